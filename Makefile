@@ -1,0 +1,54 @@
+# The two commands of the README are `make serve` and `make test`. The rest is for working on Penstock.
+# Each makes what it needs: an environment in .venv, once, and again when pyproject.toml changes.
+
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?=
+BIN := .venv/bin
+# torch comes first and alone, so that the pinned build is the one that everything else finds.
+TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+
+.PHONY: serve test check lint bench-batching bench-scheduler bench-cpu clean
+
+serve: .venv/installed
+	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
+
+# All that needs no GPU.
+test: .venv/installed-dev
+	$(BIN)/python -m pytest
+
+# What every commit passes: style, types, import rules, tests.
+check: lint test
+
+lint: .venv/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench-batching: .venv/installed
+	$(BIN)/python -m loadtest.batching
+
+bench-scheduler: .venv/installed
+	$(BIN)/python -m loadtest.scheduler_step
+
+bench-cpu: .venv/installed
+	$(BIN)/python -m engine.bench cpu-decode
+
+.venv/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Penstock needs Python 3.11 or later; name one with PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	@touch $@
+
+.venv/installed: pyproject.toml .venv/made
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .hypothesis

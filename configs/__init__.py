@@ -1,0 +1,1 @@
+"""Data that ships with the package: TOML, and no logic."""

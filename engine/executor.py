@@ -1,0 +1,80 @@
+"""The `Executor` protocol: what stands between the scheduler and a device.
+
+It is drawn for a device that runs ahead of the host. `execute` may return before anything is
+computed; the loop schedules and launches the next step, and only then waits for this one. What
+makes that possible is that sampled ids never have to pass through the host: they are written to
+the executor's own token table (see `ScheduledBatch`), where the next step reads them.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from scheduler.stats import StepWork
+from scheduler.types import SampledTokens, ScheduledBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the rest of the program may know of the model that an executor runs.
+
+    weight_bytes: read once by every step that computes anything: all weights but the rows of the
+    input embedding that are not gathered. kv_bytes_per_token: keys and values of one position, all
+    layers. flops_per_token: of the linear layers, for one token, the output layer left out;
+    flops_per_sampled_token: of the output layer. flops_per_attention_pair: one (query, key) pair,
+    all layers. max_model_len: the longest sequence this executor was sized for.
+    """
+
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    eos_token_ids: tuple[int, ...]
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    flops_per_token: int
+    flops_per_sampled_token: int
+    flops_per_attention_pair: int
+    peak_bandwidth_bytes_per_s: float | None
+    measured_bandwidth_bytes_per_s: float | None
+    load_seconds: dict[str, float]
+
+    def step_bytes(self, work: StepWork) -> int:
+        """The least bytes that a correct step reads: every weight once, every context's KV once."""
+        return self.weight_bytes + self.kv_bytes_per_token * work.context_tokens
+
+    def step_flops(self, work: StepWork) -> int:
+        """The floating-point operations that a correct step does."""
+        return (
+            self.flops_per_token * (work.num_prefill_tokens + work.num_decode_tokens)
+            + self.flops_per_sampled_token * work.num_sampled
+            + self.flops_per_attention_pair * work.attention_pairs
+        )
+
+
+class PendingTokens(Protocol):
+    """A step that was launched and may still be running."""
+
+    def wait(self) -> SampledTokens:
+        """Blocks until the step's sampled ids are on the host. Raises what the step raised."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs scheduled batches in the order in which they come. One thread calls it."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the loop should launch the next step before it waits for the last one.
+
+        Worth a step's delay only where the device computes while the host schedules.
+        """
+        ...
+
+    def execute(self, batch: ScheduledBatch) -> PendingTokens: ...

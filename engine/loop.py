@@ -1,0 +1,134 @@
+"""The step loop. One thread owns the scheduler and the executor; everybody else posts a command.
+
+Read `EngineLoop.step` first: it is the whole engine in five lines.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from engine.executor import Executor, PendingTokens
+from engine.messages import Abort, Refused, StepReport, ToEngine
+from scheduler.errors import PenstockError
+from scheduler.scheduler import Scheduler
+from scheduler.stats import NO_WORK, StepWork, work_of
+from scheduler.types import RequestOutput
+
+# Work is waiting, but its batch is not due yet (static and dynamic batching): look again so soon.
+_BATCH_POLL_S = 0.002
+
+
+class Inbox(Protocol):
+    """Where commands come from."""
+
+    def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
+        """All commands that are there. Where there is none, waits up to timeout_s for the first
+        (0: not at all, None: as long as it takes)."""
+        ...
+
+
+class _Launched(NamedTuple):
+    """A step whose ids are still to come."""
+
+    step: int
+    pending: PendingTokens
+    work: StepWork
+    started_s: float
+
+
+class EngineLoop:
+    """Schedules, executes, reports; one step ahead of the device where the executor runs ahead."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        inbox: Inbox,
+        send: Callable[[StepReport | Refused], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._inbox = inbox
+        self._send = send
+        self._clock = clock
+        self._launched: _Launched | None = None
+        self._last_end_s = clock()
+
+    def run(self) -> None:
+        """Steps for ever; an exception of the executor or of the inbox ends it."""
+        while True:
+            self.step()
+
+    def step(self) -> None:
+        """One round. It waits for commands only when there is nothing to run or to collect."""
+        aborted = self._apply_commands()
+        launched = self._launch()
+        if self._launched:
+            self._collect(self._launched)
+        self._launched = launched
+        if launched and not self._executor.runs_ahead:
+            self._collect(launched)
+            self._launched = None
+        if aborted:
+            self._report_aborted(aborted)
+
+    def _apply_commands(self) -> list[RequestOutput]:
+        """Takes in what was posted; returns the final outputs of what was aborted."""
+        aborted = []
+        for command in self._inbox.receive(self._patience_s()):
+            if isinstance(command, Abort):
+                aborted += self._scheduler.abort(command.request_id, command.index)
+            else:
+                try:
+                    self._scheduler.add(command.request)
+                except PenstockError as error:
+                    self._send(Refused(command.request.id, str(error)))
+        return aborted
+
+    def _patience_s(self) -> float | None:
+        """How long the inbox may be waited for."""
+        if self._scheduler.num_running or self._launched:
+            return 0.0
+        return _BATCH_POLL_S if self._scheduler.num_waiting else None
+
+    def _launch(self) -> _Launched | None:
+        started_s = self._clock()
+        batch = self._scheduler.schedule(started_s)
+        if batch is None:
+            return None
+        return _Launched(batch.step, self._executor.execute(batch), work_of(batch), started_s)
+
+    def _collect(self, launched: _Launched) -> None:
+        """Waits for a step's ids and sends what they mean to the requests."""
+        sampled = launched.pending.wait()
+        end_s = self._clock()
+        started_s = max(launched.started_s, self._last_end_s)
+        self._last_end_s = end_s
+        self._send(
+            StepReport(
+                step=launched.step,
+                outputs=self._scheduler.update(sampled),
+                stats=self._scheduler.stats(),
+                work=launched.work,
+                started_s=started_s,
+                step_s=end_s - started_s,
+                model_bytes=self._executor.info.step_bytes(launched.work),
+                model_flops=self._executor.info.step_flops(launched.work),
+            )
+        )
+
+    def _report_aborted(self, aborted: list[RequestOutput]) -> None:
+        """An empty step: nobody waits for these outputs, but what was held has been given back."""
+        self._send(
+            StepReport(
+                step=0,
+                outputs=aborted,
+                stats=self._scheduler.stats(),
+                work=NO_WORK,
+                started_s=self._clock(),
+                step_s=0.0,
+                model_bytes=0,
+                model_flops=0,
+            )
+        )

@@ -1,0 +1,175 @@
+"""`ScriptedExecutor`: deterministic tokens without a model, through a real paged KV pool.
+
+The pool holds, where a model keeps keys and values, each position's token id and a digest of all
+tokens up to it. A sampled id is a function of the seed and of what lies in the pool, read through
+the block table as attention would. So a block that is shared, copied, reused or forgotten at the
+wrong moment changes the output, and a test that compares ids has seen it.
+"""
+
+import time
+from collections.abc import Callable
+
+from engine.executor import ModelInfo, PendingTokens
+from scheduler.types import SampledTokens, ScheduledBatch, SlotAssignment, TokenLogprobs
+
+_MIX = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def _mix(state: int, value: int) -> int:
+    """A round of splitmix64 over both. Source: Steele et al. 2014 (doi:10.1145/2660193.2660195)."""
+    z = (state ^ (value * _MIX)) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+class _Slot:
+    """The per-slot tables of a device, for one slot."""
+
+    def __init__(self, assignment: SlotAssignment) -> None:
+        self.token_ids = dict(enumerate(assignment.token_ids))
+        self.block_ids = list(assignment.block_ids)
+        self.sampling = assignment.sampling
+        self.seed = assignment.seed
+
+
+class ScriptedExecutor:
+    """Runs batches by arithmetic on token ids.
+
+    token_at: (digest of seed and context, position of the new token) -> its id; by default spread
+    over the vocabulary without the first three ids, where special tokens usually are. paranoid:
+    read the whole context for every id and not only its end. step_s: how long a step takes.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        *,
+        runs_ahead: bool = False,
+        paranoid: bool = False,
+        step_s: float = 0.0,
+        token_at: Callable[[int, int], int] | None = None,
+    ) -> None:
+        self._info = info
+        self._runs_ahead = runs_ahead
+        self._paranoid = paranoid
+        self._step_s = step_s
+        num_words = max(1, info.vocab_size - 3)
+        self._token_at = token_at or (lambda digest, _: 3 % info.vocab_size + digest % num_words)
+        num_positions = info.num_blocks * info.block_size
+        self._pool_ids = [-1] * num_positions
+        self._pool_digests = [0] * num_positions
+        self._slots: dict[int, _Slot] = {}
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._runs_ahead
+
+    def execute(self, batch: ScheduledBatch) -> PendingTokens:
+        if self._step_s:
+            time.sleep(self._step_s)
+        self._apply(batch)
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        rows = zip(batch.slots, batch.starts, batch.num_tokens, batch.samples, strict=True)
+        for slot_id, start, num_tokens, samples in rows:
+            slot = self._slots[slot_id]
+            self._write(slot, start, num_tokens)
+            if samples:
+                token_ids.append(self._sample(slot, start + num_tokens))
+                logprobs.append(self._logprobs(slot, token_ids[-1]))
+        wants_logprobs = any(entry is not None for entry in logprobs)
+        return _Done(
+            SampledTokens(
+                step=batch.step, token_ids=token_ids, logprobs=logprobs if wants_logprobs else None
+            )
+        )
+
+    def _apply(self, batch: ScheduledBatch) -> None:
+        size = self._info.block_size
+        for assignment in batch.assignments:
+            self._slots[assignment.slot] = _Slot(assignment)
+        for slot_id, index, block_id in batch.table_updates:
+            block_ids = self._slots[slot_id].block_ids
+            block_ids[index : index + 1] = [block_id]
+        for source, target in batch.copies:
+            for pool in (self._pool_ids, self._pool_digests):
+                pool[target * size : (target + 1) * size] = pool[
+                    source * size : (source + 1) * size
+                ]
+
+    def _write(self, slot: _Slot, start: int, num_tokens: int) -> None:
+        """As a forward pass writes keys and values: each depends on all positions before it."""
+        for position in range(start, start + num_tokens):
+            before = self._pool_digests[self._place(slot, position - 1)] if position else 0
+            place = self._place(slot, position)
+            self._pool_ids[place] = slot.token_ids[position]
+            self._pool_digests[place] = _mix(before, slot.token_ids[position] + 1)
+
+    def _sample(self, slot: _Slot, length: int) -> int:
+        digest = self._pool_digests[self._place(slot, length - 1)]
+        if self._paranoid:
+            digest = 0
+            for position in range(length):
+                digest = _mix(digest, self._pool_ids[self._place(slot, position)] + 1)
+        if slot.sampling.temperature > 0:
+            digest = _mix(digest, slot.seed)
+        token_id = self._token_at(digest, length)
+        slot.token_ids[length] = token_id
+        return token_id
+
+    def _place(self, slot: _Slot, position: int) -> int:
+        size = self._info.block_size
+        return slot.block_ids[position // size] * size + position % size
+
+    def _logprobs(self, slot: _Slot, token_id: int) -> TokenLogprobs | None:
+        """The script is certain of what it says: probability 1."""
+        num_top = slot.sampling.num_logprobs
+        if num_top is None:
+            return None
+        return TokenLogprobs(0.0, ((token_id, 0.0),) if num_top else ())
+
+
+class _Done:
+    """A step that has run already."""
+
+    def __init__(self, sampled: SampledTokens) -> None:
+        self._sampled = sampled
+
+    def wait(self) -> SampledTokens:
+        return self._sampled
+
+
+def scripted_info(
+    *,
+    vocab_size: int = 512,
+    max_model_len: int = 2048,
+    block_size: int = 16,
+    num_blocks: int = 4096,
+    eos_token_ids: tuple[int, ...] = (2,),
+) -> ModelInfo:
+    """The `ModelInfo` of a model that is not there: vocabulary and blocks, and no weights."""
+    return ModelInfo(
+        architecture="scripted",
+        dtype="none",
+        device="cpu",
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        eos_token_ids=eos_token_ids,
+        num_parameters=0,
+        weight_bytes=0,
+        kv_bytes_per_token=0,
+        flops_per_token=0,
+        flops_per_sampled_token=0,
+        flops_per_attention_pair=0,
+        peak_bandwidth_bytes_per_s=None,
+        measured_bandwidth_bytes_per_s=None,
+        load_seconds={},
+    )

@@ -1,0 +1,39 @@
+"""What callers may cause. Each message is a sentence for the person who caused it."""
+
+
+class PenstockError(Exception):
+    """The root of every error that a caller, an operator or a client can cause and mend."""
+
+
+class PromptTooLong(PenstockError):
+    """The prompt leaves no room for even one output token."""
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {num_tokens} tokens, and this model's context is {limit} tokens, "
+            "of which at least one must be left for the answer; shorten the prompt"
+        )
+
+
+class ContextTooLong(PenstockError):
+    """The prompt fits, but not together with the output that was asked for."""
+
+    def __init__(self, num_tokens: int, max_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {num_tokens} tokens and max_tokens is {max_tokens}, "
+            f"{num_tokens + max_tokens} together, but this model's context is {limit} tokens; "
+            "shorten the prompt or lower max_tokens"
+        )
+
+
+class DuplicateRequest(PenstockError):
+    """A request id that is already in use."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"a request with the id {request_id!r} is already running; ids must differ"
+        )
+
+
+class InvalidConfig(PenstockError):
+    """A setting, or a pair of settings, that cannot work. The message names the flag to change."""

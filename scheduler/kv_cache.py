@@ -1,0 +1,166 @@
+"""Joins blocks and names: is there room for more tokens of a sequence, and which are computed?"""
+
+from dataclasses import dataclass
+
+from scheduler.blocks import BlockAllocator
+from scheduler.prefix import PrefixIndex, block_digest, root_digest
+from scheduler.sequence import Sequence, Status
+from scheduler.types import BlockCopy
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How a waiting sequence would enter: nothing is taken before `KVCache.admit`.
+
+    shared: computed blocks to take over. copied: a computed block whose tokens up to num_computed
+    are needed, but which the sequence will write to, so it gets a copy. num_new: blocks to take,
+    the copy's included. num_claimed: blocks that stop being available, so num_new and those of
+    the shared that are idle now.
+    """
+
+    shared: list[int]
+    copied: int | None
+    num_computed: int
+    num_new: int
+    num_claimed: int
+
+
+class KVCache:
+    """The blocks of every sequence. `num_available` counts what can be taken: free and idle."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self._allocator = BlockAllocator(num_blocks)
+        self._index = PrefixIndex()
+        self._enable_prefix_caching = enable_prefix_caching
+
+    @property
+    def num_blocks(self) -> int:
+        return self._allocator.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._allocator.num_free
+
+    @property
+    def num_idle(self) -> int:
+        return self._index.num_idle
+
+    @property
+    def num_available(self) -> int:
+        return self._allocator.num_free + self._index.num_idle
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def plan(self, sequence: Sequence) -> Admission:
+        """What admitting this sequence would take, its known tokens computed or found.
+
+        At least its last token is left to compute: even a fully cached prompt needs one query row
+        to produce logits.
+        """
+        parent = sequence.fork_parent
+        if parent is not None and self._can_fork(parent, sequence):
+            return self._plan_fork(parent, sequence)
+        shared = self._find_prefix(sequence)
+        return self._admission(sequence, shared, None, len(shared) * self.block_size)
+
+    def admit(self, sequence: Sequence, admission: Admission) -> list[BlockCopy]:
+        """Fills the empty block table for all known tokens. The room must be there."""
+        assert not sequence.table.block_ids
+        for block_id in admission.shared:
+            self._allocator.share(block_id)
+            self._index.wake(block_id)
+        sequence.table.block_ids = list(admission.shared)
+        sequence.table.num_named = len(admission.shared)
+        for _ in range(admission.num_new):
+            self.append_block(sequence)
+        if admission.copied is None:
+            return []
+        return [BlockCopy(admission.copied, sequence.table.block_ids[len(admission.shared)])]
+
+    def append_block(self, sequence: Sequence) -> int:
+        """One more block at the end of its table, the oldest idle one if none is free."""
+        block_id = self._allocator.take()
+        if block_id is None:
+            forgotten = self._index.forget_oldest()
+            assert forgotten is not None, "no block is available; the scheduler must check before"
+            self._allocator.free(forgotten)
+            block_id = self._allocator.take()
+            assert block_id is not None
+        sequence.table.block_ids.append(block_id)
+        return block_id
+
+    def name_full_blocks(self, sequence: Sequence) -> None:
+        """Makes the full blocks findable whose tokens are known and computed by launched steps."""
+        if not self._enable_prefix_caching:
+            return
+        table = sequence.table
+        num_full = min(sequence.num_computed, len(sequence.token_ids)) // self.block_size
+        if table.num_named >= num_full:
+            return
+        names = self._names(sequence, num_full)
+        for i in range(table.num_named, num_full):
+            self._index.add(names[i], table.block_ids[i])
+        table.num_named = num_full
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives back all its blocks, the last first; findable ones go on as idle."""
+        for block_id in reversed(sequence.table.block_ids):
+            if self._allocator.release(block_id):
+                if self._index.has(block_id):
+                    self._index.rest(block_id)
+                else:
+                    self._allocator.free(block_id)
+        sequence.table.block_ids = []
+        sequence.table.num_named = 0
+
+    def num_holders(self, block_id: int) -> int:
+        return self._allocator.num_holders(block_id)
+
+    def _can_fork(self, parent: Sequence, child: Sequence) -> bool:
+        """The parent's prompt was computed by an earlier step, and the child knows no more.
+
+        In the step that computes it, a copy would be made before there is anything to copy.
+        """
+        return parent.status is Status.DECODING and len(child.token_ids) == child.num_prompt_tokens
+
+    def _plan_fork(self, parent: Sequence, child: Sequence) -> Admission:
+        """Shares the blocks before the prompt's last token, which the child computes again.
+
+        It writes that token, and then its own, into a block of its own: copy-on-write, at once.
+        """
+        num_computed = child.num_prompt_tokens - 1
+        num_shared = num_computed // self.block_size
+        is_partial = num_computed % self.block_size > 0
+        copied = parent.table.block_ids[num_shared] if is_partial else None
+        return self._admission(child, parent.table.block_ids[:num_shared], copied, num_computed)
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """The longest run of findable blocks that its tokens, without the last, begin with."""
+        if not self._enable_prefix_caching:
+            return []
+        found = []
+        for name in self._names(sequence, (len(sequence.token_ids) - 1) // self.block_size):
+            block_id = self._index.find(name)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def _admission(
+        self, sequence: Sequence, shared: list[int], copied: int | None, num_computed: int
+    ) -> Admission:
+        num_blocks = -(-len(sequence.token_ids) // self.block_size)
+        num_new = num_blocks - len(shared)
+        num_woken = sum(self._index.is_idle(block_id) for block_id in shared)
+        return Admission(shared, copied, num_computed, num_new, num_new + num_woken)
+
+    def _names(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        """The names of its first blocks, each hashed once in the sequence's life."""
+        names, size = sequence.block_names, self.block_size
+        for i in range(len(names), num_blocks):
+            parent = names[-1] if names else root_digest(sequence.request.cache_salt)
+            names.append(block_digest(parent, sequence.token_ids[i * size : (i + 1) * size]))
+        return names[:num_blocks]

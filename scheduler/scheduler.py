@@ -1,0 +1,376 @@
+"""Four verbs: `add`, `abort`, `schedule`, `update`. One step is one `schedule` and one `update`.
+
+It works at the granularity of an iteration (Yu et al. 2022, Orca): who runs is decided anew at each
+step. Running decodes come first, one token each; then prefills that are under way; then waiting
+requests in policy order, until the token budget, the slots or the blocks are spent.
+
+It may be called ahead of the device: `schedule` advances a sequence by one token whose id nobody
+knows yet (`num_in_flight`), and `update` fills it in later. What comes to light late costs little:
+a sequence that turns out to have ended wastes the rows that are in flight, and nothing else. The
+device runs steps in order, so a block is written by its next holder after the wasted row.
+
+Time is an argument; nothing here reads a clock, and a simulation runs this very code.
+"""
+
+from collections import deque
+
+from scheduler.config import Batching, SchedulerConfig
+from scheduler.errors import ContextTooLong, DuplicateRequest, InvalidConfig, PromptTooLong
+from scheduler.kv_cache import KVCache
+from scheduler.policy import WaitingQueue, may_start_batch, victim
+from scheduler.sequence import Sequence, Status
+from scheduler.stats import SchedulerStats
+from scheduler.types import (
+    BlockCopy,
+    Finish,
+    FinishReason,
+    Request,
+    RequestId,
+    RequestOutput,
+    SampledTokens,
+    ScheduledBatch,
+    SlotAssignment,
+    TableUpdate,
+)
+
+
+class Scheduler:
+    """Owns every sequence and every block of one executor. One thread owns it."""
+
+    def __init__(
+        self, config: SchedulerConfig, *, num_blocks: int, block_size: int, max_model_len: int
+    ) -> None:
+        """Raises InvalidConfig where one sequence of max_model_len would not fit the blocks."""
+        if num_blocks * block_size < max_model_len:
+            raise InvalidConfig(
+                f"the KV cache holds {num_blocks * block_size} tokens, fewer than one sequence of "
+                f"--max-model-len {max_model_len}; lower --max-model-len or raise "
+                "--kv-cache-memory-bytes"
+            )
+        self._config = config
+        self._max_model_len = max_model_len
+        self._kv = KVCache(num_blocks, block_size, config.enable_prefix_caching)
+        self._waiting = WaitingQueue(config.policy)
+        self._prefilling: dict[Sequence, None] = {}  # dicts as ordered sets
+        self._decoding: dict[Sequence, None] = {}
+        self._requests: dict[RequestId, list[Sequence]] = {}  # those that have not ended
+        self._samples: dict[RequestId, list[Sequence]] = {}  # answers 1.. until answer 0 can fork
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._in_flight: deque[tuple[int, list[Sequence]]] = deque()  # who samples in each step
+        self._step = 0
+        self._order = 0
+        self._prefix_query_tokens = 0
+        self._prefix_hit_tokens = 0
+        self._preemptions = 0
+        self._recomputed_tokens = 0
+
+    # The four verbs.
+
+    def add(self, request: Request) -> None:
+        """Accepts a request; each of its `n` answers will end with exactly one final output.
+
+        Raises PromptTooLong, ContextTooLong, DuplicateRequest, and has then changed nothing.
+        """
+        num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+        assert num_prompt and max_tokens > 0 and request.n > 0, f"not validated: {request}"
+        if num_prompt >= self._max_model_len:
+            raise PromptTooLong(num_prompt, self._max_model_len)
+        if num_prompt + max_tokens > self._max_model_len:
+            raise ContextTooLong(num_prompt, max_tokens, self._max_model_len)
+        if request.id in self._requests:
+            raise DuplicateRequest(request.id)
+        sequences = []
+        for index in range(request.n):
+            sequences.append(Sequence(request, index, self._order, num_prompt + max_tokens))
+            self._order += 1
+        self._requests[request.id] = list(sequences)
+        first, *others = sequences
+        if others:
+            self._samples[request.id] = others
+        self._waiting.push(first)
+
+    def abort(self, request_id: RequestId, index: int | None = None) -> list[RequestOutput]:
+        """Ends a request, or only its answer `index`, wherever it stands. Unknown ids are no error:
+        the request may just have ended by itself."""
+        return [
+            self._finish(sequence, FinishReason.ABORT, None)
+            for sequence in list(self._requests.get(request_id, ()))
+            if index is None or sequence.index == index
+        ]
+
+    def schedule(self, now: float) -> ScheduledBatch | None:
+        """The next step's work, or None where nobody can run now."""
+        batch = _Batch()
+        self._schedule_decodes(batch)
+        budget = self._config.max_num_batched_tokens - len(batch.slots)
+        num_decodes = len(batch.slots)
+        for sequence in self._prefilling:
+            budget -= self._schedule_chunk(batch, sequence, budget)
+        self._admit_waiting(batch, budget, now)
+        if not batch.slots:
+            return None
+        self._start_decodes()
+        self._step += 1
+        self._in_flight.append((self._step, batch.sampling))
+        return ScheduledBatch(
+            step=self._step,
+            assignments=tuple(batch.assignments),
+            table_updates=tuple(batch.table_updates),
+            copies=tuple(batch.copies),
+            slots=tuple(batch.slots),
+            starts=tuple(batch.starts),
+            num_tokens=tuple(batch.num_tokens),
+            samples=tuple(batch.samples),
+            num_decodes=num_decodes,
+        )
+
+    def update(self, sampled: SampledTokens) -> list[RequestOutput]:
+        """Takes in what the oldest step in flight has sampled, in the order they were scheduled."""
+        step, sequences = self._in_flight.popleft()
+        assert step == sampled.step, f"step {step} was due, {sampled.step} came"
+        block_size = self._kv.block_size
+        outputs = []
+        for i, (sequence, token_id) in enumerate(zip(sequences, sampled.token_ids, strict=True)):
+            sequence.num_in_flight -= 1
+            if sequence.status is Status.FINISHED:
+                continue  # it ended while the step ran: a wasted row
+            sequence.token_ids.append(token_id)
+            length = len(sequence.token_ids)
+            if (length - 1) % block_size == 0 and sequence.is_running:
+                self._kv.name_full_blocks(sequence)
+            finish = None
+            if token_id in sequence.stop_token_ids:
+                finish = self._end(sequence, FinishReason.STOP, token_id)
+            elif length == sequence.max_length:
+                finish = self._end(sequence, FinishReason.LENGTH, None)
+            entry = sampled.logprobs[i] if sampled.logprobs else None
+            logprobs = [entry] if entry is not None else None
+            request_id = sequence.request.id
+            outputs.append(RequestOutput(request_id, sequence.index, [token_id], logprobs, finish))
+        return outputs
+
+    # What may be asked of it between the verbs.
+
+    @property
+    def num_running(self) -> int:
+        return len(self._decoding) + len(self._prefilling)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no slot, those included that wait for their answer 0 to fork."""
+        return len(self._waiting) + sum(len(others) for others in self._samples.values())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any accepted request has not ended."""
+        return bool(self._requests)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_used_blocks=self._kv.num_used,
+            num_idle_blocks=self._kv.num_idle,
+            num_free_blocks=self._kv.num_free,
+            prefix_query_tokens_total=self._prefix_query_tokens,
+            prefix_hit_tokens_total=self._prefix_hit_tokens,
+            preemptions_total=self._preemptions,
+            recomputed_tokens_total=self._recomputed_tokens,
+        )
+
+    # How a step comes about.
+
+    def _schedule_decodes(self, batch: "_Batch") -> None:
+        """One token for each decoding sequence whose next token is not the last it may have."""
+        block_size = self._kv.block_size
+        ready = self._make_room([s for s in self._decoding if s.num_computed < s.max_length - 1])
+        for sequence in ready:
+            position = sequence.num_computed
+            if position % block_size == 0:
+                block_id = self._kv.append_block(sequence)
+                index = position // block_size
+                batch.table_updates.append(TableUpdate(sequence.slot, index, block_id))
+            sequence.num_computed = position + 1
+            sequence.num_in_flight += 1
+            batch.slots.append(sequence.slot)
+            batch.starts.append(position)
+        batch.num_tokens = [1] * len(ready)
+        batch.samples = [True] * len(ready)
+        batch.sampling = ready
+
+    def _make_room(self, ready: list[Sequence]) -> list[Sequence]:
+        """Preempts until every decode that is left can have the block it needs in this step."""
+        block_size = self._kv.block_size
+        while True:
+            num_needed = sum(sequence.num_computed % block_size == 0 for sequence in ready)
+            if num_needed <= self._kv.num_available:
+                return ready
+            loser = victim([*self._decoding, *self._prefilling], self._config.policy)
+            self._preempt(loser)
+            ready = [sequence for sequence in ready if sequence is not loser]
+
+    def _schedule_chunk(self, batch: "_Batch", sequence: Sequence, budget: int) -> int:
+        """A row with as much of the prompt as the budget allows; returns the tokens spent."""
+        num_tokens = min(sequence.num_to_compute, budget)
+        if num_tokens == 0:
+            return 0
+        batch.slots.append(sequence.slot)
+        batch.starts.append(sequence.num_computed)
+        batch.num_tokens.append(num_tokens)
+        sequence.num_computed += num_tokens
+        is_last = sequence.num_to_compute == 0
+        batch.samples.append(is_last)
+        if is_last:
+            sequence.num_in_flight += 1
+            batch.sampling.append(sequence)
+        return num_tokens
+
+    def _admit_waiting(self, batch: "_Batch", budget: int, now: float) -> None:
+        """Admits in policy order until something runs out; nobody overtakes one who does not fit.
+
+        A batch that is closed behind its members takes them all in, whatever the budget: those
+        that it does not reach start in a later step.
+        """
+        may_start = self._may_start_batch(now)
+        is_closed = self._config.batching is not Batching.CONTINUOUS
+        while self._free_slots and (budget > 0 or is_closed):
+            sequence = self._waiting.peek()
+            if sequence is None or sequence.num_in_flight:
+                return  # a preempted one first learns what its last step sampled
+            if not (may_start or _belongs_to_batch(sequence)):
+                return
+            if not self._admit(batch, sequence, now):
+                return
+            budget -= self._schedule_chunk(batch, sequence, budget)
+
+    def _admit(self, batch: "_Batch", sequence: Sequence, now: float) -> bool:
+        """Gives it a slot and blocks for all its known tokens; false where they are not there.
+
+        A block for each running sequence is left over, so that an admission does not cause
+        a preemption in the next step.
+        """
+        admission = self._kv.plan(sequence)
+        if admission.num_claimed + self.num_running > self._kv.num_available:
+            return False
+        self._waiting.pop()
+        if sequence.first_scheduled_s is not None:
+            self._recomputed_tokens += len(sequence.token_ids) - admission.num_computed
+        elif sequence.fork_parent is None:
+            self._prefix_query_tokens += sequence.num_prompt_tokens
+            self._prefix_hit_tokens += admission.num_computed
+        batch.copies.extend(self._kv.admit(sequence, admission))
+        sequence.admit(self._free_slots.pop(), admission.num_computed, now)
+        self._prefilling[sequence] = None
+        batch.assignments.append(
+            SlotAssignment(
+                slot=sequence.slot,
+                token_ids=tuple(sequence.token_ids),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                block_ids=tuple(sequence.table.block_ids),
+                sampling=sequence.request.sampling,
+                seed=sequence.seed,
+            )
+        )
+        return True
+
+    def _may_start_batch(self, now: float) -> bool:
+        oldest = self._waiting.peek()
+        waited_s = now - oldest.request.arrival_s if oldest else 0.0
+        return may_start_batch(
+            self._config.batching,
+            self.num_running,
+            len(self._waiting),
+            waited_s,
+            self._config.max_num_seqs,
+        )
+
+    def _start_decodes(self) -> None:
+        """Prefills whose last chunk is now launched decode from the next step on.
+
+        Only now do their blocks become findable and their samples fork: a step never reads what
+        it computes itself.
+        """
+        for sequence in list(self._prefilling):
+            self._kv.name_full_blocks(sequence)
+            if sequence.num_to_compute == 0:
+                del self._prefilling[sequence]
+                self._decoding[sequence] = None
+                sequence.start_decoding()
+                self._release_samples(sequence)
+
+    def _release_samples(self, parent: Sequence) -> None:
+        """Answer 0 can be forked, or has ended: the other answers queue like anybody."""
+        if parent.index > 0:
+            return
+        for sample in self._samples.pop(parent.request.id, ()):
+            sample.fork_parent = parent
+            self._waiting.push(sample)
+
+    # How a sequence leaves.
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.preempt()
+        self._waiting.push(sequence)
+        self._preemptions += 1
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None
+    ) -> RequestOutput:
+        """Ends it from outside, without a new token."""
+        finish = self._end(sequence, reason, stop_token_id)
+        return RequestOutput(sequence.request.id, sequence.index, [], None, finish)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> Finish:
+        """Ends it, whatever its status: all it holds is given back at once."""
+        request_id = sequence.request.id
+        parked = self._samples.get(request_id, [])
+        if sequence.is_running:
+            self._leave(sequence)
+        elif sequence in parked:
+            parked.remove(sequence)
+        else:
+            self._waiting.forget()
+        sequence.finish(reason)
+        self._release_samples(sequence)
+        sequence.fork_parent = None  # no chain of dead sequences
+        siblings = self._requests[request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._requests[request_id]
+        return Finish(
+            reason,
+            stop_token_id,
+            sequence.first_scheduled_s,
+            sequence.num_cached_tokens,
+            sequence.num_preemptions,
+            sequence.num_recomputed_tokens,
+        )
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Gives back its slot and its blocks."""
+        if sequence.status is Status.DECODING:
+            del self._decoding[sequence]
+        else:
+            del self._prefilling[sequence]
+        self._kv.release(sequence)
+        self._free_slots.append(sequence.slot)
+
+
+class _Batch:
+    """A `ScheduledBatch` in the making, and the sequences whose rows sample, in row order."""
+
+    def __init__(self) -> None:
+        self.assignments: list[SlotAssignment] = []
+        self.table_updates: list[TableUpdate] = []
+        self.copies: list[BlockCopy] = []
+        self.slots: list[int] = []
+        self.starts: list[int] = []
+        self.num_tokens: list[int] = []
+        self.samples: list[bool] = []
+        self.sampling: list[Sequence] = []
+
+
+def _belongs_to_batch(sequence: Sequence) -> bool:
+    """It ran before, or is a sample of a request that runs: a closed batch lets it in again."""
+    return sequence.first_scheduled_s is not None or sequence.fork_parent is not None

@@ -1,0 +1,106 @@
+"""One generation in progress. Every status change it can make is in this file and nowhere else.
+
+    WAITING --admit--> PREFILLING --start_decoding--> DECODING --finish--> FINISHED
+       ^                   |                             |
+       +------preempt------+-----------preempt-----------+
+
+An abort finishes it from any status, and so does an end that comes to light after a preemption.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from scheduler.blocks import BlockTable
+from scheduler.types import FinishReason, Request
+
+# Samples of one request get seeds that are far apart: the golden ratio of 2^64, as splitmix64 does.
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+_SEED_MASK = (1 << 63) - 1
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"  # known tokens are left to compute
+    DECODING = "decoding"  # the steps launched compute all known tokens; one new token a step
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Answer `index` of a request.
+
+    token_ids: the prompt, then every output id that the host knows. num_computed: tokens whose keys
+    and values are written, or will be by the steps already launched. num_in_flight: launched
+    steps that sample for it and whose ids the host does not know yet. order: its place in arrival.
+    """
+
+    request: Request
+    index: int
+    order: int
+    max_length: int
+    token_ids: list[int] = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    slot: int = -1  # meaningful while it runs
+    table: BlockTable = field(default_factory=BlockTable)
+    block_names: list[bytes] = field(
+        default_factory=list
+    )  # of its full blocks; survives preemption
+    num_computed: int = 0
+    num_in_flight: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    first_scheduled_s: float | None = None
+    fork_parent: "Sequence | None" = None  # the answer 0 whose computed prompt it may share
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_token_ids)
+        self.stop_token_ids = frozenset(self.request.sampling.stop_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def seed(self) -> int:
+        return (self.request.sampling.seed + self.index * _SEED_STRIDE) & _SEED_MASK
+
+    @property
+    def is_running(self) -> bool:
+        return self.status is Status.PREFILLING or self.status is Status.DECODING
+
+    @property
+    def num_to_compute(self) -> int:
+        """Known tokens that no step has run yet."""
+        return len(self.token_ids) - self.num_computed
+
+    def admit(self, slot: int, num_computed: int, now: float) -> None:
+        """Starts, or starts again, with the first num_computed tokens found in the cache."""
+        assert self.status is Status.WAITING and not self.num_in_flight
+        self.status = Status.PREFILLING
+        self.slot = slot
+        self.num_computed = num_computed
+        if self.first_scheduled_s is None:
+            self.first_scheduled_s = now
+            self.num_cached_tokens = num_computed
+        else:
+            self.num_recomputed_tokens += self.num_to_compute
+
+    def start_decoding(self) -> None:
+        """The step that computes its last known token is launched."""
+        assert self.status is Status.PREFILLING and not self.num_to_compute
+        self.status = Status.DECODING
+
+    def preempt(self) -> None:
+        """Gives up its place; its tokens stay, their keys and values are computed again later."""
+        assert self.is_running
+        self.status = Status.WAITING
+        self.num_computed = 0
+        self.num_preemptions += 1
+
+    def finish(self, reason: FinishReason) -> None:
+        assert self.status is not Status.FINISHED
+        self.status = Status.FINISHED
+        self.finish_reason = reason

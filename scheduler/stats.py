@@ -1,0 +1,55 @@
+"""Snapshots for metrics: the scheduler is read, and never meets Prometheus."""
+
+from typing import NamedTuple
+
+from scheduler.types import ScheduledBatch
+
+
+class SchedulerStats(NamedTuple):
+    """The scheduler after a step. Gauges say what is; counters count since the start.
+
+    A block is used (held by a sequence), idle (held by none, findable by its content) or free.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_idle_blocks: int
+    num_free_blocks: int
+    prefix_query_tokens_total: int
+    prefix_hit_tokens_total: int
+    preemptions_total: int
+    recomputed_tokens_total: int
+
+
+class StepWork(NamedTuple):
+    """What one step had to compute and read.
+
+    context_tokens: keys and values that its rows attend to, summed over the sequences, so the KV
+    bytes of a step are this times the bytes of one token. attention_pairs: (query, key) pairs.
+    """
+
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_sequences: int
+    num_sampled: int
+    context_tokens: int
+    attention_pairs: int
+
+
+NO_WORK = StepWork(0, 0, 0, 0, 0, 0)
+
+
+def work_of(batch: ScheduledBatch) -> StepWork:
+    """The step's tokens, context and attention pairs: query at position p attends to p + 1 keys."""
+    num_decodes = batch.num_decodes
+    decode_context = sum(batch.starts[:num_decodes]) + num_decodes
+    prefills = list(zip(batch.starts[num_decodes:], batch.num_tokens[num_decodes:], strict=True))
+    return StepWork(
+        num_prefill_tokens=sum(batch.num_tokens[num_decodes:]),
+        num_decode_tokens=num_decodes,
+        num_sequences=len(batch.slots),
+        num_sampled=sum(batch.samples),
+        context_tokens=decode_context + sum(start + n for start, n in prefills),
+        attention_pairs=decode_context + sum(n * start + n * (n + 1) // 2 for start, n in prefills),
+    )

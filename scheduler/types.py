@@ -1,0 +1,166 @@
+"""The frozen nouns that cross rooms: what is asked, what runs in a step, what comes out of it.
+
+Nothing here has behaviour. Types that are made once per sequence and step are NamedTuples, because
+a frozen dataclass costs three times as much to make, and a step of 256 sequences makes 256 of them.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, NewType
+
+RequestId = NewType("RequestId", str)
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # it sampled one of its stop token ids
+    LENGTH = "length"  # max_tokens, or the model's context, is used up
+    ABORT = "abort"  # the caller left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen, and when they end. Validated at the wire, trusted here.
+
+    temperature 0 is greedy. top_k 0 and top_p 1.0 keep the whole vocabulary. num_logprobs None
+    asks for no logprobs, 0 for the sampled token's alone, k for the k best besides.
+    seed keys the randomness together with the position, so that it is the same whatever shares
+    the batch; the caller draws one where its client gave none.
+    """
+
+    max_tokens: int
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked: one prompt and `n` answers to it.
+
+    arrival_s is in the scheduler's clock. A lower priority runs earlier (vLLM's order); it counts
+    only under the `priority` policy. Requests share cached prefixes only under an equal cache_salt.
+    """
+
+    id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_s: float
+    n: int = 1
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class SlotAssignment(NamedTuple):
+    """A sequence enters a slot: all that an executor must know of it before its first row runs.
+
+    token_ids: every id known so far, the prompt first and then, after a preemption, its outputs.
+    block_ids: its block table in logical order. seed: this sample's own.
+    """
+
+    slot: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    block_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+
+
+class TableUpdate(NamedTuple):
+    """Entry `index` of the block table of `slot` becomes `block_id`: the sequence has grown."""
+
+    slot: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of it
+    block_id: int
+
+
+class BlockCopy(NamedTuple):
+    """Block `target` gets the content of block `source` before this step writes anything."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledBatch:
+    """One step's work, as differences to what the executor already holds in its per-slot tables.
+
+    To be applied in this order: assignments, table_updates, copies, then the rows. Row i runs the
+    tokens [starts[i], starts[i] + num_tokens[i]) of the sequence in slots[i]. The executor reads
+    their ids from its own token table: those of a prompt came with the assignment, and a sampled
+    id is written there, at the position after its row, by the step that samples it. So the next
+    step can be scheduled and launched before the host has learned the id.
+
+    The first num_decodes rows run one token each and sample; a later row, a prefill chunk, samples
+    where samples[i] is true, which is where it ends its prompt.
+    """
+
+    step: int
+    assignments: tuple[SlotAssignment, ...]
+    table_updates: tuple[TableUpdate, ...]
+    copies: tuple[BlockCopy, ...]
+    slots: tuple[int, ...]
+    starts: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    samples: tuple[bool, ...]
+    num_decodes: int
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities, before temperature and filters, at one output position.
+
+    logprob: the sampled token's. top: (token id, logprob) of the best, in falling order.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """What a step sampled: one id per sampling row, in the batch's row order.
+
+    logprobs: None where no row asked for them, else one entry per id, None for those that did not.
+    """
+
+    step: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+
+
+class Finish(NamedTuple):
+    """How a sequence ended, and what it cost: in the last output of each sequence.
+
+    stop_token_id: the id that ended it, or None. first_scheduled_s: in the scheduler's clock, None
+    where it never ran. num_cached_tokens: prompt tokens that a prefix hit spared.
+    num_recomputed_tokens: computed a second time because of preemptions.
+    """
+
+    reason: FinishReason
+    stop_token_id: int | None
+    first_scheduled_s: float | None
+    num_cached_tokens: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+
+
+class RequestOutput(NamedTuple):
+    """New tokens of one sequence: answer `index` of the request. Exactly one per sequence is final.
+
+    token_ids holds the stop token too, where there is one. logprobs, if asked for, run parallel.
+    """
+
+    request_id: RequestId
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of it
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish: Finish | None

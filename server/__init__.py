@@ -1,0 +1,1 @@
+"""The room that speaks: text, JSON and HTTP. It knows the engine by its client alone."""
