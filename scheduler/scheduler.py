@@ -31,6 +31,7 @@ from scheduler.types import (
     ScheduledBatch,
     SlotAssignment,
     TableUpdate,
+    TokenLogprobs,
 )
 
 
@@ -145,8 +146,7 @@ class Scheduler:
                 finish = self._end(sequence, FinishReason.LENGTH, None)
             entry = sampled.logprobs[i] if sampled.logprobs else None
             logprobs = [entry] if entry is not None else None
-            request_id = sequence.request.id
-            outputs.append(RequestOutput(request_id, sequence.index, [token_id], logprobs, finish))
+            outputs.append(_output(sequence, [token_id], logprobs, finish))
         return outputs
 
     # What may be asked of it between the verbs.
@@ -319,7 +319,7 @@ class Scheduler:
     ) -> RequestOutput:
         """Ends it from outside, without a new token."""
         finish = self._end(sequence, reason, stop_token_id)
-        return RequestOutput(sequence.request.id, sequence.index, [], None, finish)
+        return _output(sequence, [], None, finish)
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> Finish:
         """Ends it, whatever its status: all it holds is given back at once."""
@@ -342,7 +342,6 @@ class Scheduler:
             reason,
             stop_token_id,
             sequence.first_scheduled_s,
-            sequence.num_cached_tokens,
             sequence.num_preemptions,
             sequence.num_recomputed_tokens,
         )
@@ -369,6 +368,22 @@ class _Batch:
         self.num_tokens: list[int] = []
         self.samples: list[bool] = []
         self.sampling: list[Sequence] = []
+
+
+def _output(
+    sequence: Sequence,
+    token_ids: list[int],
+    logprobs: list[TokenLogprobs] | None,
+    finish: Finish | None,
+) -> RequestOutput:
+    return RequestOutput(
+        sequence.request.id,
+        sequence.index,
+        token_ids,
+        logprobs,
+        finish,
+        sequence.num_cached_tokens,
+    )
 
 
 def _belongs_to_batch(sequence: Sequence) -> bool:

@@ -141,14 +141,12 @@ class Finish(NamedTuple):
     """How a sequence ended, and what it cost: in the last output of each sequence.
 
     stop_token_id: the id that ended it, or None. first_scheduled_s: in the scheduler's clock, None
-    where it never ran. num_cached_tokens: prompt tokens that a prefix hit spared.
-    num_recomputed_tokens: computed a second time because of preemptions.
+    where it never ran. num_recomputed_tokens: computed a second time because of preemptions.
     """
 
     reason: FinishReason
     stop_token_id: int | None
     first_scheduled_s: float | None
-    num_cached_tokens: int
     num_preemptions: int
     num_recomputed_tokens: int
 
@@ -157,6 +155,7 @@ class RequestOutput(NamedTuple):
     """New tokens of one sequence: answer `index` of the request. Exactly one per sequence is final.
 
     token_ids holds the stop token too, where there is one. logprobs, if asked for, run parallel.
+    num_cached_tokens: of its prompt, those that a prefix hit spared.
     """
 
     request_id: RequestId
@@ -164,3 +163,4 @@ class RequestOutput(NamedTuple):
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     finish: Finish | None
+    num_cached_tokens: int

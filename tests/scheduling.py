@@ -78,6 +78,7 @@ class Driver:
         self.launched: deque[PendingTokens] = deque()
         self.batches: list[ScheduledBatch] = []
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.num_cached: dict[tuple[str, int], int] = {}
         self.finishes: dict[tuple[str, int], list[Finish]] = defaultdict(list)
         self.now = 0.0
 
@@ -99,6 +100,7 @@ class Driver:
         for output in outputs:
             key = (output.request_id, output.index)
             self.tokens[key] += output.token_ids
+            self.num_cached[key] = output.num_cached_tokens
             if output.finish:
                 self.finishes[key].append(output.finish)
 

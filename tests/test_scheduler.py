@@ -76,7 +76,7 @@ def test_a_second_prompt_with_the_same_beginning_computes_only_what_differs() ->
     assert batch is not None
     assert batch.starts == (24,) and batch.num_tokens == (1,)
     driver.run()
-    assert driver.finishes["b", 0][0].num_cached_tokens == 24
+    assert driver.num_cached["b", 0] == 24
 
 
 def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
@@ -84,7 +84,7 @@ def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     for name in "ab":
         driver.scheduler.add(make_request(name, 16, max_tokens=2))
         driver.run()
-    assert driver.finishes["b", 0][0].num_cached_tokens == 12
+    assert driver.num_cached["b", 0] == 12
     assert driver.tokens["a", 0] == driver.tokens["b", 0]
 
 
@@ -95,7 +95,7 @@ def test_a_follow_up_finds_the_answer_of_the_turn_before() -> None:
     prompt = [3 + i for i in range(10)] + driver.tokens["a", 0] + [7]
     driver.scheduler.add(make_request("b", prompt))
     driver.run()
-    assert driver.finishes["b", 0][0].num_cached_tokens == 20
+    assert driver.num_cached["b", 0] == 20
 
 
 def test_different_salts_share_nothing() -> None:
@@ -103,7 +103,7 @@ def test_different_salts_share_nothing() -> None:
     for name in "ab":
         driver.scheduler.add(make_request(name, 16, cache_salt=name))
         driver.run()
-    assert driver.finishes["b", 0][0].num_cached_tokens == 0
+    assert driver.num_cached["b", 0] == 0
 
 
 def test_prefix_caching_can_be_turned_off() -> None:
@@ -112,7 +112,7 @@ def test_prefix_caching_can_be_turned_off() -> None:
     for name in "ab":
         driver.scheduler.add(make_request(name, 16))
         driver.run()
-    assert driver.finishes["b", 0][0].num_cached_tokens == 0
+    assert driver.num_cached["b", 0] == 0
     assert driver.kv.num_free == driver.kv.num_blocks
 
 
