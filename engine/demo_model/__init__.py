@@ -1,0 +1,1 @@
+"""The demo model: its weights, and the seeded program that writes its text and trains it."""
