@@ -1,0 +1,60 @@
+"""Attention in plain torch: keys and values are gathered by block table, then go through SDPA.
+
+Runs on every device. The gather copies the context once more, which a kernel that reads blocks in
+place does not; see `engine.models.native` for that one on CPU.
+"""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.attention.reference import visible
+from engine.model_input import ModelInput
+
+
+def gathered_attention(
+    query: Tensor, keys: Tensor, values: Tensor, step: ModelInput, window: int | None
+) -> Tensor:
+    """`Attention`: decodes in batches of like length, prefill chunks one by one."""
+    output = torch.empty_like(query)
+    block_size = keys.shape[1]
+    for rows, num_blocks in _buckets(step.context_lens[: step.num_decodes], block_size):
+        tables = step.block_tables[rows, :num_blocks]
+        # The query heads of one KV head become query rows: (rows, kv_heads, group, head_dim).
+        asked = query[rows].view(len(rows), keys.shape[2], -1, query.shape[-1])
+        mask = visible(step.positions[rows], num_blocks * block_size, window)
+        mixed = scaled_dot_product_attention(
+            asked, _gather(keys, tables), _gather(values, tables), mask[:, None, None, :]
+        )
+        output[rows] = mixed.flatten(1, 2)
+    for row in range(step.num_decodes, len(step.context_lens)):
+        first, end = step.query_starts[row], step.query_starts[row + 1]
+        context_len = step.context_lens[row]
+        table = step.block_tables[row : row + 1, : -(-context_len // block_size)]
+        mixed = scaled_dot_product_attention(
+            query[None, first:end].transpose(1, 2),
+            _gather(keys, table)[:, :, :context_len],
+            _gather(values, table)[:, :, :context_len],
+            visible(step.positions[first:end], context_len, window),
+            enable_gqa=True,
+        )
+        output[first:end] = mixed[0].transpose(0, 1)
+    return output
+
+
+def _gather(pool: Tensor, tables: Tensor) -> Tensor:
+    """(rows, num_kv_heads, num_blocks * block_size, head_dim)."""
+    return pool[tables].flatten(1, 2).transpose(1, 2)
+
+
+def _buckets(context_lens: list[int], block_size: int) -> list[tuple[list[int], int]]:
+    """Rows whose block counts share a power of two, so that padding at most doubles the work."""
+    buckets = defaultdict(list)
+    for row, context_len in enumerate(context_lens):
+        buckets[((context_len - 1) // block_size).bit_length()].append(row)
+    return [
+        (rows, -(-max(context_lens[row] for row in rows) // block_size))
+        for rows in buckets.values()
+    ]

@@ -1,0 +1,36 @@
+"""Slow, obvious attention: the oracle that the fast ones are tested against."""
+
+import torch
+from torch import Tensor
+
+from engine.model_input import ModelInput
+
+
+def reference_attention(
+    query: Tensor, keys: Tensor, values: Tensor, step: ModelInput, window: int | None
+) -> Tensor:
+    """`Attention` in float32, one sequence at a time, with the whole matrix of scores."""
+    output = torch.empty_like(query)
+    block_size, num_kv_heads, head_dim = keys.shape[1:]
+    group = query.shape[1] // num_kv_heads
+    for row, context_len in enumerate(step.context_lens):
+        first, end = step.query_starts[row], step.query_starts[row + 1]
+        table = step.block_tables[row, : -(-context_len // block_size)]
+        key, value = (
+            pool[table].view(-1, num_kv_heads, head_dim)[:context_len].float()
+            for pool in (keys, values)
+        )
+        asked = query[first:end].float().view(-1, num_kv_heads, group, head_dim)
+        scores = torch.einsum("qkgd,skd->kgqs", asked, key) * head_dim**-0.5
+        scores = scores.masked_fill(~visible(step.positions[first:end], context_len, window), -1e30)
+        mixed = torch.einsum("kgqs,skd->qkgd", scores.softmax(-1), value)
+        output[first:end] = mixed.flatten(1, 2).to(query.dtype)
+    return output
+
+
+def visible(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """Which of keys 0..num_keys a query at each position may attend to: (..., num_keys) bool."""
+    keys = torch.arange(num_keys, device=positions.device)
+    queries = positions.unsqueeze(-1)
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)

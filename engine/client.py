@@ -1,0 +1,304 @@
+"""The engine's asyncio face: `submit` gives an async iterator, `abort` ends it."""
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from engine.config import EngineConfig
+from engine.executor import ModelInfo
+from engine.messages import Abort, FromEngine, Ready, Refused, StepReport, Submit
+from scheduler.errors import PenstockError
+from scheduler.types import Request, RequestId, RequestOutput
+
+# How many of the latest answers to end are remembered to estimate when a place gets free.
+_RATE_WINDOW = 64
+_MAX_RETRY_AFTER_S = 60
+
+
+class EngineState(StrEnum):
+    """What the engine process is doing, as far as the server knows."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "dead"
+
+
+class EngineFailed(PenstockError):
+    """The engine process could not start, or ended; the message says why and what to change."""
+
+
+class RequestRefused(PenstockError):
+    """The scheduler did not accept the request; the message says why."""
+
+
+class QueueFull(PenstockError):
+    """More answers wait than --max-num-queued-reqs allows."""
+
+    def __init__(self, num_queued: int, retry_after_s: int) -> None:
+        super().__init__(
+            f"{num_queued} requests are waiting already; try again in {retry_after_s} s"
+        )
+        self.retry_after_s = retry_after_s
+
+
+class OutputStream:
+    """The outputs of one request, as an async iterator of all that waits at each look."""
+
+    def __init__(self, client: "EngineClient", request: Request) -> None:
+        self._client = client
+        self._request_id = request.id
+        self._open = set(range(request.n))  # answers without a final output
+        self._waiting: list[RequestOutput] = []
+        self._error: PenstockError | None = None
+        self._news = asyncio.Event()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[RequestOutput]:
+        try:
+            while not self._waiting:
+                if self._error:
+                    raise self._error
+                if not self._open:
+                    raise StopAsyncIteration
+                self._news.clear()
+                await self._news.wait()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        outputs, self._waiting = self._waiting, []
+        return outputs
+
+    async def aclose(self) -> None:
+        """Aborts what has not ended. Call it where the iteration may stop early."""
+        if self._open and not self._error:
+            self._client.abort(self._request_id)
+
+    # What the client tells it.
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def push(self, output: RequestOutput) -> None:
+        if output.index not in self._open:
+            return  # aborted while this was on its way
+        self._waiting.append(output)
+        if output.finish:
+            self._open.discard(output.index)
+        self._news.set()
+
+    def drop(self, index: int | None) -> None:
+        self._open = self._open - {index} if index is not None else set()
+        self._news.set()
+
+    def fail(self, error: PenstockError) -> None:
+        self._error = error
+        self._news.set()
+
+
+class EngineClient:
+    """Starts the engine process, feeds it and hands out what it makes. Lives on one event loop."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._state = EngineState.STARTING
+        self._info: ModelInfo | None = None
+        self._streams: dict[RequestId, OutputStream] = {}
+        self._num_open = 0
+        self._ended_at_s: deque[float] = deque(maxlen=_RATE_WINDOW)
+        self._on_step: list[Callable[[StepReport], None]] = []
+        self._last_report: StepReport | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[ModelInfo] | None = None
+        self._dead: asyncio.Future[str] | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def info(self) -> ModelInfo:
+        """Raises EngineFailed while there is no engine that is ready."""
+        if self._info is None:
+            raise EngineFailed("the model is still loading")
+        return self._info
+
+    @property
+    def num_open(self) -> int:
+        """Answers asked for and not ended, running and waiting together: `n` of each request."""
+        return self._num_open
+
+    @property
+    def last_report(self) -> StepReport | None:
+        return self._last_report
+
+    def on_step(self, callback: Callable[[StepReport], None]) -> None:
+        """Calls back with every step's report, on the event loop: for metrics."""
+        self._on_step.append(callback)
+
+    async def start(self) -> ModelInfo:
+        """Starts the process and returns when it is ready. Raises EngineFailed."""
+        loop = asyncio.get_running_loop()
+        self._ready, self._dead = loop.create_future(), loop.create_future()
+        self._directory = tempfile.TemporaryDirectory(prefix="penstock-")
+        endpoint = f"ipc://{self._directory.name}/engine"
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.setsockopt(option, 0)  # no limit in flight; do not wait at the end
+        self._socket.bind(endpoint)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "engine.process",
+            endpoint,
+            stdin=asyncio.subprocess.PIPE,
+            # Threads that spin while they wait take the core that the server needs.
+            env={"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ),
+        )
+        assert self._process.stdin
+        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+        self._reader = asyncio.create_task(self._read())
+        self._watcher = asyncio.create_task(self._watch())
+        return await self._ready
+
+    async def wait_dead(self) -> str:
+        """Returns why, when the engine process has ended without being asked to."""
+        assert self._dead, "start() comes first"
+        return await asyncio.shield(self._dead)
+
+    async def close(self) -> None:
+        """Ends the process. Requests that are still open get EngineFailed."""
+        self._die("the server is shutting down", is_expected=True)
+        if not self._process:
+            return
+        for task in (self._reader, self._watcher):
+            if task:
+                task.cancel()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()  # it holds nothing that must be saved
+            await self._process.wait()
+        self._socket.close()
+        self._directory.cleanup()
+
+    def submit(self, request: Request) -> OutputStream:
+        """Queues the request at once and gives its outputs, in order, as they come.
+
+        An item is all that waits when the reader asks, so a slow reader gets few large items; the
+        iteration ends after the last final output. Cancelling it, or `aclose`, aborts the request.
+        Raises QueueFull, EngineFailed, or RequestRefused for an n beyond all room. While it runs,
+        the iterator raises EngineFailed if the engine dies, RequestRefused if that was its answer.
+        """
+        if self._state is not EngineState.READY:
+            raise EngineFailed(f"the engine is {self._state}")
+        limit = self._config.scheduler.max_num_seqs + self._config.max_num_queued_reqs
+        if request.n > limit:
+            raise RequestRefused(f"n is {request.n}; this server holds {limit} answers at most")
+        if self._num_open + request.n > limit:
+            num_queued = max(0, self._num_open - self._config.scheduler.max_num_seqs)
+            raise QueueFull(num_queued, self._retry_after_s())
+        stream = OutputStream(self, request)
+        self._streams[request.id] = stream
+        self._num_open += request.n
+        self._send(Submit(request))
+        return stream
+
+    def abort(self, request_id: RequestId, index: int | None = None) -> None:
+        """Ends a request, or only its answer `index`, and gives no more outputs for it."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        self._send(Abort(request_id, index))
+        num_before = stream.num_open
+        stream.drop(index)
+        self._account(request_id, stream, num_before)
+
+    def _send(self, message: Submit | Abort) -> None:
+        # No high-water mark, so this never blocks; the future is done when it returns.
+        self._socket.send(self._encoder.encode(message))
+
+    async def _read(self) -> None:
+        while True:
+            message = self._decoder.decode(await self._socket.recv())
+            # While messages wait, recv gives at once and never lets anybody else run.
+            await asyncio.sleep(0)
+            if isinstance(message, StepReport):
+                self._take(message)
+            elif isinstance(message, Ready):
+                self._info, self._state = message.info, EngineState.READY
+                assert self._ready
+                self._ready.set_result(message.info)
+            elif isinstance(message, Refused):
+                self._refuse(message)
+            else:
+                self._die(message.message)
+
+    async def _watch(self) -> None:
+        """The process may end without a last word: killed for memory, or by a signal."""
+        assert self._process
+        code = await self._process.wait()
+        await asyncio.sleep(0.1)  # its last word may still be in the socket
+        self._die(f"the engine process ended with code {code} and no message")
+
+    def _take(self, report: StepReport) -> None:
+        self._last_report = report
+        for output in report.outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            num_before = stream.num_open
+            stream.push(output)
+            if output.finish:
+                self._account(output.request_id, stream, num_before)
+        for callback in self._on_step:
+            callback(report)
+
+    def _account(self, request_id: RequestId, stream: OutputStream, num_before: int) -> None:
+        """Some answers of a stream have ended."""
+        self._num_open -= num_before - stream.num_open
+        self._ended_at_s.append(time.monotonic())
+        if not stream.num_open:
+            del self._streams[request_id]
+
+    def _refuse(self, message: Refused) -> None:
+        stream = self._streams.pop(message.request_id, None)
+        if stream:
+            self._num_open -= stream.num_open
+            stream.fail(RequestRefused(message.message))
+
+    def _die(self, why: str, is_expected: bool = False) -> None:
+        """Fails all that is open, once: whoever waits for the engine is told why."""
+        if self._state is EngineState.DEAD:
+            return
+        self._state = EngineState.DEAD
+        for stream in self._streams.values():
+            stream.fail(EngineFailed(why))
+        self._streams.clear()
+        self._num_open = 0
+        if self._ready and not self._ready.done():
+            self._ready.set_exception(EngineFailed(why))
+        if self._dead and not self._dead.done() and not is_expected:
+            self._dead.set_result(why)
+
+    def _retry_after_s(self) -> int:
+        """About when the next place gets free, from how often one did lately."""
+        if len(self._ended_at_s) < 2:
+            return 1
+        interval_s = (time.monotonic() - self._ended_at_s[0]) / len(self._ended_at_s)
+        return max(1, min(_MAX_RETRY_AFTER_S, round(interval_s)))

@@ -1,0 +1,69 @@
+"""Turns a `ScheduledBatch` into the tensors that a step computes on, with no other effect.
+
+Nothing is padded: all tokens of a step stand in one row of length T, sequence after sequence.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from scheduler.types import ScheduledBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInput:
+    """One step's tokens, ragged by sequence. T tokens in B sequences, S of which sample.
+
+    token_ids, positions: (T,) int64, each token's id and place in its sequence.
+    kv_slots: (T,) int64, where in the pool its key and value are written.
+    block_tables: (B, max_blocks) int32, each sequence's blocks in logical order.
+    query_starts: B + 1 offsets into the T tokens; context_lens: B lengths, this step's tokens
+    included. The first num_decodes sequences have one token each. sample_rows: (S,) int64, of the
+    T tokens those whose logits are wanted.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    kv_slots: Tensor
+    block_tables: Tensor
+    query_starts: list[int]
+    context_lens: list[int]
+    num_decodes: int
+    sample_rows: Tensor
+
+
+def build_model_input(
+    batch: ScheduledBatch, token_table: Tensor, block_tables: Tensor, block_size: int
+) -> ModelInput:
+    """Reads the per-slot tables, to which the batch's differences have already been applied."""
+    device = token_table.device
+    query_starts = [0, *accumulate(batch.num_tokens)]
+    # One transfer: three rows of length B.
+    slots, starts, counts = torch.tensor(
+        (batch.slots, batch.starts, batch.num_tokens), dtype=torch.int64
+    ).to(device, non_blocking=True)
+    if batch.num_decodes == len(batch.slots):
+        token_slots, positions = slots, starts
+    else:
+        num_tokens = query_starts[-1]
+        token_slots = slots.repeat_interleave(counts, output_size=num_tokens)
+        first = (counts.cumsum(0) - counts - starts).repeat_interleave(
+            counts, output_size=num_tokens
+        )
+        positions = torch.arange(num_tokens, device=device) - first
+    blocks = block_tables[token_slots, positions // block_size]
+    last_rows = [
+        end - 1 for end, samples in zip(query_starts[1:], batch.samples, strict=True) if samples
+    ]
+    return ModelInput(
+        token_ids=token_table[token_slots, positions],
+        positions=positions,
+        kv_slots=blocks * block_size + positions % block_size,
+        block_tables=block_tables[slots],
+        query_starts=query_starts,
+        context_lens=[s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)],
+        num_decodes=batch.num_decodes,
+        sample_rows=torch.tensor(last_rows, dtype=torch.int64, device=device),
+    )

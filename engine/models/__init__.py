@@ -1,0 +1,1 @@
+"""Models: one architecture a file, and what reads their configuration and weights."""

@@ -1,0 +1,250 @@
+"""What a model's config.json says, in one shape for all families. Knows JSON, knows no tensors."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.models.errors import InvalidModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: the base, and how its frequencies are stretched.
+
+    kind `default` uses theta alone, `linear` divides every frequency by factor, `llama3` only the
+    low ones, with a ramp between the two wavelengths that low_freq and high_freq_factor set.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_positions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer of the Llama line: RMSNorm, rotary positions, gated SiLU.
+
+    windows: for each layer, how many positions a token attends to, itself included, or None for
+    all that came before.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Elements of one layer's matrices."""
+        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.hidden_size * (attention + 3 * self.intermediate_size)
+
+    @property
+    def num_layer_vectors(self) -> int:
+        """Elements of one layer's norms and biases."""
+        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return (
+            2 * self.hidden_size
+            + 2 * self.head_dim * self.qk_norm
+            + qkv * self.qkv_bias
+            + self.hidden_size * self.output_bias
+            + (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        )
+
+    @property
+    def num_step_weights(self) -> int:
+        """Elements that a step reads: all but the input embedding, where that is a matrix apart."""
+        layer = self.num_layer_weights + self.num_layer_vectors
+        return self.num_layers * layer + self.hidden_size * (self.vocab_size + 1)
+
+    @property
+    def num_parameters(self) -> int:
+        embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        return self.num_step_weights + embedding
+
+    @classmethod
+    def from_dir(cls, model_dir: Path) -> "ModelConfig":
+        """Reads config.json, and generation_config.json where there is one."""
+        fields = _Fields(model_dir / "config.json")
+        family = _family(fields)
+        if fields.get("quantization_config") is not None:
+            raise InvalidModel(
+                f"{fields.path} has a quantization_config, and quantized weights are not "
+                "supported; use the float32, float16 or bfloat16 version of the model"
+            )
+        if fields.get("hidden_act", "silu") not in ("silu", "swish"):
+            raise InvalidModel(
+                f"{fields.path} asks for hidden_act {fields.get('hidden_act')!r}; "
+                "only 'silu' is supported"
+            )
+        num_layers = fields.count("num_hidden_layers")
+        num_heads = fields.count("num_attention_heads")
+        num_kv_heads = fields.count("num_key_value_heads", default=num_heads)
+        hidden_size = fields.count("hidden_size")
+        attention_bias = bool(fields.get("attention_bias", False))
+        if num_heads % num_kv_heads:
+            raise InvalidModel(
+                f"{fields.path}: num_attention_heads ({num_heads}) must be a multiple of "
+                f"num_key_value_heads ({num_kv_heads})"
+            )
+        return cls(
+            family=family,
+            vocab_size=fields.count("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.count("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            # Qwen3's heads are wider than hidden_size / num_heads, and 128 where nothing is said.
+            head_dim=fields.count(
+                "head_dim", default=128 if family == "qwen3" else hidden_size // num_heads
+            ),
+            max_model_len=fields.count("max_position_embeddings"),
+            rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+            rope=_rope(fields),
+            windows=_WINDOWS[family](fields, num_layers),
+            tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+            qkv_bias=attention_bias or family == "qwen2",
+            output_bias=attention_bias and family != "qwen2",
+            mlp_bias=bool(fields.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            eos_token_ids=_eos_token_ids(fields, model_dir / "generation_config.json"),
+        )
+
+
+class _Fields:
+    """A JSON object on disk whose absences and mistakes are told with the file's name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise InvalidModel(
+                f"{path} does not exist; a model's directory in Hugging Face's layout has one"
+            ) from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise InvalidModel(f"{path} is not valid JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise InvalidModel(f"{path} must hold a JSON object, not {type(content).__name__}")
+        self._content = content
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._content.get(name, default)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive integer; null counts as absent, as transformers writes it."""
+        value = self._content.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise InvalidModel(f"{self.path} lacks the field {name!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InvalidModel(f"{self.path}: {name!r} must be a positive integer, not {value!r}")
+        return value
+
+
+def _family(fields: _Fields) -> str:
+    architectures = fields.get("architectures") or []
+    for name in architectures:
+        if name in _ARCHITECTURES:
+            return _ARCHITECTURES[name]
+    if not architectures and fields.get("model_type") in _WINDOWS:
+        return str(fields.get("model_type"))
+    named = ", ".join(map(str, architectures)) or fields.get("model_type") or "none at all"
+    raise InvalidModel(
+        f"{fields.path} names the architecture {named}, which is not supported; "
+        f"the known ones are {', '.join(_ARCHITECTURES)}"
+    )
+
+
+def _rope(fields: _Fields) -> RopeConfig:
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    theta = float(scaling.get("rope_theta", fields.get("rope_theta", 10_000.0)))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    try:
+        if kind == "default":
+            return RopeConfig(theta=theta)
+        if kind == "linear":
+            return RopeConfig(theta=theta, kind=kind, factor=float(scaling["factor"]))
+        if kind == "llama3":
+            return RopeConfig(
+                theta=theta,
+                kind=kind,
+                factor=float(scaling["factor"]),
+                low_freq_factor=float(scaling["low_freq_factor"]),
+                high_freq_factor=float(scaling["high_freq_factor"]),
+                original_max_positions=int(scaling["original_max_position_embeddings"]),
+            )
+    except KeyError as error:
+        raise InvalidModel(
+            f"{fields.path} asks for {kind!r} rope scaling but lacks its field {error}"
+        ) from None
+    raise InvalidModel(
+        f"{fields.path} asks for {kind!r} rope scaling; supported are 'default', 'linear', 'llama3'"
+    )
+
+
+def _all_or_none(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Mistral's: one window for every layer, or null."""
+    return (fields.get("sliding_window"),) * num_layers
+
+
+def _by_layer(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen's: off unless use_sliding_window, and then for the layers that layer_types names."""
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
+    first = fields.get("max_window_layers", 28)
+    kinds = fields.get("layer_types") or [
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
+    ]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _no_window(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
+    return (None,) * num_layers
+
+
+def _eos_token_ids(config: _Fields, generation_config: Path) -> tuple[int, ...]:
+    """Every id that ends an answer: generation_config.json's, or else config.json's."""
+    ids = None
+    if generation_config.exists():
+        ids = _Fields(generation_config).get("eos_token_id")
+    if ids is None:
+        ids = config.get("eos_token_id")
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_WINDOWS: dict[str, Callable[[_Fields, int], tuple[int | None, ...]]] = {
+    "llama": _no_window,
+    "mistral": _all_or_none,
+    "qwen2": _by_layer,
+    "qwen3": _by_layer,
+}

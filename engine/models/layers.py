@@ -1,0 +1,79 @@
+"""The pieces that a transformer is made of, in torch: linear maps and rotary positions."""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.models.config import RopeConfig
+
+
+class Linear(Protocol):
+    """y = x W^T + b for x of (T, in_features). Owns W in whatever layout computes it best."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class PlainLinear:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class PackedLinear:
+    """The weight in oneDNN's blocked layout, made once at load; the original is not kept.
+
+    `functional.linear` repacks a bfloat16 weight in every call, which at a few rows costs more
+    than the product itself. These two operators are torch's own (Inductor emits them), but private.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self._bias = bias
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._linear(x, self._packed, self._bias, "none", [], "")
+        return y
+
+
+def can_pack(device: torch.device) -> bool:
+    """Private operators may vanish with a release: then `PlainLinear` is right, only slower."""
+    return (
+        device.type == "cpu"
+        and torch._C._has_mkldnn
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def rotary_table(
+    rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position's angles, each (num_positions, head_dim / 2) float32.
+
+    Source of `llama3`: Llama 3.1's apply_scaling, as transformers has it.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        # How often each wave turns within the original context decides how much it is stretched.
+        turns = rope.original_max_positions * frequencies / (2 * math.pi)
+        ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        kept = ramp.clamp(0, 1)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / rope.factor
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    return angles.cos().to(device), angles.sin().to(device)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each pair (i, i + head_dim / 2) of x, (T, heads, head_dim), by its angle: (T, 1, .)."""
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)

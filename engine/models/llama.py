@@ -1,0 +1,141 @@
+"""Llama, Mistral, Qwen2 and Qwen3: one architecture, whose families differ by flags of ModelConfig.
+
+All tokens of a step go through as one (T, hidden_size) tensor, whichever sequences they are of;
+only attention asks which. Only the rows that sample reach the output layer.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.attention import Attention
+from engine.kv_pool import KVPool
+from engine.model_input import ModelInput
+from engine.models.config import ModelConfig
+from engine.models.layers import Linear, rotary_table, rotate
+from engine.models.weights import WeightSource
+
+MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer's weights; qkv and gate_up are stacked, so that each is one matrix product."""
+
+    input_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    window: int | None
+
+
+class LlamaModel:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        make_linear: MakeLinear,
+        attention: Attention,
+        *,
+        max_model_len: int,
+        device: torch.device,
+        num_load_threads: int = 1,
+    ) -> None:
+        self.config = config
+        self._attention = attention
+        hidden, vocab = config.hidden_size, config.vocab_size
+        with ThreadPoolExecutor(num_load_threads) as pool:
+            self.embedding = weights.read((vocab, hidden), "model.embed_tokens.weight")
+            layers = pool.map(
+                lambda index: _read_layer(config, weights, make_linear, index),
+                range(config.num_layers),
+            )
+            self.layers = list(layers)
+        self.norm = weights.read((hidden,), "model.norm.weight")
+        # Where the output layer is packed and tied to the embedding, the matrix is held twice: the
+        # gather of input rows needs the plain one.
+        self.lm_head = make_linear(
+            self.embedding
+            if config.tied_embeddings
+            else weights.read((vocab, hidden), "lm_head.weight"),
+            None,
+        )
+        self.cos, self.sin = rotary_table(config.rope, config.head_dim, max_model_len, device)
+
+    def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
+        """Logits of the rows that sample: (S, vocab_size) float32. Writes keys and values."""
+        eps = self.config.rms_norm_eps
+        cos = self.cos[step.positions].unsqueeze(1)
+        sin = self.sin[step.positions].unsqueeze(1)
+        residual = functional.embedding(step.token_ids, self.embedding)
+        for layer, keys, values in zip(self.layers, pool.keys, pool.values, strict=True):
+            x = rms_norm(residual, layer.input_norm, eps)
+            residual = residual + self._attend(layer, x, cos, sin, keys, values, step)
+            x = rms_norm(residual, layer.mlp_norm, eps)
+            gate, up = layer.gate_up(x).chunk(2, dim=-1)
+            residual = residual + layer.down(functional.silu(gate) * up)
+        return self.lm_head(rms_norm(residual[step.sample_rows], self.norm, eps)).float()
+
+    def _attend(
+        self,
+        layer: Layer,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: ModelInput,
+    ) -> Tensor:
+        config = self.config
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        projected = layer.qkv(x).view(len(x), -1, config.head_dim)
+        query, key, value = torch.split(projected, heads, dim=1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query = rms_norm(query, layer.query_norm, config.rms_norm_eps)
+            key = rms_norm(key, layer.key_norm, config.rms_norm_eps)
+        keys.flatten(0, 1)[step.kv_slots] = rotate(key, cos, sin)
+        values.flatten(0, 1)[step.kv_slots] = value
+        query = rotate(query, cos, sin)
+        mixed = self._attention(query, keys, values, step, layer.window)
+        return layer.output(mixed.flatten(1))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def _read_layer(
+    config: ModelConfig, weights: WeightSource, make_linear: MakeLinear, index: int
+) -> Layer:
+    prefix = f"model.layers.{index}."
+    hidden, head_dim, mlp = config.hidden_size, config.head_dim, config.intermediate_size
+    query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+
+    def vector(size: int, *names: str) -> Tensor:
+        return weights.read((size,), *(prefix + name for name in names))
+
+    def linear(rows: int, columns: int, has_bias: bool, *names: str) -> Linear:
+        matrix = weights.read((rows, columns), *(f"{prefix}{name}.weight" for name in names))
+        bias = vector(rows, *(f"{name}.bias" for name in names)) if has_bias else None
+        return make_linear(matrix, bias)
+
+    qkv_names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    return Layer(
+        input_norm=vector(hidden, "input_layernorm.weight"),
+        qkv=linear(query_size + 2 * kv_size, hidden, config.qkv_bias, *qkv_names),
+        query_norm=vector(head_dim, "self_attn.q_norm.weight") if config.qk_norm else None,
+        key_norm=vector(head_dim, "self_attn.k_norm.weight") if config.qk_norm else None,
+        output=linear(hidden, query_size, config.output_bias, "self_attn.o_proj"),
+        mlp_norm=vector(hidden, "post_attention_layernorm.weight"),
+        gate_up=linear(2 * mlp, hidden, config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
+        down=linear(hidden, mlp, config.mlp_bias, "mlp.down_proj"),
+        window=config.windows[index],
+    )

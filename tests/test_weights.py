@@ -1,0 +1,129 @@
+"""Checkpoints and configs: what is read, and what a person is told when it cannot be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.models.config import ModelConfig
+from engine.models.errors import InvalidModel
+from engine.models.hub import resolve_model
+from engine.models.weights import Checkpoint
+from tests.tiny_models import Harness, make_model, save
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return save(make_model("llama2"), tmp_path / "tiny")
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    config |= changes
+    kept = {name: value for name, value in config.items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(kept))
+
+
+def logits(path: Path) -> torch.Tensor:
+    return Harness(path).run([(0, 0, 9)])[0]
+
+
+def test_shards_give_what_one_file_gives(tiny: Path, tmp_path: Path) -> None:
+    sharded = save(make_model("llama2"), tmp_path / "sharded", max_shard_size="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert torch.equal(logits(sharded), logits(tiny))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_on_disk_is_widened(tiny: Path, dtype: torch.dtype) -> None:
+    expected = logits(tiny)
+    file = tiny / "model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    torch.testing.assert_close(logits(tiny), expected, atol=0.3, rtol=0)
+
+
+def test_a_missing_tensor_is_named(tiny: Path) -> None:
+    file = tiny / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+    with pytest.raises(InvalidModel, match=r"lack the tensor 'model\.norm\.weight'"):
+        logits(tiny)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    sharded = save(make_model("llama2"), tmp_path, max_shard_size="100KB")
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(InvalidModel, match=shard.name):
+        Checkpoint(sharded, torch.empty)
+
+
+@pytest.mark.parametrize("size", [48, 128])
+def test_an_unexpected_shape_is_named(tiny: Path, size: int) -> None:
+    edit_config(tiny, intermediate_size=size)
+    with pytest.raises(InvalidModel, match="has the shape"):
+        logits(tiny)
+
+
+def test_a_file_that_is_no_safetensors_is_named(tiny: Path) -> None:
+    (tiny / "model.safetensors").write_bytes(b"not at all")
+    with pytest.raises(InvalidModel, match="not a readable safetensors file"):
+        logits(tiny)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*known ones are LlamaFor"),
+        ({"hidden_size": ...}, "lacks the field 'hidden_size'"),
+        ({"num_hidden_layers": "many"}, "'num_hidden_layers' must be a positive integer"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' rope scaling"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "lacks its field 'factor'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"num_key_value_heads": 3}, "must be a multiple"),
+    ],
+)
+def test_a_config_that_cannot_be_served_says_why(
+    tiny: Path, changes: dict[str, Any], message: str
+) -> None:
+    edit_config(tiny, **changes)
+    with pytest.raises(InvalidModel, match=message):
+        ModelConfig.from_dir(tiny)
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_broken_config_json_is_told_by_name(tmp_path: Path, content: str) -> None:
+    with pytest.raises(InvalidModel, match=r"config\.json does not exist"):
+        ModelConfig.from_dir(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InvalidModel, match=r"config\.json"):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_generation_config_knows_more_ends_than_config(tiny: Path) -> None:
+    edit_config(tiny, eos_token_id=2)
+    (tiny / "generation_config.json").unlink(missing_ok=True)
+    assert ModelConfig.from_dir(tiny).eos_token_ids == (2,)
+    (tiny / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    assert ModelConfig.from_dir(tiny).eos_token_ids == (2, 7)
+
+
+def test_rope_theta_is_read_in_both_spellings(tiny: Path) -> None:
+    edit_config(tiny, rope_parameters={"rope_theta": 5.0, "rope_type": "default"})
+    assert ModelConfig.from_dir(tiny).rope.theta == 5.0
+    edit_config(tiny, rope_parameters=..., rope_theta=7.0)
+    assert ModelConfig.from_dir(tiny).rope.theta == 7.0
+
+
+def test_a_directory_is_its_own_answer(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_what_is_neither_a_directory_nor_an_id_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidModel, match="check the path"):
+        resolve_model(str(tmp_path / "no" / "such" / "model"))
