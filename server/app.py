@@ -1,0 +1,114 @@
+"""The FastAPI app, and the process around it: socket, signals, exit code."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from scheduler.errors import InvalidConfig
+from server.config import ServeConfig, ServerConfig
+from server.errors import reply_to
+from server.gate import Gate
+from server.routes import router
+from server.service import Service
+from server.version import version
+
+# After the last request has ended, connections that are kept alive are given no more than this.
+_CLOSE_TIMEOUT_S = 3
+_BACKLOG = 2048
+
+
+def build_app(service: Service) -> FastAPI:
+    """The app. Its lifespan starts the engine in the background, so the port answers at once."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        running = asyncio.create_task(service.run())
+        try:
+            yield
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await service.close()
+
+    app = FastAPI(title="Penstock", version=version(), lifespan=lifespan, openapi_url=None)
+    app.state.service = service
+    app.include_router(router)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_middleware(Gate, service=service)
+    return app
+
+
+async def _answer_http_error(_: Request, error: Exception) -> Response:
+    return reply_to(error).response()
+
+
+def serve(config: ServeConfig) -> int:
+    """Runs the server to its end; returns the exit code. Raises InvalidConfig for the port."""
+    logging.basicConfig(
+        level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+    )
+    listener = _listen(config.server)
+    bound = replace(config.server, port=listener.getsockname()[1])  # --port 0: any that is free
+    config = replace(config, server=bound)
+    return uvloop.run(_serve(config, listener))
+
+
+async def _serve(config: ServeConfig, listener: socket.socket) -> int:
+    service = Service(config)
+    server = _Server(
+        uvicorn.Config(
+            build_app(service),
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            server_header=False,
+            log_config=None,
+            log_level="warning",
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+        )
+    )
+    draining: list[asyncio.Task[None]] = []
+
+    def on_signal(number: int) -> None:
+        if draining:
+            os._exit(128 + number)  # asked twice: at once. The engine ends with this process.
+        draining.append(asyncio.create_task(service.drain()))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    serving = asyncio.create_task(server.serve([listener]))
+    code = await service.over
+    server.should_exit = True
+    await serving
+    return code
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, without its own answer to signals, which would close the port before the drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise InvalidConfig(
+            f"cannot listen on {config.host}:{config.port} ({error.strerror}); "
+            "choose another with --port or --host"
+        ) from error

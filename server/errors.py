@@ -1,0 +1,133 @@
+"""The one table from exception to status and body. Every error of every route goes through it."""
+
+import math
+from http import HTTPStatus
+from typing import NamedTuple
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from engine.client import EngineFailed, QueueFull, RequestRefused
+from scheduler.errors import PenstockError
+
+# How long to stay away where nothing better is known: while the model loads, or when draining.
+RETRY_SOON_S = 2
+
+
+class InvalidRequest(PenstockError):
+    """Something in the body is not as it must be; `param` is the field."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class UnsupportedParameter(InvalidRequest):
+    """A field that we know, do not support, and that would change the answer."""
+
+    def __init__(self, param: str, hint: str = "leave it out") -> None:
+        super().__init__(
+            f"{param} is not supported by this server; {hint}",
+            param=param,
+            code="unsupported_parameter",
+        )
+
+
+class ModelNotFound(PenstockError):
+    def __init__(self, model: str, served: str) -> None:
+        super().__init__(f"the model {model!r} is not served here; this server has {served!r}")
+
+
+class InvalidApiKey(PenstockError):
+    def __init__(self) -> None:
+        super().__init__("send the header 'Authorization: Bearer KEY' with the key of this server")
+
+
+class BodyTooLarge(PenstockError):
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the body is larger than {limit} bytes, the most this server takes")
+
+
+class NotServing(PenstockError):
+    """The model is loading, or the server is about to end."""
+
+    def __init__(self, message: str, *, is_ending: bool) -> None:
+        super().__init__(message)
+        self.is_ending = is_ending
+
+
+class ErrorReply(NamedTuple):
+    """OpenAI's error object, its status, and the headers that go with it."""
+
+    status: int
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def body(self) -> bytes:
+        fields = {k: getattr(self, k) for k in ("message", "type", "param", "code")}
+        return msgspec.json.encode({"error": fields})
+
+    def response(self) -> Response:
+        headers = dict(self.headers)
+        return Response(self.body, self.status, headers, media_type="application/json")
+
+
+_BAD_REQUEST = "invalid_request_error"
+_UNAVAILABLE = "service_unavailable_error"
+_CLOSE = (("Connection", "close"),)
+
+
+def reply_to(error: Exception) -> ErrorReply:
+    """The table."""
+    message = str(error)
+    match error:
+        case InvalidRequest():
+            return ErrorReply(400, _BAD_REQUEST, message, error.param, error.code)
+        case RequestRefused():
+            return ErrorReply(400, _BAD_REQUEST, message)
+        case InvalidApiKey():
+            challenge = (("WWW-Authenticate", "Bearer"),)
+            return ErrorReply(
+                401, "authentication_error", message, None, "invalid_api_key", challenge
+            )
+        case ModelNotFound():
+            return ErrorReply(404, "not_found_error", message, "model", "model_not_found")
+        case BodyTooLarge():
+            return ErrorReply(413, _BAD_REQUEST, message, None, "body_too_large", _CLOSE)
+        case QueueFull():
+            headers = _retry_after(error.retry_after_s)
+            return ErrorReply(429, "rate_limit_error", message, None, "queue_full", headers)
+        case NotServing():
+            headers = _retry_after(RETRY_SOON_S) + (_CLOSE if error.is_ending else ())
+            return ErrorReply(503, _UNAVAILABLE, message, None, None, headers)
+        case EngineFailed():
+            return ErrorReply(500, "server_error", message, None, "engine_failed")
+        case HTTPException():
+            return _reply_to_http(error)
+        case _:
+            text = "the server made a mistake; its log has the details under this x-request-id"
+            return ErrorReply(500, "server_error", text, None, "internal_error")
+
+
+def _retry_after(seconds: float) -> tuple[tuple[str, str], ...]:
+    return (("Retry-After", str(math.ceil(seconds))),)
+
+
+def _reply_to_http(error: HTTPException) -> ErrorReply:
+    """What the router itself raises: no such path, or not with this method."""
+    headers = tuple((error.headers or {}).items())
+    if error.status_code == 404:
+        text = "there is no such path; the API is under /v1, for example /v1/chat/completions"
+        return ErrorReply(404, "not_found_error", text, None, "unknown_url", headers)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        text = f"this path does not take the method; use {allowed}"
+        return ErrorReply(405, _BAD_REQUEST, text, None, "method_not_allowed", headers)
+    phrase = HTTPStatus(error.status_code).phrase
+    return ErrorReply(error.status_code, _BAD_REQUEST, phrase, None, None, headers)

@@ -1,0 +1,112 @@
+"""What every request passes on its way in and out: id, key, state, size, timing, and the last net.
+
+Plain ASGI, because Starlette's own middleware class costs a task and two queues a request.
+"""
+
+import hmac
+import logging
+import secrets
+import time
+from contextlib import nullcontext
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from scheduler.errors import PenstockError
+from server.errors import BodyTooLarge, InvalidApiKey, reply_to
+from server.service import Service
+
+logger = logging.getLogger("penstock")
+
+_MAX_REQUEST_ID_CHARS = 128
+
+
+class Gate:
+    """Wraps the app. Under /v1 it asks for the key, and lets nobody in who cannot be served."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        outgoing = _Outgoing(send, self._service, _request_id(headers))
+        is_api = scope["path"].startswith("/v1/")
+        with self._service.counted() if is_api else nullcontext():
+            try:
+                if is_api:
+                    self._check_key(headers)
+                    self._service.check_serving()
+                await self._app(scope, receive, outgoing)
+            except Exception as error:
+                await self._answer(error, scope, receive, outgoing)
+
+    def _check_key(self, headers: Headers) -> None:
+        expected = self._service.config.server.api_key
+        if expected is None:
+            return
+        given = bearer_token(headers) or ""
+        if not hmac.compare_digest(given.encode(), expected.encode()):
+            raise InvalidApiKey
+
+    async def _answer(
+        self, error: Exception, scope: Scope, receive: Receive, outgoing: "_Outgoing"
+    ) -> None:
+        if not isinstance(error, PenstockError):
+            logger.error("request %s failed", outgoing.request_id, exc_info=error)
+        if not outgoing.has_started:
+            await reply_to(error).response()(scope, receive, outgoing)
+
+
+class _Outgoing:
+    """`send`, with the headers that every response has."""
+
+    def __init__(self, send: Send, service: Service, request_id: str) -> None:
+        self.request_id = request_id
+        self.has_started = False
+        self._send = send
+        self._service = service
+        self._received_s = time.monotonic()
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_started = True
+            self._service.metrics.responses[message["status"]] += 1
+            raw = list(message.get("headers", ()))  # a copy: all streams share one list
+            message = {**message, "headers": raw}
+            headers = MutableHeaders(raw=raw)
+            headers["x-request-id"] = self.request_id
+            headers["x-penstock-state"] = self._service.state.value
+            elapsed_ms = (time.monotonic() - self._received_s) * 1e3
+            headers["openai-processing-ms"] = str(round(elapsed_ms))
+        await self._send(message)
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's own, where it is one that a log can hold."""
+    given = headers.get("x-request-id", "")
+    is_fit = given.isascii() and given.isprintable() and 0 < len(given) <= _MAX_REQUEST_ID_CHARS
+    return given if is_fit else f"req-{secrets.token_hex(12)}"
+
+
+def bearer_token(headers: Headers) -> str | None:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() or None if scheme.lower() == "bearer" else None
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Raises BodyTooLarge as soon as that is known."""
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > limit:
+        raise BodyTooLarge(limit)
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise BodyTooLarge(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)

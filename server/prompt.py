@@ -1,0 +1,172 @@
+"""Prompts to ids: the tokenizer and the chat template that lie beside a model.
+
+`tokenizer.json` is read with the tokenizers library itself, and chat templates are rendered as
+`transformers` renders them, but without it: importing that takes the server process six seconds
+and torch. Only a model without a tokenizer.json still needs its conversion.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from scheduler.errors import InvalidConfig
+from server.detokenizer import Vocabulary
+from server.errors import InvalidRequest
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """What generation_config.json says where a client says nothing; None where it does not."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def load(cls, directory: Path) -> "GenerationDefaults":
+        values = _read_json(directory / "generation_config.json")
+        return cls(**{name: values.get(name) for name in cls.__slots__})
+
+
+class PromptEncoder:
+    """Text and conversations to token ids. Its methods may run in any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, template: "ChatTemplate | None") -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._template = template
+        self.vocabulary = Vocabulary(tokenizer)
+
+    @classmethod
+    def load(cls, directory: Path, chat_template: Path | None) -> "PromptEncoder":
+        """chat_template: a file to use in place of the model's own. Raises InvalidConfig."""
+        settings = _read_json(directory / "tokenizer_config.json")
+        source = _template_source(directory, settings, chat_template)
+        template = ChatTemplate(source, _special_tokens(settings)) if source is not None else None
+        return cls(_load_tokenizer(directory), template)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """A plain text, with the special tokens (BOS) that the tokenizer puts around one."""
+        return tuple(self._tokenizer.encode(text).ids)
+
+    def encode_all(self, prompts: list[str | list[int]]) -> list[tuple[int, ...]]:
+        """Texts, or ids as they are."""
+        return [self.encode(p) if isinstance(p, str) else tuple(p) for p in prompts]
+
+    def encode_chat(self, messages: list[Message]) -> tuple[int, ...]:
+        """A conversation up to where the assistant's next turn begins. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template, so it takes no conversations; use "
+                "/v1/completions, or start the server with --chat-template FILE",
+                code="no_chat_template",
+            )
+        text = self._template.render(messages)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+class ChatTemplate:
+    """A Jinja template under the rules of `transformers.apply_chat_template`."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        """Raises InvalidConfig where the template is not valid Jinja."""
+        self._special_tokens = special_tokens
+        try:
+            self._template = _compile(source)
+        except TemplateError as error:
+            raise InvalidConfig(f"the chat template is not valid: {error}") from error
+
+    def render(self, messages: list[Message]) -> str:
+        """Raises InvalidRequest with the template's own words where it refuses the messages."""
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=True, **self._special_tokens
+            )
+        except (TemplateError, TypeError) as error:
+            raise InvalidRequest(
+                f"this model's chat template does not take these messages: {error}",
+                param="messages",
+            ) from error
+
+
+def _compile(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own escapes HTML
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _load_tokenizer(directory: Path) -> Tokenizer:
+    path = directory / "tokenizer.json"
+    try:
+        if path.is_file():
+            return Tokenizer.from_file(str(path))
+        return _convert_tokenizer(directory)
+    except Exception as error:  # tokenizers raises plain Exception, transformers many kinds
+        raise InvalidConfig(f"{directory} has no tokenizer that can be read: {error}") from error
+
+
+def _convert_tokenizer(directory: Path) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(directory).backend_tokenizer
+    return tokenizer
+
+
+def _template_source(
+    directory: Path, settings: dict[str, Any], override: Path | None
+) -> str | None:
+    beside = directory / "chat_template.jinja"
+    if override or beside.is_file():
+        return (override or beside).read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = next((t["template"] for t in template if t["name"] == "default"), None)
+    return template
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token ...: a string, or an object that holds one."""
+    tokens = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Raises InvalidConfig. A file that is not there says nothing."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InvalidConfig(f"{path} is not valid JSON: {error}") from error
+    return values if isinstance(values, dict) else {}

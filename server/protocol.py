@@ -1,0 +1,300 @@
+"""OpenAI's wire types, what we let in of them, and what they ask for in our own words.
+
+Three kinds of field: those we serve are declared; those that we know, do not serve, and that would
+change the answer are refused by name (`_NEUTRAL`); all others are ignored.
+"""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from server.errors import InvalidRequest, UnsupportedParameter
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024  # each one costs memory for a table and time for every character
+MAX_N = 128
+MAX_PROMPTS = 2048
+MAX_LOGPROBS = 20
+
+# Known, not served: field -> the values that change nothing. OpenAI's first, then those that users
+# of other servers send.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "moderation": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "logits_processors": ([],),
+    "add_special_tokens": (True,),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "return_token_ids": (False,),
+}
+
+# What a field may be, where pydantic's own words would list the branches of a union.
+_EXPECTED = {
+    "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
+    "content": "must be a string or a list of text parts",
+    "stop": "must be a string or a list of strings",
+}
+
+Probability = Annotated[float, Field(ge=0, le=1)]  # 0 keeps the best token alone
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class Wire(BaseModel):
+    """Strict, as at OpenAI: "1" is no number, and 1 no boolean. NaN and infinity are no numbers."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Wire):
+    include_usage: bool | None = None
+
+
+class GenerationFields(Wire):
+    """What both endpoints take."""
+
+    model_config = ConfigDict(extra="allow")  # kept to be looked through, see `_refuse_unsupported`
+
+    model: str
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    max_tokens: int | None = Field(None, ge=1)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: int | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: Probability | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[int, Bias], Field(max_length=1024)] | None = None
+    user: str | None = None
+    # Beyond OpenAI, under vLLM's names.
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
+        try:
+            fields = cls.model_validate_json(body)
+        except ValidationError as error:
+            raise _invalid(error, cls) from error
+        fields._refuse_unsupported()
+        fields._check()
+        return fields
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream is to end with a chunk that has the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As `SamplingParams.num_logprobs`."""
+        raise NotImplementedError
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        """The limit that the client set, if it did."""
+        return self.max_tokens
+
+    def _refuse_unsupported(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
+                raise UnsupportedParameter(name)
+
+    def _check(self) -> None:
+        """What concerns more than one field."""
+        if self.stream_options and not self.stream:
+            message = "stream_options goes only with stream: true"
+            raise InvalidRequest(message, param="stream_options")
+
+
+class CompletionRequest(GenerationFields):
+    """`POST /v1/completions`."""
+
+    # One complaint is enough: a million of them would stop the server for a while.
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[TokenId], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a prompt: its text, or its ids."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        return list(prompt)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def _check(self) -> None:
+        super()._check()
+        if self.best_of not in (None, self.n or 1):
+            raise UnsupportedParameter("best_of", "leave it out, or make it equal to n")
+        if len(self.prompts) > MAX_PROMPTS:
+            message = f"prompt has {len(self.prompts)} prompts, more than the {MAX_PROMPTS} allowed"
+            raise InvalidRequest(message, param="prompt")
+        if not self.prompts or any(prompt == [] for prompt in self.prompts):
+            raise InvalidRequest("prompt is empty; it needs a token at least", param="prompt")
+        if any(isinstance(prompt, str) and "\0" in prompt for prompt in self.prompts):
+            raise _nul("prompt")
+
+
+class ContentPart(Wire):
+    """A part of a message. Only text is served; others are refused by their type's name."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Wire):
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self, param: str) -> dict[str, str]:
+        """As chat templates know it. "developer" is OpenAI's newer word for "system"."""
+        for name in ("tool_calls", "function_call"):
+            if (self.model_extra or {}).get(name):
+                raise UnsupportedParameter(f"{param}.{name}")
+        role = "system" if self.role == "developer" else self.role
+        message = {"role": role, "content": self._text(f"{param}.content")}
+        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return message | {key: value for key, value in optional.items() if value is not None}
+
+    def _text(self, param: str) -> str:
+        if isinstance(self.content, list):
+            texts = [_text_of(part, f"{param}[{i}]") for i, part in enumerate(self.content)]
+        elif self.content is None and self.role != "assistant":
+            raise InvalidRequest(f"{param} is missing; it {_EXPECTED['content']}", param=param)
+        else:
+            texts = [self.content or ""]
+        text = "".join(texts)
+        if "\0" in text:
+            raise _nul(param)
+        return text
+
+
+def _text_of(part: ContentPart, param: str) -> str:
+    if part.type != "text":
+        raise UnsupportedParameter(f"{param}.type {part.type!r}", "this server takes text parts")
+    if part.text is None:
+        raise InvalidRequest(f"{param}.text is missing", param=f"{param}.text")
+    return part.text
+
+
+class ChatCompletionRequest(GenerationFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def for_template(self) -> list[dict[str, str]]:
+        return [m.for_template(f"messages[{i}]") for i, m in enumerate(self.messages)]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def _check(self) -> None:
+        super()._check()
+        if self.top_logprobs and not self.logprobs:
+            message = "top_logprobs goes only with logprobs: true"
+            raise InvalidRequest(message, param="top_logprobs")
+
+
+def _nul(param: str) -> InvalidRequest:
+    message = f"{param} has a NUL character (U+0000), which is no text; take it out"
+    return InvalidRequest(message, param=param)
+
+
+def _invalid(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
+    """The first thing that is wrong, in a sentence."""
+    errors = error.errors(include_url=False, include_context=False)
+    # Of a union every branch complains. What is no matter of type comes from the branch meant.
+    first = next((e for e in errors if not e["type"].endswith("_type")), errors[0])
+    if first["type"] == "json_invalid":
+        detail = first["msg"].removeprefix("Invalid JSON: ")
+        return InvalidRequest(f"the body is not valid JSON: {detail}", code="invalid_json")
+    names = _field_names(model)
+    path = [part for part in first["loc"] if isinstance(part, int) or part in names]
+    if not path:
+        return InvalidRequest("the body must be a JSON object", code="invalid_json")
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
+    if first["type"] == "missing":
+        return InvalidRequest(f"{param} is missing", param=param)
+    last_name = next(part for part in reversed(path) if isinstance(part, str))
+    is_branch = last_name in _EXPECTED and first["type"].endswith("_type")
+    says = _EXPECTED[last_name] if is_branch else _as_predicate(first["msg"])
+    return InvalidRequest(f"{param} {says}", param=param)
+
+
+def _as_predicate(message: str) -> str:
+    """ "Input should be a valid list" and its like, to go after the field's name."""
+    return re.sub(r"^(Input|List|String|Dictionary) ", "", message).replace(" after validation", "")
+
+
+def _field_names(model: type[BaseModel]) -> set[str]:
+    """Without these, the path of an error holds the names of a union's branches too."""
+    models = (model, ChatMessage, ContentPart, StreamOptions)
+    return {name for each in models for name in each.model_fields}

@@ -1,0 +1,228 @@
+"""The JSON that answers: whole bodies, and a stream's chunks from templates made once a request.
+
+A chunk is bytes that were put together at the request's start, around an escaped string: at a token
+a chunk, encoding the object anew would cost more than all the rest of a stream.
+"""
+
+import math
+import time
+from typing import Any, Protocol
+
+import msgspec
+
+from engine.executor import ModelInfo
+from server.detokenizer import Vocabulary
+from server.generation import LogprobEntry, Piece, Usage
+from server.version import version
+
+_encode = msgspec.json.Encoder().encode
+# JSON has no infinity; OpenAI's own stand-in for a token that cannot be.
+_LOWEST_LOGPROB = -9999.0
+
+
+def system_fingerprint(info: ModelInfo) -> str:
+    """Changes when what may change a seeded answer does."""
+    return f"fp_penstock_{version()}_{info.architecture}_{info.dtype}_{info.device}"
+
+
+class Reply(Protocol):
+    """How one endpoint words its answers."""
+
+    object: str
+    chunk_object: str
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """A whole choice of a plain body."""
+        ...
+
+    def logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]: ...
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """A choice's first chunk, where there is one before any text."""
+        ...
+
+    def delta(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the JSON string of a chunk's text."""
+        ...
+
+    def closing(self, index: int, finish_reason: str) -> dict[str, Any]:
+        """A choice's last chunk, which has no text."""
+        ...
+
+
+class ChatReply:
+    """`/v1/chat/completions`."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, vocabulary: Vocabulary, num_logprobs: int | None) -> None:
+        self._vocabulary = vocabulary
+        self._num_logprobs = num_logprobs
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": piece.choice,
+            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "logprobs": None if self._num_logprobs is None else self.logprobs(piece.logprobs),
+            "finish_reason": piece.finish_reason,
+        }
+
+    def logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]:
+        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return _chat_chunk(index, {"role": "assistant", "content": ""}, None)
+
+    def delta(self, index: int) -> tuple[bytes, bytes]:
+        return b'{"index":%d,"delta":{"content":' % index, b"}"
+
+    def closing(self, index: int, finish_reason: str) -> dict[str, Any]:
+        return _chat_chunk(index, {}, finish_reason)
+
+    def _entry(self, entry: LogprobEntry) -> dict[str, Any]:
+        top = entry.logprobs.top[: self._num_logprobs]
+        return self._token(entry.token_id, entry.logprobs.logprob) | {
+            "top_logprobs": [self._token(*pair) for pair in top]
+        }
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        spelling = self._vocabulary.spelling(token_id)
+        return {
+            "token": spelling.decode(errors="replace"),
+            "logprob": _finite(logprob),
+            "bytes": list(spelling),
+        }
+
+
+def _chat_chunk(index: int, delta: dict[str, str], finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+class CompletionReply:
+    """`/v1/completions`."""
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, vocabulary: Vocabulary, num_logprobs: int | None) -> None:
+        self._vocabulary = vocabulary
+        self._num_logprobs = num_logprobs
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": piece.choice,
+            "text": piece.text,
+            "logprobs": None if self._num_logprobs is None else self.logprobs(piece.logprobs),
+            "finish_reason": piece.finish_reason,
+        }
+
+    def logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]:
+        return {
+            "text_offset": [entry.offset for entry in entries],
+            "token_logprobs": [_finite(entry.logprobs.logprob) for entry in entries],
+            "tokens": [self._spell(entry.token_id) for entry in entries],
+            "top_logprobs": [self._top(entry) for entry in entries],
+        }
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def delta(self, index: int) -> tuple[bytes, bytes]:
+        return b'{"index":%d,"text":' % index, b""
+
+    def closing(self, index: int, finish_reason: str) -> dict[str, Any]:
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}
+
+    def _top(self, entry: LogprobEntry) -> dict[str, float]:
+        """The best, and the sampled token besides, as OpenAI has it."""
+        best = entry.logprobs.top[: self._num_logprobs]
+        pairs = (*best, (entry.token_id, entry.logprobs.logprob))
+        return {self._spell(token_id): _finite(logprob) for token_id, logprob in pairs}
+
+    def _spell(self, token_id: int) -> str:
+        return self._vocabulary.spelling(token_id).decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB
+
+
+class Envelope:
+    """What is the same in a request's body and in all its chunks: id, time, model, fingerprint."""
+
+    def __init__(self, ask_id: str, model: str, fingerprint: str) -> None:
+        self._ask_id = ask_id
+        self._created = int(time.time())
+        self._model = model
+        self._fingerprint = fingerprint
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._ask_id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+        }
+
+
+def plain_body(envelope: Envelope, reply: Reply, pieces: list[Piece], usage: Usage) -> bytes:
+    choices = [reply.choice(piece) for piece in pieces]
+    body = {"choices": choices, "usage": usage_fields(usage)}
+    return _encode(envelope.head(reply.object) | body)
+
+
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.num_prompt,
+        "completion_tokens": usage.num_completion,
+        "total_tokens": usage.num_prompt + usage.num_completion,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+    }
+
+
+class ChunkWriter:
+    """One stream's chunks as SSE events."""
+
+    def __init__(self, envelope: Envelope, reply: Reply, *, wants_usage: bool) -> None:
+        self._reply = reply
+        self._wants_usage = wants_usage
+        # {"id":...,"model":...  with the brace left open
+        self._head = b"data: " + _encode(envelope.head(reply.chunk_object))[:-1] + b',"choices":['
+        self._tail = (b'],"usage":null}' if wants_usage else b"]}") + b"\n\n"
+        self._unended = b',"finish_reason":null}' + self._tail
+        self._deltas: dict[int, tuple[bytes, bytes]] = {}
+
+    def openings(self, num_choices: int) -> bytes:
+        openings = (self._reply.opening(index) for index in range(num_choices))
+        return b"".join(self._event(_encode(choice)) for choice in openings if choice)
+
+    def piece(self, piece: Piece) -> bytes:
+        """Its text, if it has any, in one event, and its end in one of its own."""
+        events = b""
+        if piece.text or piece.logprobs:
+            before, after = self._delta(piece.choice)
+            logprobs = self._reply.logprobs(piece.logprobs) if piece.logprobs else None
+            events = b"".join(
+                (before, _encode(piece.text), after, _encode(logprobs), self._unended)
+            )
+        if piece.finish_reason:
+            events += self._event(_encode(self._reply.closing(piece.choice, piece.finish_reason)))
+        return events
+
+    def end(self, usage: Usage) -> bytes:
+        done = b"data: [DONE]\n\n"
+        if not self._wants_usage:
+            return done
+        return self._head + b'],"usage":' + _encode(usage_fields(usage)) + b"}\n\n" + done
+
+    def _event(self, choice: bytes) -> bytes:
+        return self._head + choice + self._tail
+
+    def _delta(self, index: int) -> tuple[bytes, bytes]:
+        """The bytes around a text of this choice, made at its first."""
+        if index not in self._deltas:
+            before, after = self._reply.delta(index)
+            self._deltas[index] = self._head + before, after + b',"logprobs":'
+        return self._deltas[index]

@@ -1,0 +1,202 @@
+"""The server's life: it starts, serves, drains and ends. Everything that changes is held here."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+
+from engine.client import EngineClient, EngineState
+from engine.models.hub import resolve_model
+from scheduler.errors import PenstockError
+from server.ask import Ask, ServedModel
+from server.config import ServeConfig
+from server.errors import NotServing
+from server.generation import Generation
+from server.metrics import Metrics
+from server.prompt import GenerationDefaults, PromptEncoder
+from server.replies import system_fingerprint
+
+logger = logging.getLogger("penstock")
+
+# With work open, a step longer than this counts as stuck. Long, because a large prompt on a CPU
+# takes minutes, and a server that is shot for being slow serves nobody.
+_STALL_S = 120.0
+# What open requests get to hear of the engine's end before the process ends too.
+_LAST_WORDS_S = 5.0
+
+EXIT_DRAINED = 0
+EXIT_ENGINE_DIED = 1
+EXIT_CANNOT_START = 2
+
+
+class State(StrEnum):
+    """What the server can do for a client now."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class Service:
+    """One engine, its model, and the requests that are open. Lives on one event loop."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.state = State.STARTING
+        self.fingerprint = ""  # known when the model is
+        self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._engine: EngineClient | None = None
+        self._model: ServedModel | None = None
+        self._busy_since_s = 0.0
+        self._num_requests = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def model(self) -> ServedModel:
+        assert self._model, "the gate lets nothing through before the model is loaded"
+        return self._model
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Around each request: a drain waits for those that are open."""
+        self._num_requests += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+            if not self._num_requests:
+                self._idle.set()
+
+    async def run(self) -> None:
+        """Loads, serves until the engine ends, and says so; `over` then holds the exit code."""
+        try:
+            engine = await self._load()
+            self._announce()
+            why = await engine.wait_dead()
+            await self._fail(f"the engine ended: {why}", EXIT_ENGINE_DIED)
+        except PenstockError as error:
+            await self._fail(str(error), EXIT_CANNOT_START)
+        except Exception as error:
+            logger.exception("could not start")
+            await self._fail(f"{type(error).__name__}: {error}", EXIT_CANNOT_START)
+
+    async def drain(self) -> None:
+        """Refuses what is new, lets what runs finish; what takes too long ends with an error."""
+        if self.state in (State.DRAINING, State.DEAD):
+            return
+        self.state = State.DRAINING
+        await self._until_idle(self.config.server.shutdown_timeout_s)
+        await self.close()
+        await self._until_idle(_LAST_WORDS_S)
+        self._end(EXIT_DRAINED)
+
+    async def close(self) -> None:
+        """Ends the engine; what is open hears of it."""
+        if self._engine:
+            await self._engine.close()
+
+    def check_serving(self) -> None:
+        """Raises NotServing unless new requests are welcome."""
+        if self.state is State.STARTING:
+            raise NotServing("the model is still loading; try again soon", is_ending=False)
+        if self.state is State.DRAINING:
+            raise NotServing("this server is shutting down; use another", is_ending=True)
+        if self.state is State.DEAD:
+            raise NotServing("the engine has ended, and this server ends too", is_ending=True)
+
+    def check_health(self) -> None:
+        """Raises NotServing unless the engine lives, and has stepped lately if it has work."""
+        if self.state is State.STARTING or self._engine is None:
+            raise NotServing("the model is still loading", is_ending=False)
+        if self._engine.state is not EngineState.READY:
+            raise NotServing("the engine is not running", is_ending=True)
+        if self._engine.num_open:
+            silence_s = time.monotonic() - self._last_sign_s()
+            if silence_s > _STALL_S:
+                message = f"{self._engine.num_open} answers are open, no step for {silence_s:.0f} s"
+                raise NotServing(message, is_ending=False)
+
+    def generate(self, ask: Ask) -> Generation:
+        """Submits; raises QueueFull or EngineFailed. The caller closes what it gets."""
+        assert self._engine
+        if not self._engine.num_open:
+            self._busy_since_s = time.monotonic()
+        vocabulary = self.model.encoder.vocabulary
+        generation = Generation(ask, self._engine, vocabulary, self.metrics)
+        generation.submit()
+        return generation
+
+    async def _load(self) -> EngineClient:
+        """The engine's process and the tokenizer, both at once."""
+        directory = await asyncio.to_thread(resolve_model, self.config.engine.model)
+        engine = EngineClient(replace(self.config.engine, model=str(directory)))
+        engine.on_step(self.metrics.on_step)
+        self._engine = engine
+        encoder, info = await asyncio.gather(
+            asyncio.to_thread(PromptEncoder.load, directory, self.config.server.chat_template),
+            engine.start(),
+        )
+        self._model = ServedModel(
+            names=self.config.server.served_model_names,
+            created_s=int(time.time()),
+            info=info,
+            encoder=encoder,
+            defaults=GenerationDefaults.load(Path(directory)),
+        )
+        self.metrics.model = info
+        self.fingerprint = system_fingerprint(info)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: no collection has to walk it again amid the streams
+        if self.state is State.STARTING:
+            self.state = State.READY
+        return engine
+
+    def _last_sign_s(self) -> float:
+        """When the engine last did something, or last had nothing to do."""
+        report = self._engine.last_report if self._engine else None
+        last_step_s = report.started_s + report.step_s if report else 0.0
+        return max(last_step_s, self._busy_since_s)
+
+    async def _fail(self, message: str, code: int) -> None:
+        if self.state is State.DRAINING:
+            return  # we are ending it ourselves
+        self.state = State.DEAD
+        print(f"penstock: error: {message}", file=sys.stderr, flush=True)
+        await self._until_idle(_LAST_WORDS_S)
+        await self.close()
+        self._end(code)
+
+    async def _until_idle(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+
+    def _end(self, code: int) -> None:
+        if not self.over.done():
+            self.over.set_result(code)
+
+    def _announce(self) -> None:
+        server, model = self.config.server, self.model
+        host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
+        url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
+        key = "-H 'Authorization: Bearer YOUR_KEY' " if server.api_key else ""  # no secret in a log
+        path, body = "/v1/completions", '"prompt": "Once upon a time", "max_tokens": 64'
+        if model.encoder.has_chat_template:
+            path = "/v1/chat/completions"
+            body = '"messages": [{"role": "user", "content": "Who are you?"}]'
+        print(
+            f"penstock serves {model.name} ({model.info.architecture}, {model.info.dtype}, "
+            f"{model.info.device}, context {model.info.max_model_len}) on {url}\n\n"
+            f"  curl {url}{path} {key}-H 'Content-Type: application/json' \\\n"
+            f'    -d \'{{"model": "{model.name}", {body}}}\'\n',
+            flush=True,
+        )
