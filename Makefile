@@ -27,13 +27,13 @@ lint: .venv/installed-dev
 	$(BIN)/lint-imports
 
 bench-batching: .venv/installed
-	$(BIN)/python -m loadtest.batching
+	OMP_NUM_THREADS=1 $(BIN)/python -m loadtest.batching
 
 bench-scheduler: .venv/installed
 	$(BIN)/python -m loadtest.scheduler_step
 
 bench-cpu: .venv/installed
-	$(BIN)/python -m engine.bench cpu-decode
+	$(BIN)/python -m engine.bench cpu-decode --threads $$(nproc)
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
