@@ -1,6 +1,8 @@
 # The two commands of the README are `make serve` and `make test`. The rest is for working on Penstock.
 # Each makes what it needs: an environment in .venv, once, and again when pyproject.toml changes.
 
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
 PYTHON ?= python3
 PORT ?= 8000
 MODEL ?=
@@ -39,7 +41,7 @@ bench-cpu: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Penstock needs Python 3.11 or later; name one with PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install $(TORCH)
 	@touch $@
 
 .venv/installed: pyproject.toml .venv/made
