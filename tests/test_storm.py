@@ -12,8 +12,8 @@ from tests.serving import RunningServer
 
 NUM_STREAMS = 256
 MAX_TOKENS = 40
-# Sums are rounded differently in batches of different shapes, by about 1e-5 in a logit here. Where
-# the two best tokens are closer than that, either is right; such a prompt proves nothing.
+# Without a C++ compiler, sums are rounded differently in batches of different shapes, by about 1e-5
+# in a logit here. Where the two best tokens are closer than that, either is right.
 MIN_GAP = 1e-3
 PROMPTS = [
     f"{opening} {subject} {rest}"

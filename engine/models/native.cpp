@@ -98,7 +98,6 @@ inline __m256 halved(__m512 v) {
     return _mm256_add_ps(_mm512_castps512_ps256(v),
                          _mm256_castpd_ps(_mm512_extractf64x4_pd(bits, 1)));
 }
-inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
 // Transposed while they are added: a third of the instructions of four single sums.
 inline void sums(Floats a, Floats b, Floats c, Floats d, float *out) {
     auto pairs = [](__m512 v, __m512 w) {
@@ -111,15 +110,20 @@ inline void sums(Floats a, Floats b, Floats c, Floats d, float *out) {
                                   _mm256_extractf128_ps(eighths, 1)));
 }
 #else
-inline float sum(Floats v) {
-    float total = 0;
-    for (int i = 0; i < kLanes; ++i) total += v[i];
-    return total;
-}
 inline void sums(Floats a, Floats b, Floats c, Floats d, float *out) {
-    out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
+    for (Floats v : {a, b, c, d}) {
+        *out = 0;
+        for (int i = 0; i < kLanes; ++i) *out += v[i];
+        ++out;
+    }
 }
 #endif
+// The same tree of additions as for four: a sum does not depend on what is summed beside it.
+inline float sum(Floats v) {
+    float out[4];
+    sums(v, v, v, v, out);
+    return out[0];
+}
 
 // e^x to the last bit or two. Source of the polynomial: Moshier's Cephes, expf.
 inline Floats exp(Floats x) {
@@ -155,6 +159,11 @@ template <> struct Operand<bf16> {
 };
 #endif
 
+// Multiplied and added with one rounding, and not as the compiler likes from place to place.
+template <class A, class B> inline float fused(A a, B b, float total) {
+    return std::fma(widen(a), widen(b), total);
+}
+
 // A value to be held in a register: GCC 12 else reads it anew for each product.
 template <class Vector> inline Vector keep(Vector v) {
 #ifdef __AVX512F__
@@ -164,6 +173,10 @@ template <class Vector> inline Vector keep(Vector v) {
 }
 
 // ---- Products of rows with rows -----------------------------------------------------------------
+//
+// Every dot product is summed in one order, whatever the tile it is computed in: lane by lane along
+// k, then the tree of `sums`, then what is left of k. So a token's result depends on nothing but its
+// own sequence: not on what shares the step, and not on how a prompt is cut into chunks.
 
 // out[i][j] = x_i . w_j for R rows of x and C rows of w. Steps count elements between rows.
 template <int R, int C, class T>
@@ -187,22 +200,30 @@ inline void dot_tile(const T *x, int64_t x_step, const T *w, int64_t w_step, int
     for (; n < R * C; ++n) dots[n] = sum(flat[n]);
     for (; k < length; ++k)
         for (int i = 0; i < R; ++i)
-            for (int j = 0; j < C; ++j) out[i][j] += widen(x[i * x_step + k]) * widen(w[j * w_step + k]);
+            for (int j = 0; j < C; ++j)
+                out[i][j] = fused(x[i * x_step + k], w[j * w_step + k], out[i][j]);
 }
 
-// One row of weights, read as one stream: the way in which memory is fastest. Two sums hide the
-// latency of the additions.
-template <class T> inline float dot(const T *x, const T *w, int64_t length) {
+// x . w_j for C rows of weights, each read as one stream, one after the other: the way in which
+// memory is fastest.
+template <int C, class T>
+inline void dot_streams(const T *x, const T *w, int64_t length, float *out) {
     using Op = Operand<T>;
-    Floats even = {}, odd = {};
-    int64_t k = 0;
-    for (; k + 2 * Op::width <= length; k += 2 * Op::width) {
-        even = Op::add_product(even, Op::read(x + k), Op::read(w + k));
-        odd = Op::add_product(odd, Op::read(x + k + Op::width), Op::read(w + k + Op::width));
+    Floats total[4] = {};
+    const int64_t whole = length / Op::width * Op::width;
+    for (int j = 0; j < C; ++j) {
+        const T *row = w + j * length;
+        Floats running = {};
+        for (int64_t k = 0; k < whole; k += Op::width)
+            running = Op::add_product(running, Op::read(x + k), Op::read(row + k));
+        total[j] = running;
     }
-    float total = sum(even + odd);
-    for (; k < length; ++k) total += widen(x[k]) * widen(w[k]);
-    return total;
+    float dots[4];
+    sums(total[0], total[1], total[2], total[3], dots);
+    for (int j = 0; j < C; ++j) {
+        for (int64_t k = whole; k < length; ++k) dots[j] = fused(x[k], w[j * length + k], dots[j]);
+        out[j] = dots[j];
+    }
 }
 
 // For all rows of x and w: put(row, column, dot). Tiles of 4 x 4 keep the sums in registers.
@@ -369,8 +390,16 @@ template <class T> class Run {
             put(t, n, bias ? y + widen(bias[n]) : y);
         };
         if (tokens == 1) {
-            for (int64_t n = begin; n < end; ++n)
-                write(0, n, dot(x, weight + n * linear.columns, linear.columns));
+            float dots[4];
+            int64_t n = begin;
+            for (; n + 4 <= end; n += 4) {
+                dot_streams<4>(x, weight + n * linear.columns, linear.columns, dots);
+                for (int j = 0; j < 4; ++j) write(0, n + j, dots[j]);
+            }
+            for (; n < end; ++n) {
+                dot_streams<1>(x, weight + n * linear.columns, linear.columns, dots);
+                write(0, n, dots[0]);
+            }
             return;
         }
         if (tokens <= 8) {
@@ -549,7 +578,8 @@ template <class T> class Run {
         for (; i < d; ++i)
             for (int r = 0; r < R; ++r)
                 for (int64_t k = 0; k < count; ++k)
-                    mixed[r * d + i] += widen(values[k * step + i]) * weights[r * size + k];
+                    mixed[r * d + i] =
+                        fused(values[k * step + i], weights[r * size + k], mixed[r * d + i]);
     }
 
     T *query(int64_t token, int64_t kv_head) {
