@@ -441,20 +441,27 @@ def test_open_loop_requests_are_sent_when_they_are_due() -> None:
 
 
 def test_ctrl_c_keeps_what_had_ended_and_hangs_up_on_the_rest() -> None:
+    under_way = threading.Semaphore(0)  # one for each that is answered, or has begun
+
     async def behave(exchange: Exchange) -> None:
         if exchange.number < 2:
             await answer_five(exchange)
+            under_way.release()
             return
         await exchange.head()
-        for _ in range(500):
+        for i in range(1000):
             await exchange.event(token("x"))
+            if i == 10:
+                under_way.release()
             await asyncio.sleep(0.01)
 
     async def go(url: str) -> Replay:
         requests = make_requests(WorkloadConfig(num_prompts=4, input_len=4))
         async with HttpTarget(TargetConfig(base_url=url, model="stub")) as target:
             task = asyncio.create_task(replay(target, requests))
-            await asyncio.sleep(0.3)
+            for _ in range(4):
+                await asyncio.to_thread(under_way.acquire, timeout=10)
+            await asyncio.sleep(0.1)  # what was sent has now been read
             task.cancel()
             observed = await task
             await asyncio.sleep(0.3)
