@@ -16,12 +16,19 @@ from scheduler.config import SchedulerConfig
 from scheduler.types import Request
 from tests.scheduling import make_request
 
+# The scripted executor makes some ten thousand tokens a second: these are seconds of work.
+LONG = 50_000
 DEMO = Path(__file__).parent.parent / "engine" / "demo_model"
 
 
 def config(**changes: object) -> EngineConfig:
     small = SchedulerConfig(max_num_seqs=4)
-    settings: dict[str, object] = {"model": str(DEMO), "scripted": True, "scheduler": small}
+    settings: dict[str, object] = {
+        "model": str(DEMO),
+        "scripted": True,
+        "scheduler": small,
+        "max_model_len": LONG + 100,
+    }
     return EngineConfig(**(settings | changes))  # type: ignore[arg-type]
 
 
@@ -67,7 +74,7 @@ async def test_a_reader_that_fell_behind_gets_all_that_waits_in_one_item(
 
 
 async def test_a_cancelled_reader_aborts_its_request(client: EngineClient) -> None:
-    task = asyncio.create_task(read(client, make_request("a", 5, max_tokens=2000)))
+    task = asyncio.create_task(read(client, make_request("a", 5, max_tokens=LONG)))
     await asyncio.sleep(0.05)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -78,7 +85,7 @@ async def test_a_cancelled_reader_aborts_its_request(client: EngineClient) -> No
 
 
 async def test_aborting_one_answer_lets_the_others_finish(client: EngineClient) -> None:
-    request = make_request("a", 5, n=3, max_tokens=500, temperature=1.0)
+    request = make_request("a", 5, n=3, max_tokens=5000, temperature=1.0)
     stream = client.submit(request)
     client.abort(request.id, 1)
     ended = [output.index async for outputs in stream for output in outputs if output.finish]
@@ -86,8 +93,8 @@ async def test_aborting_one_answer_lets_the_others_finish(client: EngineClient) 
 
 
 async def test_a_refused_request_raises_for_its_reader_alone(client: EngineClient) -> None:
-    with pytest.raises(RequestRefused, match="9000 tokens"):
-        await read(client, make_request("a", 9000))
+    with pytest.raises(RequestRefused, match="90000 tokens"):
+        await read(client, make_request("a", 90_000))
     assert len(await read(client, make_request("b", 5, max_tokens=3))) == 3
 
 
@@ -95,7 +102,7 @@ async def test_beyond_the_bounded_queue_a_request_is_refused_with_a_time_to_retr
     engine = EngineClient(config(max_num_queued_reqs=2))
     await engine.start()
     for i in range(6):
-        engine.submit(make_request(str(i), 5, max_tokens=2000))
+        engine.submit(make_request(str(i), 5, max_tokens=LONG))
     with pytest.raises(QueueFull) as refusal:
         engine.submit(make_request("one too many", 5))
     assert refusal.value.retry_after_s >= 1
@@ -105,7 +112,7 @@ async def test_beyond_the_bounded_queue_a_request_is_refused_with_a_time_to_retr
 async def test_a_killed_engine_fails_every_open_request() -> None:
     engine = EngineClient(config())
     await engine.start()
-    task = asyncio.create_task(read(engine, make_request("a", 5, max_tokens=2000)))
+    task = asyncio.create_task(read(engine, make_request("a", 5, max_tokens=LONG)))
     await asyncio.sleep(0.05)
     assert engine._process is not None
     engine._process.kill()
