@@ -24,6 +24,9 @@ from scheduler.types import Request, RequestId, RequestOutput
 # How many of the latest answers to end are remembered to estimate when a place gets free.
 _RATE_WINDOW = 64
 _MAX_RETRY_AFTER_S = 60
+# Step reports that are taken in before the streams get to run. Where the server has fallen behind,
+# each stream then sends what several steps made in one event, which is how it catches up.
+_MAX_REPORTS_AT_ONCE = 32
 
 
 class EngineState(StrEnum):
@@ -61,7 +64,9 @@ class OutputStream:
         self._open = set(range(request.n))  # answers without a final output
         self._waiting: list[RequestOutput] = []
         self._error: PenstockError | None = None
-        self._news = asyncio.Event()
+        # A bare future: an asyncio.Event asks for the loop, and so for the process id, every time.
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -73,8 +78,8 @@ class OutputStream:
                     raise self._error
                 if not self._open:
                     raise StopAsyncIteration
-                self._news.clear()
-                await self._news.wait()
+                self._waiter = self._loop.create_future()
+                await self._waiter
         except asyncio.CancelledError:
             await self.aclose()
             raise
@@ -98,15 +103,19 @@ class OutputStream:
         self._waiting.append(output)
         if output.finish:
             self._open.discard(output.index)
-        self._news.set()
+        self._wake()
 
     def drop(self, index: int | None) -> None:
         self._open = self._open - {index} if index is not None else set()
-        self._news.set()
+        self._wake()
 
     def fail(self, error: PenstockError) -> None:
         self._error = error
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class EngineClient:
@@ -162,6 +171,8 @@ class EngineClient:
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)  # no limit in flight; do not wait at the end
         self._socket.bind(endpoint)
+        # The same socket without asyncio, to take what is there at no further cost.
+        self._waiting_messages: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -235,19 +246,25 @@ class EngineClient:
 
     async def _read(self) -> None:
         while True:
-            message = self._decoder.decode(await self._socket.recv())
+            self._hear(await self._socket.recv())
+            with contextlib.suppress(zmq.Again):
+                for _ in range(_MAX_REPORTS_AT_ONCE - 1):
+                    self._hear(self._waiting_messages.recv(zmq.NOBLOCK))
             # While messages wait, recv gives at once and never lets anybody else run.
             await asyncio.sleep(0)
-            if isinstance(message, StepReport):
-                self._take(message)
-            elif isinstance(message, Ready):
-                self._info, self._state = message.info, EngineState.READY
-                assert self._ready
-                self._ready.set_result(message.info)
-            elif isinstance(message, Refused):
-                self._refuse(message)
-            else:
-                self._die(message.message)
+
+    def _hear(self, data: bytes) -> None:
+        message = self._decoder.decode(data)
+        if isinstance(message, StepReport):
+            self._take(message)
+        elif isinstance(message, Ready):
+            self._info, self._state = message.info, EngineState.READY
+            assert self._ready
+            self._ready.set_result(message.info)
+        elif isinstance(message, Refused):
+            self._refuse(message)
+        else:
+            self._die(message.message)
 
     async def _watch(self) -> None:
         """The process may end without a last word: killed for memory, or by a signal."""

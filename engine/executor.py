@@ -6,11 +6,12 @@ makes that possible is that sampled ids never have to pass through the host: the
 the executor's own token table (see `ScheduledBatch`), where the next step reads them.
 """
 
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from scheduler.stats import StepWork
-from scheduler.types import SampledTokens, ScheduledBatch
+from scheduler.types import SampledTokens, SamplingParams, ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,13 @@ class Executor(Protocol):
         """Whether the loop should launch the next step before it waits for the last one.
 
         Worth a step's delay only where the device computes while the host schedules.
+        """
+        ...
+
+    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
+        """Begins, in the background, what must be done before such a request is scheduled.
+
+        None where that is nothing. The future may fail with a PenstockError: refuse the request.
         """
         ...
 

@@ -4,17 +4,20 @@ Read `EngineLoop.step` first: it is the whole engine in five lines.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
 
 from engine.executor import Executor, PendingTokens
 from engine.messages import Abort, Refused, StepReport, ToEngine
 from scheduler.errors import PenstockError
 from scheduler.scheduler import Scheduler
 from scheduler.stats import NO_WORK, StepWork, work_of
-from scheduler.types import RequestOutput
+from scheduler.types import Request, RequestOutput
 
-# Work is waiting, but its batch is not due yet (static and dynamic batching): look again so soon.
+# Work is waiting, but its batch is not due yet (static and dynamic batching), or a grammar is still
+# being compiled: look again so soon.
 _BATCH_POLL_S = 0.002
 
 
@@ -53,6 +56,7 @@ class EngineLoop:
         self._send = send
         self._clock = clock
         self._launched: _Launched | None = None
+        self._preparing: deque[tuple[Request, Future[Any]]] = deque()
         self._last_end_s = clock()
 
     def run(self) -> None:
@@ -78,19 +82,40 @@ class EngineLoop:
         aborted = []
         for command in self._inbox.receive(self._patience_s()):
             if isinstance(command, Abort):
+                self._add_prepared(abandoned=command)
                 aborted += self._scheduler.abort(command.request_id, command.index)
+            elif (future := self._executor.prepare(command.request.sampling)) is not None:
+                self._preparing.append((command.request, future))
             else:
-                try:
-                    self._scheduler.add(command.request)
-                except PenstockError as error:
-                    self._send(Refused(command.request.id, str(error)))
+                self._add(command.request)
+        self._add_prepared()
         return aborted
+
+    def _add(self, request: Request, prepared: "Future[Any] | None" = None) -> None:
+        try:
+            if prepared:
+                prepared.result()
+            self._scheduler.add(request)
+        except PenstockError as error:
+            self._send(Refused(request.id, str(error)))
+
+    def _add_prepared(self, abandoned: Abort | None = None) -> None:
+        """Those whose preparation is done. Of the abandoned it adds even one that is not: then
+        the scheduler has it, and can end all of it or one of its answers."""
+        for _ in range(len(self._preparing)):
+            request, future = self._preparing.popleft()
+            if future.done():
+                self._add(request, future)
+            elif abandoned and request.id == abandoned.request_id:
+                self._add(request)
+            else:
+                self._preparing.append((request, future))
 
     def _patience_s(self) -> float | None:
         """How long the inbox may be waited for."""
         if self._scheduler.num_running or self._launched:
             return 0.0
-        return _BATCH_POLL_S if self._scheduler.num_waiting else None
+        return _BATCH_POLL_S if self._scheduler.num_waiting or self._preparing else None
 
     def _launch(self) -> _Launched | None:
         started_s = self._clock()

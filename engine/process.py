@@ -63,6 +63,7 @@ class Pipe:
 def build_executor(config: EngineConfig) -> Executor:
     """The executor that the config asks for, its model loaded. Raises PenstockError."""
     if config.scripted:
+        from engine.grammar import Grammars, GrammarTable
         from engine.models.config import ModelConfig
         from engine.scripted import ScriptedExecutor, scripted_info
 
@@ -73,7 +74,9 @@ def build_executor(config: EngineConfig) -> Executor:
             block_size=config.block_size or 16,
             eos_token_ids=model.eos_token_ids,
         )
-        return ScriptedExecutor(info)
+        grammars = Grammars.of_model(Path(config.model), info.vocab_size, info.eos_token_ids)
+        table = GrammarTable(grammars, config.scheduler.max_num_seqs, info.vocab_size)
+        return ScriptedExecutor(info, grammars=table)
     from engine.torch_executor import TorchExecutor
 
     return TorchExecutor(config, Path(config.model))

@@ -8,9 +8,18 @@ wrong moment changes the output, and a test that compares ids has seen it.
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 from engine.executor import ModelInfo, PendingTokens
-from scheduler.types import SampledTokens, ScheduledBatch, SlotAssignment, TokenLogprobs
+from engine.grammar import GrammarTable
+from scheduler.types import (
+    SampledTokens,
+    SamplingParams,
+    ScheduledBatch,
+    SlotAssignment,
+    TokenLogprobs,
+)
 
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -40,6 +49,7 @@ class ScriptedExecutor:
     token_at: (digest of seed and context, position of the new token) -> its id; by default spread
     over the vocabulary without the first three ids, where special tokens usually are. paranoid:
     read the whole context for every id and not only its end. step_s: how long a step takes.
+    grammars: without it there is no structured output.
     """
 
     def __init__(
@@ -50,11 +60,13 @@ class ScriptedExecutor:
         paranoid: bool = False,
         step_s: float = 0.0,
         token_at: Callable[[int, int], int] | None = None,
+        grammars: GrammarTable | None = None,
     ) -> None:
         self._info = info
         self._runs_ahead = runs_ahead
         self._paranoid = paranoid
         self._step_s = step_s
+        self._grammars = grammars
         num_words = max(1, info.vocab_size - 3)
         self._token_at = token_at or (lambda digest, _: 3 % info.vocab_size + digest % num_words)
         num_positions = info.num_blocks * info.block_size
@@ -70,10 +82,19 @@ class ScriptedExecutor:
     def runs_ahead(self) -> bool:
         return self._runs_ahead
 
+    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
+        return self._grammars.compile(sampling) if self._grammars else None
+
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         if self._step_s:
             time.sleep(self._step_s)
         self._apply(batch)
+        sampling_slots = [
+            s for s, samples in zip(batch.slots, batch.samples, strict=True) if samples
+        ]
+        if self._grammars:
+            self._grammars.start(sampling_slots)
+            self._grammars.wait()
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         rows = zip(batch.slots, batch.starts, batch.num_tokens, batch.samples, strict=True)
@@ -81,19 +102,32 @@ class ScriptedExecutor:
             slot = self._slots[slot_id]
             self._write(slot, start, num_tokens)
             if samples:
-                token_ids.append(self._sample(slot, start + num_tokens))
+                allowed = self._allowed_ids(slot_id)
+                token_ids.append(self._sample(slot, start + num_tokens, allowed))
                 logprobs.append(self._logprobs(slot, token_ids[-1]))
         wants_logprobs = any(entry is not None for entry in logprobs)
+        advance = self._grammars.advance if self._grammars else None
         return _Done(
             SampledTokens(
-                step=batch.step, token_ids=token_ids, logprobs=logprobs if wants_logprobs else None
+                step=batch.step,
+                token_ids=token_ids,
+                logprobs=logprobs if wants_logprobs else None,
+                failed=advance(sampling_slots, token_ids) if advance else frozenset(),
             )
         )
+
+    def _allowed_ids(self, slot_id: int) -> list[int] | None:
+        """Those that its grammar allows, where it has one."""
+        if self._grammars is None or not self._grammars.is_constrained(slot_id):
+            return None
+        return self._grammars.allowed_ids(slot_id)
 
     def _apply(self, batch: ScheduledBatch) -> None:
         size = self._info.block_size
         for assignment in batch.assignments:
             self._slots[assignment.slot] = _Slot(assignment)
+            if self._grammars:
+                self._grammars.assign(assignment)
         for slot_id, index, block_id in batch.table_updates:
             block_ids = self._slots[slot_id].block_ids
             block_ids[index : index + 1] = [block_id]
@@ -111,7 +145,7 @@ class ScriptedExecutor:
             self._pool_ids[place] = slot.token_ids[position]
             self._pool_digests[place] = _mix(before, slot.token_ids[position] + 1)
 
-    def _sample(self, slot: _Slot, length: int) -> int:
+    def _sample(self, slot: _Slot, length: int, allowed: list[int] | None) -> int:
         digest = self._pool_digests[self._place(slot, length - 1)]
         if self._paranoid:
             digest = 0
@@ -120,6 +154,8 @@ class ScriptedExecutor:
         if slot.sampling.temperature > 0:
             digest = _mix(digest, slot.seed)
         token_id = self._token_at(digest, length)
+        if allowed and token_id not in allowed:
+            token_id = allowed[digest % len(allowed)]
         slot.token_ids[length] = token_id
         return token_id
 

@@ -9,9 +9,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch import Tensor
 from engine.attention.gathered import gathered_attention
 from engine.config import Device, Dtype, EngineConfig, LoadFormat
 from engine.executor import ModelInfo
+from engine.grammar import Grammars, GrammarTable
 from engine.hardware import computes_bfloat16, peak_bandwidth, read_bandwidth
 from engine.kv_pool import KVPool, kv_bytes_per_token, size_pool
 from engine.memory import Arena
@@ -30,7 +33,7 @@ from engine.models.native import NativeModel, load_library
 from engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from engine.sampler import Sampler
 from scheduler.errors import InvalidConfig
-from scheduler.types import SampledTokens, ScheduledBatch
+from scheduler.types import SampledTokens, SamplingParams, ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,9 @@ class TorchExecutor:
         self._token_table = self._table(max_num_seqs, size.max_model_len + 1, torch.int64)
         self._block_tables = self._table(max_num_seqs, max_blocks, torch.int32)
         self._prompt_lengths = [0] * max_num_seqs
-        self._sampler = Sampler(max_num_seqs, model.vocab_size, self._device)
+        grammars = Grammars.of_model(model_dir, model.vocab_size, model.eos_token_ids)
+        self._grammars = GrammarTable(grammars, max_num_seqs, model.vocab_size)
+        self._sampler = Sampler(max_num_seqs, model.vocab_size, self._device, self._grammars)
         self._info = self._describe(
             model, size.max_model_len, size.num_blocks, block_size, measured
         )
@@ -94,6 +99,9 @@ class TorchExecutor:
     def runs_ahead(self) -> bool:
         return False
 
+    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
+        return self._grammars.compile(sampling)
+
     def execute(self, batch: ScheduledBatch) -> "Done":
         with torch.inference_mode():
             self._apply(batch)
@@ -101,11 +109,13 @@ class TorchExecutor:
 
     def _apply(self, batch: ScheduledBatch) -> None:
         """Brings the tables up to date, in the order that `ScheduledBatch` states."""
-        for slot, token_ids, num_prompt_tokens, block_ids, sampling, seed in batch.assignments:
+        for assignment in batch.assignments:
+            slot, token_ids, num_prompt_tokens, block_ids, sampling, seed = assignment
             self._token_table[slot, : len(token_ids)] = self._tensor(token_ids)
             self._block_tables[slot, : len(block_ids)] = self._tensor(block_ids)
             self._prompt_lengths[slot] = num_prompt_tokens
             self._sampler.assign(slot, sampling, seed)
+            self._grammars.assign(assignment)
         if batch.table_updates:
             slots, indices, blocks = self._tensor(batch.table_updates).unbind(1)
             self._block_tables[slots, indices] = blocks.to(torch.int32)
@@ -117,9 +127,10 @@ class TorchExecutor:
             return SampledTokens(step=batch.step, token_ids=[])
         block_size = self._info.block_size
         step = build_model_input(batch, self._token_table, self._block_tables, block_size)
-        logits = self._model(step, self._pool)
         rows = [row for row, samples in enumerate(batch.samples) if samples]
         slots = [batch.slots[row] for row in rows]
+        self._grammars.start(slots)
+        logits = self._model(step, self._pool)
         lengths = [step.context_lens[row] for row in rows]
         if not rows:
             return SampledTokens(step=batch.step, token_ids=[])
@@ -128,7 +139,9 @@ class TorchExecutor:
             logits, slots, lengths, self._token_table, prompt_lengths
         )
         self._token_table[self._tensor(slots), self._tensor(lengths)] = ids
-        return SampledTokens(step=batch.step, token_ids=ids.tolist(), logprobs=logprobs)
+        token_ids = ids.tolist()
+        failed = self._grammars.advance(slots, token_ids)
+        return SampledTokens(step=batch.step, token_ids=token_ids, logprobs=logprobs, failed=failed)
 
     @property
     def _on_cpu(self) -> bool:

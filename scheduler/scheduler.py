@@ -135,6 +135,9 @@ class Scheduler:
             sequence.num_in_flight -= 1
             if sequence.status is Status.FINISHED:
                 continue  # it ended while the step ran: a wasted row
+            if i in sampled.failed:
+                outputs.append(self._finish(sequence, FinishReason.ERROR, None))
+                continue
             sequence.token_ids.append(token_id)
             length = len(sequence.token_ids)
             if (length - 1) % block_size == 0 and sequence.is_running:

@@ -17,6 +17,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # it sampled one of its stop token ids
     LENGTH = "length"  # max_tokens, or the model's context, is used up
     ABORT = "abort"  # the caller left
+    ERROR = "error"  # its grammar failed in the middle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +26,13 @@ class SamplingParams:
 
     temperature 0 is greedy. top_k 0 and top_p 1.0 keep the whole vocabulary. num_logprobs None
     asks for no logprobs, 0 for the sampled token's alone, k for the k best besides.
+    min_tokens: none of the stop token ids comes before so many tokens. bad_words: token sequences
+    that the answer never completes. allowed_token_ids, unless empty: the only ids it may have.
     seed keys the randomness together with the position, so that it is the same whatever shares
     the batch; the caller draws one where its client gave none.
+    grammar: what the output must be, in llguidance's own notation, or None for any text. It is
+    known to compile; it is never compiled for the first time in the engine. grammar_to_the_end:
+    the end-of-sequence ids come only where the grammar allows nothing else.
     """
 
     max_tokens: int
@@ -41,6 +47,11 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    grammar: str | None = None
+    grammar_to_the_end: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +141,13 @@ class SampledTokens:
     """What a step sampled: one id per sampling row, in the batch's row order.
 
     logprobs: None where no row asked for them, else one entry per id, None for those that did not.
+    failed: of the sampling rows, those whose sequences cannot go on; their ids are void.
     """
 
     step: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
+    failed: frozenset[int] = frozenset()
 
 
 class Finish(NamedTuple):
