@@ -6,20 +6,23 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from typing import Any
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from scheduler.errors import InvalidConfig
-from server.config import ServeConfig, ServerConfig
+from server import messages, openapi, responses, routes, tokenize
+from server.config import CorsConfig, ServeConfig, ServerConfig
 from server.errors import reply_to
 from server.gate import Gate
-from server.routes import router
 from server.service import Service
 from server.version import version
 
@@ -41,16 +44,37 @@ def build_app(service: Service) -> FastAPI:
             await asyncio.gather(running, return_exceptions=True)
             await service.close()
 
-    app = FastAPI(title="Penstock", version=version(), lifespan=lifespan, openapi_url=None)
+    app = FastAPI(
+        title="Penstock",
+        version=version(),
+        lifespan=lifespan,
+        openapi_url=None,
+        root_path=service.config.server.root_path,
+    )
     app.state.service = service
-    app.include_router(router)
+    for module in (messages, openapi, responses, routes, tokenize):
+        app.include_router(module.router)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_middleware(Gate, service=service)
+    if cors := _cors_options(service.config.server.cors):
+        app.add_middleware(CORSMiddleware, **cors)  # outermost: errors need its headers too
     return app
 
 
-async def _answer_http_error(_: Request, error: Exception) -> Response:
-    return reply_to(error).response()
+def _cors_options(config: CorsConfig) -> dict[str, Any] | None:
+    if not config.allowed_origins:
+        return None
+    return {
+        "allow_origins": config.allowed_origins,
+        "allow_methods": config.allowed_methods,
+        "allow_headers": config.allowed_headers,
+        "allow_credentials": config.allow_credentials,
+        "expose_headers": ("x-request-id", "openai-processing-ms", "retry-after"),
+    }
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    return reply_to(error).response(request.url.path)
 
 
 def serve(config: ServeConfig) -> int:
@@ -58,6 +82,7 @@ def serve(config: ServeConfig) -> int:
     logging.basicConfig(
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
+    _check_certificate(config.server)
     listener = _listen(config.server)
     bound = replace(config.server, port=listener.getsockname()[1])  # --port 0: any that is free
     config = replace(config, server=bound)
@@ -76,6 +101,8 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
             server_header=False,
             log_config=None,
             log_level="warning",
+            ssl_keyfile=config.server.ssl_keyfile,
+            ssl_certfile=config.server.ssl_certfile,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )
     )
@@ -101,6 +128,19 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _check_certificate(config: ServerConfig) -> None:
+    """Raises InvalidConfig, where uvicorn would end with a traceback."""
+    if not config.ssl_certfile:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (ssl.SSLError, OSError) as error:
+        raise InvalidConfig(
+            f"--ssl-certfile {config.ssl_certfile} and its key cannot be used: {error}"
+        ) from error
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -1,6 +1,8 @@
 """The command line: `penstock serve` and `penstock bench`."""
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -9,12 +11,19 @@ from pathlib import Path
 
 from engine.config import Device, Dtype, EngineConfig, LoadFormat
 from scheduler.config import Batching, Policy, SchedulerConfig
-from scheduler.errors import PenstockError
-from server.config import MIB, ServeConfig, ServerConfig
+from scheduler.errors import InvalidConfig, PenstockError
+from server.chat_format import NO_PARSER
+from server.config import MIB, CorsConfig, ServeConfig, ServerConfig
+from server.reasoning import ReasoningFormat
+from server.tool_parsers import ToolFormat
 from server.version import version
 
+TOOL_PARSERS = tuple(form.value for form in ToolFormat)
+REASONING_PARSERS = tuple(form.value for form in ReasoningFormat)
 # The demo was taught to call itself the second in its examples.
 _DEMO_NAMES = ("penstock-demo", "demo")
+# Better than a flag: other users of the machine can read a command line.
+_API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 _EXIT_MISTAKEN = 2  # argparse's own
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -45,11 +54,26 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             host=options.host,
             port=options.port,
             served_model_names=tuple(options.served_model_name or own_names),
-            api_key=options.api_key,
+            api_keys=_api_keys(options.api_key, options.api_key_file),
+            cors=CorsConfig(
+                allowed_origins=tuple(options.allowed_origins),
+                allowed_methods=tuple(options.allowed_methods),
+                allowed_headers=tuple(options.allowed_headers),
+                allow_credentials=options.allow_credentials,
+            ),
+            root_path=options.root_path,
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile,
+            request_timeout_s=options.request_timeout,
             max_body_bytes=options.max_body_bytes,
             shutdown_timeout_s=options.shutdown_timeout,
             sse_ping_interval_s=options.sse_ping_interval,
+            max_stored_responses=options.max_stored_responses,
+            max_stored_response_bytes=options.max_stored_response_bytes,
             chat_template=options.chat_template,
+            trust_request_chat_template=options.trust_request_chat_template,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
             log_level=options.log_level,
         ),
         engine=EngineConfig(
@@ -88,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a Hugging Face model: a directory or a hub id (default: the bundled demo model)",
     )
     _add_server_flags(serve.add_argument_group("server"))
+    _add_cors_flags(serve.add_argument_group("pages of other origins (CORS)"))
     _add_engine_flags(serve.add_argument_group("engine"))
     _add_scheduler_flags(serve.add_argument_group("scheduler"))
     commands.add_parser("bench", help="measure a server under load; see penstock bench --help")
@@ -105,7 +130,20 @@ def _add_server_flags(group: "argparse._ArgumentGroup") -> None:
         help="what clients may call the model; the first is what answers say "
         f"(default: MODEL as given, {_DEMO_NAMES[0]} for the demo)",
     )
-    flag("--api-key", metavar="KEY", help="ask for this key on /v1 (default: none, all may come)")
+    flag(
+        "--api-key",
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help="let in only who sends one of these keys, on every route but /health, /ready, "
+        f"/version, /metrics and the docs (default: ${_API_KEY_VARIABLE}, else all may come)",
+    )
+    flag(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="more such keys, one a line (default: none)",
+    )
     flag(
         "--max-body-bytes",
         type=int,
@@ -128,12 +166,113 @@ def _add_server_flags(group: "argparse._ArgumentGroup") -> None:
         help="a stream that is silent so long gets a comment, for proxies (default: %(default)s)",
     )
     flag(
+        "--max-stored-responses",
+        type=int,
+        metavar="N",
+        default=4096,
+        help="/v1/responses keeps so many to go on from; 0: none (default: %(default)s)",
+    )
+    flag(
+        "--max-stored-response-bytes",
+        type=int,
+        metavar="N",
+        default=256 * MIB,
+        help="and no more than so many bytes of them (default: 256 MiB)",
+    )
+    flag(
         "--chat-template",
         type=Path,
         metavar="FILE",
         help="a Jinja chat template (default: the model's own)",
     )
+    flag(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="requests may bring a chat template, which may run for ever (default: off)",
+    )
+    flag(
+        "--tool-call-parser",
+        choices=[*TOOL_PARSERS, NO_PARSER],
+        help="how the model writes calls of tools (default: as its chat template tells)",
+    )
+    flag(
+        "--reasoning-parser",
+        choices=[*REASONING_PARSERS, NO_PARSER],
+        help="how the model marks its thoughts (default: as its chat template tells)",
+    )
+    flag(
+        "--request-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="an answer that takes longer, waiting included, ends with an error (default: none)",
+    )
+    flag(
+        "--root-path",
+        default="",
+        metavar="PATH",
+        help="under which a proxy shows this server (default: none)",
+    )
+    flag(
+        "--ssl-keyfile",
+        type=Path,
+        metavar="FILE",
+        help="speak TLS: the private key, PEM (default: it is in the certificate's file)",
+    )
+    flag(
+        "--ssl-certfile",
+        type=Path,
+        metavar="FILE",
+        help="speak TLS: the certificate and its chain, PEM (default: no TLS)",
+    )
     flag("--log-level", choices=_LOG_LEVELS, default="info", help="(default: %(default)s)")
+
+
+def _add_cors_flags(group: "argparse._ArgumentGroup") -> None:
+    flag = group.add_argument
+    flag(
+        "--allowed-origins",
+        type=_json_list,
+        default=[],
+        metavar="JSON",
+        help='whose pages may call this server, as ["https://a.example"] or ["*"] (default: none)',
+    )
+    for what in ("methods", "headers"):
+        flag(
+            f"--allowed-{what}",
+            type=_json_list,
+            default=["*"],
+            metavar="JSON",
+            help=f'which {what} they may use (default: ["*"])',
+        )
+    flag("--allow-credentials", action="store_true", help="they may send cookies (default: off)")
+
+
+def _json_list(text: str) -> list[str]:
+    """vLLM's form of these flags."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise argparse.ArgumentTypeError(f'{text} is no JSON list of strings; write ["*"]')
+    return values
+
+
+def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
+    """Of the command line and the file; where there is neither, of the environment."""
+    keys = list(given or ())
+    if file:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidConfig(f"--api-key-file {file} cannot be read: {error}") from error
+        from_file = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
+        if not from_file:
+            raise InvalidConfig(f"--api-key-file {file} has no key; write one a line")
+        keys += from_file
+    if not keys and (from_environment := os.environ.get(_API_KEY_VARIABLE)):
+        keys = [from_environment]
+    return tuple(keys)
 
 
 def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:

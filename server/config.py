@@ -10,20 +10,43 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CorsConfig:
+    """Which pages of other origins a browser lets call us. No origin: none, and no headers."""
+
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Where it listens, what it is called, and what it lets in.
 
-    api_key None: no key is asked for. chat_template None: the one beside the model.
+    api_keys empty: no key is asked for. root_path: under which a proxy shows this server.
+    request_timeout_s None: an answer may take as long as it takes. chat_template None: the one
+    beside the model. tool_call_parser, reasoning_parser: a name, "none", or None for what the
+    chat template tells.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_names: tuple[str, ...]
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    cors: CorsConfig = CorsConfig()
+    root_path: str = ""
+    ssl_keyfile: Path | None = None
+    ssl_certfile: Path | None = None
+    request_timeout_s: float | None = None
     max_body_bytes: int = 32 * MIB
     shutdown_timeout_s: float = 30.0
     sse_ping_interval_s: float = 15.0
+    max_stored_responses: int = 4096
+    max_stored_response_bytes: int = 256 * MIB
     chat_template: Path | None = None
+    trust_request_chat_template: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -33,10 +56,23 @@ class ServerConfig:
             raise InvalidConfig("--max-body-bytes must be at least 1")
         if self.shutdown_timeout_s < 0:
             raise InvalidConfig("--shutdown-timeout must not be negative")
+        if self.max_stored_responses < 0 or self.max_stored_response_bytes < 0:
+            raise InvalidConfig(
+                "--max-stored-responses and --max-stored-response-bytes must not be negative"
+            )
         if self.sse_ping_interval_s <= 0:
             raise InvalidConfig("--sse-ping-interval must be positive")
-        if self.api_key == "":
+        if "" in self.api_keys:
             raise InvalidConfig("--api-key is empty; give a key, or leave the flag out for none")
+        if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
+            raise InvalidConfig(f"--root-path is {self.root_path}; write it like /llm")
+        if self.request_timeout_s is not None and self.request_timeout_s <= 0:
+            raise InvalidConfig("--request-timeout must be positive")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise InvalidConfig("--ssl-keyfile needs --ssl-certfile beside it")
+        for flag, path in (("key", self.ssl_keyfile), ("cert", self.ssl_certfile)):
+            if path and not path.is_file():
+                raise InvalidConfig(f"--ssl-{flag}file: there is no file {path}")
         if self.chat_template and not self.chat_template.is_file():
             raise InvalidConfig(f"--chat-template: there is no file {self.chat_template}")
 

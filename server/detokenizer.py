@@ -11,7 +11,7 @@ byte. A table of what each id adds is exact for the two kinds of decoder that la
 
 import codecs
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -99,11 +99,22 @@ class Vocabulary:
             piece = spell(token)
             if piece and token_id not in self._special:
                 self.pieces[token_id] = piece
+        # For clients that want to see the special tokens too.
+        self.all_pieces: dict[int, str | bytes] = {**self.pieces, **self._special}
 
     def spelling(self, token_id: int) -> bytes:
         """The bytes of one token by itself, for logprobs; a special token's name."""
         piece = self.pieces.get(token_id) or self._special.get(token_id, "")
         return piece if isinstance(piece, bytes) else piece.encode()
+
+    def special_among(self, texts: Collection[str]) -> dict[int, str]:
+        """Those special tokens that spell one of the texts."""
+        return {i: text for i, text in self._special.items() if text in texts}
+
+    def text_of(self, token_ids: Iterable[int], *, shows_special: bool = False) -> str:
+        """The text of all ids, as one of its own."""
+        decoder = TextDecoder(self, is_whole=True, shows_special=shows_special)
+        return "".join([*map(decoder.feed, token_ids), decoder.end()])
 
 
 def _decoder_parts(tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -171,8 +182,17 @@ class TextDecoder:
     from a text that came before. token_start: where the text of the last id begins, in characters.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, is_whole: bool) -> None:
-        self._pieces = vocabulary.pieces
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        is_whole: bool,
+        shows_special: bool = False,
+        shown: Mapping[int, str] | None = None,
+    ) -> None:
+        """shown: special tokens to show, id -> text, where not all of them are."""
+        self._shown = shown or {}
+        self._pieces = vocabulary.all_pieces if shows_special else vocabulary.pieces
         self._run: ByteRun = vocabulary.new_run()
         self._is_in_run = False
         self._num_to_strip = vocabulary.num_stripped if is_whole else 0
@@ -182,7 +202,7 @@ class TextDecoder:
     def feed(self, token_id: int) -> str:
         """The text that is certain now; empty where the id only adds a part of a character."""
         self.token_start = self._num_chars
-        piece = self._pieces.get(token_id)
+        piece = self._pieces.get(token_id) or self._shown.get(token_id)
         if piece is None:
             return ""
         if isinstance(piece, bytes):
@@ -247,7 +267,11 @@ class StopScanner:
         self._includes_stop = includes_stop
         self._matched = [0] * len(stops.strings)  # characters of each that the text ends with
         self._held = ""
-        self.has_stopped = False
+        self.stop: str | None = None  # the stop string that ended the text
+
+    @property
+    def has_stopped(self) -> bool:
+        return self.stop is not None
 
     def feed(self, text: str) -> str:
         """The text that may be sent. After a stop string nothing more comes."""
@@ -256,7 +280,7 @@ class StopScanner:
         text, start = self._held + text, len(self._held)
         for i in range(start, len(text)):
             if num_stop := self._advance(text[i]):
-                self.has_stopped, self._held = True, ""
+                self.stop, self._held = text[i + 1 - num_stop : i + 1], ""
                 return text[: i + 1 if self._includes_stop else i + 1 - num_stop]
         num_held = max(self._matched)
         self._held = text[len(text) - num_held :]

@@ -15,6 +15,20 @@ from scheduler.errors import PenstockError
 RETRY_SOON_S = 2
 
 
+# Where errors are Anthropic's, and how Anthropic names them; what is not here is a bad request.
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 class InvalidRequest(PenstockError):
     """Something in the body is not as it must be; `param` is the field."""
 
@@ -35,14 +49,51 @@ class UnsupportedParameter(InvalidRequest):
         )
 
 
+class GrammarFailed(InvalidRequest):
+    """A grammar that compiled could not be followed to its end."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the answer could not be held to its grammar or schema any longer: it became too "
+            "complex, or the other fields forbid all that it allows; simplify it",
+            code="grammar_failed",
+        )
+
+
 class ModelNotFound(PenstockError):
     def __init__(self, model: str, served: str) -> None:
         super().__init__(f"the model {model!r} is not served here; this server has {served!r}")
 
 
+class EndpointNotServed(PenstockError):
+    """One of OpenAI's, or of other servers', that we know and do not have."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"this server makes no {what}; use a server that has a model for them")
+
+
+class ResponseNotFound(PenstockError):
+    """Never made, not stored, deleted, forgotten, or another key's: which of them is not told."""
+
+    def __init__(self, response_id: str, param: str) -> None:
+        super().__init__(
+            f"there is no stored response {response_id[:64]!r}; responses are kept where store is "
+            "not false, until newer ones need the room or the server ends"
+        )
+        self.param = param
+
+
 class InvalidApiKey(PenstockError):
     def __init__(self) -> None:
         super().__init__("send the header 'Authorization: Bearer KEY' with the key of this server")
+
+
+class RequestTimedOut(PenstockError):
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(
+            f"the answer took longer than {timeout_s:g} s, which this server allows; "
+            "ask for less, or later"
+        )
 
 
 class BodyTooLarge(PenstockError):
@@ -73,13 +124,24 @@ class ErrorReply(NamedTuple):
         fields = {k: getattr(self, k) for k in ("message", "type", "param", "code")}
         return msgspec.json.encode({"error": fields})
 
-    def response(self) -> Response:
-        headers = dict(self.headers)
-        return Response(self.body, self.status, headers, media_type="application/json")
+    @property
+    def anthropic_body(self) -> bytes:
+        """The same as Anthropic's clients know it."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        error = {"type": kind, "message": self.message}
+        return msgspec.json.encode({"type": "error", "error": error})
+
+    def response(self, path: str) -> Response:
+        """In the shape that the clients of the path's API know."""
+        body = self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
+        return Response(body, self.status, dict(self.headers), media_type="application/json")
 
 
 _BAD_REQUEST = "invalid_request_error"
 _UNAVAILABLE = "service_unavailable_error"
+# OpenAI's clients ask again after a 504 unless they are told not to: a second try would be as slow,
+# and comes when there is already too much to do.
+_NO_RETRY = (("x-should-retry", "false"),)
 _CLOSE = (("Connection", "close"),)
 
 
@@ -98,8 +160,14 @@ def reply_to(error: Exception) -> ErrorReply:
             )
         case ModelNotFound():
             return ErrorReply(404, "not_found_error", message, "model", "model_not_found")
+        case EndpointNotServed():
+            return ErrorReply(404, "not_found_error", message, None, "endpoint_not_served")
+        case ResponseNotFound():
+            return ErrorReply(404, "not_found_error", message, error.param, "response_not_found")
         case BodyTooLarge():
             return ErrorReply(413, _BAD_REQUEST, message, None, "body_too_large", _CLOSE)
+        case RequestTimedOut():
+            return ErrorReply(504, "timeout_error", message, None, "request_timeout", _NO_RETRY)
         case QueueFull():
             headers = _retry_after(error.retry_after_s)
             return ErrorReply(429, "rate_limit_error", message, None, "queue_full", headers)

@@ -3,6 +3,7 @@
 Plain ASGI, because Starlette's own middleware class costs a task and two queues a request.
 """
 
+import hashlib
 import hmac
 import logging
 import secrets
@@ -20,14 +21,20 @@ from server.service import Service
 logger = logging.getLogger("penstock")
 
 _MAX_REQUEST_ID_CHARS = 128
+# Asked by what runs the server, which has no key, and answered at no cost worth guarding.
+_OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
+# Beside all of /v1: what needs the model.
+_API_PATHS = frozenset({"/tokenize", "/detokenize"})
 
 
 class Gate:
-    """Wraps the app. Under /v1 it asks for the key, and lets nobody in who cannot be served."""
+    """Wraps the app. It asks for a key, and under /v1 lets nobody in who cannot be served."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
+        # All of one length, so that a comparison tells nothing of a key, not even its length.
+        self._key_digests = [_digest(key) for key in service.config.server.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,22 +42,24 @@ class Gate:
             return
         headers = Headers(scope=scope)
         outgoing = _Outgoing(send, self._service, _request_id(headers))
-        is_api = scope["path"].startswith("/v1/")
+        path = _route_path(scope)
+        is_api = path.startswith("/v1/") or path in _API_PATHS
         with self._service.counted() if is_api else nullcontext():
             try:
-                if is_api:
+                if path not in _OPEN_PATHS:
                     self._check_key(headers)
+                if is_api:
                     self._service.check_serving()
                 await self._app(scope, receive, outgoing)
             except Exception as error:
                 await self._answer(error, scope, receive, outgoing)
 
     def _check_key(self, headers: Headers) -> None:
-        expected = self._service.config.server.api_key
-        if expected is None:
+        if not self._key_digests:
             return
-        given = bearer_token(headers) or ""
-        if not hmac.compare_digest(given.encode(), expected.encode()):
+        given = _digest(api_key_of(headers) or "")
+        # Every one is compared, so that the time does not tell which was right.
+        if not sum(hmac.compare_digest(given, digest) for digest in self._key_digests):
             raise InvalidApiKey
 
     async def _answer(
@@ -59,7 +68,7 @@ class Gate:
         if not isinstance(error, PenstockError):
             logger.error("request %s failed", outgoing.request_id, exc_info=error)
         if not outgoing.has_started:
-            await reply_to(error).response()(scope, receive, outgoing)
+            await reply_to(error).response(_route_path(scope))(scope, receive, outgoing)
 
 
 class _Outgoing:
@@ -86,6 +95,17 @@ class _Outgoing:
         await self._send(message)
 
 
+def _route_path(scope: Scope) -> str:
+    """Without the --root-path, which some proxies leave on and some take off."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
 def _request_id(headers: Headers) -> str:
     """The client's own, where it is one that a log can hold."""
     given = headers.get("x-request-id", "")
@@ -93,9 +113,11 @@ def _request_id(headers: Headers) -> str:
     return given if is_fit else f"req-{secrets.token_hex(12)}"
 
 
-def bearer_token(headers: Headers) -> str | None:
+def api_key_of(headers: Headers) -> str | None:
+    """From OpenAI's header, `Authorization: Bearer KEY`, or from Anthropic's, `x-api-key`."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() or None if scheme.lower() == "bearer" else None
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    return bearer or headers.get("x-api-key") or None
 
 
 async def read_body(request: Request, limit: int) -> bytes:

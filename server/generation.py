@@ -5,17 +5,20 @@ One straight story. Who hears it, a stream or a plain body, is not known here.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.client import EngineClient, OutputStream
 from scheduler.errors import PenstockError
-from scheduler.types import RequestOutput, TokenLogprobs
+from scheduler.types import FinishReason, RequestOutput, TokenLogprobs
 from server.ask import Ask
+from server.chat_format import AnswerReader
 from server.detokenizer import StopScanner, TextDecoder, Vocabulary
+from server.errors import GrammarFailed, RequestTimedOut
 from server.metrics import Metrics
+from server.parts import Part, TextPart, merged
 
 
 class LogprobEntry(NamedTuple):
@@ -27,29 +30,54 @@ class LogprobEntry(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What is new of one choice. finish_reason: "stop" or "length" in its last piece, else None."""
+    """What is new of one choice. finish_reason is None but in its last piece.
+
+    finish_reason: "stop", "length", or "tool_calls" where it ended with calls.
+    token_ids: empty unless the client asked for them; else all that were sampled, the stop's too.
+    parts: what the text consists of, for an answer that may have calls or thoughts; else None.
+    """
 
     choice: int
     text: str
     logprobs: list[LogprobEntry]
     finish_reason: str | None
+    token_ids: Sequence[int] = ()
+    parts: Sequence[Part] | None = None
+
+    @property
+    def all_parts(self) -> Sequence[Part]:
+        """The parts, or the one that it is where the whole answer is plain text."""
+        if self.parts is not None:
+            return self.parts
+        return (TextPart(self.text),) if self.text or self.logprobs else ()
 
 
 @dataclass(slots=True)
 class Usage:
-    """num_cached: prompt tokens that prefix hits spared."""
+    """num_cached: prompt tokens that prefix hits spared. num_reasoning: of the completion's."""
 
     num_prompt: int
     num_completion: int = 0
     num_cached: int = 0
+    num_reasoning: int = 0
 
 
 class Choice:
     """One answer in the making: ids in, text out, until the engine or a stop string ends it."""
 
     def __init__(
-        self, index: int, decoder: TextDecoder, scanner: StopScanner | None, includes_stop: bool
+        self,
+        index: int,
+        decoder: TextDecoder,
+        scanner: StopScanner | None,
+        includes_stop: bool,
+        *,
+        echo: str = "",
+        min_tokens: int = 0,
+        wants_token_ids: bool = False,
+        reader: AnswerReader | None = None,
     ) -> None:
+        """See `Ask` for the last four."""
         self.index = index
         self.num_tokens = 0
         self.finish_reason: str | None = None
@@ -59,6 +87,12 @@ class Choice:
         self._decoder = decoder
         self._scanner = scanner
         self._includes_stop = includes_stop
+        self._echo = echo  # until it has been told
+        self._min_tokens = min_tokens
+        self._token_ids: list[int] | None = [] if wants_token_ids else None  # those not yet told
+        self.num_reasoning = 0
+        self._reader = reader
+        self._parts: list[Part] = []  # those not yet told
         self._num_sent = 0
         self._entries: list[LogprobEntry] = []  # of tokens whose text is held back
 
@@ -70,37 +104,82 @@ class Choice:
         text = ""
         for i, token_id in enumerate(shown_ids):
             self.num_tokens += 1
-            text += self._pass(self._decoder.feed(token_id))
+            if self._token_ids is not None:
+                self._token_ids.append(token_id)
+            new = self._pass(self._decoder.feed(token_id))
+            text += new
             if output.logprobs:
                 start = self._decoder.token_start
                 self._entries.append(LogprobEntry(token_id, output.logprobs[i], start))
+            if self._reader:
+                self._read(self._reader, new)
+                if self._reader.is_over:
+                    return self._finish(text, "stop")
             if self.has_stop_string:
                 return self._finish(text, "stop")
-        self.num_tokens += len(output.token_ids) - len(shown_ids)
+        if len(shown_ids) < len(output.token_ids):
+            self.num_tokens += 1
+            if self._token_ids is not None:
+                self._token_ids.append(output.token_ids[-1])
         if output.finish:
-            text += self._pass(self._decoder.end())
+            if output.finish.reason is FinishReason.ERROR:
+                raise GrammarFailed
+            rest = self._pass(self._decoder.end())
             if self._scanner and not self.has_stop_string:
-                text += self._scanner.end()
+                rest += self._scanner.end()
+            if self._reader:
+                self._parts += self._reader.feed(rest)
+            text += rest
             reason = "stop" if self.has_stop_string else output.finish.reason.value
             return self._finish(text, reason)
         if not text:
             return None
         self._num_sent += len(text)
-        return Piece(self.index, text, self._take_entries(), None)
+        entries = self._take_entries()
+        if self._reader and not (self._parts or entries or self._token_ids):
+            return None  # it holds back what may be markup
+        return self._piece(text, entries, None)
+
+    def _piece(self, text: str, entries: list[LogprobEntry], reason: str | None) -> Piece:
+        if self._echo:
+            text, self._echo = self._echo + text, ""
+        if self._token_ids is None and self._reader is None:
+            return Piece(self.index, text, entries, reason)
+        token_ids: Sequence[int] = ()
+        if self._token_ids is not None:
+            token_ids, self._token_ids = self._token_ids, []
+        parts, self._parts = self._parts, []
+        told = merged(parts) if self._reader else None
+        return Piece(self.index, text, entries, reason, token_ids, told)
+
+    def _read(self, reader: AnswerReader, text: str) -> None:
+        """What one token adds. It is one of the thoughts if these go on behind it."""
+        was_thinking = reader.is_thinking
+        self._parts += reader.feed(text)
+        self.num_reasoning += was_thinking and reader.is_thinking
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended it, if one did."""
+        return self._scanner.stop if self._scanner else None
 
     def _pass(self, text: str) -> str:
         """Through the scanner, where there is one."""
-        if self._scanner is None or not text:
+        if self._scanner is None or not text or self.num_tokens <= self._min_tokens:
             return text
         text = self._scanner.feed(text)
         self.has_stop_string = self._scanner.has_stopped
         return text
 
     def _finish(self, text: str, reason: str) -> Piece:
+        if self._reader:
+            self._parts += self._reader.end()
+            if self._reader.has_calls and reason == "stop":
+                reason = "tool_calls"
         self.finish_reason = reason
         self._num_sent += len(text)
         entries = self._take_entries() if self.has_stop_string else self._entries
-        return Piece(self.index, text, entries, reason)
+        return self._piece(text, entries, reason)
 
     def _take_entries(self) -> list[LogprobEntry]:
         """Those of the tokens whose text has been sent, in part at least."""
@@ -115,9 +194,16 @@ class Generation:
     """One HTTP request's choices. `submit` or be refused, read `pieces`; then `usage` holds."""
 
     def __init__(
-        self, ask: Ask, engine: EngineClient, vocabulary: Vocabulary, metrics: Metrics
+        self,
+        ask: Ask,
+        engine: EngineClient,
+        vocabulary: Vocabulary,
+        metrics: Metrics,
+        timeout_s: float | None = None,
     ) -> None:
+        """timeout_s: from the request's arrival to its last token."""
         self.ask = ask
+        self._timeout_s = timeout_s
         self.usage = Usage(sum(len(request.prompt_token_ids) for request in ask.requests))
         self._engine = engine
         self._metrics = metrics
@@ -136,17 +222,23 @@ class Generation:
         except PenstockError:
             self._abort()
             raise
-        for request, is_whole in zip(self.ask.requests, self.ask.are_whole, strict=True):
+        for i, (request, is_whole) in enumerate(
+            zip(self.ask.requests, self.ask.are_whole, strict=True)
+        ):
+            echo = self.ask.echoes[i] if self.ask.echoes else ""
             num_prompt = len(request.prompt_token_ids)
             self._metrics.on_submit(request.id, num_prompt, self.ask.arrival_s)
             for _ in range(request.n):
-                self.choices.append(self._choice(is_whole))
+                self.choices.append(self._choice(is_whole, echo))
         self._num_open = len(self.choices)
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """All that is new at each look. To stop early, call `close`; raises what the engine did."""
         try:
-            async with aclosing(_merged(self._streams)) as merged:
+            coming = _merged(self._streams)
+            if self._timeout_s is not None:
+                coming = _in_time(coming, self.ask.arrival_s, self._timeout_s)
+            async with aclosing(coming) as merged:
                 async for outputs in merged:
                     pieces = self._take_all(outputs)
                     if pieces:
@@ -172,11 +264,25 @@ class Generation:
         for request, _ in zip(self.ask.requests, self._streams, strict=False):
             self._engine.abort(request.id)  # harmless where it has ended
 
-    def _choice(self, is_whole: bool) -> Choice:
-        decoder = TextDecoder(self._vocabulary, is_whole=is_whole)
-        includes = self.ask.includes_stop
-        scanner = StopScanner(self.ask.stops, includes_stop=includes) if self.ask.stops else None
-        return Choice(len(self.choices), decoder, scanner, includes)
+    def _choice(self, is_whole: bool, echo: str) -> Choice:
+        ask = self.ask
+        decoder = TextDecoder(
+            self._vocabulary,
+            is_whole=is_whole,
+            shows_special=ask.shows_special,
+            shown=ask.markup,
+        )
+        includes = ask.includes_stop
+        return Choice(
+            len(self.choices),
+            decoder,
+            StopScanner(ask.stops, includes_stop=includes) if ask.stops else None,
+            includes,
+            echo=echo,
+            min_tokens=ask.min_tokens,
+            wants_token_ids=ask.wants_token_ids,
+            reader=ask.make_reader() if ask.make_reader else None,
+        )
 
     def _take_all(self, outputs: list[RequestOutput]) -> list[Piece]:
         now_s = time.monotonic()
@@ -188,6 +294,7 @@ class Generation:
                 continue  # it came behind a stop string
             num_before = choice.num_tokens
             piece = choice.take(output)
+            self.usage.num_completion += choice.num_tokens - num_before
             self._observe(choice, choice.num_tokens - num_before, now_s)
             if choice.finish_reason:
                 self._end(choice, output)
@@ -197,7 +304,7 @@ class Generation:
 
     def _end(self, choice: Choice, output: RequestOutput) -> None:
         self._num_open -= 1
-        self.usage.num_completion += choice.num_tokens
+        self.usage.num_reasoning += choice.num_reasoning
         if output.index == 0:  # the other samples of a prompt share the blocks of the first
             self.usage.num_cached += output.num_cached_tokens
         if not output.finish:  # a stop string: only we know
@@ -243,7 +350,11 @@ def _joined(pieces: list[Piece]) -> Piece:
         return pieces[0]
     text = "".join(piece.text for piece in pieces)
     logprobs = [entry for piece in pieces for entry in piece.logprobs]
-    return Piece(pieces[-1].choice, text, logprobs, pieces[-1].finish_reason)
+    token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
+    parts = None
+    if pieces[-1].parts is not None:
+        parts = merged(part for piece in pieces for part in piece.parts or ())
+    return Piece(pieces[-1].choice, text, logprobs, pieces[-1].finish_reason, token_ids, parts)
 
 
 async def _merged(streams: list[OutputStream]) -> AsyncGenerator[list[RequestOutput], None]:
@@ -267,6 +378,22 @@ async def _merged(streams: list[OutputStream]) -> AsyncGenerator[list[RequestOut
     finally:
         for pump in pumps:
             pump.cancel()
+
+
+async def _in_time(
+    outputs: AsyncGenerator[list[RequestOutput], None], arrival_s: float, timeout_s: float
+) -> AsyncGenerator[list[RequestOutput], None]:
+    """The same, until the time is up: then RequestTimedOut."""
+    async with aclosing(outputs):
+        while True:
+            try:
+                async with asyncio.timeout(arrival_s + timeout_s - time.monotonic()):
+                    news = await anext(outputs)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                raise RequestTimedOut(timeout_s) from error
+            yield news
 
 
 async def _pump(

@@ -6,13 +6,13 @@ and torch. Only a model without a tokenizer.json still needs its conversion.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -41,11 +41,17 @@ class GenerationDefaults:
 class PromptEncoder:
     """Text and conversations to token ids. Its methods may run in any thread."""
 
-    def __init__(self, tokenizer: Tokenizer, template: "ChatTemplate | None") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: "ChatTemplate | None",
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = template
+        self._special_tokens = dict(special_tokens or {})
         self.vocabulary = Vocabulary(tokenizer)
 
     @classmethod
@@ -53,31 +59,64 @@ class PromptEncoder:
         """chat_template: a file to use in place of the model's own. Raises InvalidConfig."""
         settings = _read_json(directory / "tokenizer_config.json")
         source = _template_source(directory, settings, chat_template)
-        template = ChatTemplate(source, _special_tokens(settings)) if source is not None else None
-        return cls(_load_tokenizer(directory), template)
+        special_tokens = _special_tokens(settings)
+        template = ChatTemplate(source, special_tokens) if source is not None else None
+        return cls(_load_tokenizer(directory), template, special_tokens)
 
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """A plain text, with the special tokens (BOS) that the tokenizer puts around one."""
-        return tuple(self._tokenizer.encode(text).ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def encode_all(self, prompts: list[str | list[int]]) -> list[tuple[int, ...]]:
+    def encode_all(
+        self, prompts: list[str | list[int]], *, add_special_tokens: bool = True
+    ) -> list[tuple[int, ...]]:
         """Texts, or ids as they are."""
-        return [self.encode(p) if isinstance(p, str) else tuple(p) for p in prompts]
+        return [
+            self.encode(prompt, add_special_tokens=add_special_tokens)
+            if isinstance(prompt, str)
+            else tuple(prompt)
+            for prompt in prompts
+        ]
+
+    def encode_within(self, word: str) -> set[tuple[int, ...]]:
+        """A word as it may stand in an answer: at its beginning, and behind a space."""
+        texts = (word.lstrip(), f" {word.lstrip()}")
+        return {self.encode(text, add_special_tokens=False) for text in texts} - {()}
+
+    def token_names(self, token_ids: Iterable[int]) -> list[str]:
+        """As the tokenizer's own file spells them."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+    @property
+    def template_source(self) -> str | None:
+        return self._template.source if self._template else None
 
     def encode_chat(self, messages: list[Message]) -> tuple[int, ...]:
         """A conversation up to where the assistant's next turn begins. Raises InvalidRequest."""
+        return self.encode_rendered(self.chat_template().render(messages))
+
+    def encode_rendered(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
+        """What a chat template has made, which as a rule has its special tokens already."""
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def chat_template(self, source: str | None = None) -> "ChatTemplate":
+        """The model's own, or the one that a client has sent. Raises InvalidRequest."""
+        if source is not None:
+            try:
+                return ChatTemplate(source, self._special_tokens)
+            except InvalidConfig as error:
+                raise InvalidRequest(str(error), param="chat_template") from error
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template, so it takes no conversations; use "
                 "/v1/completions, or start the server with --chat-template FILE",
                 code="no_chat_template",
             )
-        text = self._template.render(messages)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._template
 
 
 class ChatTemplate:
@@ -85,17 +124,27 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         """Raises InvalidConfig where the template is not valid Jinja."""
+        self.source = source
         self._special_tokens = special_tokens
+        environment = _environment()
         try:
-            self._template = _compile(source)
+            self._template: Template = environment.from_string(source)
+            self._known = meta.find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise InvalidConfig(f"the chat template is not valid: {error}") from error
 
-    def render(self, messages: list[Message]) -> str:
+    def knows(self, name: str) -> bool:
+        """Whether a variable of this name can change what the template makes."""
+        return name in self._known
+
+    def render(
+        self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """Raises InvalidRequest with the template's own words where it refuses the messages."""
+        given = self._special_tokens | variables
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=True, **self._special_tokens
+                messages=messages, add_generation_prompt=add_generation_prompt, **given
             )
         except (TemplateError, TypeError) as error:
             raise InvalidRequest(
@@ -104,18 +153,31 @@ class ChatTemplate:
             ) from error
 
 
-def _compile(source: str) -> Template:
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
+    return environment
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own escapes HTML
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As in transformers; Jinja's own escapes HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

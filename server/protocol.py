@@ -10,52 +10,50 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from server.errors import InvalidRequest, UnsupportedParameter
+from server.structured import RENAMED, Constraint, constraint_of
+from server.tool_fields import (
+    CalledFunction,
+    FunctionChoice,
+    FunctionSpec,
+    NamedToolChoice,
+    Tool,
+    ToolCall,
+    ToolFields,
+    call_for_template,
+)
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024  # each one costs memory for a table and time for every character
 MAX_N = 128
 MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_REQUEST_ID_CHARS = 128
 
 # Known, not served: field -> the values that change nothing. OpenAI's first, then those that users
 # of other servers send.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
+    "tools": ([],),  # of a chat, as are the next
     "tool_choice": ("none", "auto"),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
     "moderation": (),
-    "echo": (False,),
     "suffix": ("",),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
+    **dict.fromkeys(RENAMED, ()),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "prompt_logprobs": (),
     "prompt_embeds": (),
-    "truncate_prompt_tokens": (),
     "logits_processors": ([],),
-    "add_special_tokens": (True,),
-    "skip_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
-    "return_token_ids": (False,),
 }
 
 # What a field may be, where pydantic's own words would list the branches of a union.
@@ -63,13 +61,19 @@ _EXPECTED = {
     "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
     "content": "must be a string or a list of text parts",
     "stop": "must be a string or a list of strings",
+    "tool_choice": 'must be "none", "auto", "required", or an object that names a function',
+    "input": "must be a string or a list of items",
+    "output": "must be a string or a list of text parts",
+    "system": "must be a string or a list of text blocks",
 }
+_TOOL_MODELS = (Tool, FunctionSpec, NamedToolChoice, FunctionChoice, ToolCall, CalledFunction)
 
 Probability = Annotated[float, Field(ge=0, le=1)]  # 0 keeps the best token alone
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
 
 class Wire(BaseModel):
@@ -80,6 +84,7 @@ class Wire(BaseModel):
 
 class StreamOptions(Wire):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationFields(Wire):
@@ -109,6 +114,24 @@ class GenerationFields(Wire):
     include_stop_str_in_output: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    skip_special_tokens: bool | None = None
+    # Nothing to act on: the decoders that we serve never put spaces between tokens.
+    spaces_between_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    # One of these at most: see server/structured.py. The last two are llama.cpp's.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    request_id: (
+        Annotated[str, Field(max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[!-~]+$")] | None
+    ) = None
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -116,7 +139,7 @@ class GenerationFields(Wire):
         try:
             fields = cls.model_validate_json(body)
         except ValidationError as error:
-            raise _invalid(error, cls) from error
+            raise invalid_fields(error, cls) from error
         fields._refuse_unsupported()
         fields._check()
         return fields
@@ -126,14 +149,31 @@ class GenerationFields(Wire):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def num_sampled(self) -> int:
+        """Answers to make of each prompt; more than `n` where the best are to be kept."""
+        return self.n or 1
+
+    @property
     def wants_usage(self) -> bool:
         """Whether a stream is to end with a chunk that has the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
+    def wants_running_usage(self) -> bool:
+        """Whether each chunk of a stream is to have the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
     def num_logprobs(self) -> int | None:
         """As `SamplingParams.num_logprobs`."""
         raise NotImplementedError
+
+    @property
+    def num_logprobs_to_sample(self) -> int | None:
+        """Those that the client wants to see, or those that tell which answers are the best."""
+        if self.num_logprobs is None and self.num_sampled > (self.n or 1):
+            return 0
+        return self.num_logprobs
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -143,13 +183,28 @@ class GenerationFields(Wire):
     def _refuse_unsupported(self) -> None:
         for name, value in (self.model_extra or {}).items():
             if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
-                raise UnsupportedParameter(name)
+                new_name = RENAMED.get(name)
+                raise UnsupportedParameter(name, f"use {new_name}" if new_name else "leave it out")
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the answer must look like, or None for any text. Raises InvalidRequest."""
+        return constraint_of(
+            self.response_format, self.structured_outputs, self.grammar, self.json_schema
+        )
 
     def _check(self) -> None:
         """What concerns more than one field."""
+        _ = self.constraint  # raises where more than one is asked for
         if self.stream_options and not self.stream:
             message = "stream_options goes only with stream: true"
             raise InvalidRequest(message, param="stream_options")
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
+            raise InvalidRequest(message, param="truncate_prompt_tokens")
+        if self.asked_max_tokens is not None and (self.min_tokens or 0) > self.asked_max_tokens:
+            message = f"min_tokens must be at most max_tokens, {self.asked_max_tokens}"
+            raise InvalidRequest(message, param="min_tokens")
 
 
 class CompletionRequest(GenerationFields):
@@ -163,7 +218,8 @@ class CompletionRequest(GenerationFields):
         | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    best_of: int | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    echo: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -177,10 +233,16 @@ class CompletionRequest(GenerationFields):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def num_sampled(self) -> int:
+        return self.best_of or self.n or 1
+
     def _check(self) -> None:
         super()._check()
-        if self.best_of not in (None, self.n or 1):
-            raise UnsupportedParameter("best_of", "leave it out, or make it equal to n")
+        self._check_best_of()
+        if self.echo and self.logprobs is not None:
+            message = "echo goes not with logprobs: this server computes none of prompts; take one"
+            raise InvalidRequest(message, param="echo", code="unsupported_parameter")
         if len(self.prompts) > MAX_PROMPTS:
             message = f"prompt has {len(self.prompts)} prompts, more than the {MAX_PROMPTS} allowed"
             raise InvalidRequest(message, param="prompt")
@@ -188,6 +250,14 @@ class CompletionRequest(GenerationFields):
             raise InvalidRequest("prompt is empty; it needs a token at least", param="prompt")
         if any(isinstance(prompt, str) and "\0" in prompt for prompt in self.prompts):
             raise _nul("prompt")
+
+    def _check_best_of(self) -> None:
+        if self.num_sampled < (self.n or 1):
+            message = f"best_of must be at least n, {self.n}"
+            raise InvalidRequest(message, param="best_of")
+        if self.num_sampled > (self.n or 1) and self.stream:
+            message = "best_of goes not with stream: true, as the best is known at the end"
+            raise InvalidRequest(message, param="best_of")
 
 
 class ContentPart(Wire):
@@ -204,16 +274,29 @@ class ChatMessage(Wire):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    reasoning_content: str | None = None
 
-    def for_template(self, param: str) -> dict[str, str]:
+    def for_template(self, param: str) -> dict[str, Any]:
         """As chat templates know it. "developer" is OpenAI's newer word for "system"."""
-        for name in ("tool_calls", "function_call"):
-            if (self.model_extra or {}).get(name):
-                raise UnsupportedParameter(f"{param}.{name}")
+        if (self.model_extra or {}).get("function_call"):
+            raise UnsupportedParameter(f"{param}.function_call", "use tool_calls")
         role = "system" if self.role == "developer" else self.role
         message = {"role": role, "content": self._text(f"{param}.content")}
-        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        calls = self._calls(f"{param}.tool_calls")
+        optional = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+            "reasoning_content": self.reasoning_content,
+        }
         return message | {key: value for key, value in optional.items() if value is not None}
+
+    def _calls(self, param: str) -> list[dict[str, Any]]:
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequest(f"{param} goes only with the role assistant", param=param)
+        calls = enumerate(self.tool_calls or ())
+        return [call_for_template(call, f"{param}[{i}]") for i, call in calls]
 
     def _text(self, param: str) -> str:
         if isinstance(self.content, list):
@@ -236,16 +319,31 @@ def _text_of(part: ContentPart, param: str) -> str:
     return part.text
 
 
-class ChatCompletionRequest(GenerationFields):
+class ChatCompletionRequest(ToolFields, GenerationFields):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @property
-    def for_template(self) -> list[dict[str, str]]:
+    def num_chars(self) -> int:
+        """About so many has the prompt."""
+        contents = (m.content or "" for m in self.messages)
+        texts = (c if isinstance(c, str) else "".join(p.text or "" for p in c) for c in contents)
+        return sum(map(len, texts)) + sum(len(str(t.function)) for t in self.usable_tools)
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        return self.add_generation_prompt is not False and not self.continue_final_message
+
+    @property
+    def for_template(self) -> list[dict[str, Any]]:
         return [m.for_template(f"messages[{i}]") for i, m in enumerate(self.messages)]
 
     @property
@@ -261,6 +359,18 @@ class ChatCompletionRequest(GenerationFields):
         if self.top_logprobs and not self.logprobs:
             message = "top_logprobs goes only with logprobs: true"
             raise InvalidRequest(message, param="top_logprobs")
+        self.check_tools()
+        if self.continue_final_message:
+            self._check_continued()
+
+    def _check_continued(self) -> None:
+        if self.add_generation_prompt:
+            message = "continue_final_message goes not with add_generation_prompt: true"
+            raise InvalidRequest(message, param="add_generation_prompt")
+        last = self.messages[-1]
+        if last.role != "assistant" or not last.content or last.tool_calls:
+            message = "continue_final_message needs a last message of the assistant with some text"
+            raise InvalidRequest(message, param="continue_final_message")
 
 
 def _nul(param: str) -> InvalidRequest:
@@ -268,8 +378,13 @@ def _nul(param: str) -> InvalidRequest:
     return InvalidRequest(message, param=param)
 
 
-def _invalid(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
-    """The first thing that is wrong, in a sentence."""
+def invalid_fields(
+    error: ValidationError, model: type[BaseModel], *, at: str = ""
+) -> InvalidRequest:
+    """The first thing that is wrong, in a sentence. at: where in the body the model's values are.
+
+    Without the names of fields the path of an error would hold those of a union's branches too.
+    """
     errors = error.errors(include_url=False, include_context=False)
     # Of a union every branch complains. What is no matter of type comes from the branch meant.
     first = next((e for e in errors if not e["type"].endswith("_type")), errors[0])
@@ -280,7 +395,8 @@ def _invalid(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
     path = [part for part in first["loc"] if isinstance(part, int) or part in names]
     if not path:
         return InvalidRequest("the body must be a JSON object", code="invalid_json")
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
+    steps = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    param = f"{at}{steps}" if at else steps[1:]
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is missing", param=param)
     last_name = next(part for part in reversed(path) if isinstance(part, str))
@@ -295,6 +411,5 @@ def _as_predicate(message: str) -> str:
 
 
 def _field_names(model: type[BaseModel]) -> set[str]:
-    """Without these, the path of an error holds the names of a union's branches too."""
-    models = (model, ChatMessage, ContentPart, StreamOptions)
+    models = (model, ChatMessage, ContentPart, StreamOptions, *_TOOL_MODELS)
     return {name for each in models for name in each.model_fields}

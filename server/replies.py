@@ -6,13 +6,17 @@ a chunk, encoding the object anew would cost more than all the rest of a stream.
 
 import math
 import time
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from engine.executor import ModelInfo
 from server.detokenizer import Vocabulary
+from server.errors import reply_to
 from server.generation import LogprobEntry, Piece, Usage
+from server.part_replies import delta_of, message_of
+from server.parts import Part
 from server.version import version
 
 _encode = msgspec.json.Encoder().encode
@@ -37,6 +41,14 @@ class Reply(Protocol):
 
     def logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]: ...
 
+    def head_extras(self) -> dict[str, Any]:
+        """Of a body, or of a stream's openings, beside the choices."""
+        ...
+
+    def delta_extras(self, piece: Piece, is_first: bool) -> dict[str, Any]:
+        """Of a choice's chunk. is_first: it has had none with text or ids before."""
+        ...
+
     def opening(self, index: int) -> dict[str, Any] | None:
         """A choice's first chunk, where there is one before any text."""
         ...
@@ -50,23 +62,57 @@ class Reply(Protocol):
         ...
 
 
+class TokenExtras(NamedTuple):
+    """What some clients want to know of tokens beyond their text.
+
+    spells_ids: a token in logprobs is named "token_id:5" (vLLM's form), so that two tokens of one
+    spelling can be told apart. prompt_ids: each choice's prompt; None where no ids were asked for.
+    """
+
+    spells_ids: bool = False
+    prompt_ids: tuple[tuple[int, ...], ...] | None = None
+
+    def name(self, token_id: int, spelling: bytes) -> str:
+        return f"token_id:{token_id}" if self.spells_ids else spelling.decode(errors="replace")
+
+
+_NO_EXTRAS = TokenExtras()
+
+
 class ChatReply:
     """`/v1/chat/completions`."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, vocabulary: Vocabulary, num_logprobs: int | None) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        num_logprobs: int | None,
+        extras: TokenExtras = _NO_EXTRAS,
+    ) -> None:
         self._vocabulary = vocabulary
         self._num_logprobs = num_logprobs
+        self._extras = extras
 
     def choice(self, piece: Piece) -> dict[str, Any]:
-        return {
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.parts is not None:
+            message = message_of(piece.parts)
+        choice = {
             "index": piece.choice,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "message": message,
             "logprobs": None if self._num_logprobs is None else self.logprobs(piece.logprobs),
             "finish_reason": piece.finish_reason,
         }
+        return choice | {"token_ids": piece.token_ids} if self._extras.prompt_ids else choice
+
+    def head_extras(self) -> dict[str, Any]:
+        prompts = self._extras.prompt_ids
+        return {"prompt_token_ids": prompts[0]} if prompts else {}
+
+    def delta_extras(self, piece: Piece, is_first: bool) -> dict[str, Any]:
+        return {"token_ids": piece.token_ids} if self._extras.prompt_ids else {}
 
     def logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]:
         return {"content": [self._entry(entry) for entry in entries], "refusal": None}
@@ -89,7 +135,7 @@ class ChatReply:
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         spelling = self._vocabulary.spelling(token_id)
         return {
-            "token": spelling.decode(errors="replace"),
+            "token": self._extras.name(token_id, spelling),
             "logprob": _finite(logprob),
             "bytes": list(spelling),
         }
@@ -105,17 +151,34 @@ class CompletionReply:
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, vocabulary: Vocabulary, num_logprobs: int | None) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        num_logprobs: int | None,
+        extras: TokenExtras = _NO_EXTRAS,
+    ) -> None:
         self._vocabulary = vocabulary
         self._num_logprobs = num_logprobs
+        self._extras = extras
 
     def choice(self, piece: Piece) -> dict[str, Any]:
-        return {
+        choice = {
             "index": piece.choice,
             "text": piece.text,
             "logprobs": None if self._num_logprobs is None else self.logprobs(piece.logprobs),
             "finish_reason": piece.finish_reason,
         }
+        return choice | self.delta_extras(piece, is_first=True)
+
+    def head_extras(self) -> dict[str, Any]:
+        return {}
+
+    def delta_extras(self, piece: Piece, is_first: bool) -> dict[str, Any]:
+        prompts = self._extras.prompt_ids
+        if not prompts:
+            return {}
+        prompt = {"prompt_token_ids": prompts[piece.choice]} if is_first else {}
+        return prompt | {"token_ids": piece.token_ids}
 
     def logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]:
         return {
@@ -141,7 +204,7 @@ class CompletionReply:
         return {self._spell(token_id): _finite(logprob) for token_id, logprob in pairs}
 
     def _spell(self, token_id: int) -> str:
-        return self._vocabulary.spelling(token_id).decode(errors="replace")
+        return self._extras.name(token_id, self._vocabulary.spelling(token_id))
 
 
 def _finite(logprob: float) -> float:
@@ -169,7 +232,7 @@ class Envelope:
 
 def plain_body(envelope: Envelope, reply: Reply, pieces: list[Piece], usage: Usage) -> bytes:
     choices = [reply.choice(piece) for piece in pieces]
-    body = {"choices": choices, "usage": usage_fields(usage)}
+    body = {"choices": choices, "usage": usage_fields(usage), **reply.head_extras()}
     return _encode(envelope.head(reply.object) | body)
 
 
@@ -179,37 +242,72 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.num_completion,
         "total_tokens": usage.num_prompt + usage.num_completion,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning},
     }
+
+
+def error_event(error: Exception) -> bytes:
+    """How a stream fails: its status has been sent, so the error is its last event."""
+    return b"data: " + reply_to(error).body + b"\n\n"
 
 
 class ChunkWriter:
     """One stream's chunks as SSE events."""
 
-    def __init__(self, envelope: Envelope, reply: Reply, *, wants_usage: bool) -> None:
+    def __init__(
+        self,
+        envelope: Envelope,
+        reply: Reply,
+        *,
+        wants_usage: bool,
+        running_usage: Usage | None = None,
+    ) -> None:
+        """running_usage: every chunk tells it, as it is then."""
         self._reply = reply
         self._wants_usage = wants_usage
+        self._running_usage = running_usage
         # {"id":...,"model":...  with the brace left open
         self._head = b"data: " + _encode(envelope.head(reply.chunk_object))[:-1] + b',"choices":['
-        self._tail = (b'],"usage":null}' if wants_usage else b"]}") + b"\n\n"
-        self._unended = b',"finish_reason":null}' + self._tail
+        self._no_usage = b',"usage":null' if wants_usage else b""
+        self._plain_unended = b',"finish_reason":null}]' + self._no_usage + b"}\n\n"
         self._deltas: dict[int, tuple[bytes, bytes]] = {}
 
     def openings(self, num_choices: int) -> bytes:
         openings = (self._reply.opening(index) for index in range(num_choices))
-        return b"".join(self._event(_encode(choice)) for choice in openings if choice)
+        extras = self._reply.head_extras()
+        after = b"," + _encode(extras)[1:-1] if extras else b""
+        return b"".join(self._event(_encode(choice), after) for choice in openings if choice)
 
     def piece(self, piece: Piece) -> bytes:
         """Its text, if it has any, in one event, and its end in one of its own."""
         events = b""
-        if piece.text or piece.logprobs:
+        if piece.parts is not None:
+            events = self._of_parts(piece, piece.parts)
+        elif piece.text or piece.logprobs or piece.token_ids:
+            is_first = piece.choice not in self._deltas
             before, after = self._delta(piece.choice)
-            logprobs = self._reply.logprobs(piece.logprobs) if piece.logprobs else None
-            events = b"".join(
-                (before, _encode(piece.text), after, _encode(logprobs), self._unended)
-            )
+            logprobs = _encode(self._reply.logprobs(piece.logprobs)) if piece.logprobs else b"null"
+            if piece.token_ids:
+                extras = self._reply.delta_extras(piece, is_first)
+                logprobs += b"," + _encode(extras)[1:-1]
+            events = before + _encode(piece.text) + after + logprobs + self._unended()
         if piece.finish_reason:
             events += self._event(_encode(self._reply.closing(piece.choice, piece.finish_reason)))
         return events
+
+    def _of_parts(self, piece: Piece, parts: Sequence[Part]) -> bytes:
+        """An event for each part; what is known of the tokens goes with the first."""
+        deltas = [delta_of(part) for part in parts]
+        if not deltas and (piece.logprobs or piece.token_ids):
+            deltas = [{}]
+        logprobs = self._reply.logprobs(piece.logprobs) if piece.logprobs else None
+        extras = self._reply.delta_extras(piece, False) if piece.token_ids else {}
+        events = []
+        for delta in deltas:
+            choice = {"index": piece.choice, "delta": delta, "logprobs": logprobs}
+            events.append(self._event(_encode(choice | {"finish_reason": None} | extras)))
+            logprobs, extras = None, {}
+        return b"".join(events)
 
     def end(self, usage: Usage) -> bytes:
         done = b"data: [DONE]\n\n"
@@ -217,8 +315,22 @@ class ChunkWriter:
             return done
         return self._head + b'],"usage":' + _encode(usage_fields(usage)) + b"}\n\n" + done
 
-    def _event(self, choice: bytes) -> bytes:
-        return self._head + choice + self._tail
+    def failure(self, error: Exception) -> bytes:
+        return error_event(error)
+
+    def _event(self, choice: bytes, extras: bytes = b"") -> bytes:
+        return self._head + choice + b"]" + extras + self._usage() + b"}\n\n"
+
+    def _unended(self) -> bytes:
+        """What follows the logprobs of a chunk that is not the choice's last."""
+        if self._running_usage is None:
+            return self._plain_unended
+        return b',"finish_reason":null}]' + self._usage() + b"}\n\n"
+
+    def _usage(self) -> bytes:
+        if self._running_usage is None:
+            return self._no_usage
+        return b',"usage":' + _encode(usage_fields(self._running_usage))
 
     def _delta(self, index: int) -> tuple[bytes, bytes]:
         """The bytes around a text of this choice, made at its first."""

@@ -1,96 +1,108 @@
 """The endpoints, one short function each."""
 
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from fastapi import APIRouter, Request
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
-from server.ask import Ask, ask_chat, ask_completion, tenant_of
-from server.errors import ModelNotFound
-from server.gate import bearer_token, read_body
+from server.ask import Ask, ask_chat, ask_completion
+from server.best_of import likeliest
+from server.endpoint import (
+    body_of,
+    check_model,
+    json_response,
+    service_of,
+    tenant_who_asks,
+    unless_gone,
+)
 from server.generation import collected
 from server.protocol import ChatCompletionRequest, CompletionRequest, GenerationFields
-from server.replies import ChatReply, ChunkWriter, CompletionReply, Envelope, Reply, plain_body
+from server.replies import (
+    ChatReply,
+    ChunkWriter,
+    CompletionReply,
+    Envelope,
+    Reply,
+    TokenExtras,
+    plain_body,
+)
 from server.service import Service
-from server.sse import ClientGone, EventStream, until_hangup
+from server.sse import EventStream
 from server.version import version
 
 router = APIRouter()
-
-# nginx's status for a client that has hung up. Nobody receives it; the metrics count it.
-_CLIENT_GONE = 499
 
 Fields = TypeVar("Fields", bound=GenerationFields)
 
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
-    service, arrival_s = _service(request), time.monotonic()
+    service, arrival_s = service_of(request), time.monotonic()
     fields = await _parse(request, CompletionRequest)
-    tenant = _tenant(request)
+    tenant = tenant_who_asks(request)
 
     async def answer() -> Response:
         ask = await ask_completion(fields, service.model, tenant=tenant, arrival_s=arrival_s)
-        reply = CompletionReply(service.model.encoder.vocabulary, fields.num_logprobs)
+        extras = _extras(fields, ask)
+        reply = CompletionReply(service.model.encoder.vocabulary, fields.num_logprobs, extras)
         return await _answer(service, fields, ask, reply)
 
-    return await _unless_gone(request, answer())
+    return await unless_gone(request, answer())
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    service, arrival_s = _service(request), time.monotonic()
+    service, arrival_s = service_of(request), time.monotonic()
     fields = await _parse(request, ChatCompletionRequest)
-    tenant = _tenant(request)
+    tenant = tenant_who_asks(request)
 
     async def answer() -> Response:
         ask = await ask_chat(fields, service.model, tenant=tenant, arrival_s=arrival_s)
-        reply = ChatReply(service.model.encoder.vocabulary, fields.num_logprobs)
+        extras = _extras(fields, ask)
+        reply = ChatReply(service.model.encoder.vocabulary, fields.num_logprobs, extras)
         return await _answer(service, fields, ask, reply)
 
-    return await _unless_gone(request, answer())
+    return await unless_gone(request, answer())
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    service = _service(request)
+    service = service_of(request)
     cards = [_model_card(service, name) for name in service.model.names]
-    return _json({"object": "list", "data": cards})
+    return json_response({"object": "list", "data": cards})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
-    service = _service(request)
-    _check_model(service, name)
-    return _json(_model_card(service, name))
+    service = service_of(request)
+    check_model(service, name)
+    return json_response(_model_card(service, name))
 
 
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Alive: whether a restart would help."""
-    _service(request).check_health()
-    return _json({"status": "ok"})
+    service_of(request).check_health()
+    return json_response({"status": "ok"})
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """Whether traffic should come."""
-    _service(request).check_serving()
-    return _json({"status": "ready"})
+    service_of(request).check_serving()
+    return json_response({"status": "ready"})
 
 
 @router.get("/version")
 async def show_version() -> Response:
-    return _json({"version": version()})
+    return json_response({"version": version()})
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    text = _service(request).metrics.text()
+    text = service_of(request).metrics.text()
     return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
@@ -99,34 +111,36 @@ async def _answer(service: Service, fields: GenerationFields, ask: Ask, reply: R
     envelope = Envelope(ask.id, service.model.name, service.fingerprint)
     generation = service.generate(ask)
     if fields.stream:
-        writer = ChunkWriter(envelope, reply, wants_usage=fields.wants_usage)
+        running_usage = generation.usage if fields.wants_running_usage else None
+        writer = ChunkWriter(
+            envelope, reply, wants_usage=fields.wants_usage, running_usage=running_usage
+        )
         interval_s = service.config.server.sse_ping_interval_s
         return EventStream(generation, writer, ping_interval_s=interval_s)
     try:
         pieces = await collected(generation)
     finally:
         generation.close()
+    n = fields.n or 1
+    if fields.num_sampled > n:
+        pieces = likeliest(pieces, fields.num_sampled, n)
     body = plain_body(envelope, reply, pieces, generation.usage)
     return Response(body, media_type="application/json")
 
 
-async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    try:
-        return await until_hangup(request.receive, answer)
-    except ClientGone:
-        return Response(status_code=_CLIENT_GONE)
+def _extras(fields: GenerationFields, ask: Ask) -> TokenExtras:
+    prompts = (request.prompt_token_ids for request in ask.requests for _ in range(fields.n or 1))
+    return TokenExtras(
+        spells_ids=bool(fields.return_tokens_as_token_ids),
+        prompt_ids=tuple(prompts) if fields.return_token_ids else None,
+    )
 
 
 async def _parse(request: Request, kind: type[Fields]) -> Fields:
-    service = _service(request)
-    fields = kind.parse(await read_body(request, service.config.server.max_body_bytes))
-    _check_model(service, fields.model)
+    service = service_of(request)
+    fields = kind.parse(await body_of(request))
+    check_model(service, fields.model)
     return fields
-
-
-def _check_model(service: Service, name: str) -> None:
-    if name not in service.model.names:
-        raise ModelNotFound(name, service.model.name)
 
 
 def _model_card(service: Service, name: str) -> dict[str, object]:
@@ -138,16 +152,3 @@ def _model_card(service: Service, name: str) -> dict[str, object]:
         "owned_by": "penstock",
         "max_model_len": model.info.max_model_len,
     }
-
-
-def _tenant(request: Request) -> str:
-    return tenant_of(bearer_token(request.headers))
-
-
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
-
-
-def _json(body: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

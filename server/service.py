@@ -12,15 +12,18 @@ from enum import StrEnum
 from pathlib import Path
 
 from engine.client import EngineClient, EngineState
+from engine.grammar import Grammars
 from engine.models.hub import resolve_model
 from scheduler.errors import PenstockError
 from server.ask import Ask, ServedModel
+from server.chat_format import ChatFormat
 from server.config import ServeConfig
 from server.errors import NotServing
 from server.generation import Generation
 from server.metrics import Metrics
 from server.prompt import GenerationDefaults, PromptEncoder
 from server.replies import system_fingerprint
+from server.response_store import ResponseStore
 
 logger = logging.getLogger("penstock")
 
@@ -52,6 +55,10 @@ class Service:
         self.metrics = Metrics()
         self.state = State.STARTING
         self.fingerprint = ""  # known when the model is
+        self.responses = ResponseStore(
+            max_count=config.server.max_stored_responses,
+            max_bytes=config.server.max_stored_response_bytes,
+        )
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._engine: EngineClient | None = None
         self._model: ServedModel | None = None
@@ -132,7 +139,8 @@ class Service:
         if not self._engine.num_open:
             self._busy_since_s = time.monotonic()
         vocabulary = self.model.encoder.vocabulary
-        generation = Generation(ask, self._engine, vocabulary, self.metrics)
+        timeout_s = self.config.server.request_timeout_s
+        generation = Generation(ask, self._engine, vocabulary, self.metrics, timeout_s)
         generation.submit()
         return generation
 
@@ -152,6 +160,13 @@ class Service:
             info=info,
             encoder=encoder,
             defaults=GenerationDefaults.load(Path(directory)),
+            grammars=Grammars.of_model(Path(directory), info.vocab_size, info.eos_token_ids),
+            chat_format=ChatFormat.detect(
+                encoder.template_source,
+                self.config.server.tool_call_parser,
+                self.config.server.reasoning_parser,
+                trusts_templates=self.config.server.trust_request_chat_template,
+            ),
         )
         self.metrics.model = info
         self.fingerprint = system_fingerprint(info)
@@ -187,8 +202,10 @@ class Service:
     def _announce(self) -> None:
         server, model = self.config.server, self.model
         host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
-        url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
-        key = "-H 'Authorization: Bearer YOUR_KEY' " if server.api_key else ""  # no secret in a log
+        scheme = "https" if server.ssl_certfile else "http"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}"
+        # No secret in a log.
+        key = "-H 'Authorization: Bearer YOUR_KEY' " if server.api_keys else ""
         path, body = "/v1/completions", '"prompt": "Once upon a time", "max_tokens": 64'
         if model.encoder.has_chat_template:
             path = "/v1/chat/completions"

@@ -5,15 +5,13 @@ import logging
 import time
 from collections.abc import Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from scheduler.errors import PenstockError
-from server.errors import reply_to
-from server.generation import Generation
-from server.replies import ChunkWriter
+from server.generation import Generation, Piece, Usage
 
 logger = logging.getLogger("penstock")
 
@@ -54,16 +52,29 @@ async def _hangup(receive: Receive) -> None:
         pass
 
 
-def error_event(error: Exception) -> bytes:
-    """How a stream fails: its status has been sent, so the error is its last event."""
-    return b"data: " + reply_to(error).body + b"\n\n"
+class EventWriter(Protocol):
+    """One API's events, as bytes, for what comes to pass in a generation."""
+
+    def openings(self, num_choices: int) -> bytes:
+        """What comes first, sent together with the first piece."""
+        ...
+
+    def piece(self, piece: Piece) -> bytes: ...
+
+    def end(self, usage: Usage) -> bytes:
+        """What comes last where all went well."""
+        ...
+
+    def failure(self, error: Exception) -> bytes:
+        """What comes last where it did not: the status has been sent, so an event must tell."""
+        ...
 
 
 class EventStream(Response):
     """A generation, already submitted, as server-sent events straight to the socket."""
 
     def __init__(
-        self, generation: Generation, writer: ChunkWriter, *, ping_interval_s: float
+        self, generation: Generation, writer: EventWriter, *, ping_interval_s: float
     ) -> None:
         super().__init__()
         self._generation = generation
@@ -87,7 +98,7 @@ class EventStream(Response):
         except Exception as error:
             if not isinstance(error, PenstockError):
                 logger.exception("request %s failed", self._generation.ask.id)
-            last = error_event(error)
+            last = self._writer.failure(error)
         finally:
             pinger.cancel()
         await send({"type": "http.response.body", "body": last})

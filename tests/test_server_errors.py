@@ -98,17 +98,15 @@ def test_a_wrong_message_is_refused_with_its_place(
 
 
 UNSUPPORTED = [
-    (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-    (CHAT, {"tool_choice": "required"}),
+    (COMPLETIONS, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     (CHAT, {"functions": [{"name": "f"}]}),
-    (CHAT, {"response_format": {"type": "json_object"}}),
     (CHAT, {"modalities": ["audio"]}),
     (CHAT, {"web_search_options": {}}),
-    (COMPLETIONS, {"echo": True}),
     (COMPLETIONS, {"suffix": "end"}),
-    (COMPLETIONS, {"best_of": 3}),
     (COMPLETIONS, {"guided_json": {}}),
-    (COMPLETIONS, {"min_tokens": 3}),
+    (COMPLETIONS, {"prompt_logprobs": 1}),
+    (COMPLETIONS, {"echo": True, "logprobs": 1}),
+    (COMPLETIONS, {"use_beam_search": True}),
 ]
 
 

@@ -27,7 +27,8 @@ def server() -> Iterator[RunningServer]:
 
 
 def test_the_port_answers_503_while_the_model_loads() -> None:
-    with running_server(is_ready=False) as server:
+    server = RunningServer("--num-threads", "1")  # a real model, which takes a second at least
+    try:
         response = server.wait_until_answering()
         assert response.status_code == 503
         assert response.headers["x-penstock-state"] == "starting"
@@ -37,6 +38,8 @@ def test_the_port_answers_503_while_the_model_loads() -> None:
         server.wait_until_ready()
         assert server.get("/health").status_code == 200
         assert server.get("/v1/models").headers["x-penstock-state"] == "ready"
+    finally:
+        server.stop()
 
 
 @pytest.mark.parametrize("n", [1, 3])

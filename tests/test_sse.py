@@ -10,8 +10,8 @@ from scheduler.types import TokenLogprobs
 from server.detokenizer import Vocabulary
 from server.errors import InvalidRequest
 from server.generation import LogprobEntry, Piece, Usage
-from server.replies import ChatReply, ChunkWriter, CompletionReply, Envelope
-from server.sse import ClientGone, error_event, until_hangup
+from server.replies import ChatReply, ChunkWriter, CompletionReply, Envelope, error_event
+from server.sse import ClientGone, until_hangup
 
 TEXTS = [
     "plain",
@@ -77,6 +77,7 @@ def test_the_end_carries_the_usage_and_no_choice(vocabulary: Vocabulary) -> None
         "completion_tokens": 7,
         "total_tokens": 12,
         "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
