@@ -10,7 +10,7 @@ BIN := .venv/bin
 # torch comes first and alone, so that the pinned build is the one that everything else finds.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve test check lint bench-batching bench-scheduler bench-cpu clean
+.PHONY: serve test test-fuzz check lint bench-batching bench-scheduler bench-front-end bench-cpu clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -18,6 +18,11 @@ serve: .venv/installed
 # All that needs no GPU.
 test: .venv/installed-dev
 	$(BIN)/python -m pytest
+
+# Whatever the server's own schema allows: no server error, and no answer that the schema does not name.
+test-fuzz: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
+	$(BIN)/python -m tests.fuzz_schema
 
 # What every commit passes: style, types, import rules, tests.
 check: lint test
@@ -33,6 +38,9 @@ bench-batching: .venv/installed
 
 bench-scheduler: .venv/installed
 	$(BIN)/python -m loadtest.scheduler_step
+
+bench-front-end: .venv/installed
+	$(BIN)/python -m loadtest.front_end
 
 bench-cpu: .venv/installed
 	$(BIN)/python -m engine.bench cpu-decode --threads $$(nproc)

@@ -7,6 +7,7 @@ import re
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -71,6 +72,7 @@ async def _bench(args: argparse.Namespace, workload: WorkloadConfig, report: Rep
         endpoint=args.endpoint,
         temperature=args.temperature,
         ignore_eos=args.ignore_eos,
+        extra_body=args.extra_body,
         api_key=api_key,
         request_timeout_s=args.request_timeout,
     )
@@ -184,6 +186,13 @@ def _parser() -> argparse.ArgumentParser:
         help=f"random ids are drawn from [{FIRST_TOKEN_ID}, this); every model has the default",
     )
     load.add_argument("--ignore-eos", action="store_true", help="answers get their full length")
+    load.add_argument(
+        "--extra-body",
+        type=_json_object,
+        metavar="JSON",
+        default={},
+        help="fields that every request has besides, such as response_format",
+    )
     load.add_argument("--temperature", type=float, metavar="T", default=0.0, help="0 is greedy")
     load.add_argument(
         "--num-warmups",
@@ -220,6 +229,13 @@ def _parser() -> argparse.ArgumentParser:
         "--result-filename", metavar="NAME", help="default: made from rate, model and date"
     )
     return parser
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(f"it must be a JSON object ({error})") from error
 
 
 def _workload_config(args: argparse.Namespace) -> WorkloadConfig:

@@ -1,8 +1,9 @@
 """What is asked of the server, and how: the settings of a workload and of its replay."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from scheduler.errors import InvalidConfig
 
@@ -70,13 +71,17 @@ class WorkloadConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetConfig:
-    """Where requests go and what each of them says besides its prompt."""
+    """Where requests go and what each of them says besides its prompt.
+
+    extra_body: fields that each of them has besides; they win over ours.
+    """
 
     base_url: str
     model: str
     endpoint: str = "/v1/completions"
     temperature: float = 0.0
     ignore_eos: bool = False
+    extra_body: dict[str, Any] = field(default_factory=dict)
     api_key: str | None = None
     request_timeout_s: float = 600.0
 

@@ -82,6 +82,7 @@ class HttpTarget:
             body["messages"] = [{"role": "user", "content": request.prompt}]
         else:
             body["prompt"] = request.prompt
+        body |= self._config.extra_body
         return self._pool.encode(
             "POST", self._config.endpoint, msgspec.json.encode(body), api_key=self._config.api_key
         )
