@@ -175,6 +175,7 @@ class EngineClient:
         self._waiting_messages: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # a folder named engine where the server was started must not be taken for ours
             "-m",
             "engine.process",
             endpoint,

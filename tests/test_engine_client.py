@@ -133,6 +133,18 @@ async def test_a_killed_engine_fails_every_open_request() -> None:
     await engine.close()
 
 
+async def test_a_folder_named_engine_where_it_is_started_is_not_taken_for_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    engine = EngineClient(config())
+    await engine.start()
+    assert len(await read(engine, make_request("a", 5, max_tokens=3))) == 3
+    await engine.close()
+
+
 async def test_an_engine_that_cannot_start_says_why() -> None:
     engine = EngineClient(config(model="/nowhere/at/all"))
     with pytest.raises(EngineFailed, match="nowhere"):
