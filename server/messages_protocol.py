@@ -78,6 +78,7 @@ class ToolChoice(Wire):
 
 class ThinkingConfig(Wire):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = None
 
 
 class OutputConfig(Wire):
@@ -108,6 +109,9 @@ class CountTokensRequest(Wire):
         for name, value in (fields.model_extra or {}).items():
             if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
                 raise UnsupportedParameter(name)
+        if fields.thinking and fields.thinking.budget_tokens is not None:
+            hint = "thoughts cannot be limited apart; leave it out, max_tokens counts them too"
+            raise UnsupportedParameter("thinking.budget_tokens", hint)
         return fields
 
     def chat_fields(self) -> dict[str, Any]:

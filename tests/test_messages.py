@@ -10,6 +10,7 @@ import anthropic
 import httpx
 import pytest
 
+from server.errors import UnsupportedParameter
 from server.generation import Piece, Usage
 from server.messages_protocol import MessagesRequest, chat_request
 from server.messages_replies import MessageWriter
@@ -117,6 +118,13 @@ def test_thinking_reaches_the_chat_template() -> None:
     body = {"model": MODEL, "max_tokens": 4, "messages": [USER], "thinking": {"type": "disabled"}}
     chat = chat_request(MessagesRequest.parse(json.dumps(body).encode()))
     assert chat.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_a_limit_on_thoughts_is_refused_by_name() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = {"model": MODEL, "max_tokens": 4, "messages": [USER], "thinking": thinking}
+    with pytest.raises(UnsupportedParameter, match=r"thinking\.budget_tokens"):
+        MessagesRequest.parse(json.dumps(body).encode())
 
 
 def test_what_came_from_the_cache_is_counted_apart(client: anthropic.Anthropic) -> None:
