@@ -36,7 +36,8 @@ class EngineConfig:
     model: a directory in Hugging Face's layout. None stands for "choose by the model and device":
     max_model_len from config.json, block_size 16 on CPU and 64 on CUDA, kv_cache_memory_bytes a
     quarter of the free memory on CPU, num_threads all cores but the one that the server needs.
-    scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks).
+    scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),
+    one step every scripted_step_s at most.
     """
 
     model: str
@@ -49,4 +50,5 @@ class EngineConfig:
     num_threads: int | None = None
     max_num_queued_reqs: int = 1024
     scripted: bool = False
+    scripted_step_s: float = 0.0
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

@@ -21,14 +21,16 @@ class ModelInfo:
     weight_bytes: read once by every step that computes anything: all weights but the rows of the
     input embedding that are not gathered. kv_bytes_per_token: keys and values of one position, all
     layers. flops_per_token: of the linear layers, for one token, the output layer left out;
-    flops_per_sampled_token: of the output layer. flops_per_attention_pair: one (query, key) pair,
-    all layers. max_model_len: the longest sequence this executor was sized for.
+    flops_per_sampled_token: of the output layer, for one row. flops_per_attention_pair: one (query,
+    key) pair, all layers. max_model_len: the longest sequence this executor was sized for.
+    hidden_size: the numbers in an embedding.
     """
 
     architecture: str
     dtype: str
     device: str
     vocab_size: int
+    hidden_size: int
     max_model_len: int
     block_size: int
     num_blocks: int
@@ -51,7 +53,7 @@ class ModelInfo:
         """The floating-point operations that a correct step does."""
         return (
             self.flops_per_token * (work.num_prefill_tokens + work.num_decode_tokens)
-            + self.flops_per_sampled_token * work.num_sampled
+            + self.flops_per_sampled_token * (work.num_sampled + work.num_scored)
             + self.flops_per_attention_pair * work.attention_pairs
         )
 

@@ -76,7 +76,7 @@ def build_executor(config: EngineConfig) -> Executor:
         )
         grammars = Grammars.of_model(Path(config.model), info.vocab_size, info.eos_token_ids)
         table = GrammarTable(grammars, config.scheduler.max_num_seqs, info.vocab_size)
-        return ScriptedExecutor(info, grammars=table)
+        return ScriptedExecutor(info, grammars=table, step_s=config.scripted_step_s)
     from engine.torch_executor import TorchExecutor
 
     return TorchExecutor(config, Path(config.model))

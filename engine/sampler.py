@@ -165,7 +165,7 @@ class Sampler:
         plans = [self._plans[slot] for slot in slots]
         if any(plans):
             slot_ids = self._tensor(slots)
-            uniforms = _uniforms(self._seed.index_select(0, slot_ids), self._tensor(lengths))
+            uniforms = self._uniforms_of(plans, slot_ids, lengths)
             step = _Step(logits, slots, lengths, token_table, prompt_lengths, slot_ids, uniforms)
             ids = self._sample_by_plan(step, plans)
         else:
@@ -173,6 +173,14 @@ class Sampler:
         if self._num_logprobs.keys().isdisjoint(slots):
             return ids, None
         return ids, self._logprobs(logits, slots, ids)
+
+    def _uniforms_of(
+        self, plans: list[_Plan | None], slot_ids: Tensor, lengths: list[int]
+    ) -> Tensor:
+        """Of no rows where none draws."""
+        if not any(plan and plan.draws for plan in plans):
+            return torch.empty(0, 2)
+        return _uniforms(self._seed.index_select(0, slot_ids), self._tensor(lengths))
 
     def _sample_by_plan(self, step: _Step, plans: list[_Plan | None]) -> Tensor:
         """Rows of one plan go together, so that no row pays for what its neighbour asked."""
@@ -280,13 +288,12 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, slots: list[int], ids: Tensor
     ) -> list[TokenLogprobs | None]:
-        """log_softmax of the raw logits: never NaN, and -inf only of what could not be sampled."""
         report: list[TokenLogprobs | None] = [None] * len(slots)
         asking = [row for row, slot in enumerate(slots) if slot in self._num_logprobs]
         for start in range(0, len(asking), self._chunk):
             part = asking[start : start + self._chunk]
             rows = self._tensor(part)
-            x = _repair(logits.index_select(0, rows)).log_softmax(-1)
+            x = raw_logprobs(logits.index_select(0, rows))
             nums = [min(self._num_logprobs[slots[row]], self._vocab_size) for row in part]
             own = x.gather(1, ids[rows].unsqueeze(1)).squeeze(1).tolist()
             best = x.topk(max(nums))
@@ -318,6 +325,11 @@ class _GrammarMasks:
         self._grammars.wait()
         masks = self._bytes[slots].to(x.device, torch.int32)
         x += self._of_byte.index_select(0, masks.view(-1)).view(len(slots), -1)[:, : x.shape[1]]
+
+
+def raw_logprobs(logits: Tensor) -> Tensor:
+    """log_softmax: never NaN, and -inf only of what could not be sampled. Overwrites the logits."""
+    return _repair(logits).log_softmax(-1)
 
 
 def _repair(x: Tensor) -> Tensor:

@@ -4,8 +4,14 @@ The pool holds, where a model keeps keys and values, each position's token id an
 tokens up to it. A sampled id is a function of the seed and of what lies in the pool, read through
 the block table as attention would. So a block that is shared, copied, reused or forgotten at the
 wrong moment changes the output, and a test that compares ids has seen it.
+
+What it tells of a prompt comes from the pool too. At a position where a greedy answer would have
+the id b, the id (b + i) modulo the vocabulary has rank i + 1 and the logprob -i, so that the
+script's own choice has rank 1 and the logprob 0. The state of a position is `HIDDEN_SIZE` numbers
+in [-0.5, 0.5), made of the digest of all ids up to it.
 """
 
+import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +20,9 @@ from typing import Any
 from engine.executor import ModelInfo, PendingTokens
 from engine.grammar import GrammarTable
 from scheduler.types import (
+    Pooling,
+    PromptLogprobs,
+    PromptOutput,
     SampledTokens,
     SamplingParams,
     ScheduledBatch,
@@ -21,6 +30,7 @@ from scheduler.types import (
     TokenLogprobs,
 )
 
+HIDDEN_SIZE = 16  # numbers in an embedding
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -39,8 +49,12 @@ class _Slot:
     def __init__(self, assignment: SlotAssignment) -> None:
         self.token_ids = dict(enumerate(assignment.token_ids))
         self.block_ids = list(assignment.block_ids)
+        self.num_prompt_tokens = assignment.num_prompt_tokens
         self.sampling = assignment.sampling
         self.seed = assignment.seed
+        self.ask = assignment.ask
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        self.state_sums = [0.0] * HIDDEN_SIZE
 
 
 class ScriptedExecutor:
@@ -48,7 +62,8 @@ class ScriptedExecutor:
 
     token_at: (digest of seed and context, position of the new token) -> its id; by default spread
     over the vocabulary without the first three ids, where special tokens usually are. paranoid:
-    read the whole context for every id and not only its end. step_s: how long a step takes.
+    read the whole context for every id and not only its end. step_s: from a step to the next, at
+    least.
     grammars: without it there is no structured output.
     """
 
@@ -66,6 +81,7 @@ class ScriptedExecutor:
         self._runs_ahead = runs_ahead
         self._paranoid = paranoid
         self._step_s = step_s
+        self._next_step_s = 0.0  # in time.monotonic()
         self._grammars = grammars
         num_words = max(1, info.vocab_size - 3)
         self._token_at = token_at or (lambda digest, _: 3 % info.vocab_size + digest % num_words)
@@ -87,7 +103,8 @@ class ScriptedExecutor:
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         if self._step_s:
-            time.sleep(self._step_s)
+            time.sleep(max(0.0, self._next_step_s - time.monotonic()))
+            self._next_step_s = time.monotonic() + self._step_s
         self._apply(batch)
         sampling_slots = [
             s for s, samples in zip(batch.slots, batch.samples, strict=True) if samples
@@ -97,10 +114,13 @@ class ScriptedExecutor:
             self._grammars.wait()
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
+        prompts: list[PromptOutput] = []
         rows = zip(batch.slots, batch.starts, batch.num_tokens, batch.samples, strict=True)
         for slot_id, start, num_tokens, samples in rows:
             slot = self._slots[slot_id]
             self._write(slot, start, num_tokens)
+            if slot.ask:
+                prompts += self._read_prompt(slot, start, start + num_tokens)
             if samples:
                 allowed = self._allowed_ids(slot_id)
                 token_ids.append(self._sample(slot, start + num_tokens, allowed))
@@ -113,6 +133,7 @@ class ScriptedExecutor:
                 token_ids=token_ids,
                 logprobs=logprobs if wants_logprobs else None,
                 failed=advance(sampling_slots, token_ids) if advance else frozenset(),
+                prompts=tuple(prompts),
             )
         )
 
@@ -146,11 +167,7 @@ class ScriptedExecutor:
             self._pool_digests[place] = _mix(before, slot.token_ids[position] + 1)
 
     def _sample(self, slot: _Slot, length: int, allowed: list[int] | None) -> int:
-        digest = self._pool_digests[self._place(slot, length - 1)]
-        if self._paranoid:
-            digest = 0
-            for position in range(length):
-                digest = _mix(digest, self._pool_ids[self._place(slot, position)] + 1)
+        digest = self._digest(slot, length)
         if slot.sampling.temperature > 0:
             digest = _mix(digest, slot.seed)
         token_id = self._token_at(digest, length)
@@ -158,6 +175,47 @@ class ScriptedExecutor:
             token_id = allowed[digest % len(allowed)]
         slot.token_ids[length] = token_id
         return token_id
+
+    def _digest(self, slot: _Slot, length: int) -> int:
+        """Of its first `length` tokens, as the pool has them."""
+        if not self._paranoid:
+            return self._pool_digests[self._place(slot, length - 1)]
+        digest = 0
+        for position in range(length):
+            digest = _mix(digest, self._pool_ids[self._place(slot, position)] + 1)
+        return digest
+
+    def _read_prompt(self, slot: _Slot, start: int, end: int) -> list[PromptOutput]:
+        """Gathers what is asked of the positions just written; gives it where they end a prompt."""
+        assert slot.ask
+        num_prompt, (num_top, pooling) = slot.num_prompt_tokens, slot.ask
+        if num_top is not None:
+            slot.prompt_logprobs += [
+                self._score(slot, position, num_top)
+                for position in range(start + 1, min(end, num_prompt - 1) + 1)
+            ]
+        for position in range(start, end):
+            if pooling is Pooling.MEAN or (pooling and position == num_prompt - 1):
+                state = _state(self._digest(slot, position + 1))
+                slot.state_sums = [a + b for a, b in zip(slot.state_sums, state, strict=True)]
+        if end < num_prompt:
+            return []
+        slot.ask = None
+        count = num_prompt if pooling is Pooling.MEAN else 1
+        return [
+            PromptOutput(
+                slot.prompt_logprobs if num_top is not None else None,
+                _floats([x / count for x in slot.state_sums]) if pooling else None,
+            )
+        ]
+
+    def _score(self, slot: _Slot, position: int, num_top: int) -> PromptLogprobs:
+        """Of the token at `position`, given those before it."""
+        vocab_size = self._info.vocab_size
+        best = self._token_at(self._digest(slot, position), position)
+        distance = (slot.token_ids[position] - best) % vocab_size
+        top = tuple(((best + i) % vocab_size, float(-i)) for i in range(min(num_top, vocab_size)))
+        return PromptLogprobs(float(-distance), distance + 1, top)
 
     def _place(self, slot: _Slot, position: int) -> int:
         size = self._info.block_size
@@ -169,6 +227,14 @@ class ScriptedExecutor:
         if num_top is None:
             return None
         return TokenLogprobs(0.0, ((token_id, 0.0),) if num_top else ())
+
+
+def _state(digest: int) -> list[float]:
+    return [_mix(digest, i) / 2**64 - 0.5 for i in range(HIDDEN_SIZE)]
+
+
+def _floats(values: list[float]) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
 
 
 class _Done:
@@ -195,6 +261,7 @@ def scripted_info(
         dtype="none",
         device="cpu",
         vocab_size=vocab_size,
+        hidden_size=HIDDEN_SIZE,
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,

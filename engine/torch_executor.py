@@ -8,7 +8,7 @@ where they are made, so the next step reads them there and nothing has to pass t
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -28,12 +28,13 @@ from engine.memory import Arena
 from engine.model_input import ModelInput, build_model_input
 from engine.models.config import ModelConfig
 from engine.models.layers import PackedLinear, PlainLinear, can_pack
-from engine.models.llama import LlamaModel
+from engine.models.llama import LlamaModel, Model
 from engine.models.native import NativeModel, load_library
 from engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
+from engine.prompt_reader import PromptPart, PromptReader
 from engine.sampler import Sampler
 from scheduler.errors import InvalidConfig
-from scheduler.types import SampledTokens, SamplingParams, ScheduledBatch
+from scheduler.types import PromptOutput, SampledTokens, SamplingParams, ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class TorchExecutor:
         with self._timed("weights"), torch.inference_mode():
             # The threads that read are Python's; each of torch's calls inside them uses one.
             torch.set_num_threads(1)
-            self._model: Callable[[ModelInput, KVPool], Tensor]
+            self._model: Model
             self._model = llama = LlamaModel(
                 model,
                 _weights(config.load_format, model_dir, self._empty(in_arena=library is not None)),
@@ -87,6 +88,7 @@ class TorchExecutor:
         grammars = Grammars.of_model(model_dir, model.vocab_size, model.eos_token_ids)
         self._grammars = GrammarTable(grammars, max_num_seqs, model.vocab_size)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self._device, self._grammars)
+        self._prompts = PromptReader(model.vocab_size, self._model.logits)
         self._info = self._describe(
             model, size.max_model_len, size.num_blocks, block_size, measured
         )
@@ -110,12 +112,13 @@ class TorchExecutor:
     def _apply(self, batch: ScheduledBatch) -> None:
         """Brings the tables up to date, in the order that `ScheduledBatch` states."""
         for assignment in batch.assignments:
-            slot, token_ids, num_prompt_tokens, block_ids, sampling, seed = assignment
+            slot, token_ids, num_prompt_tokens, block_ids, sampling, seed, _ = assignment
             self._token_table[slot, : len(token_ids)] = self._tensor(token_ids)
             self._block_tables[slot, : len(block_ids)] = self._tensor(block_ids)
             self._prompt_lengths[slot] = num_prompt_tokens
             self._sampler.assign(slot, sampling, seed)
             self._grammars.assign(assignment)
+            self._prompts.assign(assignment)
         if batch.table_updates:
             slots, indices, blocks = self._tensor(batch.table_updates).unbind(1)
             self._block_tables[slots, indices] = blocks.to(torch.int32)
@@ -130,10 +133,14 @@ class TorchExecutor:
         rows = [row for row, samples in enumerate(batch.samples) if samples]
         slots = [batch.slots[row] for row in rows]
         self._grammars.start(slots)
-        logits = self._model(step, self._pool)
+        prompts: tuple[PromptOutput, ...] = ()
+        if parts := self._prompts.parts(batch, step.query_starts):
+            logits, prompts = self._compute_and_read(step, parts)
+        else:
+            logits = self._model(step, self._pool)
         lengths = [step.context_lens[row] for row in rows]
         if not rows:
-            return SampledTokens(step=batch.step, token_ids=[])
+            return SampledTokens(step=batch.step, token_ids=[], prompts=prompts)
         prompt_lengths = [self._prompt_lengths[slot] for slot in slots]
         ids, logprobs = self._sampler.sample(
             logits, slots, lengths, self._token_table, prompt_lengths
@@ -141,7 +148,24 @@ class TorchExecutor:
         self._token_table[self._tensor(slots), self._tensor(lengths)] = ids
         token_ids = ids.tolist()
         failed = self._grammars.advance(slots, token_ids)
-        return SampledTokens(step=batch.step, token_ids=token_ids, logprobs=logprobs, failed=failed)
+        return SampledTokens(
+            step=batch.step,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            failed=failed,
+            prompts=prompts,
+        )
+
+    def _compute_and_read(
+        self, step: ModelInput, parts: list[PromptPart]
+    ) -> tuple[Tensor, tuple[PromptOutput, ...]]:
+        """The logits of a step in which something is asked of prompts, and what is told of them."""
+        num_sampling = len(step.sample_rows)
+        asked = self._tensor([row for part in parts for row in part.rows])
+        rows = torch.cat((step.sample_rows, asked))
+        states = self._model.states(step, self._pool, rows)
+        prompts = self._prompts.read(parts, states[num_sampling:], self._token_table)
+        return self._model.logits(states[:num_sampling]), prompts
 
     @property
     def _on_cpu(self) -> bool:
@@ -181,6 +205,7 @@ class TorchExecutor:
             dtype=str(self._dtype).removeprefix("torch."),
             device=name,
             vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
             max_model_len=max_model_len,
             block_size=block_size,
             num_blocks=num_blocks,

@@ -6,12 +6,14 @@ class PenstockError(Exception):
 
 
 class PromptTooLong(PenstockError):
-    """The prompt leaves no room for even one output token."""
+    """The prompt leaves no room for even one output token, or, where none is asked for, itself
+    does not fit."""
 
-    def __init__(self, num_tokens: int, limit: int) -> None:
+    def __init__(self, num_tokens: int, limit: int, *, has_answer: bool = True) -> None:
+        answer = ", of which at least one must be left for the answer" if has_answer else ""
         super().__init__(
-            f"the prompt has {num_tokens} tokens, and this model's context is {limit} tokens, "
-            "of which at least one must be left for the answer; shorten the prompt"
+            f"the prompt has {num_tokens} tokens, and this model's maximum context length is "
+            f"{limit} tokens{answer}; shorten the prompt"
         )
 
 
@@ -21,8 +23,8 @@ class ContextTooLong(PenstockError):
     def __init__(self, num_tokens: int, max_tokens: int, limit: int) -> None:
         super().__init__(
             f"the prompt has {num_tokens} tokens and max_tokens is {max_tokens}, "
-            f"{num_tokens + max_tokens} together, but this model's context is {limit} tokens; "
-            "shorten the prompt or lower max_tokens"
+            f"{num_tokens + max_tokens} together, but this model's maximum context length is "
+            f"{limit} tokens; shorten the prompt or lower max_tokens"
         )
 
 

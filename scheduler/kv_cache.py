@@ -138,8 +138,11 @@ class KVCache:
         return self._admission(child, parent.table.block_ids[:num_shared], copied, num_computed)
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """The longest run of findable blocks that its tokens, without the last, begin with."""
-        if not self._enable_prefix_caching:
+        """The longest run of findable blocks that its tokens, without the last, begin with.
+
+        Where its whole prompt must run, there is none: it writes blocks of its own.
+        """
+        if not self._enable_prefix_caching or sequence.needs_whole_prompt:
             return []
         found = []
         for name in self._names(sequence, (len(sequence.token_ids) - 1) // self.block_size):

@@ -24,6 +24,7 @@ from scheduler.types import (
     BlockCopy,
     Finish,
     FinishReason,
+    PromptOutput,
     Request,
     RequestId,
     RequestOutput,
@@ -57,7 +58,7 @@ class Scheduler:
         self._requests: dict[RequestId, list[Sequence]] = {}  # those that have not ended
         self._samples: dict[RequestId, list[Sequence]] = {}  # answers 1.. until answer 0 can fork
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[tuple[int, list[Sequence]]] = deque()  # who samples in each step
+        self._in_flight: deque[tuple[int, _Batch]] = deque()
         self._step = 0
         self._order = 0
         self._prefix_query_tokens = 0
@@ -73,9 +74,9 @@ class Scheduler:
         Raises PromptTooLong, ContextTooLong, DuplicateRequest, and has then changed nothing.
         """
         num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
-        assert num_prompt and max_tokens > 0 and request.n > 0, f"not validated: {request}"
-        if num_prompt >= self._max_model_len:
-            raise PromptTooLong(num_prompt, self._max_model_len)
+        assert num_prompt and max_tokens >= 0 and request.n > 0, f"not validated: {request}"
+        if num_prompt + min(max_tokens, 1) > self._max_model_len:
+            raise PromptTooLong(num_prompt, self._max_model_len, has_answer=max_tokens > 0)
         if num_prompt + max_tokens > self._max_model_len:
             raise ContextTooLong(num_prompt, max_tokens, self._max_model_len)
         if request.id in self._requests:
@@ -112,7 +113,7 @@ class Scheduler:
             return None
         self._start_decodes()
         self._step += 1
-        self._in_flight.append((self._step, batch.sampling))
+        self._in_flight.append((self._step, batch))
         return ScheduledBatch(
             step=self._step,
             assignments=tuple(batch.assignments),
@@ -123,15 +124,17 @@ class Scheduler:
             num_tokens=tuple(batch.num_tokens),
             samples=tuple(batch.samples),
             num_decodes=num_decodes,
+            num_scored=batch.num_scored,
         )
 
     def update(self, sampled: SampledTokens) -> list[RequestOutput]:
         """Takes in what the oldest step in flight has sampled, in the order they were scheduled."""
-        step, sequences = self._in_flight.popleft()
+        step, batch = self._in_flight.popleft()
         assert step == sampled.step, f"step {step} was due, {sampled.step} came"
         block_size = self._kv.block_size
-        outputs = []
-        for i, (sequence, token_id) in enumerate(zip(sequences, sampled.token_ids, strict=True)):
+        outputs: list[RequestOutput] = []
+        rows = zip(batch.sampling, sampled.token_ids, strict=True)
+        for i, (sequence, token_id) in enumerate(rows):
             sequence.num_in_flight -= 1
             if sequence.status is Status.FINISHED:
                 continue  # it ended while the step ran: a wasted row
@@ -150,6 +153,10 @@ class Scheduler:
             entry = sampled.logprobs[i] if sampled.logprobs else None
             logprobs = [entry] if entry is not None else None
             outputs.append(_output(sequence, [token_id], logprobs, finish))
+        for sequence in batch.without_answer:
+            outputs += self._end_without_answer(sequence)
+        if batch.asking:
+            outputs = _tell_prompts(outputs, batch.asking, sampled.prompts)
         return outputs
 
     # What may be asked of it between the verbs.
@@ -222,11 +229,23 @@ class Scheduler:
         batch.num_tokens.append(num_tokens)
         sequence.num_computed += num_tokens
         is_last = sequence.num_to_compute == 0
-        batch.samples.append(is_last)
+        samples = is_last and len(sequence.token_ids) < sequence.max_length
+        batch.samples.append(samples)
+        if sequence.ask:
+            self._schedule_ask(batch, sequence, num_tokens)
         if is_last:
             sequence.num_in_flight += 1
-            batch.sampling.append(sequence)
+            (batch.sampling if samples else batch.without_answer).append(sequence)
         return num_tokens
+
+    def _schedule_ask(self, batch: "_Batch", sequence: Sequence, num_tokens: int) -> None:
+        """The last num_tokens scheduled are of a prompt of which something is to be told."""
+        is_last = sequence.num_to_compute == 0
+        if is_last:
+            batch.asking.append(sequence)
+        if sequence.ask and sequence.ask.num_logprobs is not None:
+            # What follows the prompt's last token is no longer of the prompt.
+            batch.num_scored += num_tokens - is_last
 
     def _admit_waiting(self, batch: "_Batch", budget: int, now: float) -> None:
         """Admits in policy order until something runs out; nobody overtakes one who does not fit.
@@ -258,7 +277,7 @@ class Scheduler:
         self._waiting.pop()
         if sequence.first_scheduled_s is not None:
             self._recomputed_tokens += len(sequence.token_ids) - admission.num_computed
-        elif sequence.fork_parent is None:
+        elif sequence.fork_parent is None and not sequence.needs_whole_prompt:
             self._prefix_query_tokens += sequence.num_prompt_tokens
             self._prefix_hit_tokens += admission.num_computed
         batch.copies.extend(self._kv.admit(sequence, admission))
@@ -272,6 +291,7 @@ class Scheduler:
                 block_ids=tuple(sequence.table.block_ids),
                 sampling=sequence.request.sampling,
                 seed=sequence.seed,
+                ask=sequence.ask,
             )
         )
         return True
@@ -299,7 +319,8 @@ class Scheduler:
                 del self._prefilling[sequence]
                 self._decoding[sequence] = None
                 sequence.start_decoding()
-                self._release_samples(sequence)
+                if sequence.request.sampling.max_tokens:
+                    self._release_samples(sequence)
 
     def _release_samples(self, parent: Sequence) -> None:
         """Answer 0 can be forked, or has ended: the other answers queue like anybody."""
@@ -323,6 +344,17 @@ class Scheduler:
         """Ends it from outside, without a new token."""
         finish = self._end(sequence, reason, stop_token_id)
         return _output(sequence, [], None, finish)
+
+    def _end_without_answer(self, sequence: Sequence) -> list[RequestOutput]:
+        """Its prompt has run, and max_tokens is 0: that was all, for its siblings too."""
+        sequence.num_in_flight -= 1
+        if sequence.status is Status.FINISHED:
+            return []
+        siblings = [
+            sequence,
+            *(s for s in self._requests[sequence.request.id] if s is not sequence),
+        ]
+        return [self._finish(sibling, FinishReason.LENGTH, None) for sibling in siblings]
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> Finish:
         """Ends it, whatever its status: all it holds is given back at once."""
@@ -360,7 +392,11 @@ class Scheduler:
 
 
 class _Batch:
-    """A `ScheduledBatch` in the making, and the sequences whose rows sample, in row order."""
+    """A `ScheduledBatch` in the making, and whose rows do what in it, in row order.
+
+    sampling: get a token. without_answer: end their prompt and get none. asking: of those two, the
+    ones that are told something of their prompt.
+    """
 
     def __init__(self) -> None:
         self.assignments: list[SlotAssignment] = []
@@ -371,6 +407,9 @@ class _Batch:
         self.num_tokens: list[int] = []
         self.samples: list[bool] = []
         self.sampling: list[Sequence] = []
+        self.without_answer: list[Sequence] = []
+        self.asking: list[Sequence] = []
+        self.num_scored = 0
 
 
 def _output(
@@ -387,6 +426,20 @@ def _output(
         finish,
         sequence.num_cached_tokens,
     )
+
+
+def _tell_prompts(
+    outputs: list[RequestOutput], asking: list[Sequence], prompts: tuple[PromptOutput, ...]
+) -> list[RequestOutput]:
+    """The outputs, those of the asking sequences with what was asked. Nobody is told twice."""
+    told = {}
+    for sequence, prompt in zip(asking, prompts, strict=True):
+        sequence.ask = None
+        told[sequence.request.id] = prompt
+    return [
+        output._replace(prompt=told.get(output.request_id)) if output.index == 0 else output
+        for output in outputs
+    ]
 
 
 def _belongs_to_batch(sequence: Sequence) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from scheduler.blocks import BlockTable
-from scheduler.types import FinishReason, Request
+from scheduler.types import FinishReason, Pooling, PromptAsk, Request
 
 # Samples of one request get seeds that are far apart: the golden ratio of 2^64, as splitmix64 does.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -31,7 +31,8 @@ class Sequence:
 
     token_ids: the prompt, then every output id that the host knows. num_computed: tokens whose keys
     and values are written, or will be by the steps already launched. num_in_flight: launched
-    steps that sample for it and whose ids the host does not know yet. order: its place in arrival.
+    steps that sample for it, or end its prompt, and that the host has not heard of yet. order: its
+    place in arrival. ask: what its prompt still owes to the caller.
     """
 
     request: Request
@@ -40,6 +41,7 @@ class Sequence:
     max_length: int
     token_ids: list[int] = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
+    ask: PromptAsk | None = field(init=False)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     slot: int = -1  # meaningful while it runs
@@ -58,6 +60,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
         self.stop_token_ids = frozenset(self.request.sampling.stop_token_ids)
+        ask = PromptAsk(self.request.sampling.num_prompt_logprobs, self.request.pooling)
+        self.ask = None if self.index or ask == (None, None) else ask
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -70,6 +74,12 @@ class Sequence:
     @property
     def is_running(self) -> bool:
         return self.status is Status.PREFILLING or self.status is Status.DECODING
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Every token of its prompt must run: what is asked of it is in no cache."""
+        ask = self.ask
+        return ask is not None and (ask.num_logprobs is not None or ask.pooling is Pooling.MEAN)
 
     @property
     def num_to_compute(self) -> int:

@@ -27,6 +27,7 @@ class StepWork(NamedTuple):
 
     context_tokens: keys and values that its rows attend to, summed over the sequences, so the KV
     bytes of a step are this times the bytes of one token. attention_pairs: (query, key) pairs.
+    num_scored: prompt tokens that go through the output layer besides those that sample.
     """
 
     num_prefill_tokens: int
@@ -35,9 +36,10 @@ class StepWork(NamedTuple):
     num_sampled: int
     context_tokens: int
     attention_pairs: int
+    num_scored: int
 
 
-NO_WORK = StepWork(0, 0, 0, 0, 0, 0)
+NO_WORK = StepWork(0, 0, 0, 0, 0, 0, 0)
 
 
 def work_of(batch: ScheduledBatch) -> StepWork:
@@ -52,4 +54,5 @@ def work_of(batch: ScheduledBatch) -> StepWork:
         num_sampled=sum(batch.samples),
         context_tokens=decode_context + sum(start + n for start, n in prefills),
         attention_pairs=decode_context + sum(n * start + n * (n + 1) // 2 for start, n in prefills),
+        num_scored=batch.num_scored,
     )

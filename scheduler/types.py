@@ -11,6 +11,13 @@ from typing import NamedTuple, NewType
 RequestId = NewType("RequestId", str)
 
 
+class Pooling(StrEnum):
+    """Which of the last layer's states stand for a whole prompt."""
+
+    LAST = "last"  # that of its last token
+    MEAN = "mean"  # the mean over all its tokens
+
+
 class FinishReason(StrEnum):
     """Why a sequence ended."""
 
@@ -24,6 +31,8 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How one request's tokens are chosen, and when they end. Validated at the wire, trusted here.
 
+    max_tokens 0 asks for no answer, only for what is told of the prompt. num_prompt_logprobs None
+    asks for none; k: of every prompt token but the first, and of the k best in its place.
     temperature 0 is greedy. top_k 0 and top_p 1.0 keep the whole vocabulary. num_logprobs None
     asks for no logprobs, 0 for the sampled token's alone, k for the k best besides.
     min_tokens: none of the stop token ids comes before so many tokens. bad_words: token sequences
@@ -46,6 +55,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -69,13 +79,23 @@ class Request:
     n: int = 1
     priority: int = 0
     cache_salt: str = ""
+    pooling: Pooling | None = None
+
+
+class PromptAsk(NamedTuple):
+    """What an executor is to tell of a prompt: see SamplingParams and Request. Never both None."""
+
+    num_logprobs: int | None
+    pooling: Pooling | None
 
 
 class SlotAssignment(NamedTuple):
     """A sequence enters a slot: all that an executor must know of it before its first row runs.
 
     token_ids: every id known so far, the prompt first and then, after a preemption, its outputs.
-    block_ids: its block table in logical order. seed: this sample's own.
+    block_ids: its block table in logical order. seed: this sample's own. ask: what is still to be
+    told of its prompt; but for pooling LAST alone, its rows then begin at the first token. What an
+    executor has gathered for an earlier assignment of the slot is void.
     """
 
     slot: int
@@ -84,6 +104,7 @@ class SlotAssignment(NamedTuple):
     block_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
+    ask: PromptAsk | None = None
 
 
 class TableUpdate(NamedTuple):
@@ -112,7 +133,9 @@ class ScheduledBatch:
     step can be scheduled and launched before the host has learned the id.
 
     The first num_decodes rows run one token each and sample; a later row, a prefill chunk, samples
-    where samples[i] is true, which is where it ends its prompt.
+    where samples[i] is true, which is where it ends its prompt and its answer may have a token.
+    num_scored: prompt tokens of this step whose successor's logprob is asked for: rows that the
+    output layer runs besides those that sample.
     """
 
     step: int
@@ -124,6 +147,7 @@ class ScheduledBatch:
     num_tokens: tuple[int, ...]
     samples: tuple[bool, ...]
     num_decodes: int
+    num_scored: int = 0
 
 
 class TokenLogprobs(NamedTuple):
@@ -136,18 +160,44 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
+class PromptLogprobs(NamedTuple):
+    """Log probabilities at one prompt position, given what stands before it.
+
+    logprob, rank: of the token that stands there; rank 1 is the most likely one. top: (token id,
+    logprob) of the best, in falling order.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+class PromptOutput(NamedTuple):
+    """What was asked of a prompt. logprobs: of all its tokens but the first, or None.
+
+    embedding: the pooled state of the last layer after its norm, as little-endian float32, neither
+    normalized nor cut; or None.
+    """
+
+    logprobs: list[PromptLogprobs] | None
+    embedding: bytes | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
     """What a step sampled: one id per sampling row, in the batch's row order.
 
     logprobs: None where no row asked for them, else one entry per id, None for those that did not.
     failed: of the sampling rows, those whose sequences cannot go on; their ids are void.
+    prompts: one for each row that ends a prompt with an ask (see SlotAssignment), in row order,
+    whether the row samples or not.
     """
 
     step: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     failed: frozenset[int] = frozenset()
+    prompts: tuple[PromptOutput, ...] = ()
 
 
 class Finish(NamedTuple):
@@ -168,7 +218,10 @@ class RequestOutput(NamedTuple):
     """New tokens of one sequence: answer `index` of the request. Exactly one per sequence is final.
 
     token_ids holds the stop token too, where there is one. logprobs, if asked for, run parallel.
-    num_cached_tokens: of its prompt, those that a prefix hit spared.
+    num_cached_tokens: of its prompt, those that a prefix hit spared. prompt: in the first output of
+    answer 0, beside its first token if it has one, where its request asked for something of the
+    prompt; it comes once, and not at all where that answer is aborted before. With max_tokens 0
+    each answer has one output, without tokens, whose reason is LENGTH; answers 1.. never ran.
     """
 
     request_id: RequestId
@@ -177,3 +230,4 @@ class RequestOutput(NamedTuple):
     logprobs: list[TokenLogprobs] | None
     finish: Finish | None
     num_cached_tokens: int
+    prompt: PromptOutput | None = None

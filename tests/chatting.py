@@ -84,6 +84,7 @@ def make_model(directory: Path, template: str, **flags: Any) -> ServedModel:
             dtype="float32",
             device="cpu",
             vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=1,
             max_model_len=100_000,
             block_size=16,
             num_blocks=1,

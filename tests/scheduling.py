@@ -9,6 +9,8 @@ from scheduler.kv_cache import KVCache
 from scheduler.scheduler import Scheduler
 from scheduler.types import (
     Finish,
+    Pooling,
+    PromptOutput,
     Request,
     RequestId,
     RequestOutput,
@@ -31,11 +33,17 @@ def make_request(
     arrival_s: float = 0.0,
     cache_salt: str = "",
     stop_token_ids: tuple[int, ...] = (),
+    num_prompt_logprobs: int | None = None,
+    pooling: Pooling | None = None,
 ) -> Request:
     """A request whose prompt is given, or as many made-up ids as the number says."""
     ids = [3 + i % 97 for i in range(prompt)] if isinstance(prompt, int) else prompt
     sampling = SamplingParams(
-        max_tokens=max_tokens, seed=seed, temperature=temperature, stop_token_ids=stop_token_ids
+        max_tokens=max_tokens,
+        seed=seed,
+        temperature=temperature,
+        stop_token_ids=stop_token_ids,
+        num_prompt_logprobs=num_prompt_logprobs,
     )
     return Request(
         id=RequestId(name),
@@ -45,6 +53,7 @@ def make_request(
         n=n,
         priority=priority,
         cache_salt=cache_salt,
+        pooling=pooling,
     )
 
 
@@ -80,6 +89,7 @@ class Driver:
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.num_cached: dict[tuple[str, int], int] = {}
         self.finishes: dict[tuple[str, int], list[Finish]] = defaultdict(list)
+        self.prompts: dict[str, list[PromptOutput]] = defaultdict(list)
         self.now = 0.0
 
     @property
@@ -99,6 +109,9 @@ class Driver:
     def record(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             key = (output.request_id, output.index)
+            if output.prompt:
+                assert output.index == 0 and not self.tokens[key], output
+                self.prompts[output.request_id].append(output.prompt)
             self.tokens[key] += output.token_ids
             self.num_cached[key] = output.num_cached_tokens
             if output.finish:
@@ -120,9 +133,14 @@ class Driver:
         raise AssertionError(f"requests are still open after {max_steps} steps")
 
 
-def tokens_alone(request: Request, *, max_model_len: int = 128) -> dict[tuple[str, int], list[int]]:
-    """What the request's answers are in an engine of their own, with room for everything."""
+def run_alone(request: Request, *, max_model_len: int = 128) -> Driver:
+    """The request in an engine of its own, with room for everything, to its end."""
     driver = Driver(num_blocks=1024, max_model_len=max_model_len)
     driver.scheduler.add(request)
     driver.run()
-    return driver.tokens
+    return driver
+
+
+def tokens_alone(request: Request, *, max_model_len: int = 128) -> dict[tuple[str, int], list[int]]:
+    """What the request's answers are there."""
+    return run_alone(request, max_model_len=max_model_len).tokens

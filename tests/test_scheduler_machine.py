@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler.config import Batching, Policy, SchedulerConfig
 from scheduler.sequence import Status
-from scheduler.types import FinishReason, Request
-from tests.scheduling import Driver, make_request, tokens_alone
+from scheduler.types import FinishReason, Pooling, Request
+from tests.scheduling import Driver, make_request, run_alone
 
 MAX_MODEL_LEN = 48
 
@@ -48,7 +48,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.lists(st.integers(3, 4), min_size=1, max_size=30),
-        max_tokens=st.integers(1, 18),
+        max_tokens=st.integers(0, 18),
+        num_prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        pooling=st.sampled_from([None, None, *Pooling]),
         n=st.integers(1, 3),
         priority=st.integers(0, 2),
         temperature=st.sampled_from([0.0, 1.0]),
@@ -58,6 +60,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         prompt: list[int],
         max_tokens: int,
+        num_prompt_logprobs: int | None,
+        pooling: Pooling | None,
         n: int,
         priority: int,
         temperature: float,
@@ -75,6 +79,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival_s=self.driver.now,
             cache_salt=salt,
             stop_token_ids=(7, 11, 13),
+            num_prompt_logprobs=num_prompt_logprobs,
+            pooling=pooling,
         )
         self.requests[name] = request
         self.driver.scheduler.add(request)
@@ -136,7 +142,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(len(finishes) == 1 for finishes in self.driver.finishes.values())
 
     def teardown(self) -> None:
-        """Every accepted answer ends, with the tokens that it has when it runs alone."""
+        """Every accepted answer ends, with the tokens that it has when it runs alone, and every
+        prompt is told of once, with what is told when it runs alone."""
         if not hasattr(self, "driver"):
             return
         driver = self.driver
@@ -145,11 +152,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         driver.run()
         assert driver.scheduler.num_waiting == 0 and driver.kv.num_used == 0
         for name, request in self.requests.items():
-            alone = tokens_alone(request, max_model_len=MAX_MODEL_LEN)
+            alone = run_alone(request, max_model_len=MAX_MODEL_LEN)
+            if driver.finishes[name, 0][0].reason is not FinishReason.ABORT or driver.prompts[name]:
+                assert driver.prompts[name] == alone.prompts[name]
             for index in range(request.n):
                 finish = driver.finishes[name, index][0]
                 tokens = driver.tokens[name, index]
-                expected = alone[name, index]
+                expected = alone.tokens[name, index]
                 if finish.reason is FinishReason.ABORT:
                     expected = expected[: len(tokens)]
                 assert tokens == expected

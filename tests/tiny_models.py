@@ -1,6 +1,6 @@
 """Small random models of every family, as transformers saves them, and hand-made steps."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from engine.attention.gathered import gathered_attention
 from engine.config import Device, Dtype, EngineConfig
 from engine.kv_pool import KVPool
-from engine.model_input import ModelInput, build_model_input
+from engine.model_input import build_model_input
 from engine.models.config import ModelConfig
 from engine.models.layers import PackedLinear, PlainLinear
-from engine.models.llama import LlamaModel
+from engine.models.llama import LlamaModel, Model
 from engine.models.native import NativeModel, load_library
 from engine.models.weights import Checkpoint
 from scheduler.config import SchedulerConfig
@@ -103,7 +103,7 @@ class Harness:
         blocks_each = MAX_LEN // BLOCK_SIZE
         num_blocks = num_sequences * blocks_each
         native = options.get("native", False)
-        self.model: Callable[[ModelInput, KVPool], Tensor]
+        self.model: Model
         self.model = llama = LlamaModel(
             config,
             Checkpoint(model_dir, torch.empty),

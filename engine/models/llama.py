@@ -1,12 +1,14 @@
 """Llama, Mistral, Qwen2 and Qwen3: one architecture, whose families differ by flags of ModelConfig.
 
 All tokens of a step go through as one (T, hidden_size) tensor, whichever sequences they are of;
-only attention asks which. Only the rows that sample reach the output layer.
+only attention asks which. Only the rows that sample reach the output layer, and those of a prompt
+whose logprobs are asked for.
 """
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +22,25 @@ from engine.models.layers import Linear, rotary_table, rotate
 from engine.models.weights import WeightSource
 
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+
+
+class Model(Protocol):
+    """What an executor asks of a model. A step is run once, by one of the first two."""
+
+    def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
+        """Logits of the rows that sample: (S, vocab_size) float32. Writes keys and values."""
+        ...
+
+    def states(self, step: ModelInput, pool: KVPool, rows: Tensor) -> Tensor:
+        """The last layer's states after its norm, of these of the T tokens: (R, hidden_size).
+
+        rows: (R,) int64, in any order. Writes keys and values.
+        """
+        ...
+
+    def logits(self, states: Tensor) -> Tensor:
+        """(R, hidden_size) to (R, vocab_size) float32: what the step gives for those rows."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +59,8 @@ class Layer:
 
 
 class LlamaModel:
+    """See `Model`."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -71,7 +94,12 @@ class LlamaModel:
         self.cos, self.sin = rotary_table(config.rope, config.head_dim, max_model_len, device)
 
     def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
-        """Logits of the rows that sample: (S, vocab_size) float32. Writes keys and values."""
+        return self.logits(self.states(step, pool, step.sample_rows))
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.lm_head(states).float()
+
+    def states(self, step: ModelInput, pool: KVPool, rows: Tensor) -> Tensor:
         eps = self.config.rms_norm_eps
         cos = self.cos[step.positions].unsqueeze(1)
         sin = self.sin[step.positions].unsqueeze(1)
@@ -82,7 +110,7 @@ class LlamaModel:
             x = rms_norm(residual, layer.mlp_norm, eps)
             gate, up = layer.gate_up(x).chunk(2, dim=-1)
             residual = residual + layer.down(functional.silu(gate) * up)
-        return self.lm_head(rms_norm(residual[step.sample_rows], self.norm, eps)).float()
+        return rms_norm(residual[rows], self.norm, eps)
 
     def _attend(
         self,

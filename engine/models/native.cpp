@@ -53,6 +53,7 @@ struct Step {
     const int64_t *token_ids, *positions, *kv_slots, *sample_rows;
     const int32_t *block_tables, *query_starts;
     float *logits;  // (samples, vocabulary)
+    void *states;   // (samples, hidden), of T, or null: see the functions at the end
 };
 
 namespace {
@@ -313,7 +314,7 @@ template <class T> class Run {
         std::vector<float> scratch(tile_ * m_.heads / m_.kv_heads * (m_.block_size + m_.head_dim + 2));
         for (int64_t l = 0; l < m_.num_layers; ++l) {
             const Layer &layer = m_.layers[l];
-            normalise(phase, s_.tokens, layer.input_norm, [](int64_t t) { return t; });
+            normalise(phase, s_.tokens, layer.input_norm, [](int64_t t) { return t; }, x_.get());
             linear(phase, layer.qkv, x_.get(), s_.tokens, [&](int64_t t, int64_t n, float y) {
                 wide_[t * qkv_rows() + n] = y;
             });
@@ -323,15 +324,20 @@ template <class T> class Run {
             });
             linear(phase, layer.output, x_.get(), s_.tokens,
                    [&](int64_t t, int64_t n, float y) { residual(t)[n] += y; });
-            normalise(phase, s_.tokens, layer.mlp_norm, [](int64_t t) { return t; });
+            normalise(phase, s_.tokens, layer.mlp_norm, [](int64_t t) { return t; }, x_.get());
             gated_linear(phase, layer.gate_up);
             linear(phase, layer.down, hidden_mlp(), s_.tokens,
                    [&](int64_t t, int64_t n, float y) { residual(t)[n] += y; });
         }
-        normalise(phase, s_.samples, m_.norm, [&](int64_t i) { return s_.sample_rows[i]; });
-        linear(phase, m_.lm_head, x_.get(), s_.samples, [&](int64_t t, int64_t n, float y) {
-            s_.logits[t * m_.lm_head.rows + n] = y;
-        });
+        T *states = s_.states ? static_cast<T *>(s_.states) : x_.get();
+        normalise(phase, s_.samples, m_.norm, [&](int64_t i) { return s_.sample_rows[i]; }, states);
+        if (!s_.states) head(phase, states);
+    }
+
+    // What each thread does where there are states already.
+    void head_thread() {
+        int64_t phase = 0;
+        head(phase, static_cast<const T *>(s_.states));
     }
 
   private:
@@ -358,10 +364,16 @@ template <class T> class Run {
     }
 
     template <class RowOf>
-    void normalise(int64_t &phase, int64_t rows, const void *weight, RowOf row_of) {
+    void normalise(int64_t &phase, int64_t rows, const void *weight, RowOf row_of, T *out) {
         const T *scale = static_cast<const T *>(weight);
         for_each(phase, rows, [&](int64_t i) {
-            norm_row(residual(row_of(i)), scale, m_.hidden, x_.get() + i * m_.hidden);
+            norm_row(residual(row_of(i)), scale, m_.hidden, out + i * m_.hidden);
+        });
+    }
+
+    void head(int64_t &phase, const T *states) {
+        linear(phase, m_.lm_head, states, s_.samples, [&](int64_t t, int64_t n, float y) {
+            s_.logits[t * m_.lm_head.rows + n] = y;
         });
     }
 
@@ -600,21 +612,30 @@ template <class T> class Run {
     std::vector<Tile> tiles_;
 };
 
-template <class T> void run(const Model &model, const Step &step) {
+template <class T> void run(const Model &model, const Step &step, void (Run<T>::*thread)()) {
     Run<T> run(model, step);
 #pragma omp parallel num_threads(step.threads)
     {
 #pragma omp single
         run.expect(omp_get_num_threads());
-        run.thread();
+        (run.*thread)();
     }
 }
 
 }  // namespace
 
+// A whole step. With `states` it writes the last layer's normalised states there, and no logits.
 extern "C" void penstock_step_float32(const Model *model, const Step *step) {
-    run<float>(*model, *step);
+    run(*model, *step, &Run<float>::thread);
 }
 extern "C" void penstock_step_bfloat16(const Model *model, const Step *step) {
-    run<bf16>(*model, *step);
+    run(*model, *step, &Run<bf16>::thread);
+}
+
+// The output layer alone: the logits of `samples` rows of `states`, in a step without tokens.
+extern "C" void penstock_logits_float32(const Model *model, const Step *step) {
+    run(*model, *step, &Run<float>::head_thread);
+}
+extern "C" void penstock_logits_bfloat16(const Model *model, const Step *step) {
+    run(*model, *step, &Run<bf16>::head_thread);
 }

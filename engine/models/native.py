@@ -88,16 +88,19 @@ class _Step(Structure):
         ("block_tables", c_void_p),
         ("query_starts", c_void_p),
         ("logits", c_void_p),
+        ("states", c_void_p),
     )
 
 
 class NativeModel:
-    """The same call as `LlamaModel`'s, on its weights (which must be plain) and one KV pool."""
+    """`LlamaModel` on its weights (which must be plain) and one KV pool: see `Model`."""
 
     def __init__(self, library: ctypes.CDLL, model: LlamaModel, pool: KVPool, threads: int) -> None:
         config = model.config
         name = str(model.embedding.dtype).removeprefix("torch.")
-        self._run = getattr(library, f"penstock_step_{name}")
+        self._run_step = getattr(library, f"penstock_step_{name}")
+        self._run_logits = getattr(library, f"penstock_logits_{name}")
+        self._dtype = model.embedding.dtype
         self._threads = threads
         self._vocab_size = config.vocab_size
         # What the pointers below point into.
@@ -138,24 +141,51 @@ class NativeModel:
         )
 
     def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
-        query_starts = torch.tensor(step.query_starts, dtype=torch.int32)
         logits = torch.empty(len(step.sample_rows), self._vocab_size)
+        self._step(step, step.sample_rows, logits=_address(logits))
+        return logits
+
+    def states(self, step: ModelInput, pool: KVPool, rows: Tensor) -> Tensor:
+        states = torch.empty(len(rows), self._model.hidden, dtype=self._dtype)
+        self._step(step, rows, states=_address(states))
+        return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        logits = torch.empty(len(states), self._vocab_size)
+        native_step = _Step(
+            samples=len(states),
+            threads=self._threads,
+            logits=_address(logits),
+            states=_address(states),
+        )
+        self._run_logits(ctypes.byref(self._model), ctypes.byref(native_step))
+        return logits
+
+    def _step(
+        self,
+        step: ModelInput,
+        rows: Tensor,
+        *,
+        logits: int | None = None,
+        states: int | None = None,
+    ) -> None:
+        query_starts = torch.tensor(step.query_starts, dtype=torch.int32)
         native_step = _Step(
             tokens=len(step.token_ids),
             sequences=len(step.context_lens),
-            samples=len(step.sample_rows),
+            samples=len(rows),
             max_blocks=step.block_tables.shape[1],
             threads=self._threads,
             token_ids=_address(step.token_ids),
             positions=_address(step.positions),
             kv_slots=_address(step.kv_slots),
-            sample_rows=_address(step.sample_rows),
+            sample_rows=_address(rows),
             block_tables=_address(step.block_tables),
             query_starts=_address(query_starts),
-            logits=_address(logits),
+            logits=logits,
+            states=states,
         )
-        self._run(ctypes.byref(self._model), ctypes.byref(native_step))
-        return logits
+        self._run_step(ctypes.byref(self._model), ctypes.byref(native_step))
 
 
 @functools.cache

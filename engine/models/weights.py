@@ -63,14 +63,16 @@ class Checkpoint:
         return fused
 
     def _tensor(self, name: str) -> Tensor:
-        file = self._file_of.get(name)
+        # Embedding models, saved without an output layer, leave the first word out.
+        stored = name if name in self._file_of else name.removeprefix("model.")
+        file = self._file_of.get(stored)
         if file is None:
             raise InvalidModel(
                 f"the safetensors in {self._model_dir} lack the tensor {name!r}, "
                 "which this config.json calls for"
             )
         try:
-            tensor: Tensor = self._files[file].get_tensor(name)
+            tensor: Tensor = self._files[file].get_tensor(stored)
         except SafetensorError as error:
             raise InvalidModel(f"{self._model_dir / file}: {name!r}: {error}") from None
         if not tensor.dtype.is_floating_point:
