@@ -10,7 +10,7 @@ BIN := .venv/bin
 # torch comes first and alone, so that the pinned build is the one that everything else finds.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve test test-fuzz check lint bench-batching bench-scheduler bench-front-end bench-cpu clean
+.PHONY: serve test test-fuzz test-schemas test-clients check lint bench-batching bench-scheduler bench-front-end bench-event bench-structured bench-cpu clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -19,10 +19,22 @@ serve: .venv/installed
 test: .venv/installed-dev
 	$(BIN)/python -m pytest
 
-# Whatever the server's own schema allows: no server error, and no answer that the schema does not name.
+# Whatever the schema allows, bodies nearly right, and bytes nearly HTTP: no server error, no answer of
+# another shape than promised, none later than five seconds. Takes five minutes.
 test-fuzz: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
 	$(BIN)/python -m tests.fuzz_schema
+	$(BIN)/python -m tests.fuzz_bodies 120
+	$(BIN)/python -m tests.fuzz_http 60
+
+# Other people's clients, installed from their registries into build/clients; node is needed for
+# those in JavaScript. CLIENTS="langchain litellm" runs some of them alone.
+test-clients: .venv/installed-dev
+	$(BIN)/python -m tests.clients $(CLIENTS)
+
+# 200 JSON schemas, asked of the demo model and of random weights: what ends, validates.
+test-schemas: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.many_schemas
 
 # What every commit passes: style, types, import rules, tests.
 check: lint test
@@ -41,6 +53,14 @@ bench-scheduler: .venv/installed
 
 bench-front-end: .venv/installed
 	$(BIN)/python -m loadtest.front_end
+
+# What a JSON schema costs, as a share of the plain throughput.
+bench-structured: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m loadtest.structured
+
+# What one streamed token costs the server, by part.
+bench-event: .venv/installed
+	$(BIN)/python -m server.bench
 
 bench-cpu: .venv/installed
 	$(BIN)/python -m engine.bench cpu-decode --threads $$(nproc)

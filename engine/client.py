@@ -56,7 +56,10 @@ class QueueFull(PenstockError):
 
 
 class OutputStream:
-    """The outputs of one request, as an async iterator of all that waits at each look."""
+    """The outputs of one request: an async iterator of all that waits at each look.
+
+    Who has many streams may `listen` and `take` instead, which needs no task for each.
+    """
 
     def __init__(self, client: "EngineClient", request: Request) -> None:
         self._client = client
@@ -64,6 +67,8 @@ class OutputStream:
         self._open = set(range(request.n))  # answers without a final output
         self._waiting: list[RequestOutput] = []
         self._error: PenstockError | None = None
+        self._is_due = False  # its listener is about to be called
+        self._on_news: Callable[[], None] | None = None
         # A bare future: an asyncio.Event asks for the loop, and so for the process id, every time.
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -73,18 +78,39 @@ class OutputStream:
 
     async def __anext__(self) -> list[RequestOutput]:
         try:
-            while not self._waiting:
-                if self._error:
-                    raise self._error
-                if not self._open:
+            while not (outputs := self.take()):
+                if self.is_over:
                     raise StopAsyncIteration
                 self._waiter = self._loop.create_future()
                 await self._waiter
         except asyncio.CancelledError:
             await self.aclose()
             raise
+        return outputs
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """Calls back, on the event loop, when `take` has news: once for all that came in at one go.
+
+        It must not raise: the streams behind it in the line would hear nothing.
+        """
+        self._on_news = on_news
+
+    def take(self) -> list[RequestOutput]:
+        """All that waits. Where nothing does, raises the error that ended the request, if one did:
+        EngineFailed or RequestRefused."""
+        if not self._waiting and self._error:
+            raise self._error
         outputs, self._waiting = self._waiting, []
         return outputs
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing waits, and nothing comes."""
+        return not self._waiting and not self._open
 
     async def aclose(self) -> None:
         """Aborts what has not ended. Call it where the iteration may stop early."""
@@ -103,15 +129,24 @@ class OutputStream:
         self._waiting.append(output)
         if output.finish:
             self._open.discard(output.index)
-        self._wake()
+        self._become_due()
 
     def drop(self, index: int | None) -> None:
         self._open = self._open - {index} if index is not None else set()
-        self._wake()
+        self._become_due()
 
     def fail(self, error: PenstockError) -> None:
         self._error = error
-        self._wake()
+        self._become_due()
+
+    def tell(self) -> None:
+        self._is_due = False
+        (self._on_news or self._wake)()
+
+    def _become_due(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._client.tell_soon(self)
 
     def _wake(self) -> None:
         if self._waiter and not self._waiter.done():
@@ -126,6 +161,7 @@ class EngineClient:
         self._state = EngineState.STARTING
         self._info: ModelInfo | None = None
         self._streams: dict[RequestId, OutputStream] = {}
+        self._due: list[OutputStream] = []  # those with news that have not been told of it
         self._num_open = 0
         self._ended_at_s: deque[float] = deque(maxlen=_RATE_WINDOW)
         self._on_step: list[Callable[[StepReport], None]] = []
@@ -240,6 +276,21 @@ class EngineClient:
         num_before = stream.num_open
         stream.drop(index)
         self._account(request_id, stream, num_before)
+
+    def tell_soon(self, stream: OutputStream) -> None:
+        """Has it tell its listener, after all that waits here now has been taken in.
+
+        One callback of the event loop serves all streams: one for each would cost more than most
+        of what a listener does.
+        """
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._tell_due)
+        self._due.append(stream)
+
+    def _tell_due(self) -> None:
+        due, self._due = self._due, []
+        for stream in due:
+            stream.tell()
 
     def _send(self, message: Submit | Abort) -> None:
         # No high-water mark, so this never blocks; the future is done when it returns.

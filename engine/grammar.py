@@ -13,6 +13,7 @@ Torch-free, because the server imports it.
 """
 
 import ctypes
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -40,8 +41,9 @@ _LIMITS = LLParserLimits(
 _MAX_KEPT = 128
 _MAX_KEPT_CHARS = 4 << 20
 _NUM_COMPILERS = 2
-# Words of mask that are worth a thread: 8 rows of 128,000 ids. Fewer take less time than waking it.
-_MIN_THREAD_WORDS = 1 << 15
+_THOUGHT_MARKS = ("<think>", "</think>", "<seed:think>", "</seed:think>", "[THINK]", "[/THINK]")
+# Words of mask that are worth several threads: 8 rows of 128,000 ids. Fewer go one after the other.
+_MIN_PARALLEL_WORDS = 1 << 15
 
 
 class BadGrammar(PenstockError):
@@ -113,8 +115,21 @@ def load_tokenizer(directory: Path, vocab_size: int, eos_token_ids: tuple[int, .
     if not path.is_file() or not eos_token_ids:
         missing = "end-of-sequence token" if path.is_file() else "tokenizer.json"
         raise BadGrammar(f"this model has no {missing}, which structured output needs")
-    text = path.read_text(encoding="utf-8")
+    text = _with_marks(path.read_text(encoding="utf-8"))
     return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+def _with_marks(tokenizer: str) -> str:
+    """With the tokens around thoughts as special ones: then no text of a grammar matches them.
+
+    Some models have them as plain ones, so that they show.
+    """
+    if not any(mark in tokenizer for mark in _THOUGHT_MARKS):
+        return tokenizer
+    spec = json.loads(tokenizer)
+    for token in spec.get("added_tokens") or ():
+        token["special"] |= token["content"] in _THOUGHT_MARKS
+    return json.dumps(spec, ensure_ascii=False)
 
 
 def _first_line(message: str) -> str:
@@ -133,9 +148,10 @@ class GrammarTable:
     """A matcher and a mask for each slot whose request has a grammar.
 
     A step goes: `assign` for its new sequences, `start` before the model runs, `wait` when its
-    logits are there, `advance` with what was sampled. Where there is much to compute, threads do it
-    while the model runs. A mask needs the id that was sampled last on the host; so an executor that
-    runs ahead must wait for the step before where it starts one with a constrained row.
+    logits are there, `advance` with what was sampled. All that a matcher has to do, it does in a
+    thread between `start` and `wait`, while the model runs: it takes in the id that was sampled
+    last, and computes its mask. So that id must be on the host by then: an executor that runs ahead
+    must wait for the step before where it starts one with a constrained row.
     """
 
     def __init__(self, grammars: Grammars, max_num_seqs: int, vocab_size: int) -> None:
@@ -146,6 +162,7 @@ class GrammarTable:
         self._nothing = bytes(4 * self.words_per_row)
         self._max_num_seqs = max_num_seqs
         self._constraints: dict[int, _Constraint] = {}
+        self._said: dict[int, int] = {}  # by slot, what its matcher has not taken in yet
         self._failed: set[int] = set()
         self._executor = LLExecutor()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="masks")
@@ -167,6 +184,7 @@ class GrammarTable:
         """A sequence enters its slot; after a preemption, with all that it has said already."""
         slot = assignment.slot
         self._constraints.pop(slot, None)
+        self._said.pop(slot, None)
         self._failed.discard(slot)
         sampling = assignment.sampling
         if sampling.grammar is None:
@@ -186,10 +204,8 @@ class GrammarTable:
     def start(self, slots: Iterable[int]) -> None:
         """Begins to compute the masks of those of the slots that have a grammar."""
         constrained = [slot for slot in slots if slot in self._constraints]
-        if len(constrained) * self.words_per_row >= _MIN_THREAD_WORDS:
+        if constrained:
             self._pending = self._worker.submit(self._fill, constrained)
-        elif constrained:
-            self._fill(constrained)
 
     def wait(self) -> None:
         """From here on the masks that were started are in `memory`."""
@@ -219,7 +235,7 @@ class GrammarTable:
             elif not self._allows(slot, token_id):
                 failed.append(row)
             elif token_id not in constraint.stop_token_ids:
-                constraint.matcher.consume_token(token_id)
+                self._said[slot] = token_id
         return frozenset(failed)
 
     def allowed_ids(self, slot: int) -> list[int]:
@@ -231,12 +247,18 @@ class GrammarTable:
         return bool(byte >> token_id % 8 & 1)
 
     def _fill(self, slots: list[int]) -> None:
+        """In the thread. What a matcher cannot take in, it answers with a mask of nothing."""
         pairs = [(self._constraints[slot].matcher, slot) for slot in slots]
         address, num_bytes = ctypes.addressof(self._memory), 4 * self.words_per_row
-        if len(slots) * self.words_per_row >= _MIN_THREAD_WORDS:
+        said = self._said
+        if len(slots) * self.words_per_row >= _MIN_PARALLEL_WORDS:
+            if heard := [(matcher, said.pop(slot)) for matcher, slot in pairs if slot in said]:
+                self._executor.consume_token_par(heard)
             self._executor.unsafe_compute_mask_ptr(pairs, address, num_bytes, self._max_num_seqs)
         else:
             for matcher, slot in pairs:
+                if slot in said:
+                    matcher.consume_token(said.pop(slot))
                 matcher.unsafe_compute_mask_ptr(address + slot * num_bytes, num_bytes)
         self._failed |= {slot for matcher, slot in pairs if matcher.is_error()}
         for matcher, slot in pairs:

@@ -3,6 +3,9 @@
 A server of our own makes up its tokens (`--scripted`), so what is measured is the way of a token
 from the engine's message to the client's socket. Server, engine and client share the cores: of the
 three figures of CPU per token the server's is the one that it is about.
+
+Unpaced, the engine runs ahead, and each event brings all that waits. At a rate that the server can
+keep up with, each token is an event of its own; `python -m server.bench` tells what that costs.
 """
 
 import argparse
@@ -36,17 +39,27 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--num-streams", type=int, default=256)
     parser.add_argument("--num-tokens", type=int, default=1000, help="of each stream")
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[0.0, 60_000.0],
+        help="tokens/s that the engine makes at most; 0: as fast as it can",
+    )
     args = parser.parse_args(argv)
     raise_open_file_limit()
-    with serving(args.num_streams) as (server, base_url):
-        summary = run(measure(server, base_url, args.num_streams, args.num_tokens))
-    print(
-        f"{summary['tokens_per_s']:,.0f} tokens/s over {args.num_streams} connections; CPU per "
-        f"token, us: server {summary['server_us']:.1f}, engine {summary['engine_us']:.1f}, client "
-        f"{summary['client_us']:.1f}; an event held {summary['tokens_per_event']:.2f} tokens",
-        flush=True,
-    )
-    print(msgspec.json.encode({**vars(args), **summary}).decode(), flush=True)
+    for rate in args.rates:
+        step_ms = args.num_streams / rate * 1e3 if rate else 0.0
+        with serving(args.num_streams, step_ms) as (server, base_url):
+            summary = run(measure(server, base_url, args.num_streams, args.num_tokens))
+        print(
+            f"{f'paced to {rate:,.0f}' if rate else 'unpaced'}: {summary['tokens_per_s']:,.0f} "
+            f"tokens/s over {args.num_streams} connections; CPU per token, us: server "
+            f"{summary['server_us']:.1f}, engine {summary['engine_us']:.1f}, client "
+            f"{summary['client_us']:.1f}; an event held {summary['tokens_per_event']:.2f} tokens",
+            flush=True,
+        )
+        print(msgspec.json.encode({**vars(args), "rate": rate, **summary}).decode(), flush=True)
     return 0
 
 
@@ -54,7 +67,7 @@ async def measure(
     server: int, base_url: str, num_streams: int, num_tokens: int
 ) -> dict[str, float]:
     """server: its process id."""
-    models = await wait_until_ready(base_url, api_key=None, timeout_s=60.0, say=lambda _: None)
+    models = await wait_until_ready(base_url, api_key=None, timeout_s=20.0, say=lambda _: None)
     config = TargetConfig(base_url=base_url, model=models[0], ignore_eos=True)
     workload = WorkloadConfig(num_prompts=num_streams, input_len=16, output_len=num_tokens)
     async with HttpTarget(config) as target:
@@ -75,12 +88,13 @@ async def measure(
 
 
 @contextlib.contextmanager
-def serving(num_streams: int) -> Iterator[tuple[int, str]]:
+def serving(num_streams: int, step_ms: float) -> Iterator[tuple[int, str]]:
     """The process id and the base URL of a scripted server, which may still be loading."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "server", "serve", "--scripted", "--port", str(port)]
     command += ["--max-num-seqs", str(num_streams), "--no-enable-prefix-caching"]
+    command += ["--scripted-step-ms", str(step_ms)]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
         try:

@@ -19,10 +19,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from scheduler.errors import InvalidConfig
-from server import messages, openapi, responses, routes, tokenize
+from server import embeddings, messages, openapi, responses, routes, tokenize
 from server.config import CorsConfig, ServeConfig, ServerConfig
 from server.errors import reply_to
-from server.gate import Gate
+from server.gate import Gate, route_path
+from server.http_protocol import HttpProtocol
 from server.service import Service
 from server.version import version
 
@@ -52,7 +53,7 @@ def build_app(service: Service) -> FastAPI:
         root_path=service.config.server.root_path,
     )
     app.state.service = service
-    for module in (messages, openapi, responses, routes, tokenize):
+    for module in (embeddings, messages, openapi, responses, routes, tokenize):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_middleware(Gate, service=service)
@@ -74,7 +75,7 @@ def _cors_options(config: CorsConfig) -> dict[str, Any] | None:
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
-    return reply_to(error).response(request.url.path)
+    return reply_to(error).response(route_path(request.scope))
 
 
 def serve(config: ServeConfig) -> int:
@@ -94,13 +95,13 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     server = _Server(
         uvicorn.Config(
             build_app(service),
-            http="httptools",
+            http=HttpProtocol,
             ws="none",
             lifespan="on",
             access_log=False,
             server_header=False,
             log_config=None,
-            log_level="warning",
+            log_level="error",  # what is no HTTP gets its answer, and is nobody else's news
             ssl_keyfile=config.server.ssl_keyfile,
             ssl_certfile=config.server.ssl_certfile,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,

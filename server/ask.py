@@ -13,13 +13,18 @@ from engine.grammar import Grammars
 from scheduler.errors import ContextTooLong, PenstockError, PromptTooLong
 from scheduler.types import Request, RequestId, SamplingParams
 from server.chat_format import MARKUP, AnswerReader, ChatFormat, MakeReader, make_splitter
-from server.chat_prompt import ChatPrompt, encode_chat
+from server.chat_prompt import chat_prompt
 from server.detokenizer import StopStrings
-from server.errors import InvalidRequest
+from server.errors import InvalidRequest, UnsupportedParameter
+from server.limits import check_could_fit
+from server.pooling import Pooler
 from server.prompt import GenerationDefaults, PromptEncoder
 from server.protocol import ChatCompletionRequest, CompletionRequest, GenerationFields
+from server.reasoning import Thoughts, thoughts_of
 from server.structured import check_grammar
-from server.tools import call_grammar, check_servable, make_reader
+from server.thought_grammar import BUDGET_FIELD, check_budget, leaves_room, with_thoughts
+from server.tool_parsers import MARKUP as CALL_MARKUP
+from server.tools import call_grammar, calls_or_answer, check_servable, make_reader
 
 # OpenAI's default for completions; a chat's is what the context has left.
 _COMPLETION_MAX_TOKENS = 16
@@ -42,10 +47,21 @@ class ServedModel:
     defaults: GenerationDefaults
     chat_format: ChatFormat = field(default_factory=ChatFormat)
     grammars: Grammars | None = None  # None: they are not checked before the engine sees them
+    pooler: Pooler = field(default_factory=Pooler)
+    heeds_priority: bool = True  # whether the order in which it serves does
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def max_model_len(self) -> int:
+        return self.info.max_model_len
+
+    @property
+    def max_prompt_chars(self) -> int:
+        """No text that is longer fits: all of it would have to be the longest token there is."""
+        return self.info.max_model_len * self.encoder.max_token_chars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +70,7 @@ class Ask:
 
     are_whole: for each prompt, whether its answers are texts of their own (see `TextDecoder`).
     echoes: for each prompt, the text that its answers begin with; empty for none.
+    echoes_logprobs: their logprobs begin with the prompt's too.
     min_tokens: a stop string is looked for only behind so many. shows_special: as text, by name.
     make_reader: of what takes each answer apart, where it may have parts. markup: the special
     tokens that it must see, id -> text.
@@ -68,6 +85,7 @@ class Ask:
     includes_stop: bool
     arrival_s: float
     echoes: tuple[str, ...] = ()
+    echoes_logprobs: bool = False
     min_tokens: int = 0
     shows_special: bool = False
     wants_token_ids: bool = False
@@ -80,14 +98,33 @@ async def ask_completion(
 ) -> Ask:
     """Raises InvalidRequest."""
     num_chars = sum(len(prompt) for prompt in fields.prompts if isinstance(prompt, str))
-    adds_special = fields.add_special_tokens is not False
-    encode = partial(model.encoder.encode_all, add_special_tokens=adds_special)
-    prompts = await _off_loop(encode, fields.prompts, num_chars)
+    if fields.truncate_prompt_tokens is None:
+        longest = max((len(p) for p in fields.prompts if isinstance(p, str)), default=0)
+        check_could_fit(model, "prompt", num_chars=longest)
+    encode = partial(_encoded, fields, model.encoder)
+    prompts = await off_loop(encode, fields.prompts, num_chars + len(fields.suffix or ""))
     pieces = model.encoder.vocabulary.pieces
     are_whole = tuple(not any(i in pieces for i in prompt) for prompt in prompts)
     ask = _ask("cmpl", "prompt", fields, model, prompts, are_whole, tenant, arrival_s)
+    if fields.suffix and model.encoder.infill and not fields.ignore_eos:
+        ends = ask.requests[0].sampling.stop_token_ids + model.encoder.infill.end_ids
+        ask = _resampled(ask, stop_token_ids=ends)
     ask = await _held_to_grammar(await _with_grammar(ask, fields), fields, model)
-    return replace(ask, echoes=_echoes(fields, ask, model)) if fields.echo else ask
+    if not fields.echo:
+        return ask
+    echoes = _echoes(fields, ask, model)
+    return replace(ask, echoes=echoes, echoes_logprobs=fields.echoes_logprobs)
+
+
+def _encoded(
+    fields: CompletionRequest, encoder: PromptEncoder, prompts: list[str | list[int]]
+) -> list[tuple[int, ...]]:
+    """Raises UnsupportedParameter for a suffix that the model cannot heed."""
+    adds_special = fields.add_special_tokens is not False
+    if not fields.suffix:
+        return encoder.encode_all(prompts, add_special_tokens=adds_special)
+    prefixes = [prompt for prompt in prompts if isinstance(prompt, str)]  # it goes with no others
+    return encoder.encode_infill(prefixes, fields.suffix, add_special_tokens=adds_special)
 
 
 async def ask_chat(
@@ -95,13 +132,17 @@ async def ask_chat(
 ) -> Ask:
     """Raises InvalidRequest."""
     check_servable(fields, model.chat_format)
-    encode = partial(encode_chat, encoder=model.encoder)
-    prompt = await _off_loop(encode, fields, fields.num_chars)
+    if fields.truncate_prompt_tokens is None:
+        num_chars, num_messages = fields.num_content_chars, len(fields.messages)
+        check_could_fit(model, "messages", num_chars=num_chars, num_messages=num_messages)
+    prompt = await chat_prompt(fields, model.encoder)
     ids, are_whole = [prompt.token_ids], (not prompt.begun,)
     ask = _ask("chatcmpl", "messages", fields, model, ids, are_whole, tenant, arrival_s)
-    ask = await _with_call_grammar(await _with_grammar(ask, fields), fields)
+    ask = await _with_call_grammar(await _with_grammar(ask, fields), fields, model)
+    thoughts = thoughts_of(model.chat_format.reasoning, prompt.text, prompt.begun)
+    ask, thoughts = _with_thoughts(ask, fields, model, thoughts)
     ask = await _held_to_grammar(ask, fields, model)
-    return _with_reader(ask, fields, model, prompt)
+    return _with_reader(ask, fields, model, thoughts)
 
 
 async def _with_grammar(ask: Ask, fields: GenerationFields) -> Ask:
@@ -120,7 +161,7 @@ async def _held_to_grammar(ask: Ask, fields: GenerationFields, model: ServedMode
     if sampling.grammar is None:
         return ask
     constraint = fields.constraint
-    param = constraint.param if constraint else "tools"
+    param = constraint.param if constraint else _grammar_param(fields)
     if model.grammars:
         await check_grammar(model.grammars, sampling.grammar, param)
     if not fields.ignore_eos:
@@ -129,18 +170,40 @@ async def _held_to_grammar(ask: Ask, fields: GenerationFields, model: ServedMode
     return _resampled(ask, stop_token_ids=stop_token_ids, grammar_to_the_end=True)
 
 
+def _grammar_param(fields: GenerationFields) -> str:
+    """The field that a grammar comes from which no field spells."""
+    must_call = isinstance(fields, ChatCompletionRequest) and fields.must_call
+    return "tools" if must_call else BUDGET_FIELD
+
+
 def _resampled(ask: Ask, **changes: Any) -> Ask:
     requests = (replace(r, sampling=replace(r.sampling, **changes)) for r in ask.requests)
     return replace(ask, requests=tuple(requests))
 
 
+def _with_thoughts(
+    ask: Ask, fields: ChatCompletionRequest, model: ServedModel, thoughts: Thoughts | None
+) -> tuple[Ask, Thoughts | None]:
+    """With room for thoughts before what a grammar says, and an end for those that cost too much.
+
+    And the thoughts that the answer then may have. Raises UnsupportedParameter.
+    """
+    grammar, budget = ask.requests[0].sampling.grammar, fields.thinking_budget
+    if grammar is None and budget is None:
+        return ask, thoughts
+    token_ids = model.encoder.ids_of_tokens(thoughts.markers) if thoughts else {}
+    check_budget(thoughts, token_ids, budget)
+    if not thoughts or thoughts.is_closed or not leaves_room(thoughts, token_ids):
+        return ask, thoughts if grammar is None else None
+    markup_ids = tuple(model.encoder.vocabulary.special_among(CALL_MARKUP))
+    grammar = with_thoughts(grammar, thoughts, token_ids, markup_ids, budget)
+    return _resampled(ask, grammar=grammar), thoughts
+
+
 def _with_reader(
-    ask: Ask, fields: ChatCompletionRequest, model: ServedModel, prompt: ChatPrompt
+    ask: Ask, fields: ChatCompletionRequest, model: ServedModel, thoughts: Thoughts | None
 ) -> Ask:
-    form = model.chat_format
-    if ask.requests[0].sampling.grammar is not None:
-        form = replace(form, reasoning=None)  # the grammar leaves no room for thoughts
-    make = partial(_reader, fields, form, prompt)
+    make = partial(_reader, fields, model.chat_format, thoughts)
     if make() is None:
         return ask
     markup = model.encoder.vocabulary.special_among(MARKUP)
@@ -148,23 +211,22 @@ def _with_reader(
 
 
 def _reader(
-    fields: ChatCompletionRequest, form: ChatFormat, prompt: ChatPrompt
+    fields: ChatCompletionRequest, form: ChatFormat, thoughts: Thoughts | None
 ) -> AnswerReader | None:
-    return make_reader(fields, form, make_splitter(form.reasoning, prompt.text, prompt.begun))
+    return make_reader(fields, form, make_splitter(thoughts))
 
 
-async def _with_call_grammar(ask: Ask, fields: ChatCompletionRequest) -> Ask:
-    """Held to the calls that must be made, where some must."""
-    if not fields.functions:
+async def _with_call_grammar(ask: Ask, fields: ChatCompletionRequest, model: ServedModel) -> Ask:
+    """Held to calls, where some must be made; to calls or to its format, where some may."""
+    answer = ask.requests[0].sampling.grammar
+    if not fields.functions or not (fields.must_call or answer):
         return ask
-    if ask.requests[0].sampling.grammar is not None:
-        raise InvalidRequest(
-            "an answer that must follow a grammar or schema leaves no room for calls; leave out "
-            'response_format and its like, or say tool_choice "none"',
-            param="tools",
-        )
-    grammar = await asyncio.to_thread(call_grammar, fields) if fields.must_call else None
-    return _resampled(ask, grammar=grammar) if grammar else ask
+    marks = model.encoder.vocabulary.special_among(CALL_MARKUP)
+    special = {text: token_id for token_id, text in marks.items()}
+    grammar = await asyncio.to_thread(call_grammar, fields, model.chat_format.tools, special)
+    if answer and not fields.must_call:
+        grammar = calls_or_answer(grammar, answer)
+    return _resampled(ask, grammar=grammar)
 
 
 def _echoes(fields: CompletionRequest, ask: Ask, model: ServedModel) -> tuple[str, ...]:
@@ -183,7 +245,7 @@ def tenant_of(api_key: str | None) -> str:
     return hashlib.sha256(api_key.encode()).hexdigest()[:32] if api_key else ""
 
 
-async def _off_loop(encode: Callable[[T], Ids], text: T, num_chars: int) -> Ids:
+async def off_loop(encode: Callable[[T], Ids], text: T, num_chars: int) -> Ids:
     if num_chars <= _INLINE_CHARS:
         return encode(text)
     return await asyncio.to_thread(encode, text)
@@ -201,16 +263,19 @@ def _ask(
 ) -> Ask:
     own_id = secrets.token_hex(12)  # the engine's: two clients may send the same request_id
     _check_ids(fields, model.info.vocab_size)
-    prompts = [_truncated(prompt, fields, model.info.max_model_len) for prompt in prompts]
+    check_priority(fields.priority, model)
+    limit, asked = model.info.max_model_len, fields.asked_max_tokens
+    most = max(1, limit - (1 if asked is None else asked))
+    prompts = [kept_end(prompt, fields.truncate_prompt_tokens, most) for prompt in prompts]
     requests = tuple(
         Request(
             id=RequestId(f"{kind}-{own_id}-{i}"),
-            prompt_token_ids=_checked_prompt(prompt, model.info.vocab_size, param),
+            prompt_token_ids=checked_prompt(prompt, model.info.vocab_size, param),
             sampling=_sampling(fields, model, len(prompt), param),
             arrival_s=arrival_s,
             n=fields.num_sampled,
             priority=fields.priority or 0,
-            cache_salt=f"{tenant}/{fields.cache_salt}" if fields.cache_salt else tenant,
+            cache_salt=salted(tenant, fields.cache_salt),
         )
         for i, prompt in enumerate(prompts)
     )
@@ -228,17 +293,28 @@ def _ask(
     )
 
 
-def _truncated(prompt: tuple[int, ...], fields: GenerationFields, limit: int) -> tuple[int, ...]:
-    """The end of the prompt, where the client would rather have that than a refusal."""
-    num_kept = fields.truncate_prompt_tokens
+def check_priority(priority: int | None, model: ServedModel) -> None:
+    if priority and not model.heeds_priority:
+        hint = "start the server with --scheduling-policy priority, or leave it out"
+        raise UnsupportedParameter("priority", hint)
+
+
+def salted(tenant: str, cache_salt: str | None) -> str:
+    """What keeps a prompt's cached prefixes from others: a client can narrow it, not widen."""
+    return f"{tenant}/{cache_salt}" if cache_salt else tenant
+
+
+def kept_end(prompt: tuple[int, ...], num_kept: int | None, most: int) -> tuple[int, ...]:
+    """The end of the prompt, where the client would rather have that than a refusal.
+
+    num_kept: its `truncate_prompt_tokens`. most: what -1 stands for.
+    """
     if num_kept is None:
         return prompt
-    if num_kept < 0:
-        num_kept = max(1, limit - (fields.asked_max_tokens or 1))
-    return prompt[-num_kept:]
+    return prompt[-(most if num_kept < 0 else num_kept) :]
 
 
-def _checked_prompt(prompt: tuple[int, ...], vocab_size: int, param: str) -> tuple[int, ...]:
+def checked_prompt(prompt: tuple[int, ...], vocab_size: int, param: str) -> tuple[int, ...]:
     if not prompt:
         message = f"{param} is empty; the model needs a token at least to go on from"
         raise InvalidRequest(message, param=param)
@@ -282,6 +358,7 @@ def _sampling(
         frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=tuple((fields.logit_bias or {}).items()),
         num_logprobs=fields.num_logprobs_to_sample,
+        num_prompt_logprobs=fields.num_prompt_logprobs,
         stop_token_ids=stop_token_ids,
         min_tokens=fields.min_tokens or 0,
         bad_words=_bad_words(fields, model.encoder),
@@ -312,16 +389,16 @@ def _first(asked: T | None, configured: T | None, default: T) -> T:
 
 def _max_tokens(fields: GenerationFields, num_prompt: int, limit: int, param: str) -> int:
     """A limit that the client did not set is cut to what fits; one that it set must fit."""
-    room = limit - num_prompt
-    if room < 1:
-        raise _too_long(PromptTooLong(num_prompt, limit), param)
-    asked = fields.asked_max_tokens
+    room, asked = limit - num_prompt, fields.asked_max_tokens
+    has_answer = asked != 0
+    if room < has_answer:
+        raise too_long(PromptTooLong(num_prompt, limit, has_answer=has_answer), param)
     if asked is None:
         return min(room, _COMPLETION_MAX_TOKENS) if param == "prompt" else room
     if asked > room:
-        raise _too_long(ContextTooLong(num_prompt, asked, limit), param)
+        raise too_long(ContextTooLong(num_prompt, asked, limit), param)
     return asked
 
 
-def _too_long(error: PenstockError, param: str) -> InvalidRequest:
+def too_long(error: PenstockError, param: str) -> InvalidRequest:
     return InvalidRequest(str(error), param=param, code="context_length_exceeded")

@@ -4,19 +4,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.parts import Part, TextPart
-from server.reasoning import CLOSING, OPENING, ReasoningFormat, ReasoningSplitter
+from server.reasoning import MARKUP as THOUGHT_MARKUP
+from server.reasoning import ReasoningFormat, ReasoningSplitter, Thoughts, format_of_template
+from server.tool_parsers import MARKUP as CALL_MARKUP
 from server.tool_parsers import NamedCallParser, ToolFormat, ToolParser
+from server.tool_parsers.deepseek import CALLS_BEGIN
 
 # What a flag says to have none.
 NO_PARSER = "none"
 
 # In a template -> how calls are written, in order: the first that is there tells.
 _TELLTALES = (
+    ("<function=", ToolFormat.QWEN3_CODER),
+    ("<arg_key>", ToolFormat.GLM45),
+    ("<minimax:tool_call>", ToolFormat.MINIMAX_M2),
+    ("<|tool_calls_section_begin|>", ToolFormat.KIMI_K2),
+    (CALLS_BEGIN, ToolFormat.DEEPSEEK_V31),
     ("<tool_call>", ToolFormat.HERMES),
     ("[TOOL_CALLS]", ToolFormat.MISTRAL),
     ("func_name1(", ToolFormat.PYTHONIC),
     ("<|python_tag|>", ToolFormat.LLAMA3_JSON),
     ('"parameters": dictionary', ToolFormat.LLAMA3_JSON),
+    ("<|tool|>", ToolFormat.PHI4_MINI_JSON),
+    ("<|tool_call|>", ToolFormat.GRANITE),
 )
 
 
@@ -24,7 +34,7 @@ _TELLTALES = (
 class ChatFormat:
     """tools None: no calls are looked for. reasoning None: no thoughts are.
 
-    trusts_templates: whether requests may bring a chat template, which may run for ever.
+    trusts_templates: whether requests may bring a chat template.
     """
 
     tools: ToolFormat | None = None
@@ -52,14 +62,16 @@ def _tool_format(template: str, flag: str | None) -> ToolFormat | None:
     if flag is not None:
         return None if flag == NO_PARSER else ToolFormat(flag)
     found = (form for telltale, form in _TELLTALES if telltale in template)
-    return next(found, ToolFormat.JSON)
+    form = next(found, ToolFormat.JSON)
+    if form is ToolFormat.DEEPSEEK_V31 and "```json" in template:
+        return ToolFormat.DEEPSEEK_V3
+    return form
 
 
 def _reasoning_format(template: str, flag: str | None) -> ReasoningFormat | None:
     if flag is not None:
         return None if flag == NO_PARSER else ReasoningFormat(flag)
-    has_marker = OPENING in template or CLOSING in template
-    return ReasoningFormat.QWEN3 if has_marker else None
+    return format_of_template(template)
 
 
 class AnswerReader:
@@ -106,28 +118,11 @@ class AnswerReader:
 MakeReader = Callable[[], AnswerReader | None]
 
 
-def make_splitter(
-    form: ReasoningFormat | None, prompt: str, begun: str = ""
-) -> ReasoningSplitter | None:
-    """prompt: as the template has rendered it. begun: what of the answer is in it already."""
-    if form is None or CLOSING in begun:
-        return None  # those thoughts are over
-    is_open = OPENING in begun or prompt.rstrip().endswith(OPENING)
-    if form is ReasoningFormat.DEEPSEEK_R1:
-        is_open |= not (begun or prompt.rstrip().endswith(CLOSING))
-    return ReasoningSplitter(is_open=is_open)
+def make_splitter(thoughts: Thoughts | None) -> ReasoningSplitter | None:
+    if thoughts is None:
+        return None
+    return ReasoningSplitter(is_open=thoughts.is_open, markers=thoughts.markers)
 
 
 # What the parsers must see, though it may be special tokens.
-MARKUP = (
-    OPENING,
-    CLOSING,
-    "<tool_call>",
-    "</tool_call>",
-    "<|python_tag|>",
-    "<|python_start|>",
-    "<|python_end|>",
-    "[TOOL_CALLS]",
-    "[CALL_ID]",
-    "[ARGS]",
-)
+MARKUP = THOUGHT_MARKUP + CALL_MARKUP

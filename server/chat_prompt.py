@@ -1,11 +1,14 @@
 """A chat request to the prompt that the model gets, by way of its chat template."""
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from server.errors import InvalidRequest
-from server.prompt import ChatTemplate, Message, PromptEncoder
+from server.errors import InvalidRequest, UnsupportedParameter
+from server.prompt import ChatTemplate, ForeignTemplate, Message, PromptEncoder
 from server.protocol import ChatCompletionRequest
+from server.reasoning import format_of_template
 from server.tools import (
     calls_as_text,
     for_template,
@@ -19,6 +22,15 @@ _OWN_VARIABLES = frozenset(
     ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 )
 
+AnyTemplate = ChatTemplate | ForeignTemplate
+# So few that templates which take all that they may keep no core from the others.
+_FOREIGN_TEMPLATES = ThreadPoolExecutor(max_workers=2, thread_name_prefix="template")
+# A text this short is encoded in less time than a thread takes to be asked.
+_INLINE_CHARS = 2000
+
+# What templates of models that can do both call the switch.
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
@@ -27,6 +39,16 @@ class ChatPrompt:
     text: str
     token_ids: tuple[int, ...]
     begun: str
+
+
+async def chat_prompt(fields: ChatCompletionRequest, encoder: PromptEncoder) -> ChatPrompt:
+    """`encode_chat` where it delays nobody. Raises InvalidRequest."""
+    if fields.chat_template is not None:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_FOREIGN_TEMPLATES, encode_chat, fields, encoder)
+    if fields.num_chars <= _INLINE_CHARS:
+        return encode_chat(fields, encoder)
+    return await asyncio.to_thread(encode_chat, fields, encoder)
 
 
 def encode_chat(fields: ChatCompletionRequest, encoder: PromptEncoder) -> ChatPrompt:
@@ -47,7 +69,7 @@ def encode_chat(fields: ChatCompletionRequest, encoder: PromptEncoder) -> ChatPr
     return ChatPrompt(text=text, token_ids=token_ids, begun=begun)
 
 
-def _messages(fields: ChatCompletionRequest, template: ChatTemplate) -> list[Message]:
+def _messages(fields: ChatCompletionRequest, template: AnyTemplate) -> list[Message]:
     messages: list[Message] = list(fields.for_template)
     if "tool_calls" not in template.source:
         messages = calls_as_text(messages)
@@ -58,7 +80,7 @@ def _messages(fields: ChatCompletionRequest, template: ChatTemplate) -> list[Mes
     return messages
 
 
-def _variables(fields: ChatCompletionRequest, template: ChatTemplate) -> dict[str, Any]:
+def _variables(fields: ChatCompletionRequest, template: AnyTemplate) -> dict[str, Any]:
     given = fields.chat_template_kwargs or {}
     for name, value in given.items():
         param = f"chat_template_kwargs.{name}"
@@ -68,10 +90,27 @@ def _variables(fields: ChatCompletionRequest, template: ChatTemplate) -> dict[st
         if value and not template.knows(name):
             message = f"{param} has no effect: this model's chat template does not know {name!r}"
             raise InvalidRequest(message, param=param)
-    return dict(given)
+    return _wishes(fields, template) | given
 
 
-def _rendered(template: ChatTemplate, messages: list[Message], variables: dict[str, Any]) -> str:
+def _wishes(fields: ChatCompletionRequest, template: AnyTemplate) -> dict[str, Any]:
+    """How much to think and to say, for templates that have a variable for it.
+
+    A degree is a wish, which binds no model; not to think at all is an order.
+    """
+    effort = fields.reasoning_effort
+    asked: dict[str, Any] = {"reasoning_effort": effort, "verbosity": fields.verbosity}
+    if effort is not None:
+        asked |= dict.fromkeys(_THINKING_SWITCHES, effort != "none")
+    wishes = {k: v for k, v in asked.items() if v is not None and template.knows(k)}
+    can_obey = wishes.keys() & {"reasoning_effort", *_THINKING_SWITCHES}
+    if effort == "none" and format_of_template(template.source) and not can_obey:
+        hint = "this model's chat template cannot keep it from thinking; leave it out"
+        raise UnsupportedParameter("reasoning_effort 'none'", hint)
+    return wishes
+
+
+def _rendered(template: AnyTemplate, messages: list[Message], variables: dict[str, Any]) -> str:
     try:
         return template.render(messages, **variables)
     except InvalidRequest as error:

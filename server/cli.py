@@ -12,8 +12,10 @@ from pathlib import Path
 from engine.config import Device, Dtype, EngineConfig, LoadFormat
 from scheduler.config import Batching, Policy, SchedulerConfig
 from scheduler.errors import InvalidConfig, PenstockError
+from scheduler.types import Pooling
 from server.chat_format import NO_PARSER
 from server.config import MIB, CorsConfig, ServeConfig, ServerConfig
+from server.pooling import PoolerConfig
 from server.reasoning import ReasoningFormat
 from server.tool_parsers import ToolFormat
 from server.version import version
@@ -74,6 +76,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             trust_request_chat_template=options.trust_request_chat_template,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
+            pooler=options.pooler_config,
             log_level=options.log_level,
         ),
         engine=EngineConfig(
@@ -87,6 +90,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             num_threads=options.num_threads,
             max_num_queued_reqs=options.max_num_queued_reqs,
             scripted=options.scripted,
+            scripted_step_s=options.scripted_step_ms / 1e3,
             scheduler=SchedulerConfig(
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
@@ -135,8 +139,8 @@ def _add_server_flags(group: "argparse._ArgumentGroup") -> None:
         nargs="+",
         action="extend",
         metavar="KEY",
-        help="let in only who sends one of these keys, on every route but /health, /ready, "
-        f"/version, /metrics and the docs (default: ${_API_KEY_VARIABLE}, else all may come)",
+        help="let in only who sends one of these keys, on every route but /health and /ready "
+        f"(default: ${_API_KEY_VARIABLE}, else all may come)",
     )
     flag(
         "--api-key-file",
@@ -188,7 +192,8 @@ def _add_server_flags(group: "argparse._ArgumentGroup") -> None:
     flag(
         "--trust-request-chat-template",
         action="store_true",
-        help="requests may bring a chat template, which may run for ever (default: off)",
+        help="requests may bring a chat template; each runs in a process of its own, with "
+        "little time and memory (default: off)",
     )
     flag(
         "--tool-call-parser",
@@ -199,6 +204,15 @@ def _add_server_flags(group: "argparse._ArgumentGroup") -> None:
         "--reasoning-parser",
         choices=[*REASONING_PARSERS, NO_PARSER],
         help="how the model marks its thoughts (default: as its chat template tells)",
+    )
+    flag(
+        "--pooler-config",
+        type=_pooler_config,
+        default=PoolerConfig(),
+        metavar="JSON",
+        help='how embeddings are made, as {"pooling_type": "MEAN", "normalize": true}; '
+        "pooling_type is LAST or MEAN (default: as the model's directory tells, else the last "
+        "token's state, normalized)",
     )
     flag(
         "--request-timeout",
@@ -258,6 +272,23 @@ def _json_list(text: str) -> list[str]:
     return values
 
 
+def _pooler_config(text: str) -> PoolerConfig:
+    """vLLM's form of this flag."""
+    try:
+        values = json.loads(text)
+        pooling, normalize = values.pop("pooling_type", None), values.pop("normalize", None)
+        if values or not (normalize is None or isinstance(normalize, bool)):
+            raise ValueError
+        return PoolerConfig(
+            pooling=None if pooling is None else Pooling(pooling.lower()), normalize=normalize
+        )
+    except (ValueError, AttributeError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f'{text} must be like {{"pooling_type": "MEAN", "normalize": true}}; pooling_type is '
+            "LAST or MEAN, and there are no other keys"
+        ) from error
+
+
 def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
     """Of the command line and the file; where there is neither, of the environment."""
     keys = list(given or ())
@@ -307,6 +338,13 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
         "--scripted",
         action="store_true",
         help="made-up tokens in place of the model's, to test the server (default: off)",
+    )
+    flag(
+        "--scripted-step-ms",
+        type=float,
+        metavar="MS",
+        default=0.0,
+        help="made-up tokens take at least so long a step (default: %(default)s)",
     )
 
 

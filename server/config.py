@@ -1,10 +1,11 @@
 """The server's settings, and the tree that joins them with the engine's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import EngineConfig
 from scheduler.errors import InvalidConfig
+from server.pooling import PoolerConfig
 
 MIB = 1 << 20
 
@@ -26,7 +27,7 @@ class ServerConfig:
     api_keys empty: no key is asked for. root_path: under which a proxy shows this server.
     request_timeout_s None: an answer may take as long as it takes. chat_template None: the one
     beside the model. tool_call_parser, reasoning_parser: a name, "none", or None for what the
-    chat template tells.
+    chat template tells. pooler: how embeddings are made.
     """
 
     host: str = "127.0.0.1"
@@ -47,6 +48,7 @@ class ServerConfig:
     trust_request_chat_template: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    pooler: PoolerConfig = field(default_factory=PoolerConfig)
     log_level: str = "info"
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """What the endpoints of every API share: the service, who asks, and the client that hangs up."""
 
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import Request
@@ -12,7 +12,7 @@ from server.errors import ModelNotFound
 from server.gate import api_key_of, read_body
 from server.generation import Generation, Piece, collected
 from server.service import Service
-from server.sse import ClientGone, until_hangup
+from server.sse import ClientGone, EventStream, EventWriter, until_hangup
 
 # nginx's status for a client that has hung up. Nobody receives it; the metrics count it.
 _CLIENT_GONE = 499
@@ -52,6 +52,32 @@ async def whole_answer(service: Service, ask: Ask) -> tuple[Generation, list[Pie
         return generation, await collected(generation)
     finally:
         generation.close()
+
+
+class Writer(EventWriter, Protocol):
+    """One API's answer in the making: its events, and what they add up to."""
+
+    @property
+    def body(self) -> dict[str, Any]: ...
+
+
+async def written(
+    service: Service,
+    ask: Ask,
+    make_writer: Callable[[Generation], Writer],
+    *,
+    streams: bool,
+) -> Response:
+    """The answer of an API whose events add up to its body."""
+    if streams:
+        generation = service.generate(ask)
+        interval_s = service.config.server.sse_ping_interval_s
+        return EventStream(generation, make_writer(generation), ping_interval_s=interval_s)
+    generation, pieces = await whole_answer(service, ask)
+    writer = make_writer(generation)
+    writer.piece(pieces[0])
+    writer.end(generation.usage)
+    return json_response(writer.body)
 
 
 def json_response(body: object, status: int = 200) -> Response:

@@ -41,10 +41,11 @@ class InvalidRequest(PenstockError):
 class UnsupportedParameter(InvalidRequest):
     """A field that we know, do not support, and that would change the answer."""
 
-    def __init__(self, param: str, hint: str = "leave it out") -> None:
+    def __init__(self, what: str, hint: str = "leave it out") -> None:
+        """what: the field, and after a space its value where only that is not supported."""
         super().__init__(
-            f"{param} is not supported by this server; {hint}",
-            param=param,
+            f"{what} is not supported by this server; {hint}",
+            param=what.partition(" ")[0],
             code="unsupported_parameter",
         )
 
@@ -63,13 +64,6 @@ class GrammarFailed(InvalidRequest):
 class ModelNotFound(PenstockError):
     def __init__(self, model: str, served: str) -> None:
         super().__init__(f"the model {model!r} is not served here; this server has {served!r}")
-
-
-class EndpointNotServed(PenstockError):
-    """One of OpenAI's, or of other servers', that we know and do not have."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"this server makes no {what}; use a server that has a model for them")
 
 
 class ResponseNotFound(PenstockError):
@@ -99,6 +93,13 @@ class RequestTimedOut(PenstockError):
 class BodyTooLarge(PenstockError):
     def __init__(self, limit: int) -> None:
         super().__init__(f"the body is larger than {limit} bytes, the most this server takes")
+
+
+class UnsupportedEncoding(PenstockError):
+    def __init__(self, encoding: str) -> None:
+        super().__init__(
+            f"a body in the content-encoding {encoding[:64]!r} is not read here; send it as it is"
+        )
 
 
 class NotServing(PenstockError):
@@ -134,7 +135,13 @@ class ErrorReply(NamedTuple):
     def response(self, path: str) -> Response:
         """In the shape that the clients of the path's API know."""
         body = self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
-        return Response(body, self.status, dict(self.headers), media_type="application/json")
+        headers = dict(_NO_RETRY if self._is_final else ()) | dict(self.headers)
+        return Response(body, self.status, headers, media_type="application/json")
+
+    @property
+    def _is_final(self) -> bool:
+        """Whether the same request would get the same answer again."""
+        return 400 <= self.status < 500 and self.status != 429
 
 
 _BAD_REQUEST = "invalid_request_error"
@@ -160,12 +167,14 @@ def reply_to(error: Exception) -> ErrorReply:
             )
         case ModelNotFound():
             return ErrorReply(404, "not_found_error", message, "model", "model_not_found")
-        case EndpointNotServed():
-            return ErrorReply(404, "not_found_error", message, None, "endpoint_not_served")
         case ResponseNotFound():
             return ErrorReply(404, "not_found_error", message, error.param, "response_not_found")
         case BodyTooLarge():
             return ErrorReply(413, _BAD_REQUEST, message, None, "body_too_large", _CLOSE)
+        case UnsupportedEncoding():
+            accepted = (("Accept-Encoding", "identity"),)
+            code = "unsupported_content_encoding"
+            return ErrorReply(415, _BAD_REQUEST, message, None, code, accepted)
         case RequestTimedOut():
             return ErrorReply(504, "timeout_error", message, None, "request_timeout", _NO_RETRY)
         case QueueFull():
@@ -181,6 +190,11 @@ def reply_to(error: Exception) -> ErrorReply:
         case _:
             text = "the server made a mistake; its log has the details under this x-request-id"
             return ErrorReply(500, "server_error", text, None, "internal_error")
+
+
+def malformed_http(status: int, message: str, code: str) -> ErrorReply:
+    """For what never becomes a request."""
+    return ErrorReply(status, _BAD_REQUEST, message, None, code)
 
 
 def _retry_after(seconds: float) -> tuple[tuple[str, str], ...]:

@@ -3,6 +3,7 @@
 Plain ASGI, because Starlette's own middleware class costs a task and two queues a request.
 """
 
+import codecs
 import hashlib
 import hmac
 import logging
@@ -11,20 +12,25 @@ import time
 from contextlib import nullcontext
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from scheduler.errors import PenstockError
-from server.errors import BodyTooLarge, InvalidApiKey, reply_to
+from server.errors import BodyTooLarge, InvalidApiKey, UnsupportedEncoding, reply_to
+from server.limits import check_parsable
 from server.service import Service
 
 logger = logging.getLogger("penstock")
 
+# In the scope: `send` as the gate got it. What lies between the gate and an endpoint looks at the
+# start of a response only, so a stream's bodies, one a token, may go past it.
+DIRECT_SEND = "penstock.send"
+
 _MAX_REQUEST_ID_CHARS = 128
-# Asked by what runs the server, which has no key, and answered at no cost worth guarding.
-_OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
+# Asked by what runs the server, which has no key: whether it lives, and whether to send traffic.
+_OPEN_PATHS = frozenset({"/health", "/ready"})
 # Beside all of /v1: what needs the model.
-_API_PATHS = frozenset({"/tokenize", "/detokenize"})
+_API_PATHS = frozenset({"/score", "/tokenize", "/detokenize"})
 
 
 class Gate:
@@ -40,9 +46,12 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # uvicorn sends no body to it
         headers = Headers(scope=scope)
+        scope[DIRECT_SEND] = send
         outgoing = _Outgoing(send, self._service, _request_id(headers))
-        path = _route_path(scope)
+        path = route_path(scope)
         is_api = path.startswith("/v1/") or path in _API_PATHS
         with self._service.counted() if is_api else nullcontext():
             try:
@@ -51,6 +60,8 @@ class Gate:
                 if is_api:
                     self._service.check_serving()
                 await self._app(scope, receive, outgoing)
+            except ClientDisconnect:
+                pass  # amid its own body: there is nobody to answer, and nothing to tell
             except Exception as error:
                 await self._answer(error, scope, receive, outgoing)
 
@@ -68,7 +79,7 @@ class Gate:
         if not isinstance(error, PenstockError):
             logger.error("request %s failed", outgoing.request_id, exc_info=error)
         if not outgoing.has_started:
-            await reply_to(error).response(_route_path(scope))(scope, receive, outgoing)
+            await reply_to(error).response(route_path(scope))(scope, receive, outgoing)
 
 
 class _Outgoing:
@@ -95,7 +106,7 @@ class _Outgoing:
         await self._send(message)
 
 
-def _route_path(scope: Scope) -> str:
+def route_path(scope: Scope) -> str:
     """Without the --root-path, which some proxies leave on and some take off."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
@@ -121,7 +132,10 @@ def api_key_of(headers: Headers) -> str | None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Raises BodyTooLarge as soon as that is known."""
+    """Raises UnsupportedEncoding, InvalidRequest, or BodyTooLarge as soon as that is known."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise UnsupportedEncoding(encoding)
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > limit:
         raise BodyTooLarge(limit)
@@ -131,4 +145,6 @@ async def read_body(request: Request, limit: int) -> bytes:
         if size > limit:
             raise BodyTooLarge(limit)
         chunks.append(chunk)
-    return b"".join(chunks)
+    body = b"".join(chunks).removeprefix(codecs.BOM_UTF8)
+    check_parsable(body)
+    return body

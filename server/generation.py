@@ -5,18 +5,19 @@ One straight story. Who hears it, a stream or a plain body, is not known here.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.client import EngineClient, OutputStream
 from scheduler.errors import PenstockError
-from scheduler.types import FinishReason, RequestOutput, TokenLogprobs
+from scheduler.types import FinishReason, PromptOutput, RequestOutput, TokenLogprobs
 from server.ask import Ask
 from server.chat_format import AnswerReader
 from server.detokenizer import StopScanner, TextDecoder, Vocabulary
 from server.errors import GrammarFailed, RequestTimedOut
+from server.logprobs import EchoedToken, echoed_tokens
 from server.metrics import Metrics
 from server.parts import Part, TextPart, merged
 
@@ -35,6 +36,8 @@ class Piece(NamedTuple):
     finish_reason: "stop", "length", or "tool_calls" where it ended with calls.
     token_ids: empty unless the client asked for them; else all that were sampled, the stop's too.
     parts: what the text consists of, for an answer that may have calls or thoughts; else None.
+    echoed: the prompt's tokens, in the first piece of an answer that begins with them and whose
+    logprobs are asked for.
     """
 
     choice: int
@@ -43,6 +46,7 @@ class Piece(NamedTuple):
     finish_reason: str | None
     token_ids: Sequence[int] = ()
     parts: Sequence[Part] | None = None
+    echoed: Sequence[EchoedToken] = ()
 
     @property
     def all_parts(self) -> Sequence[Part]:
@@ -93,8 +97,15 @@ class Choice:
         self.num_reasoning = 0
         self._reader = reader
         self._parts: list[Part] = []  # those not yet told
-        self._num_sent = 0
+        self._num_echoed = self._num_sent = len(echo)
         self._entries: list[LogprobEntry] = []  # of tokens whose text is held back
+        self._echoed: Sequence[EchoedToken] = ()  # until they have been told
+        self._shows_stop = False
+
+    def echo_logprobs(self, echoed: Sequence[EchoedToken]) -> None:
+        """To be told before its first token. The token that ends the answer is then told of too:
+        evaluation harnesses take it that as many entries follow the prompt's as were sampled."""
+        self._echoed, self._shows_stop = echoed, True
 
     def take(self, output: RequestOutput) -> Piece | None:
         """Takes new ids in; None where there is nothing to tell of yet."""
@@ -109,7 +120,7 @@ class Choice:
             new = self._pass(self._decoder.feed(token_id))
             text += new
             if output.logprobs:
-                start = self._decoder.token_start
+                start = self._num_echoed + self._decoder.token_start
                 self._entries.append(LogprobEntry(token_id, output.logprobs[i], start))
             if self._reader:
                 self._read(self._reader, new)
@@ -121,6 +132,9 @@ class Choice:
             self.num_tokens += 1
             if self._token_ids is not None:
                 self._token_ids.append(output.token_ids[-1])
+            if self._shows_stop and output.logprobs:
+                end = self._num_sent + len(text)
+                self._entries.append(LogprobEntry(output.token_ids[-1], output.logprobs[-1], end))
         if output.finish:
             if output.finish.reason is FinishReason.ERROR:
                 raise GrammarFailed
@@ -143,14 +157,15 @@ class Choice:
     def _piece(self, text: str, entries: list[LogprobEntry], reason: str | None) -> Piece:
         if self._echo:
             text, self._echo = self._echo + text, ""
+        echoed, self._echoed = self._echoed, ()
         if self._token_ids is None and self._reader is None:
-            return Piece(self.index, text, entries, reason)
+            return Piece(self.index, text, entries, reason, echoed=echoed)
         token_ids: Sequence[int] = ()
         if self._token_ids is not None:
             token_ids, self._token_ids = self._token_ids, []
         parts, self._parts = self._parts, []
         told = merged(parts) if self._reader else None
-        return Piece(self.index, text, entries, reason, token_ids, told)
+        return Piece(self.index, text, entries, reason, token_ids, told, echoed)
 
     def _read(self, reader: AnswerReader, text: str) -> None:
         """What one token adds. It is one of the thoughts if these go on behind it."""
@@ -211,7 +226,11 @@ class Generation:
         self._prompts = {request.id: i for i, request in enumerate(ask.requests)}
         self._vocabulary = vocabulary
         self.choices: list[Choice] = []
+        self.prompts: dict[int, PromptOutput] = {}  # what was asked of each prompt, when it is told
         self._num_open = 0
+        self._time_is_up = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._on_news: Callable[[], None] = _ignore
         self._outcome = "abandoned"  # until something else comes to pass
 
     def submit(self) -> None:
@@ -232,33 +251,79 @@ class Generation:
                 self.choices.append(self._choice(is_whole, echo))
         self._num_open = len(self.choices)
 
-    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """All that is new at each look. To stop early, call `close`; raises what the engine did."""
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """Calls back, on the event loop, when `take` may have news. It must not raise."""
+        self._on_news = on_news
+        for stream in self._streams:
+            stream.listen(on_news)
+        if self._timeout_s is not None and self._timer is None:
+            left_s = self.ask.arrival_s + self._timeout_s - time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._end_in_time)
+
+    def take(self) -> list[Piece]:
+        """All that is new, perhaps nothing. Raises what ended it early: the engine's error, or
+        RequestTimedOut. To stop before `has_ended`, call `close`."""
         try:
-            coming = _merged(self._streams)
-            if self._timeout_s is not None:
-                coming = _in_time(coming, self.ask.arrival_s, self._timeout_s)
-            async with aclosing(coming) as merged:
-                async for outputs in merged:
-                    pieces = self._take_all(outputs)
-                    if pieces:
-                        yield pieces
-                    if not self._num_open:
-                        break
+            if self._time_is_up:
+                assert self._timeout_s is not None
+                raise RequestTimedOut(self._timeout_s)
+            pieces = []
+            for stream in self._streams:
+                if outputs := stream.take():
+                    pieces += self._take_all(outputs)
         except Exception:
             self._outcome = "failed"
             for request in self.ask.requests:
                 self._metrics.on_failure(request.id)
             raise
-        reasons = {choice.finish_reason for choice in self.choices}
-        self._outcome = "length" if "length" in reasons else "stop"
+        if not self._num_open:
+            reasons = {choice.finish_reason for choice in self.choices}
+            self._outcome = "length" if "length" in reasons else "stop"
+        return pieces
+
+    @property
+    def has_ended(self) -> bool:
+        """All choices have: `take` gave their last pieces."""
+        if not self._num_open:
+            return True
+        return not (self._streams[0].num_open or self._time_is_up) and all(
+            stream.is_over for stream in self._streams
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Outputs of the engine that `take` would take."""
+        return sum(stream.num_waiting for stream in self._streams)
+
+    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
+        """All that is new at each look, for who need not `listen`."""
+        news = asyncio.Event()
+        self.listen(news.set)
+        while True:
+            news.clear()
+            if pieces := self.take():
+                yield pieces
+            if self.has_ended:
+                return
+            await news.wait()
 
     def close(self) -> None:
         """To be called once, however it ended: what still runs is aborted, the outcome counted."""
+        self._on_news = _ignore
+        for stream in self._streams:
+            stream.listen(_ignore)
+        if self._timer:
+            self._timer.cancel()
         self._abort()
         self._metrics.outcomes[self._outcome] += 1
         if self._outcome in ("stop", "length"):
             self._metrics.latency.observe(time.monotonic() - self.ask.arrival_s)
+
+    def _end_in_time(self) -> None:
+        """The next `take` says so; until then the engine need not go on."""
+        self._time_is_up = True
+        self._abort()
+        self._on_news()
 
     def _abort(self) -> None:
         for request, _ in zip(self.ask.requests, self._streams, strict=False):
@@ -289,6 +354,8 @@ class Generation:
         pieces = []
         for output in outputs:
             prompt = self._prompts[output.request_id]
+            if output.prompt is not None:
+                self._take_prompt(prompt, output.prompt)
             choice = self.choices[prompt * self.ask.n + output.index]
             if choice.finish_reason:
                 continue  # it came behind a stop string
@@ -301,6 +368,16 @@ class Generation:
             if piece:
                 pieces.append(piece)
         return _coalesced(pieces)
+
+    def _take_prompt(self, prompt: int, told: PromptOutput) -> None:
+        """It comes before anything else of this prompt's answers."""
+        self.prompts[prompt] = told
+        if self.ask.echoes_logprobs:
+            assert told.logprobs is not None
+            token_ids = self.ask.requests[prompt].prompt_token_ids
+            echoed = echoed_tokens(self._vocabulary, token_ids, told.logprobs)
+            for choice in self.choices[prompt * self.ask.n : (prompt + 1) * self.ask.n]:
+                choice.echo_logprobs(echoed)
 
     def _end(self, choice: Choice, output: RequestOutput) -> None:
         self._num_open -= 1
@@ -354,54 +431,9 @@ def _joined(pieces: list[Piece]) -> Piece:
     parts = None
     if pieces[-1].parts is not None:
         parts = merged(part for piece in pieces for part in piece.parts or ())
-    return Piece(pieces[-1].choice, text, logprobs, pieces[-1].finish_reason, token_ids, parts)
+    last, echoed = pieces[-1], pieces[0].echoed
+    return Piece(last.choice, text, logprobs, last.finish_reason, token_ids, parts, echoed)
 
 
-async def _merged(streams: list[OutputStream]) -> AsyncGenerator[list[RequestOutput], None]:
-    """The outputs of all streams as they come. One stream, the usual case, needs no tasks."""
-    if len(streams) == 1:
-        async for outputs in streams[0]:
-            yield outputs
-        return
-    queue: asyncio.Queue[list[RequestOutput] | PenstockError | None] = asyncio.Queue()
-    pumps = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
-    num_open = len(streams)
-    try:
-        while num_open:
-            item = await queue.get()
-            if isinstance(item, PenstockError):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-    finally:
-        for pump in pumps:
-            pump.cancel()
-
-
-async def _in_time(
-    outputs: AsyncGenerator[list[RequestOutput], None], arrival_s: float, timeout_s: float
-) -> AsyncGenerator[list[RequestOutput], None]:
-    """The same, until the time is up: then RequestTimedOut."""
-    async with aclosing(outputs):
-        while True:
-            try:
-                async with asyncio.timeout(arrival_s + timeout_s - time.monotonic()):
-                    news = await anext(outputs)
-            except StopAsyncIteration:
-                return
-            except TimeoutError as error:
-                raise RequestTimedOut(timeout_s) from error
-            yield news
-
-
-async def _pump(
-    stream: OutputStream, queue: asyncio.Queue[list[RequestOutput] | PenstockError | None]
-) -> None:
-    try:
-        async for outputs in stream:
-            queue.put_nowait(outputs)
-        queue.put_nowait(None)
-    except PenstockError as error:
-        queue.put_nowait(error)
+def _ignore() -> None:
+    """Nobody listens."""

@@ -1,6 +1,7 @@
 """`/v1/messages`: Anthropic's API, for the programs that were written for it."""
 
 import time
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -13,7 +14,7 @@ from server.endpoint import (
     service_of,
     tenant_who_asks,
     unless_gone,
-    whole_answer,
+    written,
 )
 from server.generation import Generation
 from server.messages_protocol import (
@@ -23,8 +24,8 @@ from server.messages_protocol import (
     in_words_of_messages,
 )
 from server.messages_replies import MessageWriter
+from server.protocol import ChatCompletionRequest
 from server.service import Service
-from server.sse import EventStream
 
 router = APIRouter()
 
@@ -38,18 +39,10 @@ async def create_message(request: Request) -> Response:
 
     async def answer() -> Response:
         with in_words_of_messages():
-            chat = chat_request(fields)
+            chat = _chat(service, fields)
             ask = await ask_chat(chat, service.model, tenant=tenant, arrival_s=arrival_s)
-            if fields.stream:
-                generation = service.generate(ask)
-                writer = _writer(service, generation)
-                interval_s = service.config.server.sse_ping_interval_s
-                return EventStream(generation, writer, ping_interval_s=interval_s)
-            generation, pieces = await whole_answer(service, ask)
-        writer = _writer(service, generation)
-        writer.piece(pieces[0])
-        writer.end(generation.usage)
-        return json_response(writer.message)
+            make_writer = partial(_writer, service)
+            return await written(service, ask, make_writer, streams=bool(fields.stream))
 
     return await unless_gone(request, answer())
 
@@ -60,9 +53,13 @@ async def count_tokens(request: Request) -> Response:
     fields = CountTokensRequest.parse(await body_of(request))
     check_model(service, fields.model)
     with in_words_of_messages():
-        chat, tenant = chat_request(fields), tenant_who_asks(request)
+        chat, tenant = _chat(service, fields), tenant_who_asks(request)
         ask = await ask_chat(chat, service.model, tenant=tenant, arrival_s=arrival_s)
     return json_response({"input_tokens": len(ask.requests[0].prompt_token_ids)})
+
+
+def _chat(service: Service, fields: CountTokensRequest) -> ChatCompletionRequest:
+    return chat_request(fields, thinks=service.model.chat_format.reasoning is not None)
 
 
 def _writer(service: Service, generation: Generation) -> MessageWriter:

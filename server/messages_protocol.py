@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import ConfigDict, Field, ValidationError
 
-from server.errors import UnsupportedParameter
+from server.errors import InvalidRequest, UnsupportedParameter
+from server.other_words import SAME_IN_CHAT, as_chat, checked, in_other_words
 from server.protocol import (
     MAX_STOPS,
     ChatCompletionRequest,
@@ -18,7 +19,6 @@ from server.protocol import (
     Wire,
     invalid_fields,
 )
-from server.responses_protocol import SAME_IN_CHAT, checked, in_other_words
 
 Block = dict[str, Any]
 Blocks = Annotated[list[Block], Field(fail_fast=True)]
@@ -34,6 +34,8 @@ _CHAT_TO_MESSAGES = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "continue_final_message": "an assistant message at the end",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
     ".function.parameters": ".input_schema",
     ".function.name": ".name",
 }
@@ -78,7 +80,12 @@ class ToolChoice(Wire):
 
 class ThinkingConfig(Wire):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: int | None = None
+    budget_tokens: int | None = Field(None, ge=0)
+
+    def check_disabled(self) -> None:
+        if self.budget_tokens is not None:
+            param = "thinking.budget_tokens"
+            raise InvalidRequest(f'{param} goes not with the type "disabled"', param=param)
 
 
 class OutputConfig(Wire):
@@ -109,9 +116,8 @@ class CountTokensRequest(Wire):
         for name, value in (fields.model_extra or {}).items():
             if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
                 raise UnsupportedParameter(name)
-        if fields.thinking and fields.thinking.budget_tokens is not None:
-            hint = "thoughts cannot be limited apart; leave it out, max_tokens counts them too"
-            raise UnsupportedParameter("thinking.budget_tokens", hint)
+        if fields.thinking and fields.thinking.type == "disabled":
+            fields.thinking.check_disabled()
         return fields
 
     def chat_fields(self) -> dict[str, Any]:
@@ -122,9 +128,7 @@ class CountTokensRequest(Wire):
         fields |= {"model": self.model, "messages": messages}
         if self.messages[-1].role == "assistant":  # Anthropic's answer goes on where it ends
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
-        if self.thinking:  # the word for it in the templates of models that can do both
-            asked = {"enable_thinking": self.thinking.type != "disabled"}
-            fields["chat_template_kwargs"] = asked | (fields.get("chat_template_kwargs") or {})
+        fields |= self._thinking_fields(fields.get("chat_template_kwargs") or {})
         if self.tools:
             fields["tools"] = [_chat_tool(t, f"tools[{i}]") for i, t in enumerate(self.tools)]
         if self.tools and self.tool_choice:
@@ -134,6 +138,17 @@ class CountTokensRequest(Wire):
         if self.output_config and self.output_config.format:
             fields["response_format"] = _chat_format(self.output_config.format)
         return fields
+
+    def _thinking_fields(self, template_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Whether, how hard and how long to think; a model that cannot pays no heed to the wish."""
+        thinking = self.thinking.type if self.thinking else None
+        if thinking == "disabled":  # the word for it in the templates of models that can do both
+            return {"chat_template_kwargs": {"enable_thinking": False} | template_kwargs}
+        effort = self.output_config.effort if self.output_config else None
+        return {
+            "reasoning_effort": effort or ("medium" if thinking == "enabled" else None),
+            "thinking_token_budget": self.thinking.budget_tokens if self.thinking else None,
+        }
 
 
 class MessagesRequest(CountTokensRequest):
@@ -156,9 +171,15 @@ class MessagesRequest(CountTokensRequest):
         }
 
 
-def chat_request(fields: CountTokensRequest) -> ChatCompletionRequest:
-    """Raises InvalidRequest, in the words of chat completions: see `in_words_of_messages`."""
-    return ChatCompletionRequest.parse(msgspec.json.encode(fields.chat_fields()))
+def chat_request(fields: CountTokensRequest, *, thinks: bool) -> ChatCompletionRequest:
+    """thinks: whether the model does; one that does not keeps any limit of its thoughts.
+
+    Raises InvalidRequest, in the words of chat completions: see `in_words_of_messages`.
+    """
+    in_chat = fields.chat_fields()
+    if not thinks:
+        in_chat.pop("thinking_token_budget", None)
+    return as_chat(in_chat)
 
 
 def in_words_of_messages() -> contextlib.AbstractContextManager[None]:

@@ -48,6 +48,10 @@ class MessageWriter:
         self._last: Part | None = None  # of the block that is open
         self._texts: list[str] = []
 
+    @property
+    def body(self) -> dict[str, Any]:
+        return self.message
+
     def openings(self, num_choices: int) -> bytes:
         assert num_choices == 1, num_choices
         return _event("message_start", message=self.message)

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
+from server.embeddings import EmbeddingRequest, ScoreRequest
 from server.endpoint import json_response
 from server.errors import ANTHROPIC_PATH
 from server.messages_protocol import CountTokensRequest, MessagesRequest
@@ -64,6 +65,15 @@ _OPERATIONS = {
     "/v1/messages/count_tokens": _Operation(
         bodies=(CountTokensRequest,), required=("input_tokens",)
     ),
+    "/v1/embeddings": _Operation(
+        bodies=(EmbeddingRequest,), required=("object", "model", "data", "usage")
+    ),
+    "/v1/score": _Operation(
+        bodies=(ScoreRequest,), required=("id", "object", "model", "data", "usage")
+    ),
+    "/score": _Operation(
+        bodies=(ScoreRequest,), required=("id", "object", "model", "data", "usage")
+    ),
     "/tokenize": _Operation(
         bodies=(TokenizeRequest, TokenizeChatRequest),
         required=("count", "max_model_len", "tokens", "token_strs"),
@@ -82,6 +92,7 @@ _ERRORS = {
     401: "The key is missing or wrong",
     404: "There is no such model, path or object",
     413: "The body is larger than --max-body-bytes",
+    415: "The body is compressed; send it as it is",
     429: "Too many requests wait; Retry-After says when to come back",
     500: "The server's mistake, or the engine has ended",
     503: "The model is loading, or the server is about to end; Retry-After says when to come back",

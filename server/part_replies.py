@@ -5,6 +5,10 @@ from typing import Any
 
 from server.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
 
+# DeepSeek's name, which most servers and clients took over, and the one that vLLM has given it
+# since. Clients read the one or the other, and those that know both take the first that is there.
+_REASONING = ("reasoning_content", "reasoning")
+
 
 def message_of(parts: Iterable[Part]) -> dict[str, Any]:
     """The assistant's message. content is null where there is none but calls or thoughts."""
@@ -23,7 +27,7 @@ def message_of(parts: Iterable[Part]) -> dict[str, Any]:
     content = text or (None if calls or reasoning else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reasoning:
-        message["reasoning_content"] = reasoning
+        message |= dict.fromkeys(_REASONING, reasoning)
     if calls:
         message["tool_calls"] = calls
     return message
@@ -35,7 +39,7 @@ def delta_of(part: Part) -> dict[str, Any]:
         case TextPart():
             return {"content": part.text}
         case ReasoningPart():
-            return {"reasoning_content": part.text}
+            return dict.fromkeys(_REASONING, part.text)
         case CallStart():
             function = {"name": part.name, "arguments": ""}
             call = {"index": part.index, "id": part.id, "type": "function", "function": function}

@@ -8,17 +8,18 @@ and torch. Only a model without a tokenizer.json still needs its conversion.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jinja2 import Template, TemplateError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from scheduler.errors import InvalidConfig
 from server.detokenizer import Vocabulary
-from server.errors import InvalidRequest
+from server.errors import InvalidRequest, UnsupportedParameter
+from server.foreign_template import TemplateFailed, render
+from server.infill import Infill
+from server.jinja_rules import RENDER_ERRORS, environment
 
 Message = Mapping[str, Any]
 
@@ -53,6 +54,8 @@ class PromptEncoder:
         self._template = template
         self._special_tokens = dict(special_tokens or {})
         self.vocabulary = Vocabulary(tokenizer)
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
+        self.infill = Infill.detect(tokenizer, adds_space=self.vocabulary.num_stripped > 0)
 
     @classmethod
     def load(cls, directory: Path, chat_template: Path | None) -> "PromptEncoder":
@@ -69,7 +72,9 @@ class PromptEncoder:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """A plain text, with the special tokens (BOS) that the tokenizer puts around one."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The one that lets other threads run: with `encode` all streams would wait for a long text.
+        encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encodings[0].ids)
 
     def encode_all(
         self, prompts: list[str | list[int]], *, add_special_tokens: bool = True
@@ -82,10 +87,32 @@ class PromptEncoder:
             for prompt in prompts
         ]
 
+    def encode_infill(
+        self, prefixes: list[str], suffix: str, *, add_special_tokens: bool = True
+    ) -> list[tuple[int, ...]]:
+        """Prompts whose answers belong between each prefix and the suffix.
+
+        Raises UnsupportedParameter for a model that cannot fill in.
+        """
+        if self.infill is None:
+            hint = "the model's vocabulary has no tokens to fill in the middle; leave it out"
+            raise UnsupportedParameter("suffix", hint)
+        return [
+            self.infill.encode(
+                self._tokenizer, prefix, suffix, add_special_tokens=add_special_tokens
+            )
+            for prefix in prefixes
+        ]
+
     def encode_within(self, word: str) -> set[tuple[int, ...]]:
         """A word as it may stand in an answer: at its beginning, and behind a space."""
         texts = (word.lstrip(), f" {word.lstrip()}")
         return {self.encode(text, add_special_tokens=False) for text in texts} - {()}
+
+    def ids_of_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+        """Of those texts that are each a token of its own."""
+        ids = {text: self._tokenizer.token_to_id(text) for text in texts}
+        return {text: token_id for text, token_id in ids.items() if token_id is not None}
 
     def token_names(self, token_ids: Iterable[int]) -> list[str]:
         """As the tokenizer's own file spells them."""
@@ -103,13 +130,10 @@ class PromptEncoder:
         """What a chat template has made, which as a rule has its special tokens already."""
         return self.encode(text, add_special_tokens=add_special_tokens)
 
-    def chat_template(self, source: str | None = None) -> "ChatTemplate":
+    def chat_template(self, source: str | None = None) -> "ChatTemplate | ForeignTemplate":
         """The model's own, or the one that a client has sent. Raises InvalidRequest."""
         if source is not None:
-            try:
-                return ChatTemplate(source, self._special_tokens)
-            except InvalidConfig as error:
-                raise InvalidRequest(str(error), param="chat_template") from error
+            return ForeignTemplate(source, self._special_tokens)
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template, so it takes no conversations; use "
@@ -126,10 +150,10 @@ class ChatTemplate:
         """Raises InvalidConfig where the template is not valid Jinja."""
         self.source = source
         self._special_tokens = special_tokens
-        environment = _environment()
+        rules = environment()
         try:
-            self._template: Template = environment.from_string(source)
-            self._known = meta.find_undeclared_variables(environment.parse(source))
+            self._template: Template = rules.from_string(source)
+            self._known = meta.find_undeclared_variables(rules.parse(source))
         except TemplateError as error:
             raise InvalidConfig(f"the chat template is not valid: {error}") from error
 
@@ -146,42 +170,35 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **given
             )
-        except (TemplateError, TypeError) as error:
+        except RENDER_ERRORS as error:
             raise InvalidRequest(
                 f"this model's chat template does not take these messages: {error}",
                 param="messages",
             ) from error
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+class ForeignTemplate:
+    """One that a client has sent: as `ChatTemplate`, but it is never run in this process."""
 
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self.source = source
+        self._special_tokens = special_tokens
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As in transformers; Jinja's own escapes HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    def knows(self, name: str) -> bool:
+        """Whether the name is in it; it is not read here more closely than that."""
+        return name in self.source
 
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
+    def render(
+        self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """Raises InvalidRequest."""
+        given = self._special_tokens | variables
+        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            return render(self.source, given)
+        except TemplateFailed as error:
+            message = f"chat_template cannot be rendered: {error}"
+            raise InvalidRequest(message, param="chat_template") from error
 
 
 def _load_tokenizer(directory: Path) -> Tokenizer:

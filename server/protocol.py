@@ -1,17 +1,21 @@
 """OpenAI's wire types, what we let in of them, and what they ask for in our own words.
 
 Three kinds of field: those we serve are declared; those that we know, do not serve, and that would
-change the answer are refused by name (`_NEUTRAL`); all others are ignored.
+change the answer are refused by name (`NEUTRAL`); all others are ignored.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from server.errors import InvalidRequest, UnsupportedParameter
+from server.known_fields import HINTS, NOT_SERVED
 from server.structured import RENAMED, Constraint, constraint_of
 from server.tool_fields import (
+    AllowedTool,
+    AllowedTools,
     CalledFunction,
     FunctionChoice,
     FunctionSpec,
@@ -33,7 +37,8 @@ MAX_REQUEST_ID_CHARS = 128
 
 # Known, not served: field -> the values that change nothing. OpenAI's first, then those that users
 # of other servers send.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    **NOT_SERVED,
     "tools": ([],),  # of a chat, as are the next
     "tool_choice": ("none", "auto"),
     "chat_template": (),
@@ -46,11 +51,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
     "web_search_options": (),
     "moderation": (),
-    "suffix": ("",),
+    "suffix": ("",),  # of a chat
     **dict.fromkeys(RENAMED, ()),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
-    "prompt_logprobs": (),
     "prompt_embeds": (),
     "logits_processors": ([],),
     "documents": ([],),
@@ -66,13 +70,20 @@ _EXPECTED = {
     "output": "must be a string or a list of text parts",
     "system": "must be a string or a list of text blocks",
 }
-_TOOL_MODELS = (Tool, FunctionSpec, NamedToolChoice, FunctionChoice, ToolCall, CalledFunction)
+_TOOL_MODELS = (
+    *(Tool, FunctionSpec, NamedToolChoice, AllowedTools, AllowedTool, FunctionChoice),
+    *(ToolCall, CalledFunction),
+)
 
 Probability = Annotated[float, Field(ge=0, le=1)]  # 0 keeps the best token alone
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
+RequestName = Annotated[str, Field(max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[!-~]+$")]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
 
@@ -106,32 +117,33 @@ class GenerationFields(Wire):
     logit_bias: Annotated[dict[int, Bias], Field(max_length=1024)] | None = None
     user: str | None = None
     # Beyond OpenAI, under vLLM's names.
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    min_tokens: int | None = Field(None, ge=0)
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=1 << 18, fail_fast=True)] | None
+    ) = None
     skip_special_tokens: bool | None = None
     # Nothing to act on: the decoders that we serve never put spaces between tokens.
     spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     # One of these at most: see server/structured.py. The last two are llama.cpp's.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
-    request_id: (
-        Annotated[str, Field(max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[!-~]+$")] | None
-    ) = None
+    request_id: RequestName | None = None
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -169,6 +181,11 @@ class GenerationFields(Wire):
         raise NotImplementedError
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As `SamplingParams.num_prompt_logprobs`."""
+        return self.prompt_logprobs
+
+    @property
     def num_logprobs_to_sample(self) -> int | None:
         """Those that the client wants to see, or those that tell which answers are the best."""
         if self.num_logprobs is None and self.num_sampled > (self.n or 1):
@@ -182,9 +199,8 @@ class GenerationFields(Wire):
 
     def _refuse_unsupported(self) -> None:
         for name, value in (self.model_extra or {}).items():
-            if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
-                new_name = RENAMED.get(name)
-                raise UnsupportedParameter(name, f"use {new_name}" if new_name else "leave it out")
+            if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
+                raise UnsupportedParameter(name, _hint(name))
 
     @property
     def constraint(self) -> Constraint | None:
@@ -199,6 +215,9 @@ class GenerationFields(Wire):
         if self.stream_options and not self.stream:
             message = "stream_options goes only with stream: true"
             raise InvalidRequest(message, param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs goes not with stream: true; take one"
+            raise InvalidRequest(message, param="prompt_logprobs")
         if self.truncate_prompt_tokens == 0:
             message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
             raise InvalidRequest(message, param="truncate_prompt_tokens")
@@ -220,6 +239,8 @@ class CompletionRequest(GenerationFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_N)
     echo: bool | None = None
+    max_tokens: int | None = Field(None, ge=0)  # 0: only what is told of the prompt
+    suffix: str | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -237,12 +258,20 @@ class CompletionRequest(GenerationFields):
     def num_sampled(self) -> int:
         return self.best_of or self.n or 1
 
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the logprobs begin with the prompt's."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        if self.echoes_logprobs:
+            return max(self.logprobs or 0, self.prompt_logprobs or 0)
+        return self.prompt_logprobs
+
     def _check(self) -> None:
         super()._check()
         self._check_best_of()
-        if self.echo and self.logprobs is not None:
-            message = "echo goes not with logprobs: this server computes none of prompts; take one"
-            raise InvalidRequest(message, param="echo", code="unsupported_parameter")
         if len(self.prompts) > MAX_PROMPTS:
             message = f"prompt has {len(self.prompts)} prompts, more than the {MAX_PROMPTS} allowed"
             raise InvalidRequest(message, param="prompt")
@@ -250,6 +279,19 @@ class CompletionRequest(GenerationFields):
             raise InvalidRequest("prompt is empty; it needs a token at least", param="prompt")
         if any(isinstance(prompt, str) and "\0" in prompt for prompt in self.prompts):
             raise _nul("prompt")
+        if self.suffix:
+            self._check_suffix(self.suffix)
+
+    def _check_suffix(self, suffix: str) -> None:
+        """Whether the model can fill in at all is known to server/infill.py."""
+        if not all(isinstance(prompt, str) for prompt in self.prompts):
+            message = "suffix needs a prompt of text; among token ids, place the markers yourself"
+            raise InvalidRequest(message, param="suffix")
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(self, name):
+                raise InvalidRequest(f"{name} goes not with suffix; take one", param=name)
+        if "\0" in suffix:
+            raise _nul("suffix")
 
     def _check_best_of(self) -> None:
         if self.num_sampled < (self.n or 1):
@@ -260,11 +302,16 @@ class CompletionRequest(GenerationFields):
             raise InvalidRequest(message, param="best_of")
 
 
+# What an assistant may have said other than in text and calls, and what to send in its place.
+_OTHER_SPEECH = {"function_call": "use tool_calls", "audio": "send what was said as text"}
+
+
 class ContentPart(Wire):
-    """A part of a message. Only text is served; others are refused by their type's name."""
+    """A part of a message. Text and refusals are served; others are refused by their type."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class ChatMessage(Wire):
@@ -276,11 +323,14 @@ class ChatMessage(Wire):
     tool_call_id: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, in vLLM's newer word
+    refusal: str | None = None
 
     def for_template(self, param: str) -> dict[str, Any]:
         """As chat templates know it. "developer" is OpenAI's newer word for "system"."""
-        if (self.model_extra or {}).get("function_call"):
-            raise UnsupportedParameter(f"{param}.function_call", "use tool_calls")
+        for name, hint in _OTHER_SPEECH.items():
+            if (self.model_extra or {}).get(name):
+                raise UnsupportedParameter(f"{param}.{name}", hint)
         role = "system" if self.role == "developer" else self.role
         message = {"role": role, "content": self._text(f"{param}.content")}
         calls = self._calls(f"{param}.tool_calls")
@@ -288,7 +338,7 @@ class ChatMessage(Wire):
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "tool_calls": calls or None,
-            "reasoning_content": self.reasoning_content,
+            "reasoning_content": self.reasoning_content or self.reasoning,
         }
         return message | {key: value for key, value in optional.items() if value is not None}
 
@@ -304,7 +354,7 @@ class ChatMessage(Wire):
         elif self.content is None and self.role != "assistant":
             raise InvalidRequest(f"{param} is missing; it {_EXPECTED['content']}", param=param)
         else:
-            texts = [self.content or ""]
+            texts = [self.content or self.refusal or ""]
         text = "".join(texts)
         if "\0" in text:
             raise _nul(param)
@@ -312,6 +362,8 @@ class ChatMessage(Wire):
 
 
 def _text_of(part: ContentPart, param: str) -> str:
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
     if part.type != "text":
         raise UnsupportedParameter(f"{param}.type {part.type!r}", "this server takes text parts")
     if part.text is None:
@@ -326,17 +378,30 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    reasoning_effort: ReasoningEffort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    thinking_token_budget: int | None = Field(None, ge=-1)  # vLLM's; -1: no limit
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
     @property
+    def thinking_budget(self) -> int | None:
+        """So many tokens may thoughts have; None where they may have any number."""
+        budget = self.thinking_token_budget
+        return None if budget is None or budget < 0 else budget
+
+    @property
     def num_chars(self) -> int:
         """About so many has the prompt."""
+        return self.num_content_chars + sum(len(str(t.function)) for t in self.usable_tools)
+
+    @property
+    def num_content_chars(self) -> int:
         contents = (m.content or "" for m in self.messages)
         texts = (c if isinstance(c, str) else "".join(p.text or "" for p in c) for c in contents)
-        return sum(map(len, texts)) + sum(len(str(t.function)) for t in self.usable_tools)
+        return sum(map(len, texts))
 
     @property
     def adds_generation_prompt(self) -> bool:
@@ -373,15 +438,25 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
             raise InvalidRequest(message, param="continue_final_message")
 
 
+def _hint(name: str) -> str:
+    new_name = RENAMED.get(name)
+    return f"use {new_name}" if new_name else HINTS.get(name, "leave it out")
+
+
 def _nul(param: str) -> InvalidRequest:
     message = f"{param} has a NUL character (U+0000), which is no text; take it out"
     return InvalidRequest(message, param=param)
 
 
 def invalid_fields(
-    error: ValidationError, model: type[BaseModel], *, at: str = ""
+    error: ValidationError,
+    model: type[BaseModel],
+    *,
+    at: str = "",
+    expected: Mapping[str, str] = _EXPECTED,
 ) -> InvalidRequest:
     """The first thing that is wrong, in a sentence. at: where in the body the model's values are.
+    expected: what a field must be, where it may be several things.
 
     Without the names of fields the path of an error would hold those of a union's branches too.
     """
@@ -400,8 +475,8 @@ def invalid_fields(
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is missing", param=param)
     last_name = next(part for part in reversed(path) if isinstance(part, str))
-    is_branch = last_name in _EXPECTED and first["type"].endswith("_type")
-    says = _EXPECTED[last_name] if is_branch else _as_predicate(first["msg"])
+    is_branch = last_name in expected and first["type"].endswith("_type")
+    says = expected[last_name] if is_branch else _as_predicate(first["msg"])
     return InvalidRequest(f"{param} {says}", param=param)
 
 

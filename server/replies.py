@@ -4,7 +4,6 @@ A chunk is bytes that were put together at the request's start, around an escape
 a chunk, encoding the object anew would cost more than all the rest of a stream.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -15,13 +14,12 @@ from engine.executor import ModelInfo
 from server.detokenizer import Vocabulary
 from server.errors import reply_to
 from server.generation import LogprobEntry, Piece, Usage
+from server.logprobs import EchoedToken, PositionLogprobs, finite
 from server.part_replies import delta_of, message_of
 from server.parts import Part
 from server.version import version
 
 _encode = msgspec.json.Encoder().encode
-# JSON has no infinity; OpenAI's own stand-in for a token that cannot be.
-_LOWEST_LOGPROB = -9999.0
 
 
 def system_fingerprint(info: ModelInfo) -> str:
@@ -39,7 +37,13 @@ class Reply(Protocol):
         """A whole choice of a plain body."""
         ...
 
-    def logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]: ...
+    def logprobs(
+        self, entries: list[LogprobEntry], echoed: Sequence[EchoedToken] = ()
+    ) -> dict[str, Any]: ...
+
+    def add_prompts(self, body: dict[str, Any], prompts: list[list[PositionLogprobs]]) -> None:
+        """vLLM's `prompt_logprobs`, where it has them. prompts: each choice's."""
+        ...
 
     def head_extras(self) -> dict[str, Any]:
         """Of a body, or of a stream's openings, beside the choices."""
@@ -114,7 +118,13 @@ class ChatReply:
     def delta_extras(self, piece: Piece, is_first: bool) -> dict[str, Any]:
         return {"token_ids": piece.token_ids} if self._extras.prompt_ids else {}
 
-    def logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]:
+    def add_prompts(self, body: dict[str, Any], prompts: list[list[PositionLogprobs]]) -> None:
+        body["prompt_logprobs"] = prompts[0]
+
+    def logprobs(
+        self, entries: list[LogprobEntry], echoed: Sequence[EchoedToken] = ()
+    ) -> dict[str, Any]:
+        """A chat's answer echoes nothing."""
         return {"content": [self._entry(entry) for entry in entries], "refusal": None}
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -136,7 +146,7 @@ class ChatReply:
         spelling = self._vocabulary.spelling(token_id)
         return {
             "token": self._extras.name(token_id, spelling),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": list(spelling),
         }
 
@@ -165,9 +175,11 @@ class CompletionReply:
         choice = {
             "index": piece.choice,
             "text": piece.text,
-            "logprobs": None if self._num_logprobs is None else self.logprobs(piece.logprobs),
+            "logprobs": None,
             "finish_reason": piece.finish_reason,
         }
+        if self._num_logprobs is not None:
+            choice["logprobs"] = self.logprobs(piece.logprobs, piece.echoed)
         return choice | self.delta_extras(piece, is_first=True)
 
     def head_extras(self) -> dict[str, Any]:
@@ -180,12 +192,22 @@ class CompletionReply:
         prompt = {"prompt_token_ids": prompts[piece.choice]} if is_first else {}
         return prompt | {"token_ids": piece.token_ids}
 
-    def logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]:
+    def add_prompts(self, body: dict[str, Any], prompts: list[list[PositionLogprobs]]) -> None:
+        for choice, prompt in zip(body["choices"], prompts, strict=True):
+            choice["prompt_logprobs"] = prompt
+
+    def logprobs(
+        self, entries: list[LogprobEntry], echoed: Sequence[EchoedToken] = ()
+    ) -> dict[str, Any]:
+        """Those of the prompt, where it is echoed, and of the answer as one list."""
+        tokens: list[LogprobEntry | EchoedToken] = [*echoed, *entries]
         return {
-            "text_offset": [entry.offset for entry in entries],
-            "token_logprobs": [_finite(entry.logprobs.logprob) for entry in entries],
-            "tokens": [self._spell(entry.token_id) for entry in entries],
-            "top_logprobs": [self._top(entry) for entry in entries],
+            "text_offset": [token.offset for token in tokens],
+            "token_logprobs": [
+                finite(token.logprobs.logprob) if token.logprobs else None for token in tokens
+            ],
+            "tokens": [self._spell(token.token_id) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
         }
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -197,18 +219,20 @@ class CompletionReply:
     def closing(self, index: int, finish_reason: str) -> dict[str, Any]:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}
 
-    def _top(self, entry: LogprobEntry) -> dict[str, float]:
-        """The best, and the sampled token besides, as OpenAI has it."""
-        best = entry.logprobs.top[: self._num_logprobs]
-        pairs = (*best, (entry.token_id, entry.logprobs.logprob))
-        return {self._spell(token_id): _finite(logprob) for token_id, logprob in pairs}
+    def _top(self, token: LogprobEntry | EchoedToken) -> dict[str, float] | None:
+        """The best, and the token itself besides, as OpenAI has it."""
+        if token.logprobs is None:
+            return None
+        best = token.logprobs.top[: self._num_logprobs]
+        top: dict[str, float] = {}
+        for token_id, logprob in (*best, (token.token_id, token.logprobs.logprob)):
+            # Halves of characters may be spelled alike: the best one stays, as whoever takes the
+            # maximum expects.
+            top.setdefault(self._spell(token_id), finite(logprob))
+        return top
 
     def _spell(self, token_id: int) -> str:
         return self._extras.name(token_id, self._vocabulary.spelling(token_id))
-
-
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB
 
 
 class Envelope:
@@ -230,9 +254,18 @@ class Envelope:
         }
 
 
-def plain_body(envelope: Envelope, reply: Reply, pieces: list[Piece], usage: Usage) -> bytes:
+def plain_body(
+    envelope: Envelope,
+    reply: Reply,
+    pieces: list[Piece],
+    usage: Usage,
+    prompts: list[list[PositionLogprobs]] | None = None,
+) -> bytes:
+    """prompts: what is told of each choice's prompt, where that was asked for."""
     choices = [reply.choice(piece) for piece in pieces]
     body = {"choices": choices, "usage": usage_fields(usage), **reply.head_extras()}
+    if prompts:
+        reply.add_prompts(body, prompts)
     return _encode(envelope.head(reply.object) | body)
 
 
@@ -283,10 +316,12 @@ class ChunkWriter:
         events = b""
         if piece.parts is not None:
             events = self._of_parts(piece, piece.parts)
-        elif piece.text or piece.logprobs or piece.token_ids:
+        elif piece.text or piece.logprobs or piece.token_ids or piece.echoed:
             is_first = piece.choice not in self._deltas
             before, after = self._delta(piece.choice)
-            logprobs = _encode(self._reply.logprobs(piece.logprobs)) if piece.logprobs else b"null"
+            logprobs = b"null"
+            if piece.logprobs or piece.echoed:
+                logprobs = _encode(self._reply.logprobs(piece.logprobs, piece.echoed))
             if piece.token_ids:
                 extras = self._reply.delta_extras(piece, is_first)
                 logprobs += b"," + _encode(extras)[1:-1]

@@ -16,9 +16,9 @@ from server.endpoint import (
     service_of,
     tenant_who_asks,
     unless_gone,
-    whole_answer,
+    written,
 )
-from server.errors import EndpointNotServed, InvalidRequest, UnsupportedParameter
+from server.errors import InvalidRequest, UnsupportedParameter
 from server.replies import ChatReply
 from server.response_store import ResponseStore, StoredResponse, items_of
 from server.responses_protocol import (
@@ -29,7 +29,7 @@ from server.responses_protocol import (
 )
 from server.responses_replies import ResponseWriter, response_head
 from server.service import Service
-from server.sse import EventStream
+from server.truncation import asked_with_what_fits
 
 router = APIRouter()
 
@@ -46,16 +46,10 @@ async def create_response(request: Request) -> Response:
     history = _history(service, fields, tenant)
 
     async def answer() -> Response:
-        with in_words_of_responses():
+        with in_words_of_responses(fields):
             ask = await _ask(service, fields, history, tenant, arrival_s)
             writer = _writer(service, fields, ask, history, tenant)
-            if fields.stream:
-                interval_s = service.config.server.sse_ping_interval_s
-                return EventStream(service.generate(ask), writer, ping_interval_s=interval_s)
-            generation, pieces = await whole_answer(service, ask)
-        writer.piece(pieces[0])
-        writer.end(generation.usage)
-        return json_response(writer.response)
+            return await written(service, ask, lambda _: writer, streams=bool(fields.stream))
 
     return await unless_gone(request, answer())
 
@@ -67,7 +61,7 @@ async def count_input_tokens(request: Request) -> Response:
     check_model(service, fields.model)
     tenant = tenant_who_asks(request)
     history = _history(service, fields, tenant)
-    with in_words_of_responses():
+    with in_words_of_responses(fields):
         ask = await _ask(service, fields, history, tenant, arrival_s)
     num_tokens = len(ask.requests[0].prompt_token_ids)
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
@@ -103,11 +97,6 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     stored = _store(request).get(tenant_who_asks(request), response_id)
     items = items_of((*stored.history, stored.input_items))
     return json_response(_page(items, dict(request.query_params)))
-
-
-@router.post("/v1/embeddings", include_in_schema=False)
-async def refuse_embeddings() -> Response:
-    raise EndpointNotServed("embeddings")
 
 
 def _page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
@@ -150,8 +139,15 @@ async def _ask(
     tenant: str,
     arrival_s: float,
 ) -> Ask:
-    chat = chat_request(fields, items_of(history))
-    return await ask_chat(chat, service.model, tenant=tenant, arrival_s=arrival_s)
+    past, items = items_of(history), fields.input_items
+
+    async def ask(past: list[Item], items: list[Item]) -> Ask:
+        chat = chat_request(fields, past, items)
+        return await ask_chat(chat, service.model, tenant=tenant, arrival_s=arrival_s)
+
+    if fields.truncation == "auto":
+        return await asked_with_what_fits(past, items, ask)
+    return await ask(past, items)
 
 
 def _history(service: Service, fields: ResponsesRequest, tenant: str) -> tuple[bytes, ...]:

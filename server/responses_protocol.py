@@ -7,16 +7,15 @@ and as we answered, because that is what the store keeps and gives back.
 
 import contextlib
 import json
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-import msgspec
 from pydantic import ConfigDict, Field, ValidationError
 
 from server.errors import InvalidRequest, UnsupportedParameter
+from server.other_words import SAME_IN_CHAT, as_chat, checked, in_other_words
 from server.protocol import (
-    _NEUTRAL,
     MAX_LOGPROBS,
+    NEUTRAL,
     ChatCompletionRequest,
     Probability,
     Wire,
@@ -27,18 +26,11 @@ Item = dict[str, Any]
 Items = Annotated[list[Item], Field(fail_fast=True)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
-# Fields of chat completions that mean the same here, for those who steer sampling beyond OpenAI.
-SAME_IN_CHAT = frozenset(
-    (
-        *("seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p"),
-        *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
-        *("include_stop_str_in_output", "allowed_token_ids", "skip_special_tokens", "priority"),
-        *("cache_salt", "chat_template", "chat_template_kwargs"),
-    )
-)
 _CHAT_ONLY = frozenset(ChatCompletionRequest.model_fields) - SAME_IN_CHAT
 _HINTS = {
     "messages": "use input",
+    "reasoning_effort": "use reasoning.effort",
+    "verbosity": "use text.verbosity",
     "max_tokens": "use max_output_tokens",
     "max_completion_tokens": "use max_output_tokens",
     "response_format": "use text.format",
@@ -52,6 +44,8 @@ _NEUTRAL_HERE: dict[str, tuple[object, ...]] = {
     "conversation": (),
     "prompt": (),
     "moderation": (),
+    "access_programs": (),
+    "image": ({},),
     "context_management": ([],),
     "n": (1,),
 }
@@ -63,6 +57,8 @@ _CHAT_TO_RESPONSES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    "tool_choice.allowed_tools.": "tool_choice.",
     ".function.": ".",
 }
 _LOGPROBS = "message.output_text.logprobs"
@@ -120,10 +116,12 @@ class ResponsesRequest(Wire):
     tools: Items | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    max_tool_calls: int | None = Field(None, ge=1)  # of tools that a server runs; we run none
+    max_tool_calls: int | None = Field(
+        None, ge=1, lt=2**31
+    )  # of tools that a server runs; we run none
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: Probability | None = None
@@ -163,12 +161,15 @@ class ResponsesRequest(Wire):
         """The tools that we can serve. Others are skipped: Codex offers them wherever it goes."""
         return [tool for tool in self.tools or () if tool.get("type") == "function"]
 
-    def chat_fields(self, history: list[Item]) -> dict[str, Any]:
-        """As a chat completion has them. history: the items of the responses before this one."""
+    def chat_fields(self, history: list[Item], items: list[Item]) -> dict[str, Any]:
+        """As a chat completion has them. history: the items of the responses before this one.
+
+        items: those of `input_items` that the model is to know of.
+        """
         fields = {k: v for k, v in (self.model_extra or {}).items() if k in SAME_IN_CHAT}
         fields |= {
             "model": self.model,
-            "messages": _messages(self.instructions, history, self.input_items),
+            "messages": _messages(self.instructions, history, items),
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -182,6 +183,8 @@ class ResponsesRequest(Wire):
             fields["tool_choice"] = _chat_tool_choice(self.tool_choice)
         if self.reasoning and self.reasoning.effort:
             fields["reasoning_effort"] = self.reasoning.effort
+        if self.text and self.text.verbosity:
+            fields["verbosity"] = self.text.verbosity
         if self.text and self.text.format and self.text.format.get("type") != "text":
             fields["response_format"] = _chat_format(self.text.format)
         return fields
@@ -192,44 +195,21 @@ class ResponsesRequest(Wire):
         return (self.top_logprobs or 0) if _LOGPROBS in (self.include or ()) else None
 
 
-def chat_request(fields: ResponsesRequest, history: list[Item]) -> ChatCompletionRequest:
-    """Raises InvalidRequest, in the words of chat completions: see `in_words_of_responses`."""
-    return ChatCompletionRequest.parse(msgspec.json.encode(fields.chat_fields(history)))
+def chat_request(
+    fields: ResponsesRequest, history: list[Item], items: list[Item]
+) -> ChatCompletionRequest:
+    """See `chat_fields`. Raises InvalidRequest, in the words of chat completions: see
+    `in_words_of_responses`."""
+    return as_chat(fields.chat_fields(history, items))
 
 
-def in_words_of_responses() -> contextlib.AbstractContextManager[None]:
+def in_words_of_responses(
+    fields: ResponsesRequest,
+) -> contextlib.AbstractContextManager[None]:
     """Around all that is asked of chat completions."""
-    return in_other_words(_CHAT_TO_RESPONSES)
-
-
-@contextlib.contextmanager
-def in_other_words(names: dict[str, str]) -> Iterator[None]:
-    """Complaints about fields get the names that these have in the client's API."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise _renamed(error, names) from error
-
-
-def _renamed(error: InvalidRequest, names: dict[str, str]) -> InvalidRequest:
-    param, message = error.param or "", str(error)
-    for chat_name, name in names.items():
-        if chat_name == "messages" and param.startswith("messages"):
-            # The messages of a chat are not counted as a client's items are.
-            message, param = message.replace(param, name), name
-        elif param == chat_name:
-            message, param = message.replace(param, name), name
-        elif "_" in chat_name or "." in chat_name:  # such a word means nothing else
-            message, param = message.replace(chat_name, name), param.replace(chat_name, name)
-    return InvalidRequest(message, param=param or None, code=error.code)
-
-
-def checked(model: type[Wire], value: object, at: str) -> Any:
-    """The value, if it is as the model says. Raises InvalidRequest, with the path from `at` on."""
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise invalid_fields(error, model, at=at) from error
+    served = [id(tool) for tool in fields.functions]
+    indexes = [i for i, tool in enumerate(fields.tools or ()) if id(tool) in served]
+    return in_other_words(_CHAT_TO_RESPONSES, indexes)
 
 
 def _check_extra(name: str, value: object) -> None:
@@ -238,7 +218,7 @@ def _check_extra(name: str, value: object) -> None:
     if name in _NEUTRAL_HERE:
         is_harmless = value in _NEUTRAL_HERE[name]
     else:
-        is_harmless = name not in _CHAT_ONLY and value in _NEUTRAL.get(name, (value,))
+        is_harmless = name not in _CHAT_ONLY and value in NEUTRAL.get(name, (value,))
     if not is_harmless:
         raise UnsupportedParameter(name, _HINTS.get(name, "leave it out"))
 
@@ -338,10 +318,24 @@ def _chat_tool(tool: Item) -> dict[str, Any]:
 def _chat_tool_choice(choice: str | Item | None) -> object:
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _chat_allowed_tools(choice)
     if isinstance(choice, dict):
         kind = str(choice.get("type"))[:64]
         raise UnsupportedParameter(f"tool_choice.type {kind!r}", "name a function")
     return choice
+
+
+def _chat_allowed_tools(choice: Item) -> Item:
+    tools = choice.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        param = "tool_choice.tools"
+        raise InvalidRequest(f"{param} must be a list of tools, by type and name", param=param)
+    allowed = [{"type": tool.get("type"), "function": {"name": tool.get("name")}} for tool in tools]
+    return {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": choice.get("mode"), "tools": allowed},
+    }
 
 
 def _chat_format(form: dict[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,10 @@ class ResponseWriter:
         self._is_cut = False
         self._is_open = False
 
+    @property
+    def body(self) -> Item:
+        return self.response
+
     def openings(self, num_choices: int) -> bytes:
         assert num_choices == 1, num_choices
         self._is_open = True
@@ -304,7 +308,7 @@ def response_head(
         "tools": [_tool(tool) for tool in fields.functions],
         "top_logprobs": fields.top_logprobs or 0,
         "top_p": top_p,
-        "truncation": "disabled",
+        "truncation": fields.truncation or "disabled",
         "usage": None,
         "user": fields.user,
     }

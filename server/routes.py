@@ -1,5 +1,6 @@
 """The endpoints, one short function each."""
 
+import asyncio
 import time
 from typing import TypeVar
 
@@ -17,7 +18,8 @@ from server.endpoint import (
     tenant_who_asks,
     unless_gone,
 )
-from server.generation import collected
+from server.generation import Generation, collected
+from server.logprobs import PositionLogprobs, by_position
 from server.protocol import ChatCompletionRequest, CompletionRequest, GenerationFields
 from server.replies import (
     ChatReply,
@@ -124,8 +126,31 @@ async def _answer(service: Service, fields: GenerationFields, ask: Ask, reply: R
     n = fields.n or 1
     if fields.num_sampled > n:
         pieces = likeliest(pieces, fields.num_sampled, n)
-    body = plain_body(envelope, reply, pieces, generation.usage)
-    return Response(body, media_type="application/json")
+
+    def body() -> bytes:
+        prompts = _prompt_logprobs(service, fields, generation)
+        return plain_body(envelope, reply, pieces, generation.usage, prompts)
+
+    # What is told of a long prompt are a hundred thousand small objects.
+    is_long = fields.num_prompt_logprobs is not None
+    content = await asyncio.to_thread(body) if is_long else body()
+    return Response(content, media_type="application/json")
+
+
+def _prompt_logprobs(
+    service: Service, fields: GenerationFields, generation: Generation
+) -> list[list[PositionLogprobs]] | None:
+    """Each choice's, where they were asked for."""
+    num_top = fields.prompt_logprobs
+    if num_top is None:
+        return None
+    vocabulary, n = service.model.encoder.vocabulary, fields.n or 1
+    each = []
+    for i, request in enumerate(generation.ask.requests):
+        told = generation.prompts[i].logprobs
+        assert told is not None
+        each += [by_position(vocabulary, request.prompt_token_ids, told, num_top)] * n
+    return each
 
 
 def _extras(fields: GenerationFields, ask: Ask) -> TokenExtras:

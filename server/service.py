@@ -6,21 +6,25 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
-from engine.client import EngineClient, EngineState
+from engine.client import EngineClient, EngineState, OutputStream
+from engine.config import EngineConfig
 from engine.grammar import Grammars
 from engine.models.hub import resolve_model
+from scheduler.config import Policy
 from scheduler.errors import PenstockError
+from scheduler.types import Request
 from server.ask import Ask, ServedModel
 from server.chat_format import ChatFormat
 from server.config import ServeConfig
 from server.errors import NotServing
 from server.generation import Generation
 from server.metrics import Metrics
+from server.pooling import Pooler
 from server.prompt import GenerationDefaults, PromptEncoder
 from server.replies import system_fingerprint
 from server.response_store import ResponseStore
@@ -50,8 +54,13 @@ class State(StrEnum):
 class Service:
     """One engine, its model, and the requests that are open. Lives on one event loop."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        make_engine: Callable[[EngineConfig], EngineClient] = EngineClient,
+    ) -> None:
         self.config = config
+        self._make_engine = make_engine
         self.metrics = Metrics()
         self.state = State.STARTING
         self.fingerprint = ""  # known when the model is
@@ -144,10 +153,18 @@ class Service:
         generation.submit()
         return generation
 
+    def submit(self, request: Request) -> OutputStream:
+        """Straight to the engine; raises QueueFull or EngineFailed. The caller closes what it gets,
+        and counts."""
+        assert self._engine
+        if not self._engine.num_open:
+            self._busy_since_s = time.monotonic()
+        return self._engine.submit(request)
+
     async def _load(self) -> EngineClient:
         """The engine's process and the tokenizer, both at once."""
         directory = await asyncio.to_thread(resolve_model, self.config.engine.model)
-        engine = EngineClient(replace(self.config.engine, model=str(directory)))
+        engine = self._make_engine(replace(self.config.engine, model=str(directory)))
         engine.on_step(self.metrics.on_step)
         self._engine = engine
         encoder, info = await asyncio.gather(
@@ -160,6 +177,8 @@ class Service:
             info=info,
             encoder=encoder,
             defaults=GenerationDefaults.load(Path(directory)),
+            pooler=Pooler.load(Path(directory), self.config.server.pooler, info.hidden_size),
+            heeds_priority=self.config.engine.scheduler.policy is Policy.PRIORITY,
             grammars=Grammars.of_model(Path(directory), info.vocab_size, info.eos_token_ids),
             chat_format=ChatFormat.detect(
                 encoder.template_source,

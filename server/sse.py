@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from scheduler.errors import PenstockError
+from server.gate import DIRECT_SEND
 from server.generation import Generation, Piece, Usage
 
 logger = logging.getLogger("penstock")
@@ -21,6 +21,9 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect events
 ]
+# While a client is slow to read, outputs wait as the engine made them. So many at a time are turned
+# to text, which takes a hundredth of the memory.
+_MAX_WAITING = 1024
 
 T = TypeVar("T")
 
@@ -71,7 +74,12 @@ class EventWriter(Protocol):
 
 
 class EventStream(Response):
-    """A generation, already submitted, as server-sent events straight to the socket."""
+    """A generation, already submitted, as server-sent events straight to the socket.
+
+    What is new goes out in the very callback that brings it: to wake a task for each token would
+    cost as much as the token. While the client is slow to read nothing more is written for it, and
+    what comes becomes few large events.
+    """
 
     def __init__(
         self, generation: Generation, writer: EventWriter, *, ping_interval_s: float
@@ -81,48 +89,127 @@ class EventStream(Response):
         self._writer = writer
         self._ping_interval_s = ping_interval_s
         self._last_sent_s = time.monotonic()
+        self._opening = b""  # until it has been told
+        self._unsent: list[bytes] = []
+        self._all_taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._slow_send: asyncio.Task[None] | None = None  # waits for the client to read
+        self._send_direct: Callable[[Message], Coroutine[Any, Any, None]]  # as ASGI's `send` is
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_direct = scope.get(DIRECT_SEND, send)
         try:
             await until_hangup(receive, self._respond(send))
         except ClientGone:
             logger.debug("client gone: %s", self._generation.ask.id)
         finally:
+            if self._slow_send:
+                self._slow_send.cancel()
             self._generation.close()
 
     async def _respond(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        pinger = asyncio.create_task(self._keep_alive(send))
+        pinger = asyncio.create_task(self._keep_alive())
         try:
-            last = await self._send_pieces(send)
+            last = await self._send_pieces()
         except Exception as error:
             if not isinstance(error, PenstockError):
                 logger.exception("request %s failed", self._generation.ask.id)
             last = self._writer.failure(error)
         finally:
             pinger.cancel()
+        if self._slow_send:
+            await self._slow_send
+        last = b"".join(self._unsent) + last
         await send({"type": "http.response.body", "body": last})
 
-    async def _send_pieces(self, send: Send) -> bytes:
-        """Sends all but the last bytes, which it returns."""
+    async def _send_pieces(self) -> bytes:
+        """Takes all pieces and sends most of them; returns what comes behind those unsent."""
         # The opening waits for the first text: a client that times it measures a token.
-        events = self._writer.openings(len(self._generation.choices))
-        async with aclosing(self._generation.pieces()) as news:
-            async for pieces in news:
-                events += b"".join([self._writer.piece(piece) for piece in pieces])
-                await self._send(send, events)
-                events = b""
-        return events + self._writer.end(self._generation.usage)
+        self._opening = self._writer.openings(len(self._generation.choices))
+        self._generation.listen(self._on_news)
+        self._on_news()
+        await self._all_taken
+        return self._opening + self._writer.end(self._generation.usage)
 
-    async def _send(self, send: Send, data: bytes) -> None:
+    def _on_news(self) -> None:
+        if self._all_taken.done():
+            return
+        try:
+            self._take()
+        except Exception as error:
+            self._all_taken.set_exception(error)
+
+    def _take(self) -> None:
+        generation = self._generation
+        if self._slow_send and generation.num_waiting < _MAX_WAITING:
+            return
+        if pieces := generation.take():
+            self._unsent += map(self._writer.piece, pieces)
+            if self._opening:
+                self._unsent.insert(0, self._opening)
+                self._opening = b""
+        if generation.has_ended:
+            self._all_taken.set_result(None)
+        elif self._unsent and not self._slow_send:
+            events = b"".join(self._unsent)
+            self._unsent.clear()
+            self._send(events)
+
+    def _send(self, events: bytes) -> None:
         self._last_sent_s = time.monotonic()
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+        message = {"type": "http.response.body", "body": events, "more_body": True}
+        if rest := begin(self._send_direct(message)):
+            self._slow_send = asyncio.create_task(self._finish(rest))
 
-    async def _keep_alive(self, send: Send) -> None:
+    async def _finish(self, sending: "Begun") -> None:
+        """Waits until the client has read; then sends what has come meanwhile."""
+        try:
+            await sending
+        except Exception as error:
+            if not self._all_taken.done():
+                self._all_taken.set_exception(error)
+        finally:
+            self._slow_send = None
+        self._on_news()
+
+    async def _keep_alive(self) -> None:
         """A comment where nothing was sent for a while: proxies cut what is silent."""
         while True:
             silence_s = time.monotonic() - self._last_sent_s
             if silence_s >= self._ping_interval_s:
-                await self._send(send, PING)
+                if not self._slow_send:
+                    self._send(PING)
                 silence_s = 0.0
             await asyncio.sleep(self._ping_interval_s - silence_s)
+
+
+class Begun:
+    """The rest of a coroutine that has run up to where it waits, to be awaited by any task."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], waits_for: Any) -> None:
+        self._coroutine = coroutine
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        try:
+            while True:
+                try:
+                    value = yield self._waits_for
+                except BaseException as error:
+                    self._waits_for = self._coroutine.throw(error)
+                else:
+                    self._waits_for = self._coroutine.send(value)
+        except StopIteration:
+            return
+
+
+def begin(coroutine: Coroutine[Any, Any, None]) -> Begun | None:
+    """Runs a coroutine, here and now, as far as it goes; None if that is to its end.
+
+    A server's `send` waits only where the socket is full. Elsewhere this is a mere call, where a
+    task would cost a turn of the event loop.
+    """
+    try:
+        return Begun(coroutine, coroutine.send(None))
+    except StopIteration:
+        return None

@@ -11,6 +11,7 @@ A grammar is a string here. `check_grammar` compiles it, as the engine will.
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from llguidance import LLMatcher, StructTag
@@ -18,6 +19,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.grammar import BadGrammar, Grammars
 from server.errors import InvalidRequest, UnsupportedParameter
+from server.json_schema import enforceable
 
 MAX_GRAMMAR_CHARS = 1 << 20
 MAX_GBNF_CHARS = 1 << 16  # translated in Python, some 4 us a character
@@ -46,12 +48,27 @@ class Constraint(NamedTuple):
     build: Callable[[], str]
 
 
-def json_schema_grammar(schema: dict[str, Any], *, whitespace: str = _WHITESPACE) -> str:
+def json_schema_grammar(
+    schema: dict[str, Any], *, whitespace: str = _WHITESPACE, leaves_out: bool = False
+) -> str:
     """The JSON texts that validate against the schema. Not compiled: that is `check_grammar`.
 
-    whitespace: a regex of what may stand between tokens. Raises ValueError.
+    whitespace: a regex of what may stand between tokens. leaves_out: what of the schema cannot be
+    enforced is not; else it is refused. Raises ValueError.
     """
-    options: Any = {"whitespace_pattern": whitespace}
+    if len(text := json.dumps(schema)) > MAX_GRAMMAR_CHARS:
+        raise ValueError(
+            f"it has {len(text)} characters, more than the {MAX_GRAMMAR_CHARS} allowed"
+        )
+    enforced = enforceable(schema, leaves_out=leaves_out)
+    return grammar_of_schema(enforced, whitespace=whitespace, is_lenient=leaves_out)
+
+
+def grammar_of_schema(
+    schema: dict[str, Any], *, whitespace: str = _WHITESPACE, is_lenient: bool = False
+) -> str:
+    """The same for a schema that has already been made enforceable."""
+    options: Any = {"whitespace_pattern": whitespace, "lenient": is_lenient}
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
 
 
@@ -151,7 +168,21 @@ async def check_grammar(grammars: Grammars, grammar: str, param: str) -> None:
         _refuse(param, str(error))
 
 
+# llguidance's words where they name its own options, or nothing.
+_EXPLAINED = {
+    "oneOf constraints": "more than one branch of a oneOf may match; use anyOf, or give each "
+    "branch a required property with a const of its own",
+    "NoExtension": "no finite text meets it; does it refer to itself without an end?",
+    "Unimplemented keys": "it has keywords that cannot be enforced: ",
+    "Default retriever": "it refers to another document; put what it needs under $defs",
+}
+
+
 def _refuse(param: str, why: str) -> NoReturn:
+    for words, better in _EXPLAINED.items():
+        if words in why:
+            why = better + why.partition(": ")[2] if better.endswith(": ") else better
+            break
     message = f"{param} cannot be compiled to a grammar: {why}"
     raise InvalidRequest(message, param=param, code="invalid_grammar")
 
@@ -182,7 +213,10 @@ def _from_response_format(value: dict[str, Any]) -> Constraint | None:
         schema = _object_at(described, "schema", f"{at}.schema")
         if schema is None:
             raise InvalidRequest(f"{at}.schema is missing", param=f"{at}.schema")
-        return _constraint(f"{at}.schema", json_schema_grammar, schema)
+        strict = _typed(f"{at}.strict", described.get("strict") or False, (bool,), "true or false")
+        # As OpenAI has it: unless it is strict, what cannot be enforced is no error.
+        convert = partial(json_schema_grammar, leaves_out=not strict)
+        return _constraint(f"{at}.schema", convert, schema)
     if kind == "structural_tag":
         return _constraint("response_format", structural_tag_grammar, value)
     message = 'response_format.type must be "text", "json_object" or "json_schema"'

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 from starlette.responses import Response
 
 from server.ask import ServedModel
-from server.chat_prompt import encode_chat
+from server.chat_prompt import chat_prompt
 from server.endpoint import body_of, check_model, json_response, service_of
 from server.errors import InvalidRequest
 from server.protocol import ChatCompletionRequest, TokenId, Wire, invalid_fields
@@ -64,7 +64,7 @@ async def tokenize(request: Request) -> Response:
     if _has_messages(body):
         fields = chat = _checked(TokenizeChatRequest, body, request)
         check_servable(chat, model.chat_format)
-        ids = (await asyncio.to_thread(encode_chat, chat, model.encoder)).token_ids
+        ids = (await chat_prompt(chat, model.encoder)).token_ids
     else:
         fields = text = _checked(TokenizeRequest, body, request)
         ids = await asyncio.to_thread(_encode, text, model)

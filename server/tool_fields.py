@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from server.errors import InvalidRequest, UnsupportedParameter
 
 MAX_TOOLS = 128
+# A model that never stops calling would call until its context is full.
+MAX_REQUIRED_CALLS = 16
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -41,11 +43,22 @@ class FunctionChoice(_Strict):
     name: str
 
 
+class AllowedTool(_Strict):
+    type: Literal["function"] = "function"
+    function: FunctionChoice
+
+
+class AllowedTools(_Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
 class NamedToolChoice(_Strict):
-    """The function that is to be called."""
+    """The function that is to be called, or those of which the model may choose."""
 
     type: str
     function: FunctionChoice | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
@@ -86,8 +99,20 @@ class ToolFields(BaseModel):
 
     @property
     def usable_tools(self) -> list[Tool]:
-        """Those that the model is to know of."""
-        return [] if self.tool_choice == "none" else (self.tools or [])
+        """Those that the model is to know of: what it may not call it had better not hear of."""
+        if self.tool_choice == "none":
+            return []
+        if not self._allowed:
+            return self.tools or []
+        names = {tool.function.name for tool in self._allowed.tools}
+        return [t for t in self.tools or () if t.function and t.function.name in names]
+
+    @property
+    def _allowed(self) -> AllowedTools | None:
+        choice = self.tool_choice
+        if not isinstance(choice, NamedToolChoice) or choice.type != "allowed_tools":
+            return None
+        return choice.allowed_tools
 
     @property
     def functions(self) -> list[FunctionSpec]:
@@ -102,8 +127,20 @@ class ToolFields(BaseModel):
         return next((f for f in self.functions if f.name == name), None)
 
     @property
+    def to_call(self) -> list[FunctionSpec]:
+        """Those of which one at least must be called, where one must."""
+        return [self.named_function] if self.named_function else self.functions
+
+    @property
+    def max_required_calls(self) -> int:
+        """So many may be made where one must be; the one that is named is called once."""
+        is_one = self.parallel_tool_calls is False or self.named_function is not None
+        return 1 if is_one else MAX_REQUIRED_CALLS
+
+    @property
     def must_call(self) -> bool:
-        return self.tool_choice == "required" or self.named_function is not None
+        must_choose = self._allowed is not None and self._allowed.mode == "required"
+        return self.tool_choice == "required" or must_choose or self.named_function is not None
 
     def check_tools(self) -> None:
         """Raises InvalidRequest."""
@@ -122,6 +159,9 @@ class ToolFields(BaseModel):
 
     @staticmethod
     def _check_named(choice: NamedToolChoice, names: list[str]) -> None:
+        if choice.type == "allowed_tools":
+            ToolFields._check_allowed(choice.allowed_tools, names)
+            return
         if choice.type != "function":
             hint = 'name one function, or say "none", "auto" or "required"'
             raise UnsupportedParameter(f"tool_choice.type {choice.type!r}", hint)
@@ -129,3 +169,14 @@ class ToolFields(BaseModel):
         if name not in names:
             message = f"tool_choice names the function {name!r}, which is not among tools"
             raise InvalidRequest(message, param="tool_choice.function.name")
+
+    @staticmethod
+    def _check_allowed(allowed: AllowedTools | None, names: list[str]) -> None:
+        at = "tool_choice.allowed_tools"
+        if allowed is None:
+            raise InvalidRequest(f"{at} is missing; it holds mode and tools", param=at)
+        for i, tool in enumerate(allowed.tools):
+            if tool.function.name not in names:
+                param = f"{at}.tools[{i}].function.name"
+                message = f"{param} is {tool.function.name!r}, which is not among tools"
+                raise InvalidRequest(message, param=param)

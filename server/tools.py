@@ -7,22 +7,31 @@ model that takes a system message.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
+from server.call_grammar import (
+    WHITESPACE,
+    begins_as_json,
+    can_enforce,
+    own_call_grammar,
+    schemas_of,
+)
 from server.chat_format import AnswerReader, ChatFormat
 from server.errors import InvalidRequest, UnsupportedParameter
+from server.lark import nested
 from server.prompt import Message
 from server.protocol import ChatCompletionRequest
 from server.reasoning import ReasoningSplitter
-from server.structured import json_schema_grammar
+from server.structured import grammar_of_schema, json_schema_grammar
 from server.tool_fields import FunctionSpec, Tool, ToolFields
-from server.tool_parsers import JsonParser, NamedCallParser, ToolParser, make_tool_parser
-
-# A model that never stops calling would call until its context is full.
-MAX_REQUIRED_CALLS = 16
-
-# Nobody reads a call's layout, so no tokens are spent on it.
-_WHITESPACE = " ?"
+from server.tool_parsers import (
+    JsonParser,
+    NamedCallParser,
+    ToolFormat,
+    ToolParser,
+    make_tool_parser,
+)
 
 _INSTRUCTIONS = """You can call functions. Each line describes one, with a JSON schema of its \
 arguments:
@@ -107,32 +116,79 @@ def calls_as_text(messages: list[Message]) -> list[Message]:
     return list(plain)
 
 
-def call_grammar(fields: ToolFields) -> str | None:
-    """What holds an answer to the calls that must be made. Takes a while; raises InvalidRequest."""
-    schema = call_schema(fields)
-    if schema is None:
-        return None
+def call_grammar(fields: ToolFields, form: ToolFormat | None, special: Mapping[str, int]) -> str:
+    """What holds an answer to calls of these functions. Takes a while; raises InvalidRequest.
+
+    form: the model's own way, which the answer takes where a grammar can say it. special: tokens
+    that spell markup, text -> id.
+    """
     try:
-        return json_schema_grammar(schema, whitespace=_WHITESPACE)
+        if form and _is_enforced_in(form, fields):
+            schemas = {function.name: arguments_schema(function) for function in fields.to_call}
+            max_calls = fields.max_required_calls
+            return own_call_grammar(form, schemas, special, max_calls=max_calls)
+        return json_schema_grammar(call_schema(fields), whitespace=WHITESPACE)
     except (ValueError, RecursionError) as error:
         message = f"the parameters of tools cannot be compiled to a grammar: {error}"
         raise InvalidRequest(message, param="tools", code="invalid_grammar") from error
 
 
-def call_schema(fields: ToolFields) -> dict[str, Any] | None:
-    """What a whole answer must be where a call is asked for; None where it may be any text."""
+def calls_or_answer(calls: str, answer: str) -> str:
+    """Either of two grammars: for an answer in a format that may make calls in its place.
+
+    Two JSON texts become one schema, since both begin with a brace, and llguidance cannot have two
+    grammars at once that begin alike. Raises InvalidRequest where `answer` is not of JSON.
+    """
+    of_answer, of_calls = _json_schema_of(answer), _json_schema_of(calls)
+    if of_answer is None:
+        raise InvalidRequest(
+            "an answer that must follow a regex or grammar leaves no room for calls; leave that "
+            'out, or say tool_choice "none" or "required"',
+            param="tools",
+        )
+    if of_calls is None:
+        return nested("start: @calls | @answer", {"calls": calls, "answer": answer})
+    definitions = {f"f{i}": _moved(each, i) for i, each in enumerate((of_calls, of_answer))}
+    return grammar_of_schema(
+        {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in definitions], "$defs": definitions}
+    )
+
+
+def _json_schema_of(grammar: str) -> dict[str, Any] | None:
+    """The schema that is all of this grammar, if one is."""
+    if not grammar.startswith("{"):
+        return None
+    first, *others = json.loads(grammar)["grammars"]
+    schema: dict[str, Any] | None = None if others else first.get("json_schema")
+    return schema
+
+
+def _is_enforced_in(form: ToolFormat | None, fields: ToolFields) -> bool:
+    """Whether calls that a grammar holds are written in the model's own way."""
+    if not fields.must_call and begins_as_json(form):
+        return False  # it stands beside another grammar of JSON: see `calls_or_answer`
+    return can_enforce(form, {each.name: arguments_schema(each) for each in fields.to_call})
+
+
+def call_schema(fields: ToolFields) -> dict[str, Any]:
+    """What a whole answer must be where a call is asked for, in JSON: an object, or a list of them.
+
+    A single call is no list, since that is how models write one; so nothing asks for a second.
+    """
     if fields.named_function:
         return arguments_schema(fields.named_function)
-    if not fields.must_call:
-        return None
     functions = fields.functions
-    return {
+    schemas = {f"f{i}": _moved(arguments_schema(f), i) for i, f in enumerate(functions)}
+    call = {"anyOf": [_one_call(f, i) for i, f in enumerate(functions)]}
+    if fields.max_required_calls == 1:
+        return {**call, "$defs": schemas}
+    several = {
         "type": "array",
         "minItems": 1,
-        "maxItems": 1 if fields.parallel_tool_calls is False else MAX_REQUIRED_CALLS,
-        "items": {"anyOf": [_one_call(f, i) for i, f in enumerate(functions)]},
-        "$defs": {f"f{i}": _moved(arguments_schema(f), i) for i, f in enumerate(functions)},
+        "maxItems": fields.max_required_calls,
+        "items": {"$ref": "#/$defs/call"},
     }
+    return {"anyOf": [{"$ref": "#/$defs/call"}, several], "$defs": {**schemas, "call": call}}
 
 
 def _one_call(function: FunctionSpec, index: int) -> dict[str, Any]:
@@ -177,23 +233,29 @@ def _moved(schema: Any, index: int) -> Any:
 
 
 def make_reader(
-    fields: ToolFields, form: ChatFormat, splitter: ReasoningSplitter | None
+    fields: ChatCompletionRequest, form: ChatFormat, splitter: ReasoningSplitter | None
 ) -> AnswerReader | None:
     """For one answer; None where all of it is plain text."""
-    if fields.must_call:  # a grammar leaves no room for thoughts
-        return AnswerReader(None, _enforced_parser(fields))
+    if fields.must_call or (fields.functions and fields.constraint):
+        return AnswerReader(splitter, _enforced_parser(fields, form.tools))
     calls = None
     if fields.functions and form.tools:
-        names = frozenset(function.name for function in fields.functions)
-        max_calls = 1 if fields.parallel_tool_calls is False else None
-        calls = make_tool_parser(form.tools, names, max_calls=max_calls)
+        calls = _parser(form.tools, fields.functions, fields.parallel_tool_calls)
     return AnswerReader(splitter, calls) if splitter or calls else None
 
 
-def _enforced_parser(fields: ToolFields) -> ToolParser | NamedCallParser:
+def _enforced_parser(fields: ToolFields, form: ToolFormat | None) -> ToolParser | NamedCallParser:
+    if form and _is_enforced_in(form, fields):
+        return _parser(form, fields.to_call, True)
     if fields.named_function:
         return NamedCallParser(fields.named_function.name)
     return JsonParser(frozenset(function.name for function in fields.functions))
+
+
+def _parser(form: ToolFormat, functions: list[FunctionSpec], parallel: bool | None) -> ToolParser:
+    names = frozenset(function.name for function in functions)
+    max_calls = 1 if parallel is False else None
+    return make_tool_parser(form, names, schemas=schemas_of(functions), max_calls=max_calls)
 
 
 def check_servable(fields: ChatCompletionRequest, form: ChatFormat) -> None:

@@ -1,12 +1,33 @@
 """What every test needs: threads that do not fight over the cores, and examples that repeat."""
 
 import os
+from pathlib import Path
 
 # Before torch is imported anywhere: two spinning threads on busy cores slow everything tenfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Where there is no GPU, Triton's kernels run in its interpreter.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
+
+from tests.serving import RunningServer
 
 settings.register_profile("penstock", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("penstock")
+
+
+@pytest.fixture(scope="session")
+def exact_server() -> Iterator[RunningServer]:
+    """The demo model in float32, near enough to transformers' for its numbers to be compared."""
+    server = RunningServer("--dtype", "float32")
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()

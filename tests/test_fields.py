@@ -266,7 +266,7 @@ def test_fields_for_a_providers_books_are_taken_and_change_nothing(
     assert plain["choices"] == booked["choices"]
 
 
-@pytest.mark.parametrize("fields", [{"suffix": "end"}, {"prompt_logprobs": 1}])
+@pytest.mark.parametrize("fields", [{"suffix": "end"}, {"use_beam_search": True}])
 def test_what_is_not_served_is_refused_by_name(
     server: RunningServer, fields: dict[str, Any]
 ) -> None:

@@ -56,12 +56,12 @@ def test_a_complete_grammar_allows_the_end_alone(grammars: Grammars) -> None:
     assert table.advance([3], [2]) == frozenset()
 
 
-def test_masks_from_threads_are_the_same(
+def test_masks_from_several_threads_are_the_same(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schema = LLMatcher.grammar_from_json_schema({"type": "array", "items": {"type": "integer"}})
     inline = allowed(table_with(grammars, schema))
-    monkeypatch.setattr("engine.grammar._MIN_THREAD_WORDS", 1)
+    monkeypatch.setattr("engine.grammar._MIN_PARALLEL_WORDS", 1)
     assert allowed(table_with(grammars, schema)) == inline
 
 

@@ -10,7 +10,7 @@ import anthropic
 import httpx
 import pytest
 
-from server.errors import UnsupportedParameter
+from server.errors import InvalidRequest
 from server.generation import Piece, Usage
 from server.messages_protocol import MessagesRequest, chat_request
 from server.messages_replies import MessageWriter
@@ -116,14 +116,22 @@ def test_tokens_are_counted_as_a_message_would_count_them(client: anthropic.Anth
 
 def test_thinking_reaches_the_chat_template() -> None:
     body = {"model": MODEL, "max_tokens": 4, "messages": [USER], "thinking": {"type": "disabled"}}
-    chat = chat_request(MessagesRequest.parse(json.dumps(body).encode()))
+    chat = chat_request(MessagesRequest.parse(json.dumps(body).encode()), thinks=True)
     assert chat.chat_template_kwargs == {"enable_thinking": False}
 
 
-def test_a_limit_on_thoughts_is_refused_by_name() -> None:
-    thinking = {"type": "enabled", "budget_tokens": 1024}
+def test_a_limit_on_thoughts_reaches_a_model_that_thinks_and_no_other() -> None:
+    thinking = {"type": "adaptive", "budget_tokens": 1024}
     body = {"model": MODEL, "max_tokens": 4, "messages": [USER], "thinking": thinking}
-    with pytest.raises(UnsupportedParameter, match=r"thinking\.budget_tokens"):
+    fields = MessagesRequest.parse(json.dumps(body).encode())
+    assert chat_request(fields, thinks=True).thinking_budget == 1024
+    assert chat_request(fields, thinks=False).thinking_budget is None
+
+
+def test_a_limit_on_thoughts_that_are_off_is_refused() -> None:
+    thinking = {"type": "disabled", "budget_tokens": 1024}
+    body = {"model": MODEL, "max_tokens": 4, "messages": [USER], "thinking": thinking}
+    with pytest.raises(InvalidRequest, match=r"thinking\.budget_tokens"):
         MessagesRequest.parse(json.dumps(body).encode())
 
 
@@ -156,7 +164,7 @@ def test_temperature_0_gives_the_same_message_whatever_the_seed(
     [
         ({"messages": []}, "messages"),
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 1_000_000}, "context is"),
+        ({"max_tokens": 1_000_000}, "context length is"),
         ({"temperature": 1.5}, "temperature"),
         ({"system": 7}, "system must be a string or a list of text blocks"),
         ({"messages": [{"role": "king", "content": "x"}]}, r"messages\[0\].role"),

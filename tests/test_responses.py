@@ -254,12 +254,6 @@ def test_a_background_response_is_refused_plainly(server: RunningServer) -> None
     assert "stream" in error["message"]
 
 
-def test_embeddings_are_refused_by_name(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="embeddings") as caught:
-        client.embeddings.create(model=MODEL, input="Hi")
-    assert caught.value.code == "endpoint_not_served"
-
-
 def test_nothing_can_be_cancelled_and_the_error_says_what_to_do(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="close its connection"):
         client.responses.cancel(respond(client).id)
@@ -273,7 +267,7 @@ def test_nothing_can_be_cancelled_and_the_error_says_what_to_do(client: openai.O
         ({"input": 7}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "king", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type 'item_reference'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": []}, "input"),
         ({"input": "a\0b"}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -284,7 +278,7 @@ def test_nothing_can_be_cancelled_and_the_error_says_what_to_do(client: openai.O
         ({"n": 2}, "n"),
         ({"guided_json": {}}, "guided_json"),
         ({"logit_bias": {"999999999": 1}}, "logit_bias"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "some"}, "truncation"),
     ],
 )
 def test_a_bad_field_is_refused_by_its_name(

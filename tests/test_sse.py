@@ -11,7 +11,7 @@ from server.detokenizer import Vocabulary
 from server.errors import InvalidRequest
 from server.generation import LogprobEntry, Piece, Usage
 from server.replies import ChatReply, ChunkWriter, CompletionReply, Envelope, error_event
-from server.sse import ClientGone, until_hangup
+from server.sse import ClientGone, begin, until_hangup
 
 TEXTS = [
     "plain",
@@ -164,3 +164,60 @@ async def test_cancelling_from_outside_cancels_both() -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(until_hangup(never, never()), 0.01)
     assert asyncio.all_tasks() == before
+
+
+async def test_a_coroutine_that_need_not_wait_runs_to_its_end_at_once() -> None:
+    seen = []
+
+    async def work() -> None:
+        seen.append("done")
+
+    assert begin(work()) is None
+    assert seen == ["done"]
+
+
+async def test_a_coroutine_that_waits_is_finished_by_the_task_that_awaits_its_rest() -> None:
+    gate, seen = asyncio.Event(), []
+
+    async def work() -> None:
+        for i in range(3):
+            await gate.wait()
+            await asyncio.sleep(0)
+            seen.append(i)
+
+    rest = begin(work())
+    assert rest is not None and seen == []
+    gate.set()
+    await rest
+    assert seen == [0, 1, 2]
+
+
+async def test_what_a_coroutine_waits_for_may_fail_after_it_was_begun() -> None:
+    future = asyncio.get_running_loop().create_future()
+
+    async def work() -> None:
+        await future
+
+    rest = begin(work())
+    assert rest is not None
+    future.set_exception(ValueError("broken"))
+    with pytest.raises(ValueError, match="broken"):
+        await rest
+
+
+async def test_cancelling_who_awaits_the_rest_cancels_the_coroutine() -> None:
+    was_cancelled = False
+
+    async def work() -> None:
+        nonlocal was_cancelled
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            was_cancelled = True
+            raise
+
+    rest = begin(work())
+    assert rest is not None
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(rest, 0.01)
+    assert was_cancelled

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.many_schemas import bodies, check
 from tests.serving import RunningServer
 from tests.structured import SCHEMAS, ask_all, assert_validates, json_schema
 
@@ -21,6 +22,14 @@ def server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     running.wait_until_ready()
     yield running
     running.stop()
+
+
+def test_a_sample_of_the_many_schemas_is_answered_with_what_validates(
+    server: RunningServer,
+) -> None:
+    """The rest is `make test-schemas`."""
+    ends = check(server, bodies(seed=3, every=5), at_once=16)
+    assert ends["stop"] >= 0.8 * ends.total(), ends
 
 
 def text_of(answer: dict[str, Any], index: int = 0) -> str:
@@ -100,6 +109,20 @@ def test_a_json_object_is_one_where_it_ends(server: RunningServer, fields: dict[
     ended = [a for a in answers if a["choices"][0]["finish_reason"] == "stop"]
     assert all(isinstance(json.loads(text_of(answer)), dict) for answer in ended)
     assert all(text_of(answer).startswith("{") for answer in answers)
+
+
+def test_only_a_strict_schema_is_refused_for_what_cannot_be_enforced(
+    server: RunningServer,
+) -> None:
+    items = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 3}
+    described: dict[str, Any] = {"name": "unique", "schema": items}
+    for strict, status in (({}, 200), ({"strict": False}, 200), ({"strict": True}, 400)):
+        format_ = {"type": "json_schema", "json_schema": described | strict}
+        answer = server.chat(response_format=format_, max_tokens=60)
+        assert answer.status_code == status, answer.text
+        if status == 200 and answer.json()["choices"][0]["finish_reason"] == "stop":
+            assert_validates(text_of(answer.json()), {**items, "uniqueItems": False})
+    assert "uniqueItems at # cannot be enforced" in answer.json()["error"]["message"]
 
 
 def test_a_text_format_changes_nothing(server: RunningServer) -> None:

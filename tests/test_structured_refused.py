@@ -47,6 +47,10 @@ def crossed(num: int) -> dict[str, Any]:
     return {"type": "object", "allOf": branches}
 
 
+def if_then(i: int) -> dict[str, Any]:
+    return {"if": {"required": [f"a{i}"]}, "then": {"required": [f"b{i}"]}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -64,6 +68,18 @@ def crossed(num: int) -> dict[str, Any]:
         ({"json_schema": {"type": "array", "uniqueItems": True}}, "json_schema"),
         ({"json_schema": {"$ref": "https://example.com/schema"}}, "json_schema"),
         ({"json_schema": {"type": "string", "pattern": "("}}, "json_schema"),
+        ({"json_schema": {"$ref": "#/$defs/missing"}}, "json_schema"),
+        ({"json_schema": {"oneOf": [{"type": "number"}, {"multipleOf": 2}]}}, "json_schema"),
+        ({"json_schema": {"type": "object", "not": {"pattern": "a"}}}, "json_schema"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {}, "strict": 1},
+                }
+            },
+            "response_format.json_schema.strict",
+        ),
         ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "json_schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
@@ -106,6 +122,12 @@ def test_an_older_name_is_told_its_new_one(server: RunningServer) -> None:
         {"json_schema": {"enum": [f"value {i}" for i in range(60_000)]}},
         {"json_schema": {"type": "string", "pattern": "^(([a-z]{1,500}){1,500}){1,500}$"}},
         {"json_schema": {"type": "array", "minItems": 10**9}},
+        {"json_schema": {"type": "object", "oneOf": [{"required": [f"p{i}"]} for i in range(99)]}},
+        {"json_schema": {"type": "object", "allOf": [if_then(i) for i in range(20)]}},
+        {"json_schema": {"$defs": {"a": {"not": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}},
+        {"json_schema": {"type": "string", "not": {"enum": [f"value {i}" for i in range(3000)]}}},
+        {"json_schema": {"enum": ["x" * 100 + str(i) for i in range(12_000)]}},
+        {"json_schema": {"description": "x" * 900_000}},
         {"structured_outputs": {"regex": "((a{1,1000}){1,1000}){1,1000}"}},
         {"structured_outputs": {"regex": "(x+x+)+y" * 200}},
         {"structured_outputs": {"regex": "(a|aa|aaa){1,100000}b"}},

@@ -2,6 +2,7 @@
 
 import json
 from itertools import count, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -27,7 +28,7 @@ ADD: Call = ("add", {"a": 1, "b": 2})
 SAY: Call = ("say", {"text": "Ü \"]}[{('\\n</tool_call>", "deep": {"x": [1, None, True, {}]}})
 
 
-def read(kind: type[ToolParser], pieces: list[str], **options: int) -> list[Part]:
+def read(kind: type[ToolParser], pieces: list[str], **options: Any) -> list[Part]:
     numbers = count()
     parser = kind(NAMES, make_id=lambda: f"call_{next(numbers)}", **options)
     parts = [part for piece in pieces for part in parser.feed(piece)]

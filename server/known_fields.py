@@ -1,0 +1,80 @@
+"""Fields that other servers serve and we do not: refused by name, as they would change the answer.
+
+What would not change it (a provider's books, hints for a cache, the padding of a stream) is not
+here: it is let in, as is any field that nobody knows.
+"""
+
+# Field -> the values that change nothing.
+NOT_SERVED: dict[str, tuple[object, ...]] = {
+    # vLLM's.
+    "best_of": (1,),  # of a chat, as is the next
+    "echo": (False,),
+    "early_stopping": (False,),
+    "ec_transfer_params": ({},),
+    "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "repetition_detection": ({},),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
+    "thinking_token_budget": (-1,),
+    "truncation_side": ("left",),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    # SGLang's.
+    "custom_logit_processor": ("",),
+    "custom_params": ({},),
+    "lora_path": ("",),
+    "max_new_tokens": (),
+    "min_new_tokens": (0,),
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True,),
+    "session_params": ({},),
+    "stop_regex": ("", []),
+    "stream_reasoning": (True,),
+    # llama.cpp's.
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "lora": ([],),
+    "mirostat": (0,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "post_sampling_probs": (False,),
+    "reasoning_format": ("auto", "deepseek"),
+    "repeat_penalty": (1,),
+    "response_fields": ([],),
+    "samplers": (),
+    "t_max_predict_ms": (0,),
+    "top_n_sigma": (-1,),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
+    # Text Generation Inference's, and those of providers of open models.
+    "adapter_id": ("",),
+    "do_sample": (True,),
+    "enable_thinking": (),
+    "num_beams": (1,),
+    "thinking": (),
+    "thinking_budget": (),
+    "typical": (1,),
+}
+
+# What to do in place of it, where that is not to leave it out.
+HINTS = {
+    "do_sample": "say temperature: 0 for the likeliest token each time",
+    "enable_thinking": "put it in chat_template_kwargs",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "max_new_tokens": "use max_tokens",
+    "min_new_tokens": "use min_tokens",
+    "n_predict": "use max_tokens",
+    "n_probs": "use logprobs",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "repeat_penalty": "use repetition_penalty",
+    "return_prompt_text": "use return_token_ids and POST /detokenize",
+    "thinking": "put enable_thinking in chat_template_kwargs",
+    "truncation_side": "it keeps the end of the prompt; cut the prompt yourself to keep its start",
+}
