@@ -1,0 +1,607 @@
+"""Attention that reads keys and values where they lie in the paged pool, in Triton.
+
+Decode is bound by the bytes of the context, so its one concern is that every multiprocessor reads
+all the time. Rows are cut into pieces of about equal length (split-KV), however unlike their
+lengths; the pieces are listed on the device, once a step, and all layers share the list. So
+a captured CUDA graph holds for any lengths. A row that is cut in pieces is put together by a second
+kernel from their log-sum-exps.
+
+Prefill is bound by arithmetic: each tile has some query tokens of one sequence, all the query heads
+of one KV head together, and walks over the keys that it can see.
+
+Sources: flash attention, Dao et al. 2022 (arXiv:2205.14135); split-KV decode, "Flash-Decoding",
+Dao et al. 2023; one work list for rows of unlike lengths, FlashInfer, Ye et al. 2025
+(arXiv:2501.01005). All KV heads of a piece run side by side, because they read the same lines of
+memory.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.models.fused import DeviceStep
+
+# Keys that are looked at together. Where blocks are as large or larger, a tile crosses none.
+_TILE = 64
+# A shorter piece costs more to put together than it wins.
+_MIN_PIECE = 256
+# Pieces per multiprocessor and KV head that a full device is cut into: two programs fit at a time,
+# and four rounds of them leave little of the last one idle.
+_PIECES_PER_SM = 8
+# Query rows (tokens times heads) of a prefill tile.
+_PREFILL_ROWS = 128
+_PREFILL_TILE = 64
+# Of an item of a work list: row, begin, end, and whether it is all that its row has.
+_ITEM = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What does not change from step to step."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """Which pieces a step's attention consists of, on the device.
+
+    items: (max_items, 4) int32, see `_ITEM`. first_item: (max_rows + 1,) int32, where each row's
+    begin; the last entry is their number.
+    """
+
+    items: Tensor
+    first_item: Tensor
+
+
+class PagedDecode:
+    """One query token a row. Owns the work lists and partial results; `plan`, then every layer."""
+
+    def __init__(
+        self, shape: AttentionShape, max_rows: int, num_sms: int, device: torch.device
+    ) -> None:
+        """num_sms: multiprocessors of the device. Memory: some MB."""
+        self._shape = shape
+        self._num_pieces = max(1, _PIECES_PER_SM * num_sms // shape.num_kv_heads)
+        max_items = self._num_pieces + max_rows
+        self._max_rows = max_rows
+        self._device = device
+        self._lists: dict[int | None, WorkList] = {}
+        heads, dim = shape.num_heads, shape.head_dim
+        self._partial = torch.empty(max_items, heads, dim, dtype=torch.float32, device=device)
+        self._lse = torch.empty(max_items, heads, dtype=torch.float32, device=device)
+
+    def plan(self, context_lens: Tensor, window: int | None) -> None:
+        """Lists the pieces of rows with these lengths, (B,) int32, this step's token included.
+
+        To be called once a step for each window that the model's layers have. A length of 0 is
+        a row that is not there: nothing is written for it.
+        """
+        num_rows = len(context_lens)
+        assert num_rows <= self._max_rows, (num_rows, self._max_rows)
+        work = self._lists.setdefault(window, self._empty_list())
+        _plan_decode[(1,)](
+            context_lens,
+            work.items,
+            work.first_item,
+            num_rows,
+            window or 0,
+            self._num_pieces,
+            MIN_PIECE=_MIN_PIECE,
+            TILE=_TILE,
+            ROWS=triton.next_power_of_2(self._max_rows),
+            num_warps=4,
+        )
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_tables: Tensor,
+        row_slots: Tensor,
+        context_lens: Tensor,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        """Writes out, (B, num_heads, head_dim), of the rows that were planned.
+
+        query: like out. keys, values: one layer of the pool. block_tables: (num_slots, max_blocks)
+        int32; row i is the sequence in slot row_slots[i].
+        """
+        shape, work, num_rows = self._shape, self._lists[window], len(query)
+        grid = (shape.num_kv_heads, self._num_pieces + num_rows)
+        _decode[grid](
+            query,
+            keys,
+            values,
+            block_tables,
+            row_slots,
+            context_lens,
+            work.items,
+            work.first_item,
+            out,
+            self._partial,
+            self._lse,
+            num_rows,
+            block_tables.stride(0),
+            window or 0,
+            shape.head_dim**-0.5 * _LOG2_E,
+            **_constants(shape),
+            GROUP_ROWS=max(16, triton.next_power_of_2(shape.group)),
+            TILE=_TILE,
+            num_warps=4,
+            # The way by the block table takes half of the stages: five keep two tiles on their way,
+            # 64 KiB of them at head size 128, and three programs fit a multiprocessor.
+            num_stages=5 if shape.head_dim <= 128 else 3,
+        )
+        _combine[(num_rows, shape.num_heads)](
+            self._partial,
+            self._lse,
+            work.first_item,
+            out,
+            NUM_HEADS=shape.num_heads,
+            HEAD_DIM=shape.head_dim,
+            DIMS=_padded(shape.head_dim),
+            num_warps=1,
+        )
+
+    def work_list(self, window: int | None) -> WorkList:
+        """What the last `plan` with this window has written."""
+        return self._lists[window]
+
+    def _empty_list(self) -> WorkList:
+        max_items = self._num_pieces + self._max_rows
+        return WorkList(
+            torch.zeros(max_items, _ITEM, dtype=torch.int32, device=self._device),
+            torch.zeros(self._max_rows + 1, dtype=torch.int32, device=self._device),
+        )
+
+
+class PagedPrefill:
+    """Chunks of prompts, each token to all that stands before it in its own sequence."""
+
+    def __init__(
+        self, shape: AttentionShape, max_rows: int, max_tokens: int, device: torch.device
+    ) -> None:
+        self._shape = shape
+        self._tokens_per_tile = max(1, _PREFILL_ROWS // shape.group)
+        self._max_rows = max_rows
+        max_items = -(-max_tokens // self._tokens_per_tile) + max_rows
+        self._work = WorkList(
+            torch.zeros(max_items, _ITEM, dtype=torch.int32, device=device),
+            torch.zeros(max_rows + 1, dtype=torch.int32, device=device),
+        )
+
+    def plan(self, query_starts: Tensor) -> None:
+        """Lists the tiles of rows that have the tokens between these offsets, (R + 1,) int32."""
+        num_rows = len(query_starts) - 1
+        assert num_rows <= self._max_rows, (num_rows, self._max_rows)
+        _plan_prefill[(1,)](
+            query_starts,
+            self._work.items,
+            self._work.first_item,
+            num_rows,
+            TOKENS=self._tokens_per_tile,
+            ROWS=triton.next_power_of_2(self._max_rows),
+            num_warps=4,
+        )
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_tables: Tensor,
+        row_slots: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        """Writes out, (T, num_heads, head_dim), of the tokens of the rows that were planned.
+
+        query: like out; row i has its tokens [query_starts[i], query_starts[i + 1]), the last of
+        which stands at position context_lens[i] - 1. The rest is as for `PagedDecode`.
+        """
+        shape, num_rows = self._shape, len(context_lens)
+        num_tiles = -(-len(query) // self._tokens_per_tile) + num_rows
+        head_dim = shape.head_dim
+        _prefill[(shape.num_kv_heads, num_tiles)](
+            query,
+            keys,
+            values,
+            block_tables,
+            row_slots,
+            query_starts,
+            context_lens,
+            self._work.items,
+            self._work.first_item,
+            out,
+            num_rows,
+            block_tables.stride(0),
+            window or 0,
+            head_dim**-0.5 * _LOG2_E,
+            **_constants(shape),
+            TOKENS=self._tokens_per_tile,
+            QUERY_ROWS=max(16, triton.next_power_of_2(self._tokens_per_tile * shape.group)),
+            TILE=_PREFILL_TILE,
+            num_warps=8 if head_dim > 64 else 4,
+            num_stages=2 if head_dim > 128 else 3,
+        )
+
+
+class PagedAttention:
+    """`engine.models.fused.DeviceAttention` by the kernels below: decodes first, chunks behind."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        windows: Iterable[int | None],
+        max_rows: int,
+        max_tokens: int,
+        num_sms: int,
+        device: torch.device,
+    ) -> None:
+        """windows: all that the model's layers have. max_rows, max_tokens: of one step."""
+        self._windows = set(windows)
+        self._decode = PagedDecode(shape, max_rows, num_sms, device)
+        self._prefill = PagedPrefill(shape, max_rows, max_tokens, device)
+
+    def plan(self, step: DeviceStep) -> None:
+        if step.num_decodes:
+            for window in self._windows:
+                self._decode.plan(step.context_lens[: step.num_decodes], window)
+        if step.chunk_starts is not None:
+            self._prefill.plan(step.chunk_starts)
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: DeviceStep,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        num, tables = step.num_decodes, step.block_tables
+        slots, lens = step.slots, step.context_lens
+        if num:
+            self._decode(
+                query[:num], keys, values, tables, slots[:num], lens[:num], window, out[:num]
+            )
+        if step.chunk_starts is not None:
+            self._prefill(
+                query[num:],
+                keys,
+                values,
+                tables,
+                slots[num:],
+                step.chunk_starts,
+                lens[num:],
+                window,
+                out[num:],
+            )
+
+
+_LOG2_E = 1.4426950408889634
+
+
+def _padded(head_dim: int) -> int:
+    """Matrix units take powers of two, and no fewer than 16."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+def _constants(shape: AttentionShape) -> dict[str, int]:
+    return {
+        "NUM_HEADS": shape.num_heads,
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "HEAD_DIM": shape.head_dim,
+        "DIMS": _padded(shape.head_dim),
+        "BLOCK_SIZE": shape.block_size,
+    }
+
+
+@triton.jit(do_not_specialize=["num_rows", "window", "num_pieces"])
+def _plan_decode(
+    context_lens,
+    items,
+    first_item,
+    num_rows,
+    window,
+    num_pieces,
+    MIN_PIECE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program: pieces of even length for all rows, about num_pieces in all if they suffice."""
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    end = tl.load(context_lens + row, mask=is_row, other=0)
+    begin = tl.where(window > 0, tl.maximum(end - window, 0) // TILE * TILE, 0)
+    length = end - begin
+    piece = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(length), num_pieces), TILE) * TILE, MIN_PIECE)
+    count = tl.cdiv(length, piece)
+    # Rows of unlike lengths have pieces of unlike lengths, those of one row are even.
+    step = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), TILE) * TILE
+    count = tl.cdiv(length, tl.maximum(step, 1))
+    first = tl.cumsum(count) - count
+    tl.store(first_item + row, first, mask=is_row)
+    tl.store(first_item + num_rows, tl.sum(count))
+    for index in range(0, tl.max(count)):
+        has = is_row & (index < count)
+        item = items + (first + index) * 4
+        start = begin + index * step
+        tl.store(item, row, mask=has)
+        tl.store(item + 1, start, mask=has)
+        tl.store(item + 2, tl.minimum(start + step, end), mask=has)
+        tl.store(item + 3, (count == 1).to(tl.int32), mask=has)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _plan_prefill(
+    query_starts,
+    items,
+    first_item,
+    num_rows,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program: tiles of TOKENS query tokens each, the last of a row maybe shorter."""
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    start = tl.load(query_starts + row, mask=is_row, other=0)
+    length = tl.load(query_starts + row + 1, mask=is_row, other=0) - start
+    count = tl.cdiv(length, TOKENS)
+    first = tl.cumsum(count) - count
+    tl.store(first_item + row, first, mask=is_row)
+    tl.store(first_item + num_rows, tl.sum(count))
+    for index in range(0, tl.max(count)):
+        has = is_row & (index < count)
+        item = items + (first + index) * 4
+        tl.store(item, row, mask=has)
+        tl.store(item + 1, index * TOKENS, mask=has)
+        tl.store(item + 2, tl.minimum((index + 1) * TOKENS, length), mask=has)
+
+
+@triton.jit
+def _pool_rows(table, position, is_key, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Where the tokens at these TILE successive positions lie in the pool, counted in tokens."""
+    if BLOCK_SIZE % TILE == 0:  # one block has them all
+        first = tl.min(position)
+        block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
+        return block * BLOCK_SIZE + position % BLOCK_SIZE
+    blocks = tl.load(table + position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+    return blocks * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@triton.jit
+def _attend(
+    q,
+    query_position,
+    table,
+    keys,
+    values,
+    start,
+    end,
+    window,
+    scale,
+    kv_head,
+    acc,
+    peak,
+    total,
+    IS_MASKED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Takes the keys [start, start + TILE) below `end` into a running softmax, in powers of two."""
+    dim = tl.arange(0, DIMS)
+    position = start + tl.arange(0, TILE)
+    is_key = position < end
+    rows = _pool_rows(table, position, is_key, BLOCK_SIZE, TILE)
+    offset = rows[:, None] * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dim[None, :]
+    # Values past the end count nothing, but nothing times NaN is NaN: they are not read.
+    is_there = is_key[:, None] & (dim < HEAD_DIM)[None, :]
+    k = tl.load(keys + offset, mask=is_there, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if IS_MASKED:
+        seen = is_key[None, :] & (position[None, :] <= query_position[:, None])
+        if window > 0:
+            seen = seen & (position[None, :] > query_position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    v = tl.load(values + offset, mask=is_there, other=0.0)
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    kept = tl.exp2(peak - new_peak)
+    total = total * kept + tl.sum(weights, 1)
+    acc = acc * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return acc, new_peak, total
+
+
+@triton.jit(do_not_specialize=["num_rows", "window"])
+def _decode(
+    query,
+    keys,
+    values,
+    block_tables,
+    row_slots,
+    context_lens,
+    items,
+    first_item,
+    out,
+    partial,
+    lse,
+    num_rows,
+    table_stride,
+    window,
+    scale,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One piece of one row, for all the query heads of one KV head."""
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    if item >= tl.load(first_item + num_rows):
+        return
+    row = tl.load(items + item * 4)
+    begin = tl.load(items + item * 4 + 1)
+    end = tl.load(items + item * 4 + 2)
+    is_whole = tl.load(items + item * 4 + 3)
+    table = block_tables + tl.load(row_slots + row).to(tl.int64) * table_stride
+
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    member = tl.arange(0, GROUP_ROWS)
+    dim = tl.arange(0, DIMS)
+    head = kv_head * GROUP + member
+    offset = head[:, None] * HEAD_DIM + dim[None, :]
+    is_there = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(query + row.to(tl.int64) * NUM_HEADS * HEAD_DIM + offset, mask=is_there, other=0.0)
+    query_position = tl.zeros((GROUP_ROWS,), tl.int32) + tl.load(context_lens + row) - 1
+
+    acc = tl.zeros((GROUP_ROWS, DIMS), tl.float32)
+    peak = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
+    total = tl.zeros((GROUP_ROWS,), tl.float32)
+    for start in range(begin, end, TILE):
+        acc, peak, total = _attend(
+            q, query_position, table, keys, values, start, end, window, scale, kv_head,
+            acc, peak, total, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+        )  # fmt: skip
+    mixed = acc / total[:, None]
+    if is_whole != 0:
+        target = out + row.to(tl.int64) * NUM_HEADS * HEAD_DIM + offset
+        tl.store(target, mixed.to(out.dtype.element_ty), mask=is_there)
+    else:
+        tl.store(partial + item.to(tl.int64) * NUM_HEADS * HEAD_DIM + offset, mixed, mask=is_there)
+        tl.store(lse + item * NUM_HEADS + head, peak + tl.log2(total), mask=member < GROUP)
+
+
+@triton.jit
+def _combine(
+    partial,
+    lse,
+    first_item,
+    out,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Puts one head of a row together, where the row was cut into several pieces."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(first_item + row)
+    end = tl.load(first_item + row + 1)
+    if end - first < 2:
+        return
+    dim = tl.arange(0, DIMS)
+    acc = tl.zeros((DIMS,), tl.float32)
+    peak = -1.0e30
+    total = 0.0
+    for item in range(first, end):
+        size = tl.load(lse + item * NUM_HEADS + head)
+        new_peak = tl.maximum(peak, size)
+        kept = tl.exp2(peak - new_peak)
+        weight = tl.exp2(size - new_peak)
+        source = partial + (item * NUM_HEADS + head) * HEAD_DIM + dim
+        acc = acc * kept + tl.load(source, mask=dim < HEAD_DIM, other=0.0) * weight
+        total = total * kept + weight
+        peak = new_peak
+    target = out + (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dim
+    tl.store(target, (acc / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["num_rows", "window"])
+def _prefill(
+    query,
+    keys,
+    values,
+    block_tables,
+    row_slots,
+    query_starts,
+    context_lens,
+    items,
+    first_item,
+    out,
+    num_rows,
+    table_stride,
+    window,
+    scale,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Some query tokens of one sequence, for all the query heads of one KV head."""
+    kv_head = tl.program_id(0)
+    # The last tiles of a chunk see most keys: they start first, so that none is left to the end.
+    num_items = tl.load(first_item + num_rows)
+    item = num_items - 1 - tl.program_id(1)
+    if item < 0:
+        return
+    row = tl.load(items + item * 4)
+    first_token = tl.load(items + item * 4 + 1)
+    end_token = tl.load(items + item * 4 + 2)
+    start_of_row = tl.load(query_starts + row)
+    context_len = tl.load(context_lens + row)
+    # The position of the chunk's first token.
+    first_position = context_len - (tl.load(query_starts + row + 1) - start_of_row)
+    table = block_tables + tl.load(row_slots + row).to(tl.int64) * table_stride
+
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    member = tl.arange(0, QUERY_ROWS)
+    dim = tl.arange(0, DIMS)
+    token = first_token + member // GROUP
+    is_query = (member < TOKENS * GROUP) & (token < end_token)
+    head = kv_head * GROUP + member % GROUP
+    offset = ((start_of_row + token).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM
+    offset = offset + dim[None, :]
+    is_there = is_query[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(query + offset, mask=is_there, other=0.0)
+    # Those that are not there stand where the last one does, and so see some key.
+    query_position = first_position + tl.minimum(token, end_token - 1)
+
+    acc = tl.zeros((QUERY_ROWS, DIMS), tl.float32)
+    peak = tl.full((QUERY_ROWS,), -1.0e30, tl.float32)
+    total = tl.zeros((QUERY_ROWS,), tl.float32)
+    end = first_position + end_token
+    begin = 0
+    # Below this, every token of the tile sees every key.
+    all_seen = (first_position + first_token + 1) // TILE * TILE
+    if window > 0:
+        begin = tl.maximum(first_position + first_token + 1 - window, 0) // TILE * TILE
+        all_seen = begin
+    for start in range(begin, all_seen, TILE):
+        acc, peak, total = _attend(
+            q, query_position, table, keys, values, start, end, window, scale, kv_head,
+            acc, peak, total, False, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+        )  # fmt: skip
+    for start in range(all_seen, end, TILE):
+        acc, peak, total = _attend(
+            q, query_position, table, keys, values, start, end, window, scale, kv_head,
+            acc, peak, total, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+        )  # fmt: skip
+    mixed = acc / total[:, None]
+    tl.store(out + offset, mixed.to(out.dtype.element_ty), mask=is_there)

@@ -1,0 +1,59 @@
+"""CUDA graphs: a step that was recorded is launched by one call, however many kernels it has."""
+
+import logging
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, TypeVar
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+Key = TypeVar("Key", bound=Hashable)
+Output = TypeVar("Output")
+
+
+def captured_sizes(max_size: int) -> list[int]:
+    """Batch sizes worth a graph: a step pads to the next one, so at most an eighth is wasted work.
+
+    1, 2, 4, 8, then in eights to 256 and in sixteens beyond.
+    """
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_size + 16, 16)]
+    return [size for size in sizes if size < max_size] + [max_size]
+
+
+class StepGraphs(Generic[Key, Output]):
+    """Runs `run(key)` eagerly where there is no GPU, else as a graph that is recorded at first use.
+
+    What `run` reads and writes must lie in fixed memory. What it returns lies in the graphs' common
+    pool, and holds until the next one is run.
+    """
+
+    def __init__(
+        self, run: Callable[[Key], Output], device: torch.device, *, enabled: bool = True
+    ) -> None:
+        self._run = run
+        self._is_on = enabled and device.type == "cuda"
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Output]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._is_on else None
+
+    def __call__(self, key: Key) -> Output:
+        if not self._is_on:
+            return self._run(key)
+        if key not in self._graphs:
+            self._capture(key)
+        graph, output = self._graphs[key]
+        graph.replay()
+        return output
+
+    def capture(self, keys: Iterable[Key]) -> None:
+        """Records them in this order: the largest first, so that the rest fits its memory."""
+        if self._is_on:
+            for key in keys:
+                self._capture(key)
+
+    def _capture(self, key: Key) -> None:
+        self._run(key)  # compiles what is not compiled, which a capture would forbid
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = self._run(key)
+        self._graphs[key] = graph, output

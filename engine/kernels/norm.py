@@ -1,0 +1,85 @@
+"""RMSNorm, with the residual addition that comes before it, and the embedding's gather."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, normed: Tensor) -> None:
+    """residual += x; normed = residual / rms(residual) * weight. All (T, hidden) but weight.
+
+    The sum is rounded to the residual's type before it is normed, as two operators would.
+    Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+    """
+    num_tokens, hidden = residual.shape
+    _add_rms_norm[(num_tokens,)](
+        x, residual, weight, normed, eps, hidden,
+        SIZE=triton.next_power_of_2(hidden), num_warps=_num_warps(hidden),
+    )  # fmt: skip
+
+
+def embed(token_ids: Tensor, embedding: Tensor, residual: Tensor) -> None:
+    """residual[i] = embedding[token_ids[i]]: (T, hidden)."""
+    num_tokens, hidden = residual.shape
+    _embed[(num_tokens,)](
+        token_ids, embedding, residual, hidden,
+        SIZE=triton.next_power_of_2(hidden), num_warps=_num_warps(hidden),
+    )  # fmt: skip
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, normed: Tensor) -> None:
+    """normed = x / rms(x) * weight: (T, hidden)."""
+    num_tokens, hidden = x.shape
+    _rms_norm[(num_tokens,)](
+        x, weight, normed, eps, hidden,
+        SIZE=triton.next_power_of_2(hidden), num_warps=_num_warps(hidden),
+    )  # fmt: skip
+
+
+def _num_warps(hidden: int) -> int:
+    """Eight elements a thread: 16 bytes of bfloat16."""
+    return max(1, min(16, int(triton.next_power_of_2(hidden)) // 256))
+
+
+@triton.jit
+def _normed(x, weight, eps, hidden):
+    """x: a row in float32. The weight multiplies what has been rounded to its own type."""
+    scale = tl.rsqrt(tl.sum(x * x) / hidden + eps)
+    return (x * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+
+
+@triton.jit
+def _add_rms_norm(x, residual, weight, normed, eps, hidden, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * hidden
+    column = tl.arange(0, SIZE)
+    mask = column < hidden
+    kind = residual.dtype.element_ty
+    total = tl.load(residual + row + column, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
+    total = total.to(kind)
+    tl.store(residual + row + column, total, mask=mask)
+    w = tl.load(weight + column, mask=mask, other=0.0)
+    tl.store(
+        normed + row + column, _normed(total.to(tl.float32), w, eps, hidden).to(kind), mask=mask
+    )
+
+
+@triton.jit
+def _rms_norm(x, weight, normed, eps, hidden, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * hidden
+    column = tl.arange(0, SIZE)
+    mask = column < hidden
+    kind = normed.dtype.element_ty
+    values = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + column, mask=mask, other=0.0)
+    tl.store(normed + row + column, _normed(values, w, eps, hidden).to(kind), mask=mask)
+
+
+@triton.jit
+def _embed(token_ids, embedding, residual, hidden, SIZE: tl.constexpr):
+    token = tl.program_id(0)
+    column = tl.arange(0, SIZE)
+    mask = column < hidden
+    token_id = tl.load(token_ids + token).to(tl.int64)
+    values = tl.load(embedding + token_id * hidden + column, mask=mask)
+    tl.store(residual + token.to(tl.int64) * hidden + column, values, mask=mask)

@@ -1,0 +1,159 @@
+"""What a step reads of its sequences, and what it writes back: the per-slot tables, on the device.
+
+The tables are fixed in memory, so that a captured graph finds them: token_table (slots, max_len +
+1) int32, block_tables (slots, max_blocks) int32, lengths (slots,) int32, which is how many tokens
+of a slot's sequence have their keys and values written.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 256
+
+
+def gather_decodes(
+    slots: Tensor,
+    lengths: Tensor,
+    token_table: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    token_ids: Tensor,
+    positions: Tensor,
+    kv_slots: Tensor,
+    context_lens: Tensor,
+) -> None:
+    """One token for each of `slots`, (B,) int32: the one after those that have been computed.
+
+    Writes token_ids, positions, context_lens, (B,) int32, and kv_slots, (B,) int64.
+    """
+    num_rows = len(slots)
+    _gather_decodes[(triton.cdiv(num_rows, _BLOCK),)](
+        slots, lengths, token_table, block_tables, token_ids, positions, kv_slots, context_lens,
+        num_rows, token_table.stride(0), block_tables.stride(0), block_size,
+        BLOCK=_BLOCK, num_warps=2,
+    )  # fmt: skip
+
+
+def gather_chunks(
+    slots: Tensor,
+    starts: Tensor,
+    query_starts: Tensor,
+    token_table: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    max_num_tokens: int,
+    token_ids: Tensor,
+    positions: Tensor,
+    kv_slots: Tensor,
+    context_lens: Tensor,
+) -> None:
+    """The tokens from starts[i] on of the sequence in slots[i], as many as query_starts says.
+
+    slots, starts: (R,) int32. query_starts: (R + 1,) int32, offsets into the T tokens written.
+    max_num_tokens: of any row.
+    """
+    grid = (len(slots), triton.cdiv(max_num_tokens, _BLOCK))
+    _gather_chunks[grid](
+        slots, starts, query_starts, token_table, block_tables,
+        token_ids, positions, kv_slots, context_lens,
+        token_table.stride(0), block_tables.stride(0), block_size,
+        BLOCK=_BLOCK, num_warps=2,
+    )  # fmt: skip
+
+
+def store_sampled(ids: Tensor, slots: Tensor, context_lens: Tensor, token_table: Tensor) -> None:
+    """Writes each sampled id behind its sequence's tokens: ids, slots, context_lens: (S,)."""
+    num_rows = len(slots)
+    _store_sampled[(triton.cdiv(num_rows, _BLOCK),)](
+        ids, slots, context_lens, token_table, num_rows, token_table.stride(0),
+        BLOCK=_BLOCK, num_warps=2,
+    )  # fmt: skip
+
+
+def store_lengths(slots: Tensor, context_lens: Tensor, lengths: Tensor) -> None:
+    """lengths[slots[i]] = context_lens[i], but for the last slot, which pads: its length stays."""
+    num_rows = len(slots)
+    _store_lengths[(triton.cdiv(num_rows, _BLOCK),)](
+        slots, context_lens, lengths, num_rows, len(lengths) - 1, BLOCK=_BLOCK, num_warps=2
+    )
+
+
+def update_block_tables(updates: Tensor, block_tables: Tensor) -> None:
+    """For each (slot, index, block_id) of updates, (N, 3) int32: block_tables[slot, index]."""
+    num_updates = len(updates)
+    _update_block_tables[(triton.cdiv(num_updates, _BLOCK),)](
+        updates, block_tables, num_updates, block_tables.stride(0), BLOCK=_BLOCK, num_warps=2
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gather_decodes(
+    slots, lengths, token_table, block_tables, token_ids, positions, kv_slots, context_lens,
+    num_rows, token_stride, table_stride, block_size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < num_rows
+    slot = tl.load(slots + row, mask=mask, other=0).to(tl.int64)
+    position = tl.load(lengths + slot, mask=mask, other=0)
+    token_id = tl.load(token_table + slot * token_stride + position, mask=mask, other=0)
+    block = tl.load(block_tables + slot * table_stride + position // block_size, mask=mask, other=0)
+    tl.store(token_ids + row, token_id, mask=mask)
+    tl.store(positions + row, position, mask=mask)
+    tl.store(kv_slots + row, block.to(tl.int64) * block_size + position % block_size, mask=mask)
+    tl.store(context_lens + row, position + 1, mask=mask)
+
+
+@triton.jit
+def _gather_chunks(
+    slots, starts, query_starts, token_table, block_tables,
+    token_ids, positions, kv_slots, context_lens,
+    token_stride, table_stride, block_size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot = tl.load(slots + row).to(tl.int64)
+    start = tl.load(starts + row)
+    first = tl.load(query_starts + row)
+    num_tokens = tl.load(query_starts + row + 1) - first
+    if tl.program_id(1) == 0:
+        tl.store(context_lens + row, start + num_tokens)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < num_tokens
+    position = start + index
+    token_id = tl.load(token_table + slot * token_stride + position, mask=mask, other=0)
+    block = tl.load(block_tables + slot * table_stride + position // block_size, mask=mask, other=0)
+    tl.store(token_ids + first + index, token_id, mask=mask)
+    tl.store(positions + first + index, position, mask=mask)
+    target = kv_slots + first + index
+    tl.store(target, block.to(tl.int64) * block_size + position % block_size, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _store_sampled(
+    ids, slots, context_lens, token_table, num_rows, token_stride, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < num_rows
+    slot = tl.load(slots + row, mask=mask, other=0).to(tl.int64)
+    length = tl.load(context_lens + row, mask=mask, other=0)
+    token_id = tl.load(ids + row, mask=mask, other=0).to(tl.int32)
+    tl.store(token_table + slot * token_stride + length, token_id, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _store_lengths(slots, context_lens, lengths, num_rows, num_slots, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < num_rows
+    slot = tl.load(slots + row, mask=mask, other=0)
+    length = tl.load(context_lens + row, mask=mask, other=0)
+    tl.store(lengths + slot, length, mask=mask & (slot < num_slots))
+
+
+@triton.jit(do_not_specialize=["num_updates"])
+def _update_block_tables(updates, block_tables, num_updates, table_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < num_updates
+    slot = tl.load(updates + 3 * row, mask=mask, other=0).to(tl.int64)
+    index = tl.load(updates + 3 * row + 1, mask=mask, other=0)
+    block = tl.load(updates + 3 * row + 2, mask=mask, other=0)
+    tl.store(block_tables + slot * table_stride + index, block, mask=mask)

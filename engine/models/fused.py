@@ -1,0 +1,166 @@
+"""`FusedModel`: the layers of `LlamaModel` on a GPU, in as few launches as we know how.
+
+Two ways through a layer. A handful of tokens (`skinny_linear`): seven launches, every product with
+what stands around it; at batch 1 launches cost as much as bytes. More tokens: cuBLAS for the
+products, one kernel for all that lies between two of them.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.activation import silu_mul
+from engine.kernels.linear import MAX_ROWS, skinny_linear
+from engine.kernels.norm import add_rms_norm, embed, rms_norm
+from engine.kernels.rope import rotate_and_store
+from engine.kv_pool import KVPool
+from engine.models.layers import PlainLinear
+from engine.models.llama import Layer, LlamaModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStep:
+    """One step's tokens on the device, ragged by row; nothing here is known to the host but sizes.
+
+    token_ids, positions: (T,) int32. kv_slots: (T,) int64. slots, context_lens: (R,) int32, one
+    entry a row. The first num_decodes rows have one token each; chunk_starts, (R - num_decodes +
+    1,) int32, are the other rows' offsets into the tokens behind those. block_tables: (all slots,
+    max_blocks) int32.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    kv_slots: Tensor
+    slots: Tensor
+    context_lens: Tensor
+    num_decodes: int
+    chunk_starts: Tensor | None
+    block_tables: Tensor
+
+
+class DeviceAttention(Protocol):
+    """An attention backend of the GPU: `plan` once a step, then a call for every layer."""
+
+    def plan(self, step: DeviceStep) -> None: ...
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: DeviceStep,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        """Writes out (T, num_heads, head_dim). keys, values: one layer, this step's written."""
+        ...
+
+
+class FusedModel:
+    """Owns no weights: it computes with those of a `LlamaModel`, which must be plain."""
+
+    def __init__(self, model: LlamaModel, pool: KVPool, attention: DeviceAttention) -> None:
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+
+    def __call__(self, step: DeviceStep) -> Tensor:
+        """The last layer's states before the final norm, (T, hidden). Writes keys and values."""
+        model, config = self._model, self._model.config
+        num_tokens = len(step.token_ids)
+        self._attention.plan(step)
+        residual = model.embedding.new_empty(num_tokens, config.hidden_size)
+        embed(step.token_ids, model.embedding, residual)
+        run = self._few_tokens if num_tokens <= MAX_ROWS else self._many_tokens
+        run(step, residual)
+        return residual
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Of the given rows of what a call returned, (S, vocab_size), in no particular type."""
+        model, eps = self._model, self._model.config.rms_norm_eps
+        head = model.lm_head
+        assert isinstance(head, PlainLinear)
+        if len(states) <= MAX_ROWS:
+            out = states.new_empty(len(states), len(head.weight), dtype=torch.float32)
+            skinny_linear(states, head.weight, out, norm=model.norm, eps=eps)
+            return out
+        return head(self.normed(states))
+
+    def logits_of_normed(self, states: Tensor) -> Tensor:
+        """Of states after the final norm: (S, vocab_size) float32."""
+        return self._model.lm_head(states).float()
+
+    def normed(self, states: Tensor) -> Tensor:
+        """After the final norm."""
+        normed = torch.empty_like(states)
+        rms_norm(states, self._model.norm, self._model.config.rms_norm_eps, normed)
+        return normed
+
+    def _few_tokens(self, step: DeviceStep, residual: Tensor) -> None:
+        config = self._model.config
+        eps = config.rms_norm_eps
+        active = residual.new_empty(len(residual), config.intermediate_size)
+        for index, layer in enumerate(self._model.layers):
+            qkv = _plain(layer.qkv)
+            projected = residual.new_empty(len(residual), len(qkv.weight))
+            skinny_linear(
+                residual, qkv.weight, projected, norm=layer.input_norm, eps=eps, bias=qkv.bias
+            )
+            mixed = self._attend(index, layer, projected, step)
+            output, gate_up, down = map(_plain, (layer.output, layer.gate_up, layer.down))
+            skinny_linear(mixed, output.weight, residual, bias=output.bias, residual=residual)
+            if gate_up.bias is None:
+                skinny_linear(
+                    residual, gate_up.weight, active, norm=layer.mlp_norm, eps=eps, is_gated=True
+                )
+            else:
+                both = residual.new_empty(len(residual), len(gate_up.weight))
+                skinny_linear(
+                    residual, gate_up.weight, both, norm=layer.mlp_norm, eps=eps, bias=gate_up.bias
+                )
+                silu_mul(both, active)
+            skinny_linear(active, down.weight, residual, bias=down.bias, residual=residual)
+
+    def _many_tokens(self, step: DeviceStep, residual: Tensor) -> None:
+        model, eps = self._model, self._model.config.rms_norm_eps
+        normed = torch.empty_like(residual)
+        active = residual.new_empty(len(residual), model.config.intermediate_size)
+        rms_norm(residual, model.layers[0].input_norm, eps, normed)
+        for index, layer in enumerate(model.layers):
+            mixed = self._attend(index, layer, layer.qkv(normed), step)
+            add_rms_norm(layer.output(mixed), residual, layer.mlp_norm, eps, normed)
+            silu_mul(layer.gate_up(normed), active)
+            change = layer.down(active)
+            if index + 1 < len(model.layers):
+                add_rms_norm(change, residual, model.layers[index + 1].input_norm, eps, normed)
+            else:
+                residual += change
+
+    def _attend(self, index: int, layer: Layer, projected: Tensor, step: DeviceStep) -> Tensor:
+        """Attention's output before the output layer: (T, num_heads * head_dim)."""
+        model, config = self._model, self._model.config
+        keys, values = self._pool.keys[index], self._pool.values[index]
+        query = projected.new_empty(len(projected), config.num_heads, config.head_dim)
+        rotate_and_store(
+            projected,
+            step.positions,
+            step.kv_slots,
+            model.cos,
+            model.sin,
+            layer.query_norm,
+            layer.key_norm,
+            config.rms_norm_eps,
+            keys,
+            values,
+            query,
+        )
+        mixed = torch.empty_like(query)
+        self._attention(query, keys, values, step, layer.window, mixed)
+        return mixed.flatten(1)
+
+
+def _plain(linear: object) -> PlainLinear:
+    assert isinstance(linear, PlainLinear), type(linear)
+    return linear

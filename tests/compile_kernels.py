@@ -1,0 +1,199 @@
+"""`python -m tests.compile_kernels`: every kernel that a model's steps launch, compiled for a GPU.
+
+No GPU is needed: the model runs on tensors without data, what it would launch is written down, and
+Triton compiles that with its own assembler. Prints a JSON line for each: registers, bytes spilled,
+shared memory. To be run without TRITON_INTERPRET.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from engine.attention.gathered import gathered_attention
+from engine.attention.paged import AttentionShape, PagedAttention
+from engine.kernels.tables import gather_decodes, store_lengths, store_sampled, update_block_tables
+from engine.kv_pool import KVPool
+from engine.models.config import ModelConfig
+from engine.models.fused import DeviceStep, FusedModel
+from engine.models.layers import PlainLinear
+from engine.models.llama import LlamaModel
+
+META = torch.device("meta")
+BLOCK_SIZE = 64
+NUM_SMS = 132
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+_OPTIONS = ("num_warps", "num_stages")
+
+
+class Launch:
+    """One kernel launch, as Triton would see it."""
+
+    def __init__(self, kernel: JITFunction[Any], arguments: dict[str, Any]) -> None:
+        self.name = kernel.__name__
+        self._kernel = kernel
+        self.options = {k: arguments.pop(k) for k in _OPTIONS if k in arguments}
+        self.signature: dict[str, str] = {}
+        self.constants: dict[str, Any] = {}
+        self._aligned: list[int] = []
+        for index, parameter in enumerate(kernel.params):
+            value = arguments[parameter.name]
+            if parameter.is_constexpr:
+                self.signature[parameter.name] = "constexpr"
+                self.constants[parameter.name] = value
+            else:
+                self._add(index, parameter, value)
+
+    def _add(self, index: int, parameter: Any, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.signature[parameter.name] = _POINTERS[value.dtype]
+            self._aligned.append(index)
+        elif isinstance(value, float):
+            self.signature[parameter.name] = "fp32"
+        elif value == 1 and not parameter.do_not_specialize:
+            self.signature[parameter.name] = "constexpr"
+            self.constants[parameter.name] = value
+        else:
+            self.signature[parameter.name] = "i32"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                self._aligned.append(index)
+
+    @property
+    def key(self) -> str:
+        parts = (self.name, self.signature, self.constants, self.options, self._aligned)
+        return repr(parts)
+
+    def compile(self, capability: int) -> dict[str, Any]:
+        aligned = {(index,): [["tt.divisibility", 16]] for index in self._aligned}
+        source = ASTSource(self._kernel, self.signature, self.constants, aligned)
+        target = GPUTarget("cuda", capability, 32)
+        compiled = triton.compile(source, target=target, options=self.options)
+        return {
+            "kernel": self.name,
+            "capability": capability,
+            "constants": self.constants,
+            "options": self.options,
+            "shared_bytes": compiled.metadata.shared,
+            **_resources(compiled.asm["cubin"]),
+        }
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    tool = Path(triton.__path__[0], "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = dict(re.findall(r"(REG|STACK):(\d+)", usage.stdout + usage.stderr))
+    return {"registers": int(found["REG"]), "stack_bytes": int(found["STACK"])}
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Kernels that are launched meanwhile are written down, and do not run."""
+    launches: list[Launch] = []
+
+    def run(self: JITFunction[Any], *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
+        names = [parameter.name for parameter in self.params]
+        launches.append(Launch(self, dict(zip(names, args, strict=False)) | kwargs))
+
+    original = JITFunction.run
+    JITFunction.run = run
+    try:
+        yield launches
+    finally:
+        JITFunction.run = original
+
+
+class MetaWeights:
+    def read(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=META)
+
+
+class MetaModel:
+    """A model of any size that computes nothing."""
+
+    def __init__(self, model_dir: Path, block_size: int = BLOCK_SIZE) -> None:
+        config = ModelConfig.from_dir(model_dir)
+        self.config = config
+        llama = LlamaModel(
+            config, MetaWeights(), PlainLinear, gathered_attention, max_model_len=8192, device=META
+        )
+        pool = KVPool(config, 100, block_size, torch.bfloat16, META)
+        shape = AttentionShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+        )
+        attention = PagedAttention(shape, config.windows, 512, 8192, NUM_SMS, META)
+        self.model = FusedModel(llama, pool, attention)
+
+    def launches(self, num_decodes: int, chunk: int = 0) -> list[Launch]:
+        """Of a step with so many decodes, and one prefill chunk if it is to have tokens."""
+        num_rows, num_tokens = num_decodes + bool(chunk), num_decodes + chunk
+        step = DeviceStep(
+            token_ids=_ints(num_tokens),
+            positions=_ints(num_tokens),
+            kv_slots=_ints(num_tokens).long(),
+            slots=_ints(num_rows),
+            context_lens=_ints(num_rows),
+            num_decodes=num_decodes,
+            chunk_starts=_ints(2) if chunk else None,
+            block_tables=_ints(513, 128),
+        )
+        lengths, token_table = _ints(513), _ints(513, 8193)
+        with recorded() as launches, torch.inference_mode():
+            gather_decodes(
+                step.slots, lengths, token_table, step.block_tables, BLOCK_SIZE,
+                step.token_ids, step.positions, step.kv_slots, step.context_lens,
+            )  # fmt: skip
+            self.model.logits(self.model(step)[:num_rows])
+            store_sampled(_ints(num_rows), step.slots, step.context_lens, token_table)
+            store_lengths(step.slots, step.context_lens, lengths)
+            update_block_tables(_ints(num_rows, 3), step.block_tables)
+        return launches
+
+
+def _ints(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=META)
+
+
+def launches_in_a_decode_layer(model: MetaModel, num_decodes: int) -> Counter[str]:
+    """Triton's own; the products that cuBLAS does at larger sizes are not among them."""
+    counts = Counter(launch.name for launch in model.launches(num_decodes))
+    layers = model.config.num_layers
+    return Counter({name: count // layers for name, count in counts.items() if count >= layers})
+
+
+def main(model_dirs: list[str]) -> None:
+    seen = set()
+    for model_dir in model_dirs:
+        model = MetaModel(Path(model_dir))
+        for num_decodes, chunk in ((1, 0), (16, 0), (256, 0), (7, 1024)):
+            for launch in model.launches(num_decodes, chunk):
+                if launch.key not in seen:
+                    seen.add(launch.key)
+                    print(json.dumps(launch.compile(90)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

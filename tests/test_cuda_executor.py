@@ -1,0 +1,169 @@
+"""The CUDA executor gives what the CPU's gives, ids and logprobs, on real weights."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
+
+from engine.attention.gathered import gathered_attention
+from engine.attention.paged import AttentionShape, PagedAttention
+from engine.config import Device, Dtype, EngineConfig
+from engine.cuda_executor import CudaExecutor
+from engine.device_tables import DeviceTables
+from engine.executor import Executor, PendingTokens
+from engine.grammar import Grammars, GrammarTable
+from engine.kv_pool import KVPool
+from engine.models.config import ModelConfig
+from engine.models.fused import FusedModel
+from engine.models.layers import PlainLinear
+from engine.models.llama import LlamaModel
+from engine.models.weights import Checkpoint
+from engine.torch_executor import TorchExecutor
+from scheduler.config import SchedulerConfig
+from scheduler.scheduler import Scheduler
+from scheduler.types import Request, RequestId, RequestOutput, SamplingParams
+from tests.kernels import DEVICE
+
+STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
+pytestmark = pytest.mark.skipif(
+    not STORIES.exists(), reason="the stories260K weights are not beside the checkout"
+)
+BLOCK_SIZE, NUM_BLOCKS, MAX_SEQS, MAX_LEN = 16, 24, 3, 96
+CONFIG = SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=32)
+# Of logprobs: sums of float32 in another order, through five layers.
+TOLERANCE = 1e-4
+
+
+def _cpu() -> TorchExecutor:
+    return TorchExecutor(
+        EngineConfig(
+            model=str(STORIES),
+            device=Device.CPU,
+            dtype=Dtype.FLOAT32,
+            max_model_len=MAX_LEN,
+            block_size=BLOCK_SIZE,
+            kv_cache_memory_bytes=2**22,
+            num_threads=1,
+            scheduler=CONFIG,
+        ),
+        STORIES,
+    )
+
+
+def _cuda(like: TorchExecutor) -> CudaExecutor:
+    """On the GPU where there is one, else on the CPU by Triton's interpreter."""
+    config = ModelConfig.from_dir(STORIES)
+
+    def empty(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=DEVICE)
+
+    with torch.inference_mode():
+        llama = LlamaModel(
+            config,
+            Checkpoint(STORIES, empty),
+            PlainLinear,
+            gathered_attention,
+            max_model_len=MAX_LEN,
+            device=DEVICE,
+        )
+    pool = KVPool(config, NUM_BLOCKS + 1, BLOCK_SIZE, torch.float32, DEVICE)
+    shape = AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=BLOCK_SIZE,
+    )
+    attention = PagedAttention(shape, config.windows, MAX_SEQS, 32, num_sms=1, device=DEVICE)
+    grammars = Grammars.of_model(STORIES, config.vocab_size, config.eos_token_ids)
+    return CudaExecutor(
+        FusedModel(llama, pool, attention),
+        pool,
+        DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS, DEVICE),
+        GrammarTable(grammars, MAX_SEQS, config.vocab_size),
+        replace(like.info, num_blocks=NUM_BLOCKS),
+        max_num_seqs=MAX_SEQS,
+    )
+
+
+def _run(executor: Executor, requests: list[Request], *, ahead: bool) -> list[RequestOutput]:
+    """All their outputs; `ahead`: each step is launched before the one before is waited for."""
+    scheduler = Scheduler(
+        CONFIG, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=MAX_LEN
+    )
+    for request in requests:
+        scheduler.add(request)
+    outputs: list[RequestOutput] = []
+    launched: PendingTokens | None = None
+    while scheduler.has_work or launched:
+        batch = scheduler.schedule(0.0)
+        pending = executor.execute(batch) if batch else None
+        if not ahead:
+            launched, pending = pending, None
+        if launched:
+            outputs += scheduler.update(launched.wait())
+        launched = pending
+    return outputs
+
+
+def _ids(outputs: list[RequestOutput]) -> dict[tuple[str, int], list[int]]:
+    ids: dict[tuple[str, int], list[int]] = {}
+    for output in outputs:
+        ids.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+    return ids
+
+
+def _logprobs(outputs: list[RequestOutput]) -> dict[tuple[str, int], list[float]]:
+    """Of answers, then of prompts (as answer -1)."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for output in outputs:
+        for entry in output.logprobs or ():
+            found.setdefault((output.request_id, output.index), []).append(entry.logprob)
+        if output.prompt and output.prompt.logprobs:
+            found[output.request_id, -1] = [entry.logprob for entry in output.prompt.logprobs]
+    return found
+
+
+def _requests() -> list[Request]:
+    """Prompts shorter and longer than a step's budget, greedy and drawn, one with two answers."""
+    samplings = [
+        (35, 1, SamplingParams(max_tokens=3, temperature=0.0, num_prompt_logprobs=1)),
+        (5, 2, SamplingParams(max_tokens=3, seed=1, temperature=0.8)),
+        (17, 1, SamplingParams(max_tokens=3, seed=2, top_p=0.9, num_logprobs=2)),
+    ]
+    generator = torch.Generator().manual_seed(3)
+    return [
+        Request(
+            id=RequestId(f"request-{i}"),
+            prompt_token_ids=tuple(torch.randint(3, 512, (size,), generator=generator).tolist()),
+            sampling=sampling,
+            arrival_s=0.0,
+            n=n,
+        )
+        for i, (size, n, sampling) in enumerate(samplings)
+    ]
+
+
+def test_one_step_ahead_it_gives_what_the_cpu_executor_gives() -> None:
+    cpu = _cpu()
+    expected = _run(cpu, _requests(), ahead=False)
+    found = _run(_cuda(cpu), _requests(), ahead=True)
+    assert _ids(found) == _ids(expected)
+    assert _logprobs(found).keys() == _logprobs(expected).keys()
+    for key, logprobs in _logprobs(expected).items():
+        assert _logprobs(found)[key] == pytest.approx(logprobs, abs=TOLERANCE)
+
+
+def test_greedy_ids_are_the_golden_ones() -> None:
+    entry = json.loads((STORIES / "golden.json").read_text())[0]
+    request = Request(
+        id=RequestId("golden"),
+        prompt_token_ids=tuple(entry["prompt_ids"]),
+        sampling=SamplingParams(max_tokens=6, temperature=0.0),
+        arrival_s=0.0,
+    )
+    outputs = _run(_cuda(_cpu()), [request], ahead=True)
+    assert _ids(outputs)["golden", 0] == entry["new_ids"][:6]
