@@ -27,7 +27,10 @@ _NO_NODE = "node and npm are not here (Debian: apt-get install nodejs npm)"
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """file: what runs, beside this module. home: its environment; node's is `node`."""
+    """file: what runs, beside this module. home: its environment; node's is `node`.
+
+    The frameworks have one each, because the newest of them do not go together.
+    """
 
     package: str
     file: str
@@ -37,10 +40,10 @@ class Client:
 CLIENTS = (
     Client("openai", "openai_python.py", "sdk"),
     Client("anthropic", "anthropic_python.py", "sdk"),
-    Client("langchain-openai", "langchain_chat.py", "frameworks"),
-    Client("litellm", "litellm_calls.py", "frameworks"),
-    Client("instructor", "instructor_modes.py", "frameworks"),
-    Client("llama-index-llms-openai-like", "llama_index_like.py", "frameworks"),
+    Client("langchain-openai", "langchain_chat.py", "langchain"),
+    Client("litellm", "litellm_calls.py", "litellm"),
+    Client("instructor", "instructor_modes.py", "instructor"),
+    Client("llama-index-llms-openai-like", "llama_index_like.py", "llama_index"),
     Client("openai", "openai_js.mjs", "node"),
     Client("@anthropic-ai/sdk", "anthropic_js.mjs", "node"),
     Client("@ai-sdk/openai-compatible", "vercel_ai.mjs", "node"),
