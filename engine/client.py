@@ -101,6 +101,8 @@ class OutputStream:
         if not self._waiting and self._error:
             raise self._error
         outputs, self._waiting = self._waiting, []
+        if self._error:
+            self._become_due()  # the news of the error was that of these outputs too
         return outputs
 
     @property
@@ -156,8 +158,10 @@ class OutputStream:
 class EngineClient:
     """Starts the engine process, feeds it and hands out what it makes. Lives on one event loop."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, module: str = "engine.process") -> None:
+        """module: what the process runs; it speaks as `engine.process` does."""
         self._config = config
+        self._module = module
         self._state = EngineState.STARTING
         self._info: ModelInfo | None = None
         self._streams: dict[RequestId, OutputStream] = {}
@@ -213,7 +217,7 @@ class EngineClient:
             sys.executable,
             "-P",  # a folder named engine where the server was started must not be taken for ours
             "-m",
-            "engine.process",
+            self._module,
             endpoint,
             stdin=asyncio.subprocess.PIPE,
             # Threads that spin while they wait take the core that the server needs.

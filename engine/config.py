@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from scheduler.config import SchedulerConfig
+from scheduler.errors import InvalidConfig
 
 
 class Device(StrEnum):
@@ -29,13 +30,25 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"  # random, in the shape of config.json: for speed work without a download
 
 
+class AttentionBackend(StrEnum):
+    """What computes attention on a GPU; on CPU there is but one."""
+
+    AUTO = "auto"  # the fastest by what was measured: see engine.attention.backends
+    TRITON = "triton"  # our own kernels
+    FLASH_ATTN = "flash_attn"  # FlashAttention 2 or 3, which must be installed
+    TORCH = "torch"  # slow and plain, to tell a kernel's fault from a model's
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that the engine process is told at its start.
 
     model: a directory in Hugging Face's layout. None stands for "choose by the model and device":
     max_model_len from config.json, block_size 16 on CPU and 64 on CUDA, kv_cache_memory_bytes a
-    quarter of the free memory on CPU, num_threads all cores but the one that the server needs.
+    quarter of the free memory on CPU and what gpu_memory_utilization leaves on CUDA, num_threads
+    all cores but the one that the server needs. gpu_memory_utilization: the share of a GPU's memory
+    that may be taken, with what others hold of it. enforce_eager: no CUDA graphs; the kernels of a
+    step are launched one by one. log_level: of what the engine process itself says.
     scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),
     one step every scripted_step_s at most.
     """
@@ -44,11 +57,26 @@ class EngineConfig:
     device: Device = Device.AUTO
     dtype: Dtype = Dtype.AUTO
     load_format: LoadFormat = LoadFormat.AUTO
+    attention_backend: AttentionBackend = AttentionBackend.AUTO
     max_model_len: int | None = None
     block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
     num_threads: int | None = None
     max_num_queued_reqs: int = 1024
     scripted: bool = False
     scripted_step_s: float = 0.0
+    log_level: str = "info"
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "block_size", "kv_cache_memory_bytes", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidConfig(f"--{name.replace('_', '-')} must be at least 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise InvalidConfig(
+                f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it is a share of the "
+                "GPU's memory, more than 0 and at most 1"
+            )

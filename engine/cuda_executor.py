@@ -1,29 +1,34 @@
 """`CudaExecutor`: a transformer on one GPU, with the host always a step ahead of it.
 
-A step of decodes alone is a CUDA graph: what it reads and writes lies in the per-slot tables
-(`DeviceTables`), so between two steps of the same sequences nothing is sent at all. A step with
-prefill chunks is launched kernel by kernel, and has enough to do to hide that.
+A step of decodes alone is a CUDA graph, from the gather of its tokens to the ids that it samples:
+what it reads and writes lies in the per-slot tables (`DeviceTables`, `StepSampler`), so between two
+steps of the same sequences nothing is sent at all. A step with
+prefill chunks is a graph too while it is small (`ChunkGraphs`); else it is launched kernel by
+kernel, and has enough to do to hide that.
 
 Nothing here waits for the device but `LaunchedStep.wait`, for the ids that it copies out; and where
 a sequence has a grammar or asks for logprobs, its own step does, because the host must see ids.
 """
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.chunk_graphs import CHUNK_SIZES, ChunkGraphs
 from engine.device_tables import DeviceTables
 from engine.executor import ModelInfo
 from engine.grammar import GrammarTable
 from engine.graphs import StepGraphs, captured_sizes
+from engine.kernels.sample import Mode
 from engine.kernels.tables import gather_chunks, gather_decodes, store_lengths, store_sampled
 from engine.kv_pool import KVPool
 from engine.models.fused import DeviceStep, FusedModel
 from engine.prompt_reader import PromptPart, PromptReader
-from engine.sampler import Sampler
+from engine.step_sampler import StepSampler
 from scheduler.types import (
     PromptOutput,
     SampledTokens,
@@ -90,7 +95,11 @@ class CudaExecutor:
         *,
         max_num_seqs: int,
         use_graphs: bool = True,
+        chunk_sizes: Sequence[int] | None = None,
     ) -> None:
+        """use_graphs: where the model's attention can be captured. chunk_sizes: of `ChunkGraphs`;
+        None stands for its own on a GPU, and for none on CPU, where nothing pays for the padding.
+        """
         self._model = model
         self._pool = pool
         self._tables = tables
@@ -98,9 +107,8 @@ class CudaExecutor:
         self._info = info
         device = tables.lengths.device
         self._device = device
-        self._sampler = Sampler(max_num_seqs, info.vocab_size, device, grammars)
+        self._sampler = StepSampler(max_num_seqs, info.vocab_size, device, grammars)
         self._prompts = PromptReader(info.vocab_size, model.logits_of_normed)
-        self._prompt_lengths = [0] * max_num_seqs
         self._decode_slots: tuple[int, ...] = ()
         self._launched: LaunchedStep | None = None
 
@@ -111,7 +119,14 @@ class CudaExecutor:
         self._token_ids, self._positions = buffer(torch.int32), buffer(torch.int32)
         self._context_lens, self._kv_slots = buffer(torch.int32), buffer(torch.int64)
         self._sizes = captured_sizes(max_num_seqs)
-        self._graphs = StepGraphs(self._run_decodes, device, enabled=use_graphs)
+        self._graphs = StepGraphs(
+            self._run_decodes, device, enabled=use_graphs and model.is_capturable
+        )
+        if chunk_sizes is None:
+            chunk_sizes = CHUNK_SIZES if device.type == "cuda" else ()
+        if not (use_graphs and model.is_capturable and model.takes_decode_lens):
+            chunk_sizes = ()
+        self._chunk_graphs = ChunkGraphs(model, tables, chunk_sizes, max_num_seqs)
 
     @property
     def info(self) -> ModelInfo:
@@ -126,8 +141,12 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Records the graphs of all batch sizes; each takes some 20 ms."""
-        self._graphs.capture(reversed(self._sizes))
+        """Records the graphs of all batch sizes; each takes some 20 ms. Those for rarer ways to
+        sample are recorded when they are first wanted."""
+        self._chunk_graphs.capture()
+        self._graphs.capture(
+            (size, mode) for size in reversed(self._sizes) for mode in (Mode.FILTERED, Mode.PLAIN)
+        )
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LaunchedStep:
@@ -138,48 +157,65 @@ class CudaExecutor:
             self._launched.wait()  # a mask depends on the id before it
         self._grammars.start(slots)
         prompts: tuple[PromptOutput, ...] = ()
+        ids: Tensor | None = None
         if batch.num_decodes == len(batch.slots):
-            logits = self._decode(batch.slots)
+            logits, ids = self._decode(batch.slots, self._sampler.graph_mode(slots))
             device_slots, lengths = self._slots[: len(slots)], self._context_lens[: len(slots)]
         else:
             logits, prompts, device_slots, lengths = self._run_chunks(batch, rows)
-        ids, logprobs = torch.empty(0, dtype=torch.int64), None
-        if rows:
-            starts_and_counts = ((batch.starts[row], batch.num_tokens[row]) for row in rows)
-            ids, logprobs = self._sampler.sample(
-                logits,
-                slots,
-                [start + count for start, count in starts_and_counts],
-                self._tables.token_table,
-                [self._prompt_lengths[slot] for slot in slots],
-            )
-            store_sampled(ids, device_slots, lengths, self._tables.token_table)
+        if ids is None:
+            ids = self._sample(batch, rows, logits, device_slots, lengths)
+        logprobs = self._sampler.logprobs(logits, slots, ids) if rows else None
         self._launched = LaunchedStep(batch.step, ids, slots, logprobs, prompts, self._grammars)
         return self._launched
+
+    def _sample(
+        self,
+        batch: ScheduledBatch,
+        rows: list[int],
+        logits: Tensor,
+        device_slots: Tensor,
+        device_lengths: Tensor,
+    ) -> Tensor:
+        """The ids of these rows of the batch, behind what computed their logits."""
+        if not rows:
+            return device_slots.new_empty(0)
+        slots = [batch.slots[row] for row in rows]
+        lengths = [batch.starts[row] + batch.num_tokens[row] for row in rows]
+        table = self._tables.token_table
+        ids = self._sampler.sample_behind(
+            logits, slots, lengths, device_slots, device_lengths, table
+        )
+        store_sampled(ids, device_slots, device_lengths, table)
+        return ids
 
     def _apply(self, batch: ScheduledBatch) -> None:
         """Brings the tables up to date, in the order that `ScheduledBatch` states."""
         self._tables.apply(batch)
         for assignment in batch.assignments:
-            slot = assignment.slot
-            self._prompt_lengths[slot] = assignment.num_prompt_tokens
-            self._sampler.assign(slot, assignment.sampling, assignment.seed)
+            self._sampler.assign(assignment)
             self._grammars.assign(assignment)
             self._prompts.assign(assignment)
+        self._sampler.flush()
         if batch.copies:
             self._pool.copy(batch.copies)
 
-    def _decode(self, slots: tuple[int, ...]) -> Tensor:
-        """Logits of one token for each slot: (len(slots), vocab_size)."""
+    def _decode(self, slots: tuple[int, ...], mode: Mode | None) -> tuple[Tensor, Tensor | None]:
+        """Logits of one token for each slot, (len(slots), vocab_size), and its id with a mode."""
         size = next(size for size in self._sizes if size >= len(slots))
         if slots != self._decode_slots:
             padding = (self._tables.padding_slot,) * (len(self._slots) - len(slots))
             self._slots.copy_(self._tables.upload((*slots, *padding)))
             self._decode_slots = slots
-        return self._graphs(size)[: len(slots)]
+        logits, ids = self._graphs((size, mode))
+        return logits[: len(slots)], None if ids is None else ids[: len(slots)]
 
-    def _run_decodes(self, size: int) -> Tensor:
-        """A whole step of `size` decodes, in fixed memory; the graph is made of this."""
+    def _run_decodes(self, key: tuple[int, Mode | None]) -> tuple[Tensor, Tensor | None]:
+        """A whole step of so many decodes, in fixed memory; the graph is made of this.
+
+        Without a mode it ends with the logits: some row must be sampled behind it.
+        """
+        size, mode = key
         tables = self._tables
         slots, context_lens = self._slots[:size], self._context_lens[:size]
         step = DeviceStep(
@@ -205,26 +241,40 @@ class CudaExecutor:
         )
         logits = self._model.logits(self._model(step))
         store_lengths(slots, context_lens, tables.lengths)
-        return logits
+        if mode is None:
+            return logits, None
+        ids = self._sampler.sample(logits, slots, context_lens, mode)
+        store_sampled(ids, slots, context_lens, tables.token_table)
+        return logits, ids
 
     def _run_chunks(
         self, batch: ScheduledBatch, rows: list[int]
     ) -> tuple[Tensor, tuple[PromptOutput, ...], Tensor, Tensor]:
         """A step with prefill chunks: the sampling rows' logits, what is told of the prompts, and
         the slots and lengths of the sampling rows."""
-        tables, num_rows = self._tables, len(batch.slots)
         query_starts = [0]
         for count in batch.num_tokens:
             query_starts.append(query_starts[-1] + count)
         last_tokens = [query_starts[row + 1] - 1 for row in rows]
         parts = self._prompts.parts(batch, query_starts)
         asked = [token for part in parts for token in part.rows]
+        compute = self._chunk_graphs if self._chunk_graphs.takes(query_starts[-1]) else self._launch
+        states, slots, lengths = compute(batch, query_starts)
         # One transfer for all.
-        values = self._tables.upload(
-            (*batch.slots, *batch.starts, *query_starts, *rows, *last_tokens, *asked)
-        )
-        sizes = [num_rows, num_rows, num_rows + 1, len(rows), len(rows) + len(asked)]
-        slots, starts, offsets, sampling, wanted = torch.split(values, sizes)
+        indices = self._tables.upload((*rows, *last_tokens, *asked)).long()
+        sampling, wanted = indices[: len(rows)], indices[len(rows) :]
+        states = states[wanted]
+        prompts = self._read_prompts(parts, states[len(rows) :])
+        logits = self._model.logits(states[: len(rows)]) if rows else states.new_empty(0)
+        return logits, prompts, slots[sampling], lengths[sampling]
+
+    def _launch(
+        self, batch: ScheduledBatch, query_starts: list[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The states of all tokens, slots and lengths of all rows; kernel by kernel."""
+        tables, num_rows = self._tables, len(batch.slots)
+        values = tables.upload((*batch.slots, *batch.starts, *query_starts))
+        slots, starts, offsets = torch.split(values, [num_rows, num_rows, num_rows + 1])
         num_tokens = query_starts[-1]
         token_ids, positions = values.new_empty(2, num_tokens).unbind()
         kv_slots = torch.empty(num_tokens, dtype=torch.int64, device=self._device)
@@ -255,10 +305,7 @@ class CudaExecutor:
             )
         )
         store_lengths(slots, context_lens, tables.lengths)
-        states = states[wanted.long()]
-        prompts = self._read_prompts(parts, states[len(rows) :])
-        logits = self._model.logits(states[: len(rows)]) if rows else states.new_empty(0)
-        return logits, prompts, slots[sampling.long()], context_lens[sampling.long()]
+        return states, slots, context_lens
 
     def _read_prompts(self, parts: list[PromptPart], states: Tensor) -> tuple[PromptOutput, ...]:
         if not parts:

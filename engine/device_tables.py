@@ -33,6 +33,7 @@ class DeviceTables:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.padding_slot = max_num_seqs
+        self.padding_kv_slot = padding_block * block_size
         self.block_size = block_size
         self.token_table = table(max_num_seqs + 1, max_model_len + 1)
         self.block_tables = table(max_num_seqs + 1, -(-max_model_len // block_size))

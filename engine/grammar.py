@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
+from engine.config import LoadFormat
+from engine.models.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
 from scheduler.errors import PenstockError
 from scheduler.types import SamplingParams, SlotAssignment
 
@@ -66,10 +68,14 @@ class Grammars:
 
     @classmethod
     def of_model(
-        cls, directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
+        cls,
+        directory: Path,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        load_format: LoadFormat = LoadFormat.AUTO,
     ) -> "Grammars":
         """vocab_size: the model's, which may be larger than the tokenizer's. Reads nothing yet."""
-        load = partial(load_tokenizer, directory, vocab_size, eos_token_ids)
+        load = partial(load_tokenizer, directory, vocab_size, eos_token_ids, load_format)
         return cls(load, eos_token_ids)
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
@@ -109,13 +115,22 @@ class Grammars:
         return matcher
 
 
-def load_tokenizer(directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+def load_tokenizer(
+    directory: Path,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+    load_format: LoadFormat = LoadFormat.AUTO,
+) -> LLTokenizer:
     """Takes some time with a large vocabulary, 1 s with 150,000 words. Raises BadGrammar."""
     path = directory / "tokenizer.json"
-    if not path.is_file() or not eos_token_ids:
-        missing = "end-of-sequence token" if path.is_file() else "tokenizer.json"
+    is_dummy = needs_dummy_tokenizer(directory, load_format)
+    if not (path.is_file() or is_dummy) or not eos_token_ids:
+        missing = "tokenizer.json" if eos_token_ids else "end-of-sequence token"
         raise BadGrammar(f"this model has no {missing}, which structured output needs")
-    text = _with_marks(path.read_text(encoding="utf-8"))
+    if is_dummy:
+        text = dummy_tokenizer(vocab_size).to_str()
+    else:
+        text = _with_marks(path.read_text(encoding="utf-8"))
     return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
 

@@ -8,6 +8,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+_PROGRESS = 10  # graphs from one line in the log to the next: about a second
+
 Key = TypeVar("Key", bound=Hashable)
 Output = TypeVar("Output")
 
@@ -40,20 +42,26 @@ class StepGraphs(Generic[Key, Output]):
         if not self._is_on:
             return self._run(key)
         if key not in self._graphs:
-            self._capture(key)
+            return self._capture(key)
         graph, output = self._graphs[key]
         graph.replay()
         return output
 
     def capture(self, keys: Iterable[Key]) -> None:
         """Records them in this order: the largest first, so that the rest fits its memory."""
-        if self._is_on:
-            for key in keys:
-                self._capture(key)
+        if not self._is_on:
+            return
+        ordered = list(keys)
+        for number, key in enumerate(ordered, start=1):
+            self._capture(key)
+            if number % _PROGRESS == 0 or number == len(ordered):
+                logger.info("%d of %d graphs captured", number, len(ordered))
 
-    def _capture(self, key: Key) -> None:
-        self._run(key)  # compiles what is not compiled, which a capture would forbid
+    def _capture(self, key: Key) -> Output:
+        """Runs it once, which also compiles what a capture could not; recording runs nothing."""
+        computed = self._run(key)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = self._run(key)
         self._graphs[key] = graph, output
+        return computed

@@ -1,8 +1,10 @@
 """What the device can do at most: the datasheet's peak, and the bandwidth measured here."""
 
+import statistics
 import time
 import tomllib
 from importlib import resources
+from itertools import pairwise
 
 import torch
 
@@ -20,14 +22,26 @@ def computes_bfloat16(device: torch.device) -> bool:
 
 def peak_bandwidth(device_name: str) -> float | None:
     """Bytes per second by the datasheet, or None for a device that configs/ does not list."""
+    return _datasheet(device_name).get("bandwidth_bytes_per_s")
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Operations per second by the datasheet, without sparsity. None where it is not listed.
+
+    Only of bfloat16: what float32 is multiplied in depends on torch's settings.
+    """
+    return _datasheet(device_name).get("bf16_flops") if dtype is torch.bfloat16 else None
+
+
+def _datasheet(device_name: str) -> dict[str, float]:
     try:
         text = resources.files("configs").joinpath("hardware.toml").read_text(encoding="utf-8")
     except (ModuleNotFoundError, FileNotFoundError):
-        return None
+        return {}
     for entry in tomllib.loads(text)["device"]:
         if entry["name"] in device_name:
-            return float(entry["bandwidth_bytes_per_s"])
-    return None
+            return {key: float(value) for key, value in entry.items() if key != "name"}
+    return {}
 
 
 def read_bandwidth(num_bytes: int, repeats: int = 3) -> float:
@@ -43,3 +57,22 @@ def read_bandwidth(num_bytes: int, repeats: int = 3) -> float:
         buffer.sum()
         best = min(best, time.perf_counter() - start)
     return num_bytes / best
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int = 2**31, repeats: int = 9) -> float:
+    """Bytes per second that a GPU reads and writes when it copies: the median of some copies.
+
+    num_bytes: of each of the two buffers, far more than its caches hold; both are given back.
+    """
+    # Random, because zeros are copied faster than data is.
+    source = torch.empty(num_bytes // 4, dtype=torch.int32, device=device).random_()
+    target = torch.empty_like(source)
+    target.copy_(source)  # the first use of memory costs more
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for mark in marks[1:]:
+        target.copy_(source)
+        mark.record()
+    marks[-1].synchronize()
+    times_s = [float(a.elapsed_time(b)) / 1e3 for a, b in pairwise(marks)]
+    return 2 * source.nbytes / statistics.median(times_s)

@@ -1,6 +1,7 @@
 """Sizes and owns the memory that keys and values live in. Knows blocks, knows no sequences."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,49 +54,86 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
-def size_pool(
+def size_cpu_pool(
     engine: EngineConfig, model: ModelConfig, block_size: int, dtype: torch.dtype
+) -> PoolSize:
+    """As `size_pool`, with a quarter of what the weights leave free, unless more or less is asked
+    for. No more than max_num_seqs full sequences can hold is taken."""
+    free = max(0, available_memory_bytes() - model.num_parameters * dtype.itemsize)
+    budget = engine.kv_cache_memory_bytes or int(_DEFAULT_FRACTION * free)
+    max_len = longest_sequence(engine.max_model_len, model.max_model_len)
+    most_blocks = engine.scheduler.max_num_seqs * -(-max_len // block_size)
+    block_bytes = block_size * kv_bytes_per_token(model, dtype)
+    return size_pool(
+        budget=budget,
+        most_blocks=most_blocks,
+        block_size=block_size,
+        block_bytes=block_bytes,
+        max_len=max_len,
+        may_cut=engine.max_model_len is None,
+        advice=lambda needed: f"set --kv-cache-memory-bytes to at least {needed}",
+    )
+
+
+def longest_sequence(wanted: int | None, allowed: int) -> int:
+    """The model's own limit where nobody wants another. Raises InvalidConfig for more."""
+    if wanted is not None and wanted > allowed:
+        raise InvalidConfig(
+            f"--max-model-len is {wanted}, but this model's config.json allows at most "
+            f"{allowed} positions; lower it"
+        )
+    return wanted or allowed
+
+
+def size_pool(
+    *,
+    budget: int,
+    most_blocks: int,
+    block_size: int,
+    block_bytes: int,
+    max_len: int,
+    may_cut: bool,
+    advice: Callable[[int], str],
 ) -> PoolSize:
     """How many blocks, and how long a sequence may be; a sentence where one would not fit.
 
-    By default the pool takes a quarter of what the weights leave free, but no more than
-    max_num_seqs full sequences can hold. Only a context that nobody asked for is cut to fit.
+    budget: bytes for keys and values. may_cut: a context that nobody asked for is cut to fit.
+    advice: what to change, where so many bytes are needed.
     """
-    block_bytes = block_size * kv_bytes_per_token(model, dtype)
-    max_len = engine.max_model_len or model.max_model_len
-    if max_len > model.max_model_len:
-        raise InvalidConfig(
-            f"--max-model-len is {max_len}, but this model's config.json allows at most "
-            f"{model.max_model_len} positions; lower it"
-        )
-    free = max(0, available_memory_bytes() - model.num_parameters * dtype.itemsize)
-    budget = engine.kv_cache_memory_bytes or int(_DEFAULT_FRACTION * free)
-    most_blocks = engine.scheduler.max_num_seqs * -(-max_len // block_size)
-    num_blocks = min(budget // block_bytes, most_blocks)
-    if num_blocks * block_size >= max_len:
+    num_blocks = max(0, min(budget // block_bytes, most_blocks))
+    num_tokens = num_blocks * block_size
+    if num_tokens >= max_len:
         return PoolSize(num_blocks, max_len)
-    if engine.max_model_len is None and num_blocks > 0:
+    if may_cut and num_blocks:
         logger.warning(
             "the model's context of %d tokens does not fit the KV pool; --max-model-len is %d",
             max_len,
-            num_blocks * block_size,
+            num_tokens,
         )
-        return PoolSize(num_blocks, num_blocks * block_size)
+        return PoolSize(num_blocks, num_tokens)
     needed = -(-max_len // block_size) * block_bytes
     raise InvalidConfig(
-        f"the KV pool of {budget} bytes holds {num_blocks * block_size} tokens, fewer than one "
-        f"sequence of --max-model-len={max_len}; set --kv-cache-memory-bytes to at least {needed}"
-        + (f" or --max-model-len to at most {num_blocks * block_size}" if num_blocks else "")
+        f"the KV pool of {max(0, budget)} bytes holds {num_tokens} tokens, fewer than one "
+        f"sequence of --max-model-len={max_len}; {advice(needed)}"
+        + (f" or --max-model-len to at most {num_tokens}" if num_blocks else "")
     )
 
 
 def available_memory_bytes() -> int:
     """What this process can take without swapping, by Linux's own estimate."""
+    return _memory_info("MemAvailable")
+
+
+def total_memory_bytes() -> int:
+    return _memory_info("MemTotal")
+
+
+def _memory_info(field: str) -> int:
     with Path("/proc/meminfo").open(encoding="ascii") as meminfo:
         for line in meminfo:
-            if line.startswith("MemAvailable:"):
+            if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/meminfo has no MemAvailable")
+    raise AssertionError(f"/proc/meminfo has no {field}")
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,13 +7,15 @@ word to the parent says why it ends.
 
 import ctypes
 import gc
+import logging
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -24,6 +26,8 @@ from engine.loop import EngineLoop
 from engine.messages import Failed, FromEngine, Ready, ToEngine
 from scheduler.errors import PenstockError
 from scheduler.scheduler import Scheduler
+
+BuildExecutor = Callable[[EngineConfig], Executor]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -74,17 +78,25 @@ def build_executor(config: EngineConfig) -> Executor:
             block_size=config.block_size or 16,
             eos_token_ids=model.eos_token_ids,
         )
-        grammars = Grammars.of_model(Path(config.model), info.vocab_size, info.eos_token_ids)
+        grammars = Grammars.of_model(
+            Path(config.model), info.vocab_size, info.eos_token_ids, config.load_format
+        )
         table = GrammarTable(grammars, config.scheduler.max_num_seqs, info.vocab_size)
         return ScriptedExecutor(info, grammars=table, step_s=config.scripted_step_s)
-    from engine.torch_executor import TorchExecutor
+    from engine.loading import choose_device
 
-    return TorchExecutor(config, Path(config.model))
+    if choose_device(config.device).type == "cuda":
+        from engine.cuda_setup import build_cuda_executor
+
+        return build_cuda_executor(config, Path(config.model))
+    from engine.cpu_executor import CpuExecutor
+
+    return CpuExecutor(config, Path(config.model))
 
 
-def serve(config: EngineConfig, pipe: Pipe) -> None:
+def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
     """Loads, says so, and steps until the process is ended from outside or by an error."""
-    executor = build_executor(config)
+    executor = build(config)
     info = executor.info
     scheduler = Scheduler(
         config.scheduler,
@@ -98,7 +110,8 @@ def serve(config: EngineConfig, pipe: Pipe) -> None:
     EngineLoop(scheduler, executor, pipe, pipe.send).run()
 
 
-def main() -> None:
+def main(build: BuildExecutor = build_executor) -> None:
+    """Never returns."""
     _die_with_parent()
     # The terminal and some service managers signal the whole group. The server decides when the
     # engine ends, because it may have requests to finish first.
@@ -108,16 +121,25 @@ def main() -> None:
     try:
         config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
         threading.Thread(target=_exit_at_end_of_input, daemon=True).start()
-        serve(config, pipe)
+        logging.basicConfig(
+            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+        )
+        serve(config, pipe, build)
     except PenstockError as error:
-        pipe.send(Failed(str(error)))
-        pipe.close()
-        sys.exit(2)
+        _end(pipe, str(error), 2)
     except BaseException as error:
         traceback.print_exc()
-        pipe.send(Failed(f"{type(error).__name__}: {error}"))
-        pipe.close()
-        sys.exit(1)
+        # A CUDA error goes on for lines, of use to who reads the log only.
+        first_line = str(error).strip().partition("\n")[0]
+        _end(pipe, f"{type(error).__name__}: {first_line}", 1)
+
+
+def _end(pipe: Pipe, why: str, code: int) -> NoReturn:
+    """At once: what Python would free and wait for on its way out may hang on a GPU that failed."""
+    pipe.send(Failed(why))
+    pipe.close()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _die_with_parent() -> None:

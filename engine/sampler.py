@@ -42,7 +42,7 @@ from scheduler.types import SamplingParams, TokenLogprobs
 # levels: a row's block maxima cost 0.02 ms and leave 2,374 numbers for the second level.
 _BLOCK = 64
 # A lower temperature is greedy (vLLM's bound): its reciprocal would outgrow what float32 resolves.
-_MIN_TEMPERATURE = 1e-5
+MIN_TEMPERATURE = 1e-5
 # Logits that are worked on together. On a CPU, 2 MiB of them are still cached when they are read
 # again; on CUDA few launches count for more, and 64 MiB, three times, bounds the memory.
 _CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**24}
@@ -115,7 +115,7 @@ class Sampler:
     def assign(self, slot: int, sampling: SamplingParams, seed: int) -> None:
         """A sequence enters `slot`. Bias on ids that the model does not have is ignored."""
         # top_k 1 is an argmax even where two logits tie, which a threshold would keep both.
-        draws = sampling.temperature >= _MIN_TEMPERATURE and sampling.top_k != 1
+        draws = sampling.temperature >= MIN_TEMPERATURE and sampling.top_k != 1
         top_k = sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0
         bias = [(i, value) for i, value in sampling.logit_bias if 0 <= i < self._vocab_size]
         plan = _Plan(
@@ -139,7 +139,7 @@ class Sampler:
             self._bias[slot] = (self._tensor(ids), torch.tensor(values, device=self._device))
         if plan.forbids:
             self._forbidden[slot] = Forbidden(sampling, self._vocab_size, self._device)
-        self._seed[slot] = _signed(_mix_int(seed))
+        self._seed[slot] = _signed(mixed_seed(seed))
         self._top_k[slot] = self._max_top_k[slot] = top_k
         self._inverse_temperature[slot] = 1.0 / sampling.temperature if draws else 1.0
         self._top_p[slot] = sampling.top_p
@@ -172,7 +172,7 @@ class Sampler:
             ids = _argmax(logits)
         if self._num_logprobs.keys().isdisjoint(slots):
             return ids, None
-        return ids, self._logprobs(logits, slots, ids)
+        return ids, self.logprobs(logits, slots, ids)
 
     def _uniforms_of(
         self, plans: list[_Plan | None], slot_ids: Tensor, lengths: list[int]
@@ -285,15 +285,14 @@ class Sampler:
             floor = _nucleus_floor(weights, self._top_p[slots])
             weights.mul_(torch.ge(weights, floor, out=kept))
 
-    def _logprobs(
-        self, logits: Tensor, slots: list[int], ids: Tensor
-    ) -> list[TokenLogprobs | None]:
+    def logprobs(self, logits: Tensor, slots: list[int], ids: Tensor) -> list[TokenLogprobs | None]:
+        """Of the raw logits, for the rows that ask; ids: (S,) int64. Waits for the device."""
         report: list[TokenLogprobs | None] = [None] * len(slots)
         asking = [row for row, slot in enumerate(slots) if slot in self._num_logprobs]
         for start in range(0, len(asking), self._chunk):
             part = asking[start : start + self._chunk]
             rows = self._tensor(part)
-            x = raw_logprobs(logits.index_select(0, rows))
+            x = raw_logprobs(logits.index_select(0, rows).float())
             nums = [min(self._num_logprobs[slots[row]], self._vocab_size) for row in part]
             own = x.gather(1, ids[rows].unsqueeze(1)).squeeze(1).tolist()
             best = x.topk(max(nums))
@@ -454,7 +453,7 @@ def _uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return (z >> 11 & (1 << 53) - 1).double() * 2.0**-53
 
 
-def _mix_int(seed: int) -> int:
+def mixed_seed(seed: int) -> int:
     """SplitMix64's output function on one Python integer, of which it takes the low 64 bits."""
     z = seed % 2**64
     for shift, factor in _MIX:

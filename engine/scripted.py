@@ -103,8 +103,10 @@ class ScriptedExecutor:
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         if self._step_s:
-            time.sleep(max(0.0, self._next_step_s - time.monotonic()))
-            self._next_step_s = time.monotonic() + self._step_s
+            now_s = time.monotonic()
+            time.sleep(max(0.0, self._next_step_s - now_s))
+            # On from when it was due, so that sleeping too long is made good; a late one is not.
+            self._next_step_s = max(self._next_step_s, now_s) + self._step_s
         self._apply(batch)
         sampling_slots = [
             s for s, samples in zip(batch.slots, batch.samples, strict=True) if samples
@@ -274,5 +276,6 @@ def scripted_info(
         flops_per_attention_pair=0,
         peak_bandwidth_bytes_per_s=None,
         measured_bandwidth_bytes_per_s=None,
+        peak_flops_per_s=None,
         load_seconds={},
     )

@@ -9,7 +9,7 @@ from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 
-from engine.config import Device, Dtype, EngineConfig, LoadFormat
+from engine.config import AttentionBackend, Device, Dtype, EngineConfig, LoadFormat
 from scheduler.config import Batching, Policy, SchedulerConfig
 from scheduler.errors import InvalidConfig, PenstockError
 from scheduler.types import Pooling
@@ -84,13 +84,17 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             device=Device(options.device),
             dtype=Dtype(options.dtype),
             load_format=LoadFormat(options.load_format),
+            attention_backend=AttentionBackend(options.attention_backend),
             max_model_len=options.max_model_len,
             block_size=options.block_size,
             kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            enforce_eager=options.enforce_eager,
             num_threads=options.num_threads,
             max_num_queued_reqs=options.max_num_queued_reqs,
             scripted=options.scripted,
             scripted_step_s=options.scripted_step_ms / 1e3,
+            log_level=options.log_level,
             scheduler=SchedulerConfig(
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
@@ -313,6 +317,13 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
     _add_choice(
         group, "--load-format", LoadFormat, LoadFormat.AUTO, "read the weights, or make them up"
     )
+    _add_choice(
+        group,
+        "--attention-backend",
+        AttentionBackend,
+        AttentionBackend.AUTO,
+        "what computes attention on a GPU",
+    )
     flag("--max-model-len", type=int, metavar="N", help="longest context (default: the model's)")
     flag(
         "--block-size",
@@ -324,7 +335,21 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
         "--kv-cache-memory-bytes",
         type=int,
         metavar="N",
-        help="memory of the KV cache (default: a quarter of what is free on CPU)",
+        help="memory of the KV cache (default: on CPU a quarter of what is free, on CUDA what the "
+        "next flag leaves)",
+    )
+    flag(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        default=0.9,
+        help="of a GPU's memory, what all that runs on it may take together; what the weights "
+        "leave of it is the KV cache's (default: %(default)s)",
+    )
+    flag(
+        "--enforce-eager",
+        action="store_true",
+        help="no CUDA graphs: slower steps, a quicker start, less memory (default: off)",
     )
     flag("--num-threads", type=int, metavar="N", help="CPU threads (default: all cores but one)")
     flag(

@@ -221,6 +221,9 @@ class Metrics:
         num_bytes = sum(usage.model_bytes for usage in self._recent)
         rate = num_bytes / busy_s if busy_s else 0.0
         yield from _utilization("bandwidth", "bytes_per_second", peaks, rate)
+        flops = sum(usage.model_flops for usage in self._recent)
+        rate = flops / busy_s if busy_s else 0.0
+        yield from _utilization("flops", "per_second", {"datasheet": model.peak_flops_per_s}, rate)
         yield InfoMetricFamily(
             "penstock_model",
             "The model that is served",
@@ -254,5 +257,6 @@ def _utilization(
         if peak:
             peak_family.add_metric([source], peak)
             ratio_family.add_metric([source], rate / peak)
-    yield peak_family
-    yield ratio_family
+    if any(peaks.values()):
+        yield peak_family
+        yield ratio_family

@@ -14,6 +14,9 @@ from typing import Any
 from jinja2 import Template, TemplateError, meta
 from tokenizers import Tokenizer
 
+from engine.config import LoadFormat
+from engine.models.config import ModelConfig
+from engine.models.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
 from scheduler.errors import InvalidConfig
 from server.detokenizer import Vocabulary
 from server.errors import InvalidRequest, UnsupportedParameter
@@ -58,13 +61,18 @@ class PromptEncoder:
         self.infill = Infill.detect(tokenizer, adds_space=self.vocabulary.num_stripped > 0)
 
     @classmethod
-    def load(cls, directory: Path, chat_template: Path | None) -> "PromptEncoder":
+    def load(
+        cls,
+        directory: Path,
+        chat_template: Path | None,
+        load_format: LoadFormat = LoadFormat.AUTO,
+    ) -> "PromptEncoder":
         """chat_template: a file to use in place of the model's own. Raises InvalidConfig."""
         settings = _read_json(directory / "tokenizer_config.json")
         source = _template_source(directory, settings, chat_template)
         special_tokens = _special_tokens(settings)
         template = ChatTemplate(source, special_tokens) if source is not None else None
-        return cls(_load_tokenizer(directory), template, special_tokens)
+        return cls(_load_tokenizer(directory, load_format), template, special_tokens)
 
     @property
     def has_chat_template(self) -> bool:
@@ -201,7 +209,9 @@ class ForeignTemplate:
             raise InvalidRequest(message, param="chat_template") from error
 
 
-def _load_tokenizer(directory: Path) -> Tokenizer:
+def _load_tokenizer(directory: Path, load_format: LoadFormat) -> Tokenizer:
+    if needs_dummy_tokenizer(directory, load_format):
+        return dummy_tokenizer(ModelConfig.from_dir(directory).vocab_size)
     path = directory / "tokenizer.json"
     try:
         if path.is_file():
@@ -215,6 +225,8 @@ def _convert_tokenizer(directory: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(directory).backend_tokenizer
+    if not tokenizer.encode("a").ids:  # transformers makes an empty one up where there is none
+        raise ValueError("there is neither tokenizer.json nor what one can be made of")
     return tokenizer
 
 

@@ -168,7 +168,12 @@ class Service:
         engine.on_step(self.metrics.on_step)
         self._engine = engine
         encoder, info = await asyncio.gather(
-            asyncio.to_thread(PromptEncoder.load, directory, self.config.server.chat_template),
+            asyncio.to_thread(
+                PromptEncoder.load,
+                directory,
+                self.config.server.chat_template,
+                self.config.engine.load_format,
+            ),
             engine.start(),
         )
         self._model = ServedModel(
@@ -179,7 +184,12 @@ class Service:
             defaults=GenerationDefaults.load(Path(directory)),
             pooler=Pooler.load(Path(directory), self.config.server.pooler, info.hidden_size),
             heeds_priority=self.config.engine.scheduler.policy is Policy.PRIORITY,
-            grammars=Grammars.of_model(Path(directory), info.vocab_size, info.eos_token_ids),
+            grammars=Grammars.of_model(
+                Path(directory),
+                info.vocab_size,
+                info.eos_token_ids,
+                self.config.engine.load_format,
+            ),
             chat_format=ChatFormat.detect(
                 encoder.template_source,
                 self.config.server.tool_call_parser,

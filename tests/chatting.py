@@ -97,6 +97,7 @@ def make_model(directory: Path, template: str, **flags: Any) -> ServedModel:
             flops_per_attention_pair=1,
             peak_bandwidth_bytes_per_s=None,
             measured_bandwidth_bytes_per_s=1.0,
+            peak_flops_per_s=None,
             load_seconds={},
         ),
         encoder=PromptEncoder.load(directory, None),

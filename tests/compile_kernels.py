@@ -145,7 +145,7 @@ class MetaModel:
             block_size=block_size,
         )
         attention = PagedAttention(shape, config.windows, 512, 8192, NUM_SMS, META)
-        self.model = FusedModel(llama, pool, attention)
+        self.model = FusedModel(llama, pool, attention, max_rows=512)
 
     def launches(self, num_decodes: int, chunk: int = 0) -> list[Launch]:
         """Of a step with so many decodes, and one prefill chunk if it is to have tokens."""

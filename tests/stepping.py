@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.torch_executor import TorchExecutor
+from engine.cpu_executor import CpuExecutor
+from engine.executor import Executor
 from scheduler.scheduler import Scheduler
 from scheduler.types import Request, RequestId, RequestOutput
 
@@ -12,8 +13,9 @@ from scheduler.types import Request, RequestId, RequestOutput
 class SteppedEngine:
     """Runs what it is given to the end; blocks stay cached from one call to the next."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.executor = TorchExecutor(config, Path(config.model))
+    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+        """executor: `CpuExecutor` where none is given."""
+        self.executor = executor or CpuExecutor(config, Path(config.model))
         info = self.executor.info
         self.scheduler = Scheduler(
             config.scheduler,

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 from engine.attention.gathered import gathered_attention
 from engine.attention.paged import AttentionShape, PagedAttention
 from engine.config import Device, Dtype, EngineConfig
+from engine.cpu_executor import CpuExecutor
 from engine.cuda_executor import CudaExecutor
 from engine.device_tables import DeviceTables
 from engine.executor import Executor, PendingTokens
@@ -22,7 +24,6 @@ from engine.models.fused import FusedModel
 from engine.models.layers import PlainLinear
 from engine.models.llama import LlamaModel
 from engine.models.weights import Checkpoint
-from engine.torch_executor import TorchExecutor
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
 from scheduler.types import Request, RequestId, RequestOutput, SamplingParams
@@ -36,10 +37,11 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_SEQS, MAX_LEN = 16, 24, 3, 96
 CONFIG = SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=32)
 # Of logprobs: sums of float32 in another order, through five layers.
 TOLERANCE = 1e-4
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 0.5}
 
 
-def _cpu() -> TorchExecutor:
-    return TorchExecutor(
+def _cpu() -> CpuExecutor:
+    return CpuExecutor(
         EngineConfig(
             model=str(STORIES),
             device=Device.CPU,
@@ -54,7 +56,7 @@ def _cpu() -> TorchExecutor:
     )
 
 
-def _cuda(like: TorchExecutor) -> CudaExecutor:
+def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
     """On the GPU where there is one, else on the CPU by Triton's interpreter."""
     config = ModelConfig.from_dir(STORIES)
 
@@ -80,12 +82,13 @@ def _cuda(like: TorchExecutor) -> CudaExecutor:
     attention = PagedAttention(shape, config.windows, MAX_SEQS, 32, num_sms=1, device=DEVICE)
     grammars = Grammars.of_model(STORIES, config.vocab_size, config.eos_token_ids)
     return CudaExecutor(
-        FusedModel(llama, pool, attention),
+        FusedModel(llama, pool, attention, MAX_SEQS),
         pool,
         DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS, DEVICE),
         GrammarTable(grammars, MAX_SEQS, config.vocab_size),
         replace(like.info, num_blocks=NUM_BLOCKS),
         max_num_seqs=MAX_SEQS,
+        chunk_sizes=chunk_sizes,
     )
 
 
@@ -128,11 +131,14 @@ def _logprobs(outputs: list[RequestOutput]) -> dict[tuple[str, int], list[float]
 
 
 def _requests() -> list[Request]:
-    """Prompts shorter and longer than a step's budget, greedy and drawn, one with two answers."""
+    """Prompts shorter and longer than a step's budget, sampled in several ways, one twice; none by
+    chance, since the two draw differently. The first still decodes when the last one's prompt
+    comes, and after it.
+    """
     samplings = [
-        (35, 1, SamplingParams(max_tokens=3, temperature=0.0, num_prompt_logprobs=1)),
-        (5, 2, SamplingParams(max_tokens=3, seed=1, temperature=0.8)),
-        (17, 1, SamplingParams(max_tokens=3, seed=2, top_p=0.9, num_logprobs=2)),
+        (35, 1, SamplingParams(max_tokens=7, temperature=0.0, num_prompt_logprobs=1)),
+        (5, 2, SamplingParams(max_tokens=3, temperature=0.8, top_k=1)),
+        (17, 1, SamplingParams(max_tokens=3, temperature=0.0, num_logprobs=2, **PENALTIES)),
     ]
     generator = torch.Generator().manual_seed(3)
     return [
@@ -147,14 +153,25 @@ def _requests() -> list[Request]:
     ]
 
 
-def test_one_step_ahead_it_gives_what_the_cpu_executor_gives() -> None:
+@pytest.mark.parametrize("chunk_sizes", [(), (6, 24, 32)])
+def test_one_step_ahead_it_gives_what_the_cpu_executor_gives(chunk_sizes: tuple[int, ...]) -> None:
+    """chunk_sizes: steps with chunks are padded to these, or run as they are."""
     cpu = _cpu()
     expected = _run(cpu, _requests(), ahead=False)
-    found = _run(_cuda(cpu), _requests(), ahead=True)
+    found = _run(_cuda(cpu, chunk_sizes), _requests(), ahead=True)
     assert _ids(found) == _ids(expected)
     assert _logprobs(found).keys() == _logprobs(expected).keys()
     for key, logprobs in _logprobs(expected).items():
         assert _logprobs(found)[key] == pytest.approx(logprobs, abs=TOLERANCE)
+
+
+def test_what_is_drawn_does_not_depend_on_company() -> None:
+    sampling = SamplingParams(max_tokens=3, seed=5, temperature=1.0, top_p=0.95)
+    drawn = replace(_requests()[1], id=RequestId("drawn"), sampling=sampling)
+    executor = _cuda(_cpu())
+    alone = _ids(_run(executor, [drawn], ahead=True))
+    together = _ids(_run(executor, [_requests()[2], drawn], ahead=True))
+    assert {key: together[key] for key in alone} == alone
 
 
 def test_greedy_ids_are_the_golden_ones() -> None:

@@ -52,7 +52,7 @@ class Model:
         )
         pool = KVPool(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, DEVICE)
         attention = PagedAttention(shape, config.windows, NUM_SLOTS, 64, num_sms=1, device=DEVICE)
-        self.model = FusedModel(llama, pool, attention)
+        self.model = FusedModel(llama, pool, attention, max_rows=2)
         generator = torch.Generator().manual_seed(1)
         blocks = torch.randperm(NUM_BLOCKS, generator=generator).to(torch.int32)
         self.tokens = torch.zeros(NUM_SLOTS, MAX_LEN + 1, dtype=torch.int32)

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.sizes import power_of_2_from
 from engine.models.fused import DeviceStep
 
 # Keys that are looked at together. Where blocks are as large or larger, a tile crosses none.
@@ -101,7 +102,7 @@ class PagedDecode:
             self._num_pieces,
             MIN_PIECE=_MIN_PIECE,
             TILE=_TILE,
-            ROWS=triton.next_power_of_2(self._max_rows),
+            ROWS=power_of_2_from(self._max_rows),
             num_warps=4,
         )
 
@@ -140,7 +141,7 @@ class PagedDecode:
             window or 0,
             shape.head_dim**-0.5 * _LOG2_E,
             **_constants(shape),
-            GROUP_ROWS=max(16, triton.next_power_of_2(shape.group)),
+            GROUP_ROWS=max(16, power_of_2_from(shape.group)),
             TILE=_TILE,
             num_warps=4,
             # The way by the block table takes half of the stages: five keep two tiles on their way,
@@ -195,7 +196,7 @@ class PagedPrefill:
             self._work.first_item,
             num_rows,
             TOKENS=self._tokens_per_tile,
-            ROWS=triton.next_power_of_2(self._max_rows),
+            ROWS=power_of_2_from(self._max_rows),
             num_warps=4,
         )
 
@@ -236,7 +237,7 @@ class PagedPrefill:
             head_dim**-0.5 * _LOG2_E,
             **_constants(shape),
             TOKENS=self._tokens_per_tile,
-            QUERY_ROWS=max(16, triton.next_power_of_2(self._tokens_per_tile * shape.group)),
+            QUERY_ROWS=max(16, power_of_2_from(self._tokens_per_tile * shape.group)),
             TILE=_PREFILL_TILE,
             num_warps=8 if head_dim > 64 else 4,
             num_stages=2 if head_dim > 128 else 3,
@@ -245,6 +246,9 @@ class PagedPrefill:
 
 class PagedAttention:
     """`engine.models.fused.DeviceAttention` by the kernels below: decodes first, chunks behind."""
+
+    is_capturable = True
+    takes_decode_lens = True
 
     def __init__(
         self,
@@ -263,7 +267,7 @@ class PagedAttention:
     def plan(self, step: DeviceStep) -> None:
         if step.num_decodes:
             for window in self._windows:
-                self._decode.plan(step.context_lens[: step.num_decodes], window)
+                self._decode.plan(_decode_lens(step), window)
         if step.chunk_starts is not None:
             self._prefill.plan(step.chunk_starts)
 
@@ -276,24 +280,36 @@ class PagedAttention:
         window: int | None,
         out: Tensor,
     ) -> None:
-        num, tables = step.num_decodes, step.block_tables
+        num, first, tables = step.num_decodes, step.first_chunk, step.block_tables
         slots, lens = step.slots, step.context_lens
         if num:
             self._decode(
-                query[:num], keys, values, tables, slots[:num], lens[:num], window, out[:num]
-            )
-        if step.chunk_starts is not None:
-            self._prefill(
-                query[num:],
+                query[:num],
                 keys,
                 values,
                 tables,
-                slots[num:],
-                step.chunk_starts,
-                lens[num:],
+                slots[:num],
+                _decode_lens(step),
                 window,
-                out[num:],
+                out[:num],
             )
+        if step.chunk_starts is not None:
+            self._prefill(
+                query[first:],
+                keys,
+                values,
+                tables,
+                slots[first:],
+                step.chunk_starts,
+                lens[first:],
+                window,
+                out[first:],
+            )
+
+
+def _decode_lens(step: DeviceStep) -> Tensor:
+    lens = step.decode_lens
+    return step.context_lens[: step.num_decodes] if lens is None else lens
 
 
 _LOG2_E = 1.4426950408889634
@@ -301,7 +317,7 @@ _LOG2_E = 1.4426950408889634
 
 def _padded(head_dim: int) -> int:
     """Matrix units take powers of two, and no fewer than 16."""
-    return max(16, int(triton.next_power_of_2(head_dim)))
+    return max(16, power_of_2_from(head_dim))
 
 
 def _constants(shape: AttentionShape) -> dict[str, int]:

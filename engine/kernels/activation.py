@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.sizes import ceil_div
+
 _BLOCK = 1024
 
 
@@ -13,7 +15,7 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     Source: Shazeer 2020, SwiGLU (arXiv:2002.05202).
     """
     num_tokens, mlp = out.shape
-    grid = (num_tokens, triton.cdiv(mlp, _BLOCK))
+    grid = (num_tokens, ceil_div(mlp, _BLOCK))
     _silu_mul[grid](gate_up, out, mlp, BLOCK=_BLOCK, num_warps=4)
 
 

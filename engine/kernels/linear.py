@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.activation import silu
+from engine.kernels.sizes import ceil_div, power_of_2_from
 
 # The smallest row count that the matrix units take is the largest that this is meant for.
 MAX_ROWS = 16
@@ -39,7 +40,7 @@ def skinny_linear(
     num_rows, columns = x.shape
     outputs = out.shape[1]
     assert num_rows <= MAX_ROWS and not (is_gated and (bias is not None or residual is not None))
-    _skinny[(triton.cdiv(outputs, _OUTPUTS),)](
+    _skinny[(ceil_div(outputs, _OUTPUTS),)](
         x,
         weight,
         x if norm is None else norm,
@@ -56,7 +57,7 @@ def skinny_linear(
         IS_GATED=is_gated,
         ROWS=MAX_ROWS,
         OUTPUTS=_OUTPUTS,
-        CHUNK=max(16, min(_CHUNK, triton.next_power_of_2(columns))),
+        CHUNK=max(16, min(_CHUNK, power_of_2_from(columns))),
         num_warps=4,
         num_stages=_STAGES,
     )

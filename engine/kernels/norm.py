@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.sizes import power_of_2_from
+
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, normed: Tensor) -> None:
     """residual += x; normed = residual / rms(residual) * weight. All (T, hidden) but weight.
@@ -14,7 +16,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, normed
     num_tokens, hidden = residual.shape
     _add_rms_norm[(num_tokens,)](
         x, residual, weight, normed, eps, hidden,
-        SIZE=triton.next_power_of_2(hidden), num_warps=_num_warps(hidden),
+        SIZE=power_of_2_from(hidden), num_warps=_num_warps(hidden),
     )  # fmt: skip
 
 
@@ -23,7 +25,7 @@ def embed(token_ids: Tensor, embedding: Tensor, residual: Tensor) -> None:
     num_tokens, hidden = residual.shape
     _embed[(num_tokens,)](
         token_ids, embedding, residual, hidden,
-        SIZE=triton.next_power_of_2(hidden), num_warps=_num_warps(hidden),
+        SIZE=power_of_2_from(hidden), num_warps=_num_warps(hidden),
     )  # fmt: skip
 
 
@@ -32,13 +34,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, normed: Tensor) -> None:
     num_tokens, hidden = x.shape
     _rms_norm[(num_tokens,)](
         x, weight, normed, eps, hidden,
-        SIZE=triton.next_power_of_2(hidden), num_warps=_num_warps(hidden),
+        SIZE=power_of_2_from(hidden), num_warps=_num_warps(hidden),
     )  # fmt: skip
 
 
 def _num_warps(hidden: int) -> int:
     """Eight elements a thread: 16 bytes of bfloat16."""
-    return max(1, min(16, int(triton.next_power_of_2(hidden)) // 256))
+    return max(1, min(16, power_of_2_from(hidden) // 256))
 
 
 @triton.jit

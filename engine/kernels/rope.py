@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.sizes import ceil_div, power_of_2_from
+
 # Heads that one program turns: 16 KiB of them would be too few programs at batch 1.
 _HEADS = 4
 
@@ -30,7 +32,7 @@ def rotate_and_store(
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[2]
-    grid = (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))
+    grid = (num_tokens, ceil_div(num_heads + 2 * num_kv_heads, _HEADS))
     has_norm = query_norm is not None and key_norm is not None
     _rotate_and_store[grid](
         qkv,
@@ -48,7 +50,7 @@ def rotate_and_store(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        HALF=triton.next_power_of_2(head_dim // 2),
+        HALF=power_of_2_from(head_dim // 2),
         HEADS=_HEADS,
         num_warps=1,
     )

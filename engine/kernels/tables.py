@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.sizes import ceil_div
+
 _BLOCK = 256
 
 
@@ -28,7 +30,7 @@ def gather_decodes(
     Writes token_ids, positions, context_lens, (B,) int32, and kv_slots, (B,) int64.
     """
     num_rows = len(slots)
-    _gather_decodes[(triton.cdiv(num_rows, _BLOCK),)](
+    _gather_decodes[(ceil_div(num_rows, _BLOCK),)](
         slots, lengths, token_table, block_tables, token_ids, positions, kv_slots, context_lens,
         num_rows, token_table.stride(0), block_tables.stride(0), block_size,
         BLOCK=_BLOCK, num_warps=2,
@@ -53,7 +55,7 @@ def gather_chunks(
     slots, starts: (R,) int32. query_starts: (R + 1,) int32, offsets into the T tokens written.
     max_num_tokens: of any row.
     """
-    grid = (len(slots), triton.cdiv(max_num_tokens, _BLOCK))
+    grid = (len(slots), ceil_div(max_num_tokens, _BLOCK))
     _gather_chunks[grid](
         slots, starts, query_starts, token_table, block_tables,
         token_ids, positions, kv_slots, context_lens,
@@ -65,7 +67,7 @@ def gather_chunks(
 def store_sampled(ids: Tensor, slots: Tensor, context_lens: Tensor, token_table: Tensor) -> None:
     """Writes each sampled id behind its sequence's tokens: ids, slots, context_lens: (S,)."""
     num_rows = len(slots)
-    _store_sampled[(triton.cdiv(num_rows, _BLOCK),)](
+    _store_sampled[(ceil_div(num_rows, _BLOCK),)](
         ids, slots, context_lens, token_table, num_rows, token_table.stride(0),
         BLOCK=_BLOCK, num_warps=2,
     )  # fmt: skip
@@ -74,7 +76,7 @@ def store_sampled(ids: Tensor, slots: Tensor, context_lens: Tensor, token_table:
 def store_lengths(slots: Tensor, context_lens: Tensor, lengths: Tensor) -> None:
     """lengths[slots[i]] = context_lens[i], but for the last slot, which pads: its length stays."""
     num_rows = len(slots)
-    _store_lengths[(triton.cdiv(num_rows, _BLOCK),)](
+    _store_lengths[(ceil_div(num_rows, _BLOCK),)](
         slots, context_lens, lengths, num_rows, len(lengths) - 1, BLOCK=_BLOCK, num_warps=2
     )
 
@@ -82,7 +84,7 @@ def store_lengths(slots: Tensor, context_lens: Tensor, lengths: Tensor) -> None:
 def update_block_tables(updates: Tensor, block_tables: Tensor) -> None:
     """For each (slot, index, block_id) of updates, (N, 3) int32: block_tables[slot, index]."""
     num_updates = len(updates)
-    _update_block_tables[(triton.cdiv(num_updates, _BLOCK),)](
+    _update_block_tables[(ceil_div(num_updates, _BLOCK),)](
         updates, block_tables, num_updates, block_tables.stride(0), BLOCK=_BLOCK, num_warps=2
     )
 

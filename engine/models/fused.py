@@ -28,6 +28,10 @@ class DeviceStep:
     entry a row. The first num_decodes rows have one token each; chunk_starts, (R - num_decodes +
     1,) int32, are the other rows' offsets into the tokens behind those. block_tables: (all slots,
     max_blocks) int32.
+
+    decode_lens, (num_decodes,) int32: given where the host does not know which rows are decodes.
+    The first num_decodes may be; those that are have their length here, the others 0, and
+    chunk_starts is of all rows, (R + 1,), into all tokens: to it, decodes have none.
     """
 
     token_ids: Tensor
@@ -38,10 +42,26 @@ class DeviceStep:
     num_decodes: int
     chunk_starts: Tensor | None
     block_tables: Tensor
+    decode_lens: Tensor | None = None
+
+    @property
+    def first_chunk(self) -> int:
+        """The first row of chunk_starts, and the token from which on it counts."""
+        return self.num_decodes if self.decode_lens is None else 0
 
 
 class DeviceAttention(Protocol):
     """An attention backend of the GPU: `plan` once a step, then a call for every layer."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph may hold it: it never waits for the device."""
+        ...
+
+    @property
+    def takes_decode_lens(self) -> bool:
+        """Whether it computes a step with `DeviceStep.decode_lens`."""
+        ...
 
     def plan(self, step: DeviceStep) -> None: ...
 
@@ -61,10 +81,27 @@ class DeviceAttention(Protocol):
 class FusedModel:
     """Owns no weights: it computes with those of a `LlamaModel`, which must be plain."""
 
-    def __init__(self, model: LlamaModel, pool: KVPool, attention: DeviceAttention) -> None:
+    def __init__(
+        self, model: LlamaModel, pool: KVPool, attention: DeviceAttention, max_rows: int
+    ) -> None:
+        """max_rows: that sample in one step."""
         self._model = model
         self._pool = pool
         self._attention = attention
+        # One memory for the logits of all steps: graphs that kept their own would keep gigabytes.
+        vocab_size, embedding = model.config.vocab_size, model.embedding
+        self._logits = embedding.new_empty(max_rows, vocab_size)
+        self._few_logits = embedding.new_empty(MAX_ROWS, vocab_size, dtype=torch.float32)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph may hold a step."""
+        return self._attention.is_capturable
+
+    @property
+    def takes_decode_lens(self) -> bool:
+        """Whether it computes a step with `DeviceStep.decode_lens`."""
+        return self._attention.takes_decode_lens
 
     def __call__(self, step: DeviceStep) -> Tensor:
         """The last layer's states before the final norm, (T, hidden). Writes keys and values."""
@@ -78,15 +115,17 @@ class FusedModel:
         return residual
 
     def logits(self, states: Tensor) -> Tensor:
-        """Of the given rows of what a call returned, (S, vocab_size), in no particular type."""
-        model, eps = self._model, self._model.config.rms_norm_eps
-        head = model.lm_head
-        assert isinstance(head, PlainLinear)
-        if len(states) <= MAX_ROWS:
-            out = states.new_empty(len(states), len(head.weight), dtype=torch.float32)
-            skinny_linear(states, head.weight, out, norm=model.norm, eps=eps)
+        """Of the given rows of what a call returned, (S, vocab_size), in no particular type.
+
+        They hold until the next call.
+        """
+        model, eps, num_rows = self._model, self._model.config.rms_norm_eps, len(states)
+        weight = _plain(model.lm_head).weight
+        if num_rows <= MAX_ROWS:
+            out = self._few_logits[:num_rows]
+            skinny_linear(states, weight, out, norm=model.norm, eps=eps)
             return out
-        return head(self.normed(states))
+        return torch.mm(self.normed(states), weight.t(), out=self._logits[:num_rows])
 
     def logits_of_normed(self, states: Tensor) -> Tensor:
         """Of states after the final norm: (S, vocab_size) float32."""
@@ -156,7 +195,8 @@ class FusedModel:
             values,
             query,
         )
-        mixed = torch.empty_like(query)
+        # Tokens that only fill a graph belong to no row, and get nothing written.
+        mixed = torch.empty_like(query) if step.decode_lens is None else torch.zeros_like(query)
         self._attention(query, keys, values, step, layer.window, mixed)
         return mixed.flatten(1)
 

@@ -1,4 +1,4 @@
-"""`TorchExecutor` driven by hand-made batches."""
+"""`CpuExecutor` driven by hand-made batches."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine.config import Device, Dtype, LoadFormat
-from engine.torch_executor import TorchExecutor
+from engine.cpu_executor import CpuExecutor
+from engine.process import build_executor
 from scheduler.errors import InvalidConfig
 from scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate
 from tests.tiny_models import BLOCK_SIZE, GREEDY, engine_config, make_batch, make_model, save
@@ -24,7 +25,7 @@ def assign(slot: int, token_ids: list[int], blocks: list[int]) -> SlotAssignment
 
 
 def generate(
-    executor: TorchExecutor, prompts: list[list[int]], num_new: int, chunk: int = 512
+    executor: CpuExecutor, prompts: list[list[int]], num_new: int, chunk: int = 512
 ) -> list[list[int]]:
     """Greedy answers to all prompts, run together, each in its own slot and far-apart blocks."""
     stride = len(prompts)
@@ -66,7 +67,7 @@ def generate(
 @pytest.fixture(scope="module")
 def stories() -> Any:
     golden = json.loads((STORIES / "golden.json").read_text())
-    return TorchExecutor(engine_config(STORIES), STORIES), golden
+    return CpuExecutor(engine_config(STORIES), STORIES), golden
 
 
 @needs_stories
@@ -93,7 +94,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_copied_block_continues_as_its_source_did(tiny: Path) -> None:
-    executor = TorchExecutor(engine_config(tiny), tiny)
+    executor = CpuExecutor(engine_config(tiny), tiny)
     prompt = [5, 6, 7, 8, 9, 10]
     batch = make_batch((0,), (0,), (6,), assignments=(assign(0, prompt, [3, 4]),))
     first = executor.execute(batch).wait().token_ids
@@ -111,13 +112,13 @@ def test_a_copied_block_continues_as_its_source_did(tiny: Path) -> None:
 
 
 def test_a_chunk_that_does_not_end_its_prompt_samples_nothing(tiny: Path) -> None:
-    executor = TorchExecutor(engine_config(tiny), tiny)
+    executor = CpuExecutor(engine_config(tiny), tiny)
     batch = make_batch((0,), (0,), (2,), samples=(False,), assignments=(assign(0, [5, 6, 7], [0]),))
     assert executor.execute(batch).wait().token_ids == []
 
 
 def test_logprobs_come_for_the_rows_that_asked(tiny: Path) -> None:
-    executor = TorchExecutor(engine_config(tiny), tiny)
+    executor = CpuExecutor(engine_config(tiny), tiny)
     asking = SamplingParams(max_tokens=4, temperature=0.0, num_logprobs=2)
     assignments = (
         assign(0, [5, 6], [0]),
@@ -131,7 +132,7 @@ def test_logprobs_come_for_the_rows_that_asked(tiny: Path) -> None:
 
 
 def test_info_counts_the_tied_embedding_once(tiny: Path) -> None:
-    info = TorchExecutor(engine_config(tiny), tiny).info
+    info = CpuExecutor(engine_config(tiny), tiny).info
     num_parameters = sum(p.numel() for p in make_model("llama3.2_tied").parameters())
     assert info.num_parameters == num_parameters
     assert info.weight_bytes == 4 * num_parameters
@@ -141,7 +142,7 @@ def test_info_counts_the_tied_embedding_once(tiny: Path) -> None:
 @pytest.mark.parametrize("family", ["llama_biases", "qwen2_window", "qwen3_bias"])
 def test_info_does_not_count_the_gathered_embedding_as_read(family: str, tmp_path: Path) -> None:
     model = make_model(family)
-    info = TorchExecutor(engine_config(save(model, tmp_path)), tmp_path).info
+    info = CpuExecutor(engine_config(save(model, tmp_path)), tmp_path).info
     num_parameters = sum(p.numel() for p in model.parameters())
     assert info.num_parameters == num_parameters
     assert info.weight_bytes == 4 * (num_parameters - 96 * 64)
@@ -151,7 +152,7 @@ def test_dummy_weights_need_only_config_json_and_are_the_same_every_time(tmp_pat
     model = make_model("qwen3")
     model.config.save_pretrained(tmp_path)
     config = engine_config(tmp_path, load_format=LoadFormat.DUMMY)
-    answers = [generate(TorchExecutor(config, tmp_path), [[5, 6, 7]], 5) for _ in range(2)]
+    answers = [generate(CpuExecutor(config, tmp_path), [[5, 6, 7]], 5) for _ in range(2)]
     assert answers[0] == answers[1]
 
 
@@ -161,7 +162,7 @@ def test_bfloat16_answers_are_near_float32s(tiny: Path) -> None:
     blocks = tuple(range(10))
     logprobs = []
     for dtype in (Dtype.FLOAT32, Dtype.BFLOAT16):
-        executor = TorchExecutor(engine_config(tiny, dtype=dtype), tiny)
+        executor = CpuExecutor(engine_config(tiny, dtype=dtype), tiny)
         assignment = SlotAssignment(0, prompt, 40, blocks, sampling, seed=0)
         sampled = executor.execute(make_batch((0,), (0,), (40,), assignments=(assignment,))).wait()
         assert sampled.logprobs is not None
@@ -174,22 +175,22 @@ def test_a_pool_too_small_for_one_sequence_is_refused_with_what_would_fit(tiny: 
     needed = 128 * 2 * 3 * 2 * 16 * 4
     config = engine_config(tiny, max_model_len=128, kv_cache_memory_bytes=needed - 1)
     with pytest.raises(InvalidConfig, match=f"--kv-cache-memory-bytes to at least {needed} or "):
-        TorchExecutor(config, tiny)
+        CpuExecutor(config, tiny)
     fits = engine_config(tiny, max_model_len=128, kv_cache_memory_bytes=needed)
-    assert TorchExecutor(fits, tiny).info.num_blocks == 32
+    assert CpuExecutor(fits, tiny).info.num_blocks == 32
 
 
 def test_a_context_that_nobody_asked_for_is_cut_to_the_pool(tiny: Path) -> None:
     config = engine_config(tiny, kv_cache_memory_bytes=64 * 2 * 3 * 2 * 16 * 4)
-    assert TorchExecutor(config, tiny).info.max_model_len == 64
+    assert CpuExecutor(config, tiny).info.max_model_len == 64
 
 
 def test_a_context_beyond_the_models_is_refused(tiny: Path) -> None:
     with pytest.raises(InvalidConfig, match="at most 128 positions"):
-        TorchExecutor(engine_config(tiny, max_model_len=129), tiny)
+        CpuExecutor(engine_config(tiny, max_model_len=129), tiny)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused(tiny: Path) -> None:
     with pytest.raises(InvalidConfig, match="use --device cpu"):
-        TorchExecutor(engine_config(tiny, device=Device.CUDA), tiny)
+        build_executor(engine_config(tiny, device=Device.CUDA))

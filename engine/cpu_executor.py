@@ -1,16 +1,12 @@
-"""`TorchExecutor`: a transformer over a paged KV pool, on one device.
+"""`CpuExecutor`: a transformer over a paged KV pool, on this machine's processor.
 
-It holds, on the device, what a step needs of every sequence: its token ids and its block table,
+It holds what a step needs of every sequence: its token ids and its block table,
 one row per slot. A batch brings only differences. Sampled ids are written back to the token table
 where they are made, so the next step reads them there and nothing has to pass through the host.
 """
 
-import logging
 import os
-import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,79 +15,98 @@ import torch
 from torch import Tensor
 
 from engine.attention.gathered import gathered_attention
-from engine.config import Device, Dtype, EngineConfig, LoadFormat
+from engine.config import AttentionBackend, EngineConfig
 from engine.executor import ModelInfo
 from engine.grammar import Grammars, GrammarTable
-from engine.hardware import computes_bfloat16, peak_bandwidth, read_bandwidth
-from engine.kv_pool import KVPool, kv_bytes_per_token, size_pool
+from engine.hardware import read_bandwidth
+from engine.kv_pool import (
+    KVPool,
+    available_memory_bytes,
+    kv_bytes_per_token,
+    size_cpu_pool,
+    total_memory_bytes,
+)
+from engine.loading import Ledger, Phases, choose_dtype, describe, weight_source
 from engine.memory import Arena
 from engine.model_input import ModelInput, build_model_input
 from engine.models.config import ModelConfig
 from engine.models.layers import PackedLinear, PlainLinear, can_pack
 from engine.models.llama import LlamaModel, Model
 from engine.models.native import NativeModel, load_library
-from engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
+from engine.models.weights import Empty
 from engine.prompt_reader import PromptPart, PromptReader
 from engine.sampler import Sampler
 from scheduler.errors import InvalidConfig
 from scheduler.types import PromptOutput, SampledTokens, SamplingParams, ScheduledBatch
 
-logger = logging.getLogger(__name__)
-
-_DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
+_CPU = torch.device("cpu")
+_DEFAULT_BLOCK_SIZE = 16
 # Read once at start for the metrics: larger than any last-level cache we know, and 30 ms long.
 _BANDWIDTH_PROBE_BYTES = 256 * 2**20
 
 
-class TorchExecutor:
+class CpuExecutor:
     """See `engine.executor.Executor`."""
 
     def __init__(self, config: EngineConfig, model_dir: Path) -> None:
-        self._load_seconds: dict[str, float] = {}
-        self._device = _device(config.device)
-        self._dtype = _dtype(config.dtype, self._device)
+        if config.attention_backend is not AttentionBackend.AUTO:
+            raise InvalidConfig(
+                f"--attention-backend {config.attention_backend} is for a GPU, and the model is to "
+                "run on the CPU, which has but one; leave the flag out"
+            )
+        phases = Phases()
+        self._dtype = choose_dtype(config.dtype, _CPU)
         # One core is left to the server process.
         num_threads = config.num_threads or max(1, (os.cpu_count() or 1) - 1)
         model = ModelConfig.from_dir(model_dir)
-        block_size = config.block_size or _DEFAULT_BLOCK_SIZE[self._device.type]
+        block_size = config.block_size or _DEFAULT_BLOCK_SIZE
 
         # Before the weights are read: what does not fit is told at once.
-        size = size_pool(config, model, block_size, self._dtype)
-        with self._timed("compile"):
-            library = load_library() if self._on_cpu else None
-        with self._timed("weights"), torch.inference_mode():
+        size = size_cpu_pool(config, model, block_size, self._dtype)
+        available = available_memory_bytes()
+        with phases.timed("compile"):
+            library = load_library()
+        with phases.timed("weights"), torch.inference_mode():
             # The threads that read are Python's; each of torch's calls inside them uses one.
             torch.set_num_threads(1)
             self._model: Model
+            empty = self._empty(in_arena=library is not None)
             self._model = llama = LlamaModel(
                 model,
-                _weights(config.load_format, model_dir, self._empty(in_arena=library is not None)),
-                PackedLinear if can_pack(self._device) and library is None else PlainLinear,
+                weight_source(config.load_format, model_dir, empty),
+                PackedLinear if can_pack(_CPU) and library is None else PlainLinear,
                 gathered_attention,
                 max_model_len=size.max_model_len,
-                device=self._device,
+                device=_CPU,
                 num_load_threads=num_threads,
             )
             torch.set_num_threads(num_threads)
-        with self._timed("kv_pool"):
-            self._pool = KVPool(model, size.num_blocks, block_size, self._dtype, self._device)
+        with phases.timed("kv_pool"):
+            self._pool = KVPool(model, size.num_blocks, block_size, self._dtype, _CPU)
             if library is not None:
                 self._model = NativeModel(library, llama, self._pool, num_threads)
-        with self._timed("bandwidth"):
-            measured = read_bandwidth(_BANDWIDTH_PROBE_BYTES) if self._on_cpu else None
+        with phases.timed("bandwidth"):
+            measured = read_bandwidth(_BANDWIDTH_PROBE_BYTES)
 
         max_num_seqs = config.scheduler.max_num_seqs
         max_blocks = -(-size.max_model_len // block_size)
-        self._token_table = self._table(max_num_seqs, size.max_model_len + 1, torch.int64)
-        self._block_tables = self._table(max_num_seqs, max_blocks, torch.int32)
+        self._token_table = torch.zeros(max_num_seqs, size.max_model_len + 1, dtype=torch.int64)
+        self._block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
         self._prompt_lengths = [0] * max_num_seqs
-        grammars = Grammars.of_model(model_dir, model.vocab_size, model.eos_token_ids)
-        self._grammars = GrammarTable(grammars, max_num_seqs, model.vocab_size)
-        self._sampler = Sampler(max_num_seqs, model.vocab_size, self._device, self._grammars)
-        self._prompts = PromptReader(model.vocab_size, self._model.logits)
-        self._info = self._describe(
-            model, size.max_model_len, size.num_blocks, block_size, measured
+        grammars = Grammars.of_model(
+            model_dir, model.vocab_size, model.eos_token_ids, config.load_format
         )
+        self._grammars = GrammarTable(grammars, max_num_seqs, model.vocab_size)
+        self._sampler = Sampler(max_num_seqs, model.vocab_size, _CPU, self._grammars)
+        self._prompts = PromptReader(model.vocab_size, self._model.logits)
+        self._info = describe(model, self._dtype, "cpu", size, block_size, measured, phases.seconds)
+        total = total_memory_bytes()
+        Ledger(
+            total=total,
+            others=total - available,
+            weights=model.num_parameters * self._dtype.itemsize,
+            kv_pool=size.num_blocks * block_size * kv_bytes_per_token(model, self._dtype),
+        ).log(size, block_size)
 
     @property
     def info(self) -> ModelInfo:
@@ -167,59 +182,14 @@ class TorchExecutor:
         prompts = self._prompts.read(parts, states[num_sampling:], self._token_table)
         return self._model.logits(states[:num_sampling]), prompts
 
-    @property
-    def _on_cpu(self) -> bool:
-        return self._device.type == "cpu"
-
     def _empty(self, *, in_arena: bool) -> Empty:
         """An arena is for weights that stay as they are read, and not for those to be packed."""
         if in_arena:
             return partial(Arena().empty, dtype=self._dtype)
-        return partial(torch.empty, dtype=self._dtype, device=self._device)
-
-    def _table(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(rows, columns, dtype=dtype, device=self._device)
+        return partial(torch.empty, dtype=self._dtype)
 
     def _tensor(self, values: object) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._load_seconds[phase] = time.perf_counter() - start
-
-    def _describe(
-        self,
-        model: ModelConfig,
-        max_model_len: int,
-        num_blocks: int,
-        block_size: int,
-        measured_bandwidth: float | None,
-    ) -> ModelInfo:
-        num_linear = model.num_layers * model.num_layer_weights
-        num_embedding = model.vocab_size * model.hidden_size
-        name = "cpu" if self._on_cpu else torch.cuda.get_device_name(self._device)
-        return ModelInfo(
-            architecture=model.family,
-            dtype=str(self._dtype).removeprefix("torch."),
-            device=name,
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            eos_token_ids=model.eos_token_ids,
-            num_parameters=model.num_parameters,
-            weight_bytes=model.num_step_weights * self._dtype.itemsize,
-            kv_bytes_per_token=kv_bytes_per_token(model, self._dtype),
-            flops_per_token=2 * num_linear,
-            flops_per_sampled_token=2 * num_embedding,
-            flops_per_attention_pair=4 * model.num_layers * model.num_heads * model.head_dim,
-            peak_bandwidth_bytes_per_s=peak_bandwidth(name),
-            measured_bandwidth_bytes_per_s=measured_bandwidth,
-            load_seconds=self._load_seconds,
-        )
+        return torch.tensor(values, dtype=torch.int64)
 
 
 class Done:
@@ -230,23 +200,3 @@ class Done:
 
     def wait(self) -> SampledTokens:
         return self._sampled
-
-
-def _device(wanted: Device) -> torch.device:
-    if wanted is Device.CUDA and not torch.cuda.is_available():
-        raise InvalidConfig("--device is cuda, but torch finds no GPU here; use --device cpu")
-    if wanted is Device.AUTO and torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("cpu" if wanted is Device.AUTO else wanted.value)
-
-
-def _weights(load_format: LoadFormat, model_dir: Path, empty: Empty) -> WeightSource:
-    if load_format is LoadFormat.DUMMY:
-        return RandomWeights(empty)
-    return Checkpoint(model_dir, empty)
-
-
-def _dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
-    if wanted is Dtype.AUTO:
-        return torch.bfloat16 if computes_bfloat16(device) else torch.float32
-    return {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}[wanted]

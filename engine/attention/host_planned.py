@@ -1,0 +1,50 @@
+"""The CPU's attention on a GPU: slow and plain, to tell a kernel's fault from a model's."""
+
+import torch
+from torch import Tensor
+
+from engine.attention.gathered import gathered_attention
+from engine.model_input import ModelInput
+from engine.models.fused import DeviceStep
+
+
+class TorchAttention:
+    """`engine.models.fused.DeviceAttention` by `gathered_attention`.
+
+    It must know every length on the host, so each step waits for the device once, and no CUDA
+    graph can hold it.
+    """
+
+    is_capturable = False
+    takes_decode_lens = False
+
+    def __init__(self) -> None:
+        self._input: ModelInput | None = None
+
+    def plan(self, step: DeviceStep) -> None:
+        num, chunk_starts = step.num_decodes, step.chunk_starts
+        query_starts = torch.arange(num + 1, dtype=torch.int32, device=step.slots.device)
+        if chunk_starts is not None:
+            query_starts = torch.cat((query_starts, chunk_starts[1:] + num))
+        self._input = ModelInput(
+            token_ids=step.token_ids,
+            positions=step.positions,
+            kv_slots=step.kv_slots,
+            block_tables=step.block_tables.index_select(0, step.slots),
+            query_starts=query_starts.tolist(),
+            context_lens=step.context_lens.tolist(),
+            num_decodes=num,
+            sample_rows=query_starts[1:] - 1,
+        )
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: DeviceStep,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        assert self._input is not None, "plan comes first"
+        out.copy_(gathered_attention(query, keys, values, self._input, window))
