@@ -10,7 +10,7 @@ BIN := .venv/bin
 # torch comes first and alone, so that the pinned build is the one that everything else finds.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve test test-fuzz test-schemas test-clients check lint bench-batching bench-scheduler bench-front-end bench-event bench-structured bench-cpu clean
+.PHONY: serve test test-fuzz test-schemas test-clients check lint bench-batching bench-scheduler bench-front-end bench-event bench-structured bench-cpu bench-gpu clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -64,6 +64,10 @@ bench-event: .venv/installed
 
 bench-cpu: .venv/installed
 	$(BIN)/python -m engine.bench cpu-decode --threads $$(nproc)
+
+# All that is to be known on one GPU, in 9 minutes; ARGS=--tiny tries it out without one.
+bench-gpu: .venv/installed-dev
+	$(BIN)/python -m loadtest.gpu_suite $(ARGS)
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,22 +1,18 @@
-"""`python -m engine.bench cpu-decode`: how near a step comes to what the hardware allows.
+"""How near a decode step on the CPU comes to what its memory allows.
 
 The ceiling is measured beside the thing itself, with the same threads, in turns, because on a
 shared machine both change from one second to the next.
 """
 
-import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 from engine.config import Device, Dtype, EngineConfig, LoadFormat
+from engine.cpu_executor import CpuExecutor
 from engine.hardware import read_bandwidth
-from engine.torch_executor import TorchExecutor
 from scheduler.config import SchedulerConfig
 from scheduler.types import SamplingParams, ScheduledBatch, SlotAssignment
 
@@ -39,7 +35,7 @@ _CONTEXT = 64  # tokens before the first measured step
 def cpu_decode(dtype: Dtype, num_threads: int, num_seqs: int, rounds: int, steps: int) -> None:
     with tempfile.TemporaryDirectory() as model_dir:
         Path(model_dir, "config.json").write_text(json.dumps(_SHAPE_135M))
-        executor = TorchExecutor(
+        executor = CpuExecutor(
             EngineConfig(
                 model=model_dir,
                 device=Device.CPU,
@@ -91,7 +87,7 @@ def cpu_decode(dtype: Dtype, num_threads: int, num_seqs: int, rounds: int, steps
 class _Decode:
     """Greedy decode steps of num_seqs sequences that go on as long as they are asked to."""
 
-    def __init__(self, executor: TorchExecutor, num_seqs: int) -> None:
+    def __init__(self, executor: CpuExecutor, num_seqs: int) -> None:
         self._executor = executor
         self._slots = tuple(range(num_seqs))
         self._length = _CONTEXT
@@ -139,20 +135,3 @@ class _Decode:
             num_decodes=num_decodes,
         )
         self._executor.execute(batch).wait()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m engine.bench", description=__doc__)
-    parser.add_argument("benchmark", choices=["cpu-decode"])
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    parser.add_argument("--dtype", type=Dtype, choices=list(Dtype), default=Dtype.BFLOAT16)
-    parser.add_argument("--num-seqs", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=20, help="decode steps in a round")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    cpu_decode(args.dtype, args.threads, args.num_seqs, args.rounds, args.steps)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,111 @@
+"""How a device is timed, and how what it computes is compared."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], object]
+# Launches of one graph: enough that its own launch does not count.
+_LAUNCHES = 24
+_BUDGET_S = 0.05
+_MIN_REPEATS, _MAX_REPEATS = 3, 30
+# Inputs of successive calls together exceed the last cache so many times.
+_TIMES_L2 = 4
+_MAX_SETS = 48
+
+
+def the_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16; in Triton's interpreter, whose bfloat16 products are wrong, float32."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Of `relative_error`. bfloat16 keeps 8 bits: a result rounded twice is off by some 3e-3."""
+    return 1e-2 if dtype is torch.bfloat16 else 1e-5
+
+
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    """By norms; NaN where `out` has one, which is below no tolerance."""
+    reference = reference.double()
+    return float((out.double() - reference).norm() / reference.norm())
+
+
+def num_input_sets(num_bytes: int, device: torch.device) -> int:
+    """How many inputs of this size to take in turns, so that no call finds its own in the cache."""
+    if device.type != "cuda":
+        return 2
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(_MAX_SETS, -(-_TIMES_L2 * cache // max(1, num_bytes))))
+
+
+def seconds_per_call(calls: Sequence[Call]) -> float:
+    """The mean of these calls, one after the other: the median over replays of a CUDA graph.
+
+    calls: the same work on inputs of their own. On the CPU they are run once, by the clock.
+    """
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - start) / len(calls)
+    for call in calls:  # compiles
+        call()
+    torch.cuda.synchronize()
+    once = _event_seconds(lambda: [call() for call in calls])
+    rounds = max(1, min(_LAUNCHES // len(calls), int(_BUDGET_S / max(once, 1e-6))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    first = _event_seconds(graph.replay)
+    repeats = max(_MIN_REPEATS, min(_MAX_REPEATS, int(_BUDGET_S / max(first, 1e-6))))
+    times = [_event_seconds(graph.replay) for _ in range(repeats)]
+    return statistics.median(times) / (rounds * len(calls))
+
+
+def _event_seconds(run: Call) -> float:
+    start, end = Mark(), Mark()
+    start.set()
+    run()
+    end.set()
+    return start.seconds_to(end)
+
+
+class Mark:
+    """A moment on the device, or, where there is none, on the host's clock."""
+
+    def __init__(self) -> None:
+        self._event: Any = None
+        self._time_s = 0.0
+        if torch.cuda.is_available():
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def set(self) -> None:
+        if self._event is not None:
+            self._event.record()
+        self._time_s = time.perf_counter()
+
+    def has_come(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def seconds_to(self, later: "Mark") -> float:
+        """Waits for the device until `later` has come."""
+        if self._event is None:
+            return later._time_s - self._time_s
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event)) / 1e3
+
+
+def report(**measured: object) -> None:
+    """One JSON line."""
+    print(json.dumps(measured), flush=True)
