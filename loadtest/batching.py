@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from loadtest.cli import HelpFormatter
 from loadtest.config import ReportConfig, TargetConfig, WorkloadConfig
+from loadtest.flags import HelpFormatter
 from loadtest.http_target import HttpTarget, TargetUnusable, replay, run, wait_until_ready, warm_up
 from loadtest.report import Summary, summarize
 from loadtest.workload import make_requests

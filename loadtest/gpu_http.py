@@ -67,9 +67,9 @@ async def _load(server: "Server", workload: WorkloadConfig, ends_s: float) -> di
     raise_open_file_limit()
     async with HttpTarget(config) as target:
         await warm_up(target, workload, min(8, workload.num_prompts), None)
-        before = server.metric("penstock_step_time_seconds_sum")
+        before = server.metric("penstock_engine_busy_seconds_total")
         observed = await replay(target, make_requests(workload))
-        busy_s = server.metric("penstock_step_time_seconds_sum") - before
+        busy_s = server.metric("penstock_engine_busy_seconds_total") - before
     if observed.failed:
         raise PartFailed(
             f"{len(observed.failed)} of {workload.num_prompts} requests failed, the first with: "

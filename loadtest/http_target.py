@@ -8,11 +8,10 @@ happens once per request.
 import asyncio
 import contextlib
 import gc
-import math
 import resource
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from statistics import median
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -20,12 +19,14 @@ import msgspec
 from loadtest.answer import Answer, Usage, body_message
 from loadtest.config import TargetConfig, WorkloadConfig
 from loadtest.http1 import ConnectionPool, HttpFailed
-from loadtest.progress import Progress
+from loadtest.progress import Progress, ReplayState
 from loadtest.report import Replay, RequestResult
-from loadtest.workload import TimedRequest, make_requests
+from loadtest.workload import TimedRequest, make_strangers
 from scheduler.errors import PenstockError
 
 T = TypeVar("T")
+# Answers whose median TTFT the progress bar shows.
+NUM_RECENT = 1000
 
 
 class TargetUnusable(PenstockError):
@@ -64,6 +65,11 @@ class HttpTarget:
         self._num_ended_events = 0
 
     @property
+    def num_open(self) -> int:
+        """Requests in flight."""
+        return len(self._open)
+
+    @property
     def num_events(self) -> int:
         """Token events received so far, for the progress bar."""
         return self._num_ended_events + sum(len(answer.arrivals_s) for answer in self._open)
@@ -79,7 +85,8 @@ class HttpTarget:
         if self._config.ignore_eos:
             body["ignore_eos"] = True
         if self._config.endpoint.endswith("/chat/completions"):
-            body["messages"] = [{"role": "user", "content": request.prompt}]
+            user = [{"role": "user", "content": request.prompt}]
+            body["messages"] = request.messages or user
         else:
             body["prompt"] = request.prompt
         body |= self._config.extra_body
@@ -133,9 +140,11 @@ async def replay(
     *,
     max_concurrency: int | None = None,
     progress: Progress | None = None,
+    on_result: Callable[[RequestResult], None] | None = None,
 ) -> Replay:
     """Sends each request when it is due, or as soon as a place is free where concurrency is capped.
 
+    on_result: told of each answer as it ends.
     Cancelled, as by Ctrl-C, it gives what had ended by then.
     """
     encoded = [target.encode(request) for request in requests]
@@ -145,6 +154,8 @@ async def replay(
     async def ask(request: TimedRequest, data: bytes, scheduled_s: float) -> None:
         try:
             results.append(await target.send(request, data, scheduled_s))
+            if on_result is not None:
+                on_result(results[-1])
         finally:
             places.release()
 
@@ -161,7 +172,8 @@ async def replay(
     gc.freeze()  # the workload is large and stays: no collection needs to walk it
     watcher = None
     if progress is not None:
-        watcher = asyncio.create_task(progress.watch(lambda: (len(results), target.num_events)))
+        num_before = target.num_events
+        watcher = asyncio.create_task(progress.watch(lambda: _state(results, target, num_before)))
     start_s, cpu_start_s = time.perf_counter(), time.process_time()
     with contextlib.suppress(asyncio.CancelledError):
         await ask_all()
@@ -176,6 +188,17 @@ async def replay(
         duration_s=duration_s,
         client_cpu_share=cpu_s / duration_s,
         is_interrupted=len(results) < len(requests),
+    )
+
+
+def _state(results: list[RequestResult], target: HttpTarget, num_before: int) -> ReplayState:
+    ttfts = [result.ttft_s for result in results[-NUM_RECENT:] if result.arrivals_s]
+    return ReplayState(
+        num_done=len(results),
+        num_failed=sum(result.error is not None for result in results),
+        num_tokens=target.num_events - num_before,
+        num_open=target.num_open,
+        ttft_s=median(ttfts) if ttfts else None,
     )
 
 
@@ -225,12 +248,12 @@ async def _list_models(pool: ConnectionPool, api_key: str | None) -> list[str]:
 async def warm_up(
     target: HttpTarget, workload: WorkloadConfig, count: int, max_concurrency: int | None
 ) -> None:
-    """Sends `count` requests of the same kind, of another seed, so that none of the workload's own
-    prompts is cached. Raises TargetUnusable if one fails: the rest would fail the same way."""
+    """Sends `count` requests as long as the workload's, with other prompts, so that none of its own
+    is cached. Raises TargetUnusable if one fails: the rest would fail the same way."""
     if count < 1:
         return
-    other = replace(workload, seed=-1 - workload.seed, num_prompts=count, request_rate=math.inf)
-    warmed = await replay(target, make_requests(other), max_concurrency=max_concurrency)
+    strangers = make_strangers(workload, count)
+    warmed = await replay(target, strangers, max_concurrency=max_concurrency)
     if warmed.is_interrupted:
         raise asyncio.CancelledError
     if warmed.failed:

@@ -117,6 +117,7 @@ def summarize(replay: Replay, config: ReportConfig) -> Summary:
         "total_output_tokens": num_output,
         "request_throughput": len(done) / duration,
         "request_goodput": None,
+        "goodput_ratio": None,
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
         "max_output_tokens_per_s": _peak_tokens_per_s(done),
@@ -126,17 +127,23 @@ def summarize(replay: Replay, config: ReportConfig) -> Summary:
     }
     if config.goodput_ms is not None:
         limits = config.goodput_ms
-        summary["request_goodput"] = sum(_meets(result, limits) for result in done) / duration
-    values = {
+        num_good = sum(is_good(result, limits) for result in done)
+        summary["request_goodput"] = num_good / duration
+        summary["goodput_ratio"] = num_good / max(1, len(replay.results))
+    for metric, seconds in metric_values(done).items():
+        for name, value in _statistics(seconds, config.percentiles).items():
+            summary[f"{name}_{metric}_ms"] = None if value is None else value * 1000
+    return summary
+
+
+def metric_values(done: list[RequestResult]) -> dict[str, list[float]]:
+    """Every value of every metric of complete answers, in seconds."""
+    return {
         "ttft": [result.ttft_s for result in done],
         "tpot": [tpot for result in done if (tpot := result.tpot_s) is not None],
         "itl": [gap for result in done for gap in result.itls_s],
         "e2el": [result.latency_s for result in done],
     }
-    for metric, seconds in values.items():
-        for name, value in _statistics(seconds, config.percentiles).items():
-            summary[f"{name}_{metric}_ms"] = None if value is None else value * 1000
-    return summary
 
 
 def details(replay: Replay) -> Summary:
@@ -149,6 +156,7 @@ def details(replay: Replay) -> Summary:
         "itls": [result.itls_s for result in results],
         "generated_texts": [result.text for result in results],
         "errors": [result.error or "" for result in results],
+        "start_times": [result.sent_s for result in results],
     }
 
 
@@ -172,6 +180,7 @@ def render(summary: Summary, config: ReportConfig) -> str:
     ]
     if summary["request_goodput"] is not None:
         rows.append(("Request goodput (req/s):", summary["request_goodput"]))
+        rows.append(("Share of good requests:", summary["goodput_ratio"]))
     rows += [
         ("Output token throughput (tok/s):", summary["output_throughput"]),
         ("Peak output token throughput (tok/s):", summary["max_output_tokens_per_s"]),
@@ -232,7 +241,10 @@ def _statistics(values: list[float], percentiles: tuple[float, ...]) -> dict[str
     return dict(zip(names, figures, strict=True))
 
 
-def _meets(result: RequestResult, limits_ms: dict[str, float]) -> bool:
+def is_good(result: RequestResult, limits_ms: dict[str, float]) -> bool:
+    """Whether the answer is complete and meets every limit."""
+    if result.error is not None:
+        return False
     observed = {"ttft": result.ttft_s, "tpot": result.tpot_s or 0.0, "e2el": result.latency_s}
     return all(observed[metric] * 1000 <= limit for metric, limit in limits_ms.items())
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadtest.arrivals import arrival_times
 from loadtest.config import Dataset, PromptFormat, WorkloadConfig
-from loadtest.workload import arrival_times, make_requests
+from loadtest.workload import make_requests
 from scheduler.errors import InvalidConfig
 
 SMALL = WorkloadConfig(seed=7, num_prompts=40, input_len=50, output_len=20, request_rate=10.0)
