@@ -10,7 +10,7 @@ BIN := .venv/bin
 # torch comes first and alone, so that the pinned build is the one that everything else finds.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve test test-fuzz test-schemas test-clients check lint bench-batching bench-scheduler bench-front-end bench-event bench-structured bench-cpu bench-gpu clean
+.PHONY: serve test test-fuzz test-schemas test-clients test-ops dashboard check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu readme clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -36,6 +36,18 @@ test-clients: .venv/installed-dev
 test-schemas: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.many_schemas
 
+# What runs beside the server, with the real programs. OPS="tests/ops/test_dashboards.py" runs a part:
+# a minute with Prometheus, which is had from Debian if it is not installed, a minute
+# with Chromium (apt-get install chromium), which looks at the page.
+OPS ?= tests/ops
+test-ops: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --editable '.[ops]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OPS)
+
+# The Grafana dashboard, after a change in server/dashboard.py.
+dashboard: .venv/installed
+	$(BIN)/python -m server.dashboard > configs/grafana/penstock.json
+
 # What every commit passes: style, types, import rules, tests.
 check: lint test
 
@@ -44,6 +56,10 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The README's tables, made from the code; a test tells when they are due.
+readme: .venv/installed
+	$(BIN)/python -m server.reference --write
 
 bench-batching: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m loadtest.batching
@@ -61,6 +77,10 @@ bench-structured: .venv/installed
 # What one streamed token costs the server, by part.
 bench-event: .venv/installed
 	$(BIN)/python -m server.bench
+
+# What metrics cost a step, a request and a scrape.
+bench-metrics: .venv/installed
+	$(BIN)/python -m server.bench_metrics
 
 bench-cpu: .venv/installed
 	$(BIN)/python -m engine.bench cpu-decode --threads $$(nproc)

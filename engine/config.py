@@ -23,6 +23,13 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class LogFormat(StrEnum):
+    """How a line of the log is written."""
+
+    TEXT = "text"  # time, level, message
+    JSON = "json"  # one object a line, for what collects logs
+
+
 class LoadFormat(StrEnum):
     """Where the weights come from."""
 
@@ -48,7 +55,7 @@ class EngineConfig:
     quarter of the free memory on CPU and what gpu_memory_utilization leaves on CUDA, num_threads
     all cores but the one that the server needs. gpu_memory_utilization: the share of a GPU's memory
     that may be taken, with what others hold of it. enforce_eager: no CUDA graphs; the kernels of a
-    step are launched one by one. log_level: of what the engine process itself says.
+    step are launched one by one. log_level, log_format: of what the engine process itself says.
     scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),
     one step every scripted_step_s at most.
     """
@@ -68,6 +75,7 @@ class EngineConfig:
     scripted: bool = False
     scripted_step_s: float = 0.0
     log_level: str = "info"
+    log_format: LogFormat = LogFormat.TEXT
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from engine.attention.gathered import gathered_attention
 from engine.config import AttentionBackend, EngineConfig
 from engine.executor import ModelInfo
 from engine.grammar import Grammars, GrammarTable
-from engine.hardware import read_bandwidth
+from engine.hardware import matmul_flops, read_bandwidth
 from engine.kv_pool import (
     KVPool,
     available_memory_bytes,
@@ -87,6 +87,8 @@ class CpuExecutor:
                 self._model = NativeModel(library, llama, self._pool, num_threads)
         with phases.timed("bandwidth"):
             measured = read_bandwidth(_BANDWIDTH_PROBE_BYTES)
+        with phases.timed("flops"):
+            flops = matmul_flops(self._dtype)
 
         max_num_seqs = config.scheduler.max_num_seqs
         max_blocks = -(-size.max_model_len // block_size)
@@ -99,7 +101,9 @@ class CpuExecutor:
         self._grammars = GrammarTable(grammars, max_num_seqs, model.vocab_size)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, _CPU, self._grammars)
         self._prompts = PromptReader(model.vocab_size, self._model.logits)
-        self._info = describe(model, self._dtype, "cpu", size, block_size, measured, phases.seconds)
+        self._info = describe(
+            model, self._dtype, "cpu", size, block_size, measured, phases.seconds, flops
+        )
         total = total_memory_bytes()
         Ledger(
             total=total,

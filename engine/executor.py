@@ -24,7 +24,7 @@ class ModelInfo:
     flops_per_sampled_token: of the output layer, for one row. flops_per_attention_pair: one (query,
     key) pair, all layers. max_model_len: the longest sequence this executor was sized for.
     hidden_size: the numbers in an embedding. Peaks are the datasheet's, None where it is not known
-    or the type is another; measured_bandwidth is what was seen here.
+    or the type is another; measured_bandwidth and measured_flops are what was seen here.
     """
 
     architecture: str
@@ -45,6 +45,7 @@ class ModelInfo:
     peak_bandwidth_bytes_per_s: float | None
     measured_bandwidth_bytes_per_s: float | None
     peak_flops_per_s: float | None
+    measured_flops_per_s: float | None = None
     load_seconds: dict[str, float]
 
     def step_bytes(self, work: StepWork) -> int:

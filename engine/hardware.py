@@ -1,4 +1,4 @@
-"""What the device can do at most: the datasheet's peak, and the bandwidth measured here."""
+"""What the device can do at most: the datasheet's peaks, and what is measured here."""
 
 import statistics
 import time
@@ -57,6 +57,21 @@ def read_bandwidth(num_bytes: int, repeats: int = 3) -> float:
         buffer.sum()
         best = min(best, time.perf_counter() - start)
     return num_bytes / best
+
+
+def matmul_flops(dtype: torch.dtype, size: int = 768, repeats: int = 3) -> float:
+    """Operations per second of this process's torch threads in a large product: the best of a few.
+
+    size: of the square matrices, large enough to be bound by arithmetic, and a few ms long.
+    """
+    left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
+    torch.mm(left, right)  # the first one also sets up
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.mm(left, right)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int = 2**31, repeats: int = 9) -> float:

@@ -96,6 +96,7 @@ def describe(
     block_size: int,
     measured_bandwidth: float | None,
     load_seconds: dict[str, float],
+    measured_flops: float | None = None,
 ) -> ModelInfo:
     """load_seconds may still grow; it is kept, not copied."""
     return ModelInfo(
@@ -117,5 +118,6 @@ def describe(
         peak_bandwidth_bytes_per_s=peak_bandwidth(device_name),
         measured_bandwidth_bytes_per_s=measured_bandwidth,
         peak_flops_per_s=peak_flops(device_name, dtype),
+        measured_flops_per_s=measured_flops,
         load_seconds=load_seconds,
     )

@@ -140,6 +140,7 @@ class EngineLoop:
                 step_s=end_s - started_s,
                 model_bytes=self._executor.info.step_bytes(launched.work),
                 model_flops=self._executor.info.step_flops(launched.work),
+                started=self._scheduler.take_started(),
             )
         )
 

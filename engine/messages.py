@@ -4,7 +4,7 @@ import msgspec
 
 from engine.executor import ModelInfo
 from scheduler.stats import SchedulerStats, StepWork
-from scheduler.types import Request, RequestId, RequestOutput
+from scheduler.types import Request, RequestId, RequestOutput, Started
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -44,7 +44,8 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
 
     started_s is in time.monotonic(), which all processes of a machine share. step_s: from launch
     (or the end of the step before) to the ids on the host. model_bytes and model_flops: the least
-    that the step had to move and do. Step 0 is no step: it only carries what aborts have ended.
+    that the step had to move and do. started: who had their first step since the last report.
+    Step 0 is no step: it only carries what aborts have ended.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     step_s: float
     model_bytes: int
     model_flops: int
+    started: list[Started] = []
 
 
 ToEngine = Submit | Abort

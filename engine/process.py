@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
@@ -20,12 +19,15 @@ from typing import NoReturn
 import msgspec
 import zmq
 
+from engine import logs
 from engine.config import EngineConfig
 from engine.executor import Executor
 from engine.loop import EngineLoop
 from engine.messages import Failed, FromEngine, Ready, ToEngine
 from scheduler.errors import PenstockError
 from scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 BuildExecutor = Callable[[EngineConfig], Executor]
 
@@ -121,14 +123,12 @@ def main(build: BuildExecutor = build_executor) -> None:
     try:
         config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
         threading.Thread(target=_exit_at_end_of_input, daemon=True).start()
-        logging.basicConfig(
-            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-        )
+        logs.configure(config.log_level, config.log_format)
         serve(config, pipe, build)
     except PenstockError as error:
         _end(pipe, str(error), 2)
     except BaseException as error:
-        traceback.print_exc()
+        logger.exception("the engine ends")
         # A CUDA error goes on for lines, of use to who reads the log only.
         first_line = str(error).strip().partition("\n")[0]
         _end(pipe, f"{type(error).__name__}: {first_line}", 1)

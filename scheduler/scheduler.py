@@ -31,6 +31,7 @@ from scheduler.types import (
     SampledTokens,
     ScheduledBatch,
     SlotAssignment,
+    Started,
     TableUpdate,
     TokenLogprobs,
 )
@@ -65,6 +66,7 @@ class Scheduler:
         self._prefix_hit_tokens = 0
         self._preemptions = 0
         self._recomputed_tokens = 0
+        self._started: list[Started] = []
 
     # The four verbs.
 
@@ -188,6 +190,11 @@ class Scheduler:
             recomputed_tokens_total=self._recomputed_tokens,
         )
 
+    def take_started(self) -> list[Started]:
+        """Those that had their first step since this was last asked."""
+        started, self._started = self._started, []
+        return started
+
     # How a step comes about.
 
     def _schedule_decodes(self, batch: "_Batch") -> None:
@@ -280,6 +287,10 @@ class Scheduler:
         elif sequence.fork_parent is None and not sequence.needs_whole_prompt:
             self._prefix_query_tokens += sequence.num_prompt_tokens
             self._prefix_hit_tokens += admission.num_computed
+        if sequence.first_scheduled_s is None:
+            self._started.append(
+                Started(sequence.request.id, sequence.index, now, admission.num_computed)
+            )
         batch.copies.extend(self._kv.admit(sequence, admission))
         sequence.admit(self._free_slots.pop(), admission.num_computed, now)
         self._prefilling[sequence] = None

@@ -214,6 +214,18 @@ class Finish(NamedTuple):
     num_recomputed_tokens: int
 
 
+class Started(NamedTuple):
+    """Answer `index` of a request has its first step, scheduled at at_s in the scheduler's clock.
+
+    num_cached_tokens: of its prompt, those that a prefix hit spared, or answer 0 computes for it.
+    """
+
+    request_id: RequestId
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of it
+    at_s: float
+    num_cached_tokens: int
+
+
 class RequestOutput(NamedTuple):
     """New tokens of one sequence: answer `index` of the request. Exactly one per sequence is final.
 

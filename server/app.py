@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -18,12 +17,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from engine import logs
 from scheduler.errors import InvalidConfig
-from server import embeddings, messages, openapi, responses, routes, tokenize
+from server import embeddings, messages, openapi, page, responses, routes, tokenize
 from server.config import CorsConfig, ServeConfig, ServerConfig
 from server.errors import reply_to
 from server.gate import Gate, route_path
 from server.http_protocol import HttpProtocol
+from server.request_context import request_id
 from server.service import Service
 from server.version import version
 
@@ -55,6 +56,8 @@ def build_app(service: Service) -> FastAPI:
     app.state.service = service
     for module in (embeddings, messages, openapi, responses, routes, tokenize):
         app.include_router(module.router)
+    if service.config.server.has_page:
+        app.include_router(page.router)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_middleware(Gate, service=service)
     if cors := _cors_options(service.config.server.cors):
@@ -80,9 +83,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 def serve(config: ServeConfig) -> int:
     """Runs the server to its end; returns the exit code. Raises InvalidConfig for the port."""
-    logging.basicConfig(
-        level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-    )
+    logs.configure(config.server.log_level, config.server.log_format, request_id.get)
     _check_certificate(config.server)
     listener = _listen(config.server)
     bound = replace(config.server, port=listener.getsockname()[1])  # --port 0: any that is free
@@ -120,6 +121,8 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     code = await service.over
     server.should_exit = True
     await serving
+    if service.tracer:
+        service.tracer.close()
     return code
 
 

@@ -1,4 +1,4 @@
-"""The command line: `penstock serve` and `penstock bench`."""
+"""The command line: `penstock serve`, `penstock bench` and `penstock top`."""
 
 import argparse
 import json
@@ -9,12 +9,19 @@ from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 
-from engine.config import AttentionBackend, Device, Dtype, EngineConfig, LoadFormat
+from engine.config import (
+    AttentionBackend,
+    Device,
+    Dtype,
+    EngineConfig,
+    LoadFormat,
+    LogFormat,
+)
 from scheduler.config import Batching, Policy, SchedulerConfig
 from scheduler.errors import InvalidConfig, PenstockError
 from scheduler.types import Pooling
 from server.chat_format import NO_PARSER
-from server.config import MIB, CorsConfig, ServeConfig, ServerConfig
+from server.config import MIB, CorsConfig, MetricsAlias, ServeConfig, ServerConfig
 from server.pooling import PoolerConfig
 from server.reasoning import ReasoningFormat
 from server.tool_parsers import ToolFormat
@@ -37,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from loadtest.cli import main as bench
 
         return bench(arguments[1:])
+    if arguments[:1] == ["top"]:
+        from server.top import main as top
+
+        return top(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         config = _config(options)
@@ -77,7 +88,11 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
             pooler=options.pooler_config,
+            has_page=not options.no_ui,
             log_level=options.log_level,
+            log_format=LogFormat(options.log_format),
+            metrics_alias=MetricsAlias(options.metrics_alias) if options.metrics_alias else None,
+            otlp_traces_endpoint=options.otlp_traces_endpoint,
         ),
         engine=EngineConfig(
             model=options.model or str(files("engine") / "demo_model"),
@@ -95,6 +110,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             scripted=options.scripted,
             scripted_step_s=options.scripted_step_ms / 1e3,
             log_level=options.log_level,
+            log_format=LogFormat(options.log_format),
             scheduler=SchedulerConfig(
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
@@ -112,25 +128,85 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"penstock {version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser("serve", help="serve a model over HTTP")
+    add_serve_flags(commands.add_parser("serve", help="serve a model over HTTP"))
+    commands.add_parser("bench", help="measure a server under load; see penstock bench --help")
+    commands.add_parser("top", help="watch a server in the terminal; see penstock top --help")
+    return parser
+
+
+def add_serve_flags(serve: argparse.ArgumentParser) -> None:
+    """What `penstock serve` takes; each flag's help ends with its default, for the README."""
     serve.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
         help="a Hugging Face model: a directory or a hub id (default: the bundled demo model)",
     )
-    _add_server_flags(serve.add_argument_group("server"))
+    _add_listening_flags(serve.add_argument_group("listening"))
+    _add_model_flags(serve.add_argument_group("model"))
+    _add_memory_flags(serve.add_argument_group("memory"))
+    _add_scheduling_flags(serve.add_argument_group("scheduling"))
+    _add_api_flags(serve.add_argument_group("API"))
+    _add_security_flags(serve.add_argument_group("security"))
     _add_cors_flags(serve.add_argument_group("pages of other origins (CORS)"))
-    _add_engine_flags(serve.add_argument_group("engine"))
-    _add_scheduler_flags(serve.add_argument_group("scheduler"))
-    commands.add_parser("bench", help="measure a server under load; see penstock bench --help")
-    return parser
+    _add_log_flags(serve.add_argument_group("logs, metrics and traces"))
+    _add_development_flags(serve.add_argument_group("development"))
 
 
-def _add_server_flags(group: "argparse._ArgumentGroup") -> None:
+def _add_listening_flags(group: "argparse._ArgumentGroup") -> None:
     flag = group.add_argument
-    flag("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    flag("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    flag(
+        "--host",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 lets other machines in (default: %(default)s)",
+    )
+    flag(
+        "--port",
+        type=int,
+        metavar="N",
+        default=8000,
+        help="port to listen on (default: %(default)s)",
+    )
+    flag("--no-ui", action="store_true", help="no page at / (default: it is there)")
+    flag(
+        "--root-path",
+        default="",
+        metavar="PATH",
+        help="under which a proxy shows this server, like /llm (default: none)",
+    )
+    flag(
+        "--ssl-certfile",
+        type=Path,
+        metavar="FILE",
+        help="speak TLS: the certificate and its chain, PEM (default: no TLS)",
+    )
+    flag(
+        "--ssl-keyfile",
+        type=Path,
+        metavar="FILE",
+        help="speak TLS: the private key, PEM (default: it is in the certificate's file)",
+    )
+    flag(
+        "--shutdown-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=30.0,
+        help="what runs at SIGTERM may take so long to finish; a container's own grace period must "
+        "be longer (default: %(default)s)",
+    )
+    flag(
+        "--sse-ping-interval",
+        type=float,
+        metavar="SECONDS",
+        default=15.0,
+        help="a stream that is silent so long gets a comment; lower it where a proxy cuts silent "
+        "connections sooner (default: %(default)s)",
+    )
+
+
+def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
+    flag = group.add_argument
     flag(
         "--served-model-name",
         nargs="+",
@@ -138,66 +214,138 @@ def _add_server_flags(group: "argparse._ArgumentGroup") -> None:
         help="what clients may call the model; the first is what answers say "
         f"(default: MODEL as given, {_DEMO_NAMES[0]} for the demo)",
     )
-    flag(
-        "--api-key",
-        nargs="+",
-        action="extend",
-        metavar="KEY",
-        help="let in only who sends one of these keys, on every route but /health and /ready "
-        f"(default: ${_API_KEY_VARIABLE}, else all may come)",
+    _add_choice(
+        group, "--device", Device, "where the model runs; auto is CUDA where there is one, else CPU"
+    )
+    _add_choice(
+        group,
+        "--dtype",
+        Dtype,
+        "what weights and KV cache are held in; auto is bfloat16 where the device computes it, "
+        "else float32",
+    )
+    _add_choice(
+        group,
+        "--load-format",
+        LoadFormat,
+        "auto reads the weights; dummy makes them up in the shape of config.json, for speed work",
+    )
+    _add_choice(
+        group,
+        "--attention-backend",
+        AttentionBackend,
+        "what computes attention on a GPU; auto is triton, our kernels; flash_attn must be "
+        "installed, and version 2 needs --block-size 256; torch is slow, to tell a kernel's fault "
+        "from a model's",
     )
     flag(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="more such keys, one a line (default: none)",
+        "--enforce-eager",
+        action="store_true",
+        help="no CUDA graphs: slower steps, a quicker start, less memory (default: off)",
     )
     flag(
-        "--max-body-bytes",
+        "--num-threads",
         type=int,
         metavar="N",
-        default=32 * MIB,
-        help="the largest request body (default: %(default)s, 32 MiB)",
+        help="CPU threads that compute; lower it where other programs need the cores "
+        "(default: all cores but one)",
+    )
+
+
+def _add_memory_flags(group: "argparse._ArgumentGroup") -> None:
+    flag = group.add_argument
+    flag(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="the longest sequence, prompt and answer together; lower it where one full sequence "
+        "does not fit the KV cache (default: the model's)",
     )
     flag(
-        "--shutdown-timeout",
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        default=0.9,
+        help="of a GPU's memory, what all that runs on it may take together; what weights, graphs "
+        "and activations leave of it is the KV cache's; lower it where another program shares the "
+        "GPU (default: %(default)s)",
+    )
+    flag(
+        "--kv-cache-memory-bytes",
+        type=int,
+        metavar="BYTES",
+        help="memory of the KV cache; more of it carries more or longer sequences (default: on CPU "
+        "a quarter of what is free, on CUDA what --gpu-memory-utilization leaves)",
+    )
+    flag(
+        "--block-size",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of a KV block; smaller ones waste less at a sequence's end and share shorter "
+        "beginnings (default: 16 on CPU, 64 on CUDA)",
+    )
+    flag(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share the KV blocks of equal prompt beginnings (default: on)",
+    )
+
+
+def _add_scheduling_flags(group: "argparse._ArgumentGroup") -> None:
+    flag = group.add_argument
+    flag(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        default=256,
+        help="sequences that run together; raise it for throughput, lower it for TPOT "
+        "(default: %(default)s)",
+    )
+    flag(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="TOKENS",
+        default=2048,
+        help="tokens of one step, prefill chunks and decodes; raise it for TTFT, lower it for the "
+        "ITL of those who already stream (default: %(default)s)",
+    )
+    flag(
+        "--max-num-queued-reqs",
+        type=int,
+        metavar="N",
+        default=1024,
+        help="answers that may wait; more get status 429 (default: %(default)s)",
+    )
+    flag(
+        "--request-timeout",
         type=float,
         metavar="SECONDS",
-        default=30.0,
-        help="what runs at SIGTERM may take so long to finish (default: %(default)s)",
+        help="an answer that takes longer, waiting included, ends with an error, 504 where nothing "
+        "was sent yet (default: none)",
     )
-    flag(
-        "--sse-ping-interval",
-        type=float,
-        metavar="SECONDS",
-        default=15.0,
-        help="a stream that is silent so long gets a comment, for proxies (default: %(default)s)",
+    _add_choice(
+        group,
+        "--scheduling-policy",
+        Policy,
+        "who is next: the first come, or the lowest `priority` field",
     )
-    flag(
-        "--max-stored-responses",
-        type=int,
-        metavar="N",
-        default=4096,
-        help="/v1/responses keeps so many to go on from; 0: none (default: %(default)s)",
+    _add_choice(
+        group,
+        "--batching",
+        Batching,
+        "when the waiting may join: at every step, or only when the batch before has ended, which "
+        "is slower and there for comparison",
     )
-    flag(
-        "--max-stored-response-bytes",
-        type=int,
-        metavar="N",
-        default=256 * MIB,
-        help="and no more than so many bytes of them (default: 256 MiB)",
-    )
+
+
+def _add_api_flags(group: "argparse._ArgumentGroup") -> None:
+    flag = group.add_argument
     flag(
         "--chat-template",
         type=Path,
         metavar="FILE",
         help="a Jinja chat template (default: the model's own)",
-    )
-    flag(
-        "--trust-request-chat-template",
-        action="store_true",
-        help="requests may bring a chat template; each runs in a process of its own, with "
-        "little time and memory (default: off)",
     )
     flag(
         "--tool-call-parser",
@@ -219,30 +367,96 @@ def _add_server_flags(group: "argparse._ArgumentGroup") -> None:
         "token's state, normalized)",
     )
     flag(
-        "--request-timeout",
+        "--max-stored-responses",
+        type=int,
+        metavar="N",
+        default=4096,
+        help="/v1/responses keeps so many to go on from; 0: none (default: %(default)s)",
+    )
+    flag(
+        "--max-stored-response-bytes",
+        type=int,
+        metavar="BYTES",
+        default=256 * MIB,
+        help="and no more than so many bytes of them (default: %(default)s, 256 MiB)",
+    )
+
+
+def _add_security_flags(group: "argparse._ArgumentGroup") -> None:
+    flag = group.add_argument
+    flag(
+        "--api-key",
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help="let in only who sends one of these keys, on every route but /health, /ready "
+        f"and the page at / (default: ${_API_KEY_VARIABLE}, else all may come)",
+    )
+    flag(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="more such keys, one a line; other users of the machine cannot read it from the "
+        "command line (default: none)",
+    )
+    flag(
+        "--max-body-bytes",
+        type=int,
+        metavar="BYTES",
+        default=32 * MIB,
+        help="the largest request body; more is status 413 (default: %(default)s, 32 MiB)",
+    )
+    flag(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="requests may bring a chat template; each runs in a process of its own, with "
+        "little time and memory (default: off)",
+    )
+
+
+def _add_log_flags(group: "argparse._ArgumentGroup") -> None:
+    flag = group.add_argument
+    flag(
+        "--log-level",
+        choices=_LOG_LEVELS,
+        default="info",
+        help="what the log leaves out: all that is less than this (default: %(default)s)",
+    )
+    _add_choice(
+        group,
+        "--log-format",
+        LogFormat,
+        "how the log is written: json for what collects logs, one object a line",
+    )
+    flag(
+        "--metrics-alias",
+        choices=[alias.value for alias in MetricsAlias],
+        help="show /metrics under this server's names too, for dashboards and autoscalers that "
+        "were made for it (default: ours alone)",
+    )
+    flag(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send a trace of each request there by OTLP over HTTP, as "
+        "http://localhost:4318/v1/traces; needs penstock[otel] (default: no traces)",
+    )
+
+
+def _add_development_flags(group: "argparse._ArgumentGroup") -> None:
+    flag = group.add_argument
+    flag(
+        "--scripted",
+        action="store_true",
+        help="made-up tokens in place of the model's, to test the server or a client "
+        "(default: off)",
+    )
+    flag(
+        "--scripted-step-ms",
         type=float,
-        metavar="SECONDS",
-        help="an answer that takes longer, waiting included, ends with an error (default: none)",
+        metavar="MS",
+        default=0.0,
+        help="with --scripted: a step takes at least so long (default: %(default)s)",
     )
-    flag(
-        "--root-path",
-        default="",
-        metavar="PATH",
-        help="under which a proxy shows this server (default: none)",
-    )
-    flag(
-        "--ssl-keyfile",
-        type=Path,
-        metavar="FILE",
-        help="speak TLS: the private key, PEM (default: it is in the certificate's file)",
-    )
-    flag(
-        "--ssl-certfile",
-        type=Path,
-        metavar="FILE",
-        help="speak TLS: the certificate and its chain, PEM (default: no TLS)",
-    )
-    flag("--log-level", choices=_LOG_LEVELS, default="info", help="(default: %(default)s)")
 
 
 def _add_cors_flags(group: "argparse._ArgumentGroup") -> None:
@@ -310,104 +524,15 @@ def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
-    flag = group.add_argument
-    _add_choice(group, "--device", Device, Device.AUTO, "where the model runs")
-    _add_choice(group, "--dtype", Dtype, Dtype.AUTO, "what weights and KV cache are held in")
-    _add_choice(
-        group, "--load-format", LoadFormat, LoadFormat.AUTO, "read the weights, or make them up"
-    )
-    _add_choice(
-        group,
-        "--attention-backend",
-        AttentionBackend,
-        AttentionBackend.AUTO,
-        "what computes attention on a GPU",
-    )
-    flag("--max-model-len", type=int, metavar="N", help="longest context (default: the model's)")
-    flag(
-        "--block-size",
-        type=int,
-        metavar="N",
-        help="tokens of a KV block (default: 16 on CPU, 64 on CUDA)",
-    )
-    flag(
-        "--kv-cache-memory-bytes",
-        type=int,
-        metavar="N",
-        help="memory of the KV cache (default: on CPU a quarter of what is free, on CUDA what the "
-        "next flag leaves)",
-    )
-    flag(
-        "--gpu-memory-utilization",
-        type=float,
-        metavar="SHARE",
-        default=0.9,
-        help="of a GPU's memory, what all that runs on it may take together; what the weights "
-        "leave of it is the KV cache's (default: %(default)s)",
-    )
-    flag(
-        "--enforce-eager",
-        action="store_true",
-        help="no CUDA graphs: slower steps, a quicker start, less memory (default: off)",
-    )
-    flag("--num-threads", type=int, metavar="N", help="CPU threads (default: all cores but one)")
-    flag(
-        "--max-num-queued-reqs",
-        type=int,
-        metavar="N",
-        default=1024,
-        help="answers that may wait; more get status 429 (default: %(default)s)",
-    )
-    flag(
-        "--scripted",
-        action="store_true",
-        help="made-up tokens in place of the model's, to test the server (default: off)",
-    )
-    flag(
-        "--scripted-step-ms",
-        type=float,
-        metavar="MS",
-        default=0.0,
-        help="made-up tokens take at least so long a step (default: %(default)s)",
-    )
-
-
-def _add_scheduler_flags(group: "argparse._ArgumentGroup") -> None:
-    flag = group.add_argument
-    flag(
-        "--max-num-seqs",
-        type=int,
-        metavar="N",
-        default=256,
-        help="sequences that run together (default: %(default)s)",
-    )
-    flag(
-        "--max-num-batched-tokens",
-        type=int,
-        metavar="N",
-        default=2048,
-        help="tokens of one step (default: %(default)s)",
-    )
-    flag(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="share the KV blocks of equal prompt beginnings (default: on)",
-    )
-    _add_choice(group, "--scheduling-policy", Policy, Policy.FCFS, "who is next")
-    _add_choice(group, "--batching", Batching, Batching.CONTINUOUS, "when the waiting may join")
-
-
 def _add_choice(
-    group: "argparse._ArgumentGroup",
-    flag: str,
-    kind: type[StrEnum],
-    default: str,
-    help_text: str,
+    group: "argparse._ArgumentGroup", flag: str, kind: type[StrEnum], help_text: str
 ) -> None:
+    """The first of the choices is the default."""
     names = [choice.value for choice in kind]
-    help_text += f" (default: {default})"
     group.add_argument(
-        flag, choices=names, default=default, metavar="|".join(names), help=help_text
+        flag,
+        choices=names,
+        default=names[0],
+        metavar="|".join(names),
+        help=f"{help_text} (default: {names[0]})",
     )

@@ -1,13 +1,20 @@
 """The server's settings, and the tree that joins them with the engine's."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LogFormat
 from scheduler.errors import InvalidConfig
 from server.pooling import PoolerConfig
 
 MIB = 1 << 20
+
+
+class MetricsAlias(StrEnum):
+    """Whose names /metrics has beside ours."""
+
+    VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +34,9 @@ class ServerConfig:
     api_keys empty: no key is asked for. root_path: under which a proxy shows this server.
     request_timeout_s None: an answer may take as long as it takes. chat_template None: the one
     beside the model. tool_call_parser, reasoning_parser: a name, "none", or None for what the
-    chat template tells. pooler: how embeddings are made.
+    chat template tells. pooler: how embeddings are made. has_page: the one at `/`.
+    metrics_alias: whose names /metrics has beside ours. otlp_traces_endpoint: a URL that traces
+    are sent to, or None for no traces.
     """
 
     host: str = "127.0.0.1"
@@ -49,7 +58,11 @@ class ServerConfig:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     pooler: PoolerConfig = field(default_factory=PoolerConfig)
+    has_page: bool = True
     log_level: str = "info"
+    log_format: LogFormat = LogFormat.TEXT
+    metrics_alias: MetricsAlias | None = None
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -70,6 +83,11 @@ class ServerConfig:
             raise InvalidConfig(f"--root-path is {self.root_path}; write it like /llm")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise InvalidConfig("--request-timeout must be positive")
+        url = self.otlp_traces_endpoint
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise InvalidConfig(
+                f"--otlp-traces-endpoint is {url}; write it like http://localhost:4318/v1/traces"
+            )
         if self.ssl_keyfile and not self.ssl_certfile:
             raise InvalidConfig("--ssl-keyfile needs --ssl-certfile beside it")
         for flag, path in (("key", self.ssl_keyfile), ("cert", self.ssl_certfile)):

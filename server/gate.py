@@ -18,7 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from scheduler.errors import PenstockError
 from server.errors import BodyTooLarge, InvalidApiKey, UnsupportedEncoding, reply_to
 from server.limits import check_parsable
+from server.page import is_of_page
+from server.request_context import request_id, trace_headers
 from server.service import Service
+from server.tracing import TRACE_HEADERS
 
 logger = logging.getLogger("penstock")
 
@@ -51,11 +54,14 @@ class Gate:
         headers = Headers(scope=scope)
         scope[DIRECT_SEND] = send
         outgoing = _Outgoing(send, self._service, _request_id(headers))
+        request_id.set(outgoing.request_id)
+        if self._service.tracer:
+            trace_headers.set({name: headers.get(name, "") for name in TRACE_HEADERS})
         path = route_path(scope)
         is_api = path.startswith("/v1/") or path in _API_PATHS
         with self._service.counted() if is_api else nullcontext():
             try:
-                if path not in _OPEN_PATHS:
+                if not self._is_open(path):
                     self._check_key(headers)
                 if is_api:
                     self._service.check_serving()
@@ -64,6 +70,9 @@ class Gate:
                 pass  # amid its own body: there is nobody to answer, and nothing to tell
             except Exception as error:
                 await self._answer(error, scope, receive, outgoing)
+
+    def _is_open(self, path: str) -> bool:
+        return path in _OPEN_PATHS or (self._service.config.server.has_page and is_of_page(path))
 
     def _check_key(self, headers: Headers) -> None:
         if not self._key_digests:

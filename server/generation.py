@@ -18,8 +18,9 @@ from server.chat_format import AnswerReader
 from server.detokenizer import StopScanner, TextDecoder, Vocabulary
 from server.errors import GrammarFailed, RequestTimedOut
 from server.logprobs import EchoedToken, echoed_tokens
-from server.metrics import Metrics
+from server.metrics import Metrics, RequestTimes
 from server.parts import Part, TextPart, merged
+from server.tracing import RequestTrace, TracedRequest
 
 
 class LogprobEntry(NamedTuple):
@@ -215,14 +216,17 @@ class Generation:
         vocabulary: Vocabulary,
         metrics: Metrics,
         timeout_s: float | None = None,
+        trace: RequestTrace | None = None,
     ) -> None:
-        """timeout_s: from the request's arrival to its last token."""
+        """timeout_s: from the request's arrival to its last token. trace: told at the end."""
         self.ask = ask
         self._timeout_s = timeout_s
+        self._trace = trace
         self.usage = Usage(sum(len(request.prompt_token_ids) for request in ask.requests))
         self._engine = engine
         self._metrics = metrics
         self._streams: list[OutputStream] = []
+        self._times: list[RequestTimes] = []  # of each prompt
         self._prompts = {request.id: i for i, request in enumerate(ask.requests)}
         self._vocabulary = vocabulary
         self.choices: list[Choice] = []
@@ -246,7 +250,9 @@ class Generation:
         ):
             echo = self.ask.echoes[i] if self.ask.echoes else ""
             num_prompt = len(request.prompt_token_ids)
-            self._metrics.on_submit(request.id, num_prompt, self.ask.arrival_s)
+            self._times.append(
+                self._metrics.on_submit(request.id, num_prompt, self.ask.arrival_s, request.n)
+            )
             for _ in range(request.n):
                 self.choices.append(self._choice(is_whole, echo))
         self._num_open = len(self.choices)
@@ -273,8 +279,6 @@ class Generation:
                     pieces += self._take_all(outputs)
         except Exception:
             self._outcome = "failed"
-            for request in self.ask.requests:
-                self._metrics.on_failure(request.id)
             raise
         if not self._num_open:
             reasons = {choice.finish_reason for choice in self.choices}
@@ -315,9 +319,37 @@ class Generation:
         if self._timer:
             self._timer.cancel()
         self._abort()
+        for request in self.ask.requests:
+            self._metrics.forget(request.id)
         self._metrics.outcomes[self._outcome] += 1
         if self._outcome in ("stop", "length"):
             self._metrics.latency.observe(time.monotonic() - self.ask.arrival_s)
+        if self._trace:
+            self._trace.end(self._traced())
+
+    def _traced(self) -> TracedRequest:
+        begun = [choice for choice in self.choices if choice.num_tokens]
+        started = [self.started_s(choice) for choice in self.choices]
+        return TracedRequest(
+            id=self.ask.id,
+            operation="text_completion" if self.ask.id.startswith("cmpl") else "chat",
+            sampling=self.ask.requests[0].sampling,
+            num_choices=len(self.choices),
+            arrival_s=self.ask.arrival_s,
+            started_s=min((s for s in started if s is not None), default=None),
+            first_token_s=min((choice.first_token_s for choice in begun), default=None),
+            last_token_s=max((choice.last_token_s for choice in begun), default=None),
+            num_prompt_tokens=self.usage.num_prompt,
+            num_cached_tokens=self.usage.num_cached,
+            num_output_tokens=self.usage.num_completion,
+            finish_reasons=tuple(c.finish_reason for c in self.choices if c.finish_reason),
+            outcome=self._outcome,
+        )
+
+    def started_s(self, choice: Choice) -> float | None:
+        """When it had its first step, in time.monotonic()."""
+        prompt, index = divmod(choice.index, self.ask.n)
+        return self._times[prompt].started_s[index]
 
     def _end_in_time(self) -> None:
         """The next `take` says so; until then the engine need not go on."""
@@ -389,6 +421,9 @@ class Generation:
         if choice.num_tokens > 1:
             span_s = choice.last_token_s - choice.first_token_s
             self._metrics.tpot.observe(span_s / (choice.num_tokens - 1))
+        if choice.num_tokens:
+            self._metrics.decode_time.observe(choice.last_token_s - choice.first_token_s)
+            self._metrics.answer_lengths.observe(choice.num_tokens)
 
     def _observe(self, choice: Choice, num_tokens: int, now_s: float) -> None:
         if not num_tokens:
@@ -396,6 +431,8 @@ class Generation:
         if not choice.first_token_s:
             choice.first_token_s = now_s
             self._metrics.ttft.observe(now_s - self.ask.arrival_s)
+            if (started_s := self.started_s(choice)) is not None:
+                self._metrics.prefill_time.observe(now_s - started_s)
         else:
             gap_s = (now_s - choice.last_token_s) / num_tokens
             self._metrics.itl.observe(gap_s, num_tokens)

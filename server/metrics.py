@@ -4,18 +4,15 @@ What happens is added to plain numbers; Prometheus's own objects are made when s
 a step costs one call, and a token a bisection, with no lock and no label look-up.
 """
 
-import bisect
-import math
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
 )
@@ -23,104 +20,151 @@ from prometheus_client.exposition import generate_latest
 
 from engine.executor import ModelInfo
 from engine.messages import StepReport
-from scheduler.types import RequestId
-
-# From 1 ms, because a small model's token takes less than ten; to 10 min, the clients' patience.
-_SECONDS = tuple(
-    round(base * scale, 6)
-    for scale in (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
-    for base in (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5)
-    if base * scale <= 600
+from scheduler.stats import SchedulerStats
+from scheduler.types import RequestId, Started
+from server.build_info import build_info
+from server.config import MetricsAlias
+from server.histograms import (
+    LENGTHS,
+    REQUEST_SECONDS,
+    SIZES,
+    STEP_SECONDS,
+    Histogram,
+    family,
+    labelled_family,
 )
-_STEP_SECONDS = tuple(value / 10 for value in _SECONDS if value <= 100)
-_SIZES = tuple(1 << exponent for exponent in range(15))
-# The utilization gauges look back so far: long enough to be steady, short enough to be live.
-_UTILIZATION_WINDOW_S = 10.0
+from server.metrics_alias import with_alias
+from server.recent_steps import WINDOW_S, RecentSteps, StepClass, Totals, class_of
+
+_NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
+_OUTCOMES = ("stop", "length", "abandoned", "failed")
+_token_ids_of = attrgetter("token_ids")
 
 
-class Histogram:
-    """Counts in buckets, upper bounds inclusive."""
+class RequestTimes:
+    """When a prompt arrived, and when each of its answers had its first step, in time.monotonic().
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+    None where it has had none.
+    """
 
-    def observe(self, value: float, count: int = 1) -> None:
-        """count: as many times as if `value` had been seen."""
-        self._counts[bisect.bisect_left(self._bounds, value)] += count
-        self._sum += value * count
+    __slots__ = ("arrival_s", "started_s")
 
-    def family(self, name: str, help_text: str) -> HistogramMetricFamily:
-        buckets, total = [], 0
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if math.isinf(bound) else str(bound), total))
-        family = HistogramMetricFamily(name, help_text)
-        family.add_metric([], buckets, self._sum)
-        return family
-
-
-class _Usage(NamedTuple):
-    """What is kept of a step for the utilization gauges."""
-
-    started_s: float
-    step_s: float
-    model_bytes: int
-    model_flops: int
+    def __init__(self, arrival_s: float, n: int) -> None:
+        self.arrival_s = arrival_s
+        self.started_s: list[float | None] = [None] * n
 
 
 class Metrics:
     """Everything that `/metrics` shows. Lives on the event loop, written and read there."""
 
-    def __init__(self) -> None:
-        self.ttft = Histogram(_SECONDS)
-        self.tpot = Histogram(_STEP_SECONDS)
-        self.itl = Histogram(_STEP_SECONDS)
-        self.latency = Histogram(_SECONDS)
-        self.queue_time = Histogram(_SECONDS)
-        self.step_time = Histogram(_STEP_SECONDS)
-        self.batch_size = Histogram(_SIZES)
+    def __init__(self, model_name: str = "", alias: MetricsAlias | None = None) -> None:
+        """alias: show it a second time under the names of another server."""
+        self.ttft = Histogram(REQUEST_SECONDS)
+        self.tpot = Histogram(STEP_SECONDS)
+        self.itl = Histogram(STEP_SECONDS)
+        self.latency = Histogram(REQUEST_SECONDS)
+        self.queue_time = Histogram(REQUEST_SECONDS)
+        self.prefill_time = Histogram(REQUEST_SECONDS)
+        self.decode_time = Histogram(REQUEST_SECONDS)
+        self.prompt_lengths = Histogram(LENGTHS)
+        self.answer_lengths = Histogram(LENGTHS)
         self.outcomes: Counter[str] = Counter()
         self.responses: Counter[int] = Counter()
         self.model: ModelInfo | None = None
-        self._arrivals: dict[RequestId, float] = {}
+        self._model_name = model_name
+        self._alias = alias
+        self._step_time = {kind: Histogram(STEP_SECONDS) for kind in StepClass}
+        self._batch_size = Histogram(SIZES)
+        self._step_tokens = Histogram(SIZES)
+        self._times: dict[RequestId, RequestTimes] = {}
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._generated_tokens = 0
-        self._model_bytes = 0
-        self._model_flops = 0
-        self._last: StepReport | None = None
-        self._recent: deque[_Usage] = deque()
+        self._prefill_tokens = 0
+        self._totals = {kind: Totals() for kind in StepClass}
+        self._stats = _NO_STATS
+        self._has_stats = False
+        self._recent = RecentSteps()
+        self._num_open: Callable[[], int] = lambda: 0
+        self._silence_s: Callable[[], float] = lambda: 0.0
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
 
-    def on_submit(self, request_id: RequestId, num_prompt_tokens: int, arrival_s: float) -> None:
+    # What it is told.
+
+    def watch(self, num_open: Callable[[], int], silence_s: Callable[[], float]) -> None:
+        """num_open: answers asked of the engine and not ended. silence_s: since its last step, with
+        work open."""
+        self._num_open, self._silence_s = num_open, silence_s
+
+    def on_ready(self, model: ModelInfo) -> None:
+        self.model = model
+        self._recent.begin(time.monotonic())
+
+    def on_submit(
+        self, request_id: RequestId, num_prompt_tokens: int, arrival_s: float, n: int = 1
+    ) -> RequestTimes:
+        """What it returns is filled in as the answers start. `forget` it in any case."""
         self._prompt_tokens += num_prompt_tokens
-        self._arrivals[request_id] = arrival_s
+        self.prompt_lengths.observe(num_prompt_tokens)
+        times = self._times[request_id] = RequestTimes(arrival_s, n)
+        return times
 
-    def on_failure(self, request_id: RequestId) -> None:
-        """No final output will come."""
-        self._arrivals.pop(request_id, None)
+    def forget(self, request_id: RequestId) -> None:
+        """The request has ended, however it did."""
+        self._times.pop(request_id, None)
 
     def on_step(self, report: StepReport) -> None:
         """Takes in one step's report; what only carries aborts is no step."""
-        self._last = report
-        for output in report.outputs:
-            self._generated_tokens += len(output.token_ids)
-            if output.finish:
-                self._cached_tokens += output.num_cached_tokens
-                self._observe_queue(output.request_id, output.finish.first_scheduled_s)
+        self._stats, self._has_stats = report.stats, True
+        for started in report.started:
+            self._start(started)
+        self._generated_tokens += sum(map(len, map(_token_ids_of, report.outputs)))
         if not report.step:
             return
-        self.step_time.observe(report.step_s)
-        self.batch_size.observe(report.work.num_sequences)
-        self._model_bytes += report.model_bytes
-        self._model_flops += report.model_flops
-        self._recent.append(
-            _Usage(report.started_s, report.step_s, report.model_bytes, report.model_flops)
-        )
-        self._forget_old(report.started_s)
+        work = report.work
+        kind = class_of(work)
+        self._step_time[kind].observe(report.step_s)
+        self._batch_size.observe(work.num_sequences)
+        self._step_tokens.observe(work.num_prefill_tokens + work.num_decode_tokens)
+        self._prefill_tokens += work.num_prefill_tokens
+        self._totals[kind].add(report.step_s, report.model_bytes, report.model_flops)
+        self._recent.add(report, kind)
+
+    def _start(self, started: Started) -> None:
+        if started.index == 0:  # the other answers share the blocks of the first
+            self._cached_tokens += started.num_cached_tokens
+        if times := self._times.get(started.request_id):
+            times.started_s[started.index] = started.at_s
+            self.queue_time.observe(max(0.0, started.at_s - times.arrival_s))
+
+    # What it tells.
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """As of the last step."""
+        return self._stats
+
+    @property
+    def num_waiting(self) -> int:
+        """Answers in the queue, those on their way to the engine included."""
+        return max(self._stats.num_waiting, self._num_open() - self._stats.num_running)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that steps have run."""
+        return self._prefill_tokens
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._generated_tokens
+
+    def recent(self) -> Totals:
+        """Of the steps of the last seconds, whatever their class."""
+        return _sum(self._recent.totals(time.monotonic()))
 
     def text(self) -> bytes:
         """Prometheus's text format."""
@@ -128,66 +172,83 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry at a scrape."""
+        if self._alias:
+            return with_alias(self._own(), self._alias, self._model_name)
+        return self._own()
+
+    def _own(self) -> Iterator[Metric]:
         yield from self._histograms()
         yield from self._counters()
+        yield from self._counters_by_class()
         yield from self._gauges()
+        yield InfoMetricFamily("penstock_build", "The build that runs", value=build_info())
         if self.model:
+            yield from self._engine(self.model)
             yield from self._hardware(self.model)
 
-    def _observe_queue(self, request_id: RequestId, first_scheduled_s: float | None) -> None:
-        arrival_s = self._arrivals.pop(request_id, None)
-        if arrival_s is not None and first_scheduled_s is not None:
-            self.queue_time.observe(max(0.0, first_scheduled_s - arrival_s))
-
-    def _forget_old(self, now_s: float) -> None:
-        while self._recent and self._recent[0].started_s < now_s - _UTILIZATION_WINDOW_S:
-            self._recent.popleft()
-
     def _histograms(self) -> Iterator[Metric]:
-        yield self.ttft.family(
-            "penstock_time_to_first_token_seconds", "Request received to first token"
+        described = {
+            "time_to_first_token_seconds": (
+                self.ttft,
+                "Request received to first token of an answer",
+            ),
+            "time_per_output_token_seconds": (
+                self.tpot,
+                "Mean time of an answer's tokens after the first",
+            ),
+            "inter_token_latency_seconds": (self.itl, "Gap between two tokens of an answer"),
+            "request_latency_seconds": (self.latency, "Request received to its last token"),
+            "queue_time_seconds": (
+                self.queue_time,
+                "Request received to an answer's first step",
+            ),
+            "prefill_time_seconds": (self.prefill_time, "An answer's first step to first token"),
+            "decode_time_seconds": (self.decode_time, "An answer's first token to last token"),
+            "batch_size_sequences": (self._batch_size, "Sequences in one step"),
+            "step_tokens": (self._step_tokens, "Tokens in one step, of prompts and of answers"),
+            "request_prompt_tokens": (self.prompt_lengths, "Tokens of one accepted prompt"),
+            "request_generated_tokens": (
+                self.answer_lengths,
+                "Tokens of one answer that ended by itself",
+            ),
+        }
+        for name, (histogram, help_text) in described.items():
+            yield family(f"penstock_{name}", help_text, histogram)
+        yield labelled_family(
+            "penstock_step_time_seconds",
+            "Time of one step, by what it ran: decode, prefill, or both (mixed)",
+            ("class",),
+            {(kind,): histogram for kind, histogram in self._step_time.items()},
         )
-        yield self.tpot.family(
-            "penstock_time_per_output_token_seconds", "Mean time of a token after the first"
-        )
-        yield self.itl.family("penstock_inter_token_latency_seconds", "Gap between two tokens")
-        yield self.latency.family(
-            "penstock_request_latency_seconds", "Request received to last token"
-        )
-        yield self.queue_time.family(
-            "penstock_queue_time_seconds", "Request received to its first step"
-        )
-        yield self.step_time.family("penstock_step_time_seconds", "Time of one step")
-        yield self.batch_size.family("penstock_batch_size_sequences", "Sequences in one step")
 
     def _counters(self) -> Iterator[Metric]:
-        stats = self._last.stats if self._last else None
-        totals = {
+        stats = self._stats
+        busy_s = sum(totals.step_s for totals in self._totals.values())
+        totals: dict[str, tuple[float, str]] = {
             "prompt_tokens": (self._prompt_tokens, "Prompt tokens of accepted requests"),
             "cached_prompt_tokens": (self._cached_tokens, "Prompt tokens that a prefix hit spared"),
             "generated_tokens": (self._generated_tokens, "Tokens sampled"),
             "recomputed_tokens": (
-                stats.recomputed_tokens_total if stats else 0,
+                stats.recomputed_tokens_total,
                 "Tokens computed a second time because of preemptions",
             ),
-            "preemptions": (stats.preemptions_total if stats else 0, "Sequences preempted"),
+            "preemptions": (stats.preemptions_total, "Sequences preempted"),
             "prefix_query_tokens": (
-                stats.prefix_query_tokens_total if stats else 0,
+                stats.prefix_query_tokens_total,
                 "Prompt tokens looked up in the prefix cache",
             ),
             "prefix_hit_tokens": (
-                stats.prefix_hit_tokens_total if stats else 0,
+                stats.prefix_hit_tokens_total,
                 "Prompt tokens found in the prefix cache",
             ),
-            "model_bytes": (self._model_bytes, "The least bytes that the steps had to read"),
-            "model_flops": (self._model_flops, "Floating-point operations of the steps"),
+            "engine_busy_seconds": (busy_s, "Time in which the engine ran a step"),
         }
         for name, (value, help_text) in totals.items():
             yield CounterMetricFamily(f"penstock_{name}", help_text, value=value)
         requests = CounterMetricFamily(
             "penstock_requests", "Accepted requests that have ended, by outcome", labels=["outcome"]
         )
-        for outcome in ("stop", "length", "abandoned", "failed"):
+        for outcome in _OUTCOMES:
             requests.add_metric([outcome], self.outcomes[outcome])
         yield requests
         responses = CounterMetricFamily(
@@ -197,33 +258,52 @@ class Metrics:
             responses.add_metric([str(status)], count)
         yield responses
 
+    def _counters_by_class(self) -> Iterator[Metric]:
+        num_bytes = CounterMetricFamily(
+            "penstock_model_bytes", "The least bytes that the steps had to read", labels=["class"]
+        )
+        flops = CounterMetricFamily(
+            "penstock_model_flops", "Floating-point operations of the steps", labels=["class"]
+        )
+        for kind, totals in self._totals.items():
+            num_bytes.add_metric([kind], totals.model_bytes)
+            flops.add_metric([kind], totals.model_flops)
+        yield num_bytes
+        yield flops
+
     def _gauges(self) -> Iterator[Metric]:
-        stats = self._last.stats if self._last else None
+        stats = self._stats
         num_blocks = self.model.num_blocks if self.model else 0
         gauges = {
-            "running_sequences": (stats.num_running if stats else 0, "Sequences in a slot"),
-            "waiting_sequences": (stats.num_waiting if stats else 0, "Sequences in the queue"),
-            "kv_used_blocks": (stats.num_used_blocks if stats else 0, "Held by a sequence"),
-            "kv_idle_blocks": (stats.num_idle_blocks if stats else 0, "Cached, held by none"),
-            "kv_free_blocks": (stats.num_free_blocks if stats else num_blocks, "Empty"),
+            "running_sequences": (stats.num_running, "Sequences in a slot"),
+            "waiting_sequences": (self.num_waiting, "Sequences in the queue"),
+            "kv_used_blocks": (stats.num_used_blocks, "KV blocks held by a sequence"),
+            "kv_idle_blocks": (stats.num_idle_blocks, "KV blocks cached and held by none"),
+            "kv_free_blocks": (
+                stats.num_free_blocks if self._has_stats else num_blocks,
+                "KV blocks that are empty",
+            ),
         }
         for name, (value, help_text) in gauges.items():
             yield GaugeMetricFamily(f"penstock_{name}", help_text, value=value)
 
-    def _hardware(self, model: ModelInfo) -> Iterator[Metric]:
-        """What the hardware could do, and how much of it the steps of late have used."""
-        peaks = {
-            "datasheet": model.peak_bandwidth_bytes_per_s,
-            "measured": model.measured_bandwidth_bytes_per_s,
-        }
-        self._forget_old(time.monotonic())
-        busy_s = sum(usage.step_s for usage in self._recent)
-        num_bytes = sum(usage.model_bytes for usage in self._recent)
-        rate = num_bytes / busy_s if busy_s else 0.0
-        yield from _utilization("bandwidth", "bytes_per_second", peaks, rate)
-        flops = sum(usage.model_flops for usage in self._recent)
-        rate = flops / busy_s if busy_s else 0.0
-        yield from _utilization("flops", "per_second", {"datasheet": model.peak_flops_per_s}, rate)
+    def _engine(self, model: ModelInfo) -> Iterator[Metric]:
+        """What there is from when the model is loaded."""
+        yield GaugeMetricFamily(
+            "penstock_kv_block_size_tokens", "Tokens of a KV block", value=model.block_size
+        )
+        yield GaugeMetricFamily(
+            "penstock_engine_idle_ratio",
+            f"Share of the last {WINDOW_S} seconds in which the engine ran no step",
+            value=self._recent.idle_ratio(
+                time.monotonic(), is_stepping=self._stats.num_running > 0
+            ),
+        )
+        yield GaugeMetricFamily(
+            "penstock_engine_last_step_age_seconds",
+            "Time since the engine's last step, or since work came if later; 0 without work",
+            value=self._silence_s(),
+        )
         yield InfoMetricFamily(
             "penstock_model",
             "The model that is served",
@@ -231,6 +311,7 @@ class Metrics:
                 "architecture": model.architecture,
                 "dtype": model.dtype,
                 "device": model.device,
+                "name": self._model_name,
             },
         )
         load = GaugeMetricFamily(
@@ -240,23 +321,52 @@ class Metrics:
             load.add_metric([phase], seconds)
         yield load
 
+    def _hardware(self, model: ModelInfo) -> Iterator[Metric]:
+        """What the hardware could do, and how much of it the steps of late have used."""
+        recent = self._recent.totals(time.monotonic())
+        by_class = {kind.value: totals for kind, totals in recent.items()} | {"all": _sum(recent)}
+        yield from _utilization(
+            "bandwidth",
+            "bytes_per_second",
+            {
+                "datasheet": model.peak_bandwidth_bytes_per_s,
+                "measured": model.measured_bandwidth_bytes_per_s,
+            },
+            {kind: totals.bytes_per_s for kind, totals in by_class.items()},
+        )
+        yield from _utilization(
+            "flops",
+            "per_second",
+            {"datasheet": model.peak_flops_per_s, "measured": model.measured_flops_per_s},
+            {kind: totals.flops_per_s for kind, totals in by_class.items()},
+        )
+
+
+def _sum(by_class: dict[StepClass, Totals]) -> Totals:
+    total = Totals()
+    for part in by_class.values():
+        total.add(part.step_s, part.model_bytes, part.model_flops)
+    return total
+
 
 def _utilization(
-    resource: str, unit: str, peaks: dict[str, float | None], rate: float
+    resource: str, unit: str, peaks: dict[str, float | None], rates: dict[str, float]
 ) -> Iterator[Metric]:
-    """The peaks that are known, and the rate as a ratio of each: no peak, no ratio."""
+    """The peaks that are known, and each rate as a ratio of each: no peak, no ratio."""
     peak_family = GaugeMetricFamily(
         f"penstock_peak_{resource}_{unit}", f"The hardware's {resource}", labels=["peak"]
     )
     ratio_family = GaugeMetricFamily(
         f"penstock_model_{resource}_utilization_ratio",
-        f"What the steps of the last seconds had to use, of the hardware's {resource}",
-        labels=["peak"],
+        f"What the steps of the last {WINDOW_S} seconds had to use, of the hardware's {resource} "
+        "while they ran; 0 where there was none",
+        labels=["class", "peak"],
     )
     for source, peak in peaks.items():
         if peak:
             peak_family.add_metric([source], peak)
-            ratio_family.add_metric([source], rate / peak)
+            for kind, rate in rates.items():
+                ratio_family.add_metric([kind, source], rate / peak)
     if any(peaks.values()):
         yield peak_family
         yield ratio_family

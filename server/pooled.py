@@ -13,7 +13,9 @@ from typing import Generic, TypeVar
 from engine.client import OutputStream, QueueFull
 from scheduler.types import Request
 from server.errors import RequestTimedOut
+from server.metrics import RequestTimes
 from server.service import Service
+from server.tracing import TracedRequest
 
 # How often a request that is under way looks whether the queue has a place again.
 _LOOK_AGAIN_S = 0.02
@@ -30,6 +32,7 @@ async def pooled(
     When it is cancelled, or one prompt fails, the others are aborted.
     """
     batch = _Batch(service, requests, read)
+    trace = service.trace()
     metrics, arrival_s = service.metrics, requests[0].arrival_s
     outcome = "abandoned"  # until something else comes to pass
     try:
@@ -44,6 +47,8 @@ async def pooled(
             raise
         finally:
             metrics.outcomes[outcome] += 1
+            if trace:
+                trace.end(batch.traced(outcome))
     finally:
         await batch.close()
 
@@ -71,6 +76,7 @@ class _Batch(Generic[T]):
         self._waiting = deque(range(len(requests)))  # indices of those that are not submitted yet
         self._streams: dict[int, OutputStream] = {}  # of those that have not ended
         self._results: dict[int, T] = {}
+        self._times: list[RequestTimes] = []
 
     def submit(self) -> None:
         """Twice as many as can run, or all. Raises QueueFull or EngineFailed."""
@@ -90,11 +96,30 @@ class _Batch(Generic[T]):
             raise errors.exceptions[0] from None
         return [self._results[index] for index in range(len(self._requests))]
 
+    def traced(self, outcome: str) -> TracedRequest:
+        first = self._requests[0]
+        started_s = [times.started_s[0] for times in self._times]
+        return TracedRequest(
+            id=first.id,
+            operation="embeddings",
+            sampling=None,
+            num_choices=0,
+            arrival_s=first.arrival_s,
+            started_s=min((s for s in started_s if s is not None), default=None),
+            first_token_s=None,
+            last_token_s=None,
+            num_prompt_tokens=sum(len(request.prompt_token_ids) for request in self._requests),
+            num_cached_tokens=0,
+            num_output_tokens=0,
+            finish_reasons=(),
+            outcome=outcome,
+        )
+
     async def close(self) -> None:
         """Aborts what has not ended."""
         for index, stream in self._streams.items():
             await stream.aclose()
-            self._service.metrics.on_failure(self._requests[index].id)
+            self._service.metrics.forget(self._requests[index].id)
 
     def _submit_next(self) -> tuple[int, OutputStream]:
         index = self._waiting[0]
@@ -102,7 +127,8 @@ class _Batch(Generic[T]):
         stream = self._streams[index] = self._service.submit(request)
         self._waiting.popleft()
         num_tokens = len(request.prompt_token_ids)
-        self._service.metrics.on_submit(request.id, num_tokens, request.arrival_s)
+        times = self._service.metrics.on_submit(request.id, num_tokens, request.arrival_s)
+        self._times.append(times)
         return index, stream
 
     async def _work(self, index: int, stream: OutputStream) -> None:
@@ -110,6 +136,7 @@ class _Batch(Generic[T]):
         while True:
             self._results[index] = self._read(await _state_of(stream))
             del self._streams[index]
+            self._service.metrics.forget(self._requests[index].id)
             while self._waiting:
                 try:
                     index, stream = self._submit_next()

@@ -12,12 +12,13 @@ from enum import StrEnum
 from pathlib import Path
 
 from engine.client import EngineClient, EngineState, OutputStream
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LogFormat
 from engine.grammar import Grammars
 from engine.models.hub import resolve_model
 from scheduler.config import Policy
 from scheduler.errors import PenstockError
 from scheduler.types import Request
+from server.activity import Activity
 from server.ask import Ask, ServedModel
 from server.chat_format import ChatFormat
 from server.config import ServeConfig
@@ -28,6 +29,7 @@ from server.pooling import Pooler
 from server.prompt import GenerationDefaults, PromptEncoder
 from server.replies import system_fingerprint
 from server.response_store import ResponseStore
+from server.tracing import RequestTrace, Tracer
 
 logger = logging.getLogger("penstock")
 
@@ -61,7 +63,11 @@ class Service:
     ) -> None:
         self.config = config
         self._make_engine = make_engine
-        self.metrics = Metrics()
+        self.metrics = Metrics(
+            config.server.served_model_names[0], alias=config.server.metrics_alias
+        )
+        endpoint = config.server.otlp_traces_endpoint
+        self.tracer = Tracer.to_endpoint(endpoint) if endpoint else None
         self.state = State.STARTING
         self.fingerprint = ""  # known when the model is
         self.responses = ResponseStore(
@@ -98,7 +104,11 @@ class Service:
         try:
             engine = await self._load()
             self._announce()
-            why = await engine.wait_dead()
+            activity = asyncio.create_task(Activity(self.metrics, self.model.info).run())
+            try:
+                why = await engine.wait_dead()
+            finally:
+                activity.cancel()
             await self._fail(f"the engine ended: {why}", EXIT_ENGINE_DIED)
         except PenstockError as error:
             await self._fail(str(error), EXIT_CANNOT_START)
@@ -136,11 +146,10 @@ class Service:
             raise NotServing("the model is still loading", is_ending=False)
         if self._engine.state is not EngineState.READY:
             raise NotServing("the engine is not running", is_ending=True)
-        if self._engine.num_open:
-            silence_s = time.monotonic() - self._last_sign_s()
-            if silence_s > _STALL_S:
-                message = f"{self._engine.num_open} answers are open, no step for {silence_s:.0f} s"
-                raise NotServing(message, is_ending=False)
+        silence_s = self._silence_s()
+        if silence_s > _STALL_S:
+            message = f"{self._engine.num_open} answers are open, no step for {silence_s:.0f} s"
+            raise NotServing(message, is_ending=False)
 
     def generate(self, ask: Ask) -> Generation:
         """Submits; raises QueueFull or EngineFailed. The caller closes what it gets."""
@@ -149,9 +158,20 @@ class Service:
             self._busy_since_s = time.monotonic()
         vocabulary = self.model.encoder.vocabulary
         timeout_s = self.config.server.request_timeout_s
-        generation = Generation(ask, self._engine, vocabulary, self.metrics, timeout_s)
+        generation = Generation(
+            ask,
+            self._engine,
+            vocabulary,
+            self.metrics,
+            timeout_s,
+            self.trace(),
+        )
         generation.submit()
         return generation
+
+    def trace(self) -> RequestTrace | None:
+        """Of the HTTP request in whose task this is called, where there are traces."""
+        return self.tracer.begin(self.model.name) if self.tracer else None
 
     def submit(self, request: Request) -> OutputStream:
         """Straight to the engine; raises QueueFull or EngineFailed. The caller closes what it gets,
@@ -166,6 +186,7 @@ class Service:
         directory = await asyncio.to_thread(resolve_model, self.config.engine.model)
         engine = self._make_engine(replace(self.config.engine, model=str(directory)))
         engine.on_step(self.metrics.on_step)
+        self.metrics.watch(lambda: engine.num_open, self._silence_s)
         self._engine = engine
         encoder, info = await asyncio.gather(
             asyncio.to_thread(
@@ -197,13 +218,19 @@ class Service:
                 trusts_templates=self.config.server.trust_request_chat_template,
             ),
         )
-        self.metrics.model = info
+        self.metrics.on_ready(info)
         self.fingerprint = system_fingerprint(info)
         gc.collect()
         gc.freeze()  # what is loaded stays: no collection has to walk it again amid the streams
         if self.state is State.STARTING:
             self.state = State.READY
         return engine
+
+    def _silence_s(self) -> float:
+        """With work open: since the engine last did something, or last had nothing to do."""
+        if not self._engine or not self._engine.num_open:
+            return 0.0
+        return max(0.0, time.monotonic() - self._last_sign_s())
 
     def _last_sign_s(self) -> float:
         """When the engine last did something, or last had nothing to do."""
@@ -215,7 +242,10 @@ class Service:
         if self.state is State.DRAINING:
             return  # we are ending it ourselves
         self.state = State.DEAD
-        print(f"penstock: error: {message}", file=sys.stderr, flush=True)
+        if self.config.server.log_format is LogFormat.JSON:
+            logger.error("%s", message)
+        else:
+            print(f"penstock: error: {message}", file=sys.stderr, flush=True)
         await self._until_idle(_LAST_WORDS_S)
         await self.close()
         self._end(code)
@@ -233,6 +263,13 @@ class Service:
         host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
         scheme = "https" if server.ssl_certfile else "http"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}"
+        what = (
+            f"penstock serves {model.name} ({model.info.architecture}, {model.info.dtype}, "
+            f"{model.info.device}, context {model.info.max_model_len}) on {url}"
+        )
+        if server.log_format is LogFormat.JSON:
+            logger.info("%s", what)
+            return
         # No secret in a log.
         key = "-H 'Authorization: Bearer YOUR_KEY' " if server.api_keys else ""
         path, body = "/v1/completions", '"prompt": "Once upon a time", "max_tokens": 64'
@@ -240,8 +277,7 @@ class Service:
             path = "/v1/chat/completions"
             body = '"messages": [{"role": "user", "content": "Who are you?"}]'
         print(
-            f"penstock serves {model.name} ({model.info.architecture}, {model.info.dtype}, "
-            f"{model.info.device}, context {model.info.max_model_len}) on {url}\n\n"
+            f"{what}\n\n"
             f"  curl {url}{path} {key}-H 'Content-Type: application/json' \\\n"
             f'    -d \'{{"model": "{model.name}", {body}}}\'\n',
             flush=True,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.hardware import copy_bandwidth, peak_bandwidth, peak_flops
+from engine.hardware import copy_bandwidth, matmul_flops, peak_bandwidth, peak_flops
 from engine.messages import StepReport
 from engine.scripted import scripted_info
 from scheduler.stats import NO_WORK, SchedulerStats
@@ -72,7 +72,7 @@ def _metrics(peak_flops_per_s: float | None) -> Metrics:
 def test_flops_utilization_is_of_the_time_that_the_steps_took() -> None:
     text = _metrics(1e13).text().decode()
     ratio = 4e9 / 0.003 / 1e13
-    line = 'penstock_model_flops_utilization_ratio{peak="datasheet"} '
+    line = 'penstock_model_flops_utilization_ratio{class="all",peak="datasheet"} '
     (value,) = [entry for entry in text.splitlines() if entry.startswith(line)]
     assert float(value.rpartition(" ")[2]) == pytest.approx(ratio)
     assert 'penstock_peak_flops_per_second{peak="datasheet"} ' in text
@@ -80,6 +80,17 @@ def test_flops_utilization_is_of_the_time_that_the_steps_took() -> None:
 
 def test_without_a_known_peak_there_is_no_flops_utilization() -> None:
     assert "flops_utilization" not in _metrics(None).text().decode()
+
+
+def test_the_measured_flops_are_those_of_a_product_timed_by_hand() -> None:
+    left = torch.rand(768, 768)
+    times_s = []
+    for _ in range(10):
+        started_s = time.perf_counter()
+        torch.mm(left, left)
+        times_s.append(time.perf_counter() - started_s)
+    # Far apart only where one of them is wrong: the machine has other work too.
+    assert 0.1 < matmul_flops(torch.float32) / (2 * 768**3 / min(times_s)) < 10
 
 
 @pytest.mark.gpu

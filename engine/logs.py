@@ -1,0 +1,45 @@
+"""How both processes write their logs: to stderr, as text or as JSON."""
+
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import msgspec
+
+from engine.config import LogFormat
+
+_TEXT = "%(asctime)s %(levelname)s %(message)s"
+
+
+def configure(
+    level: str, form: LogFormat, request_id: Callable[[], str | None] = lambda: None
+) -> None:
+    """request_id: of the request that is being served where the line is written, if one is."""
+    handler = logging.StreamHandler()
+    is_json = form is LogFormat.JSON
+    handler.setFormatter(JsonFormatter(request_id) if is_json else logging.Formatter(_TEXT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(capture=is_json)  # else they would be lines that are no JSON
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time, level, logger, message; request_id and exception where there is
+    one."""
+
+    def __init__(self, request_id: Callable[[], str | None] = lambda: None) -> None:
+        super().__init__()
+        self._request_id = request_id
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC)
+        entry = {
+            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := self._request_id():
+            entry["request_id"] = request_id
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(entry).decode()

@@ -1,0 +1,102 @@
+// The server, as the page sees it: requests with the key, their errors as sentences, SSE events.
+
+const KEY = "penstock-api-key";
+
+export class ServerError extends Error {
+  // message: a sentence that says what to change. status: 0 where the server was not reached.
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function apiKey() {
+  return sessionStorage.getItem(KEY) ?? "";
+}
+
+export function keepApiKey(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+// Relative to the page, so that it works under a proxy's path too.
+export function address(path) {
+  return new URL(path, document.baseURI).href;
+}
+
+// The response of a request that went well; throws ServerError, or AbortError by `signal`.
+export async function request(path, { body, signal } = {}) {
+  const headers = {};
+  if (apiKey()) headers.authorization = `Bearer ${apiKey()}`;
+  if (body) headers["content-type"] = "application/json";
+  const method = body ? "POST" : "GET";
+  let response;
+  try {
+    const content = body && JSON.stringify(body);
+    response = await fetch(address(path), { method, headers, body: content, signal });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError("The server cannot be reached; see whether it runs, then send again.", 0);
+  }
+  if (!response.ok) throw new ServerError(await sentenceOf(response), response.status);
+  return response;
+}
+
+async function sentenceOf(response) {
+  const text = await response.text();
+  try {
+    return asSentence(JSON.parse(text).error.message);
+  } catch {
+    return `The server answered with status ${response.status}; its log says why.`;
+  }
+}
+
+// The server's sentences may begin with a field's name, so they are not capitalized.
+export function asSentence(message) {
+  return /[.!?]$/.test(message) ? message : `${message}.`;
+}
+
+// The JSON of each SSE event, as it comes; throws what ends the stream too soon.
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await read(reader);
+    if (done) throw new ServerError("The answer broke off before its end; send again.", 0);
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const data = dataOf(block);
+      if (data === "[DONE]") return;
+      if (data) yield checked(JSON.parse(data));
+    }
+  }
+}
+
+async function read(reader) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError("The connection was lost amid the answer; send again.", 0);
+  }
+}
+
+function dataOf(block) {
+  const lines = block.split("\n").filter((line) => line.startsWith("data:"));
+  return lines.map((line) => line.slice(5).trimStart()).join("\n");
+}
+
+function checked(event) {
+  if (event.error) throw new ServerError(asSentence(event.error.message), 500);
+  return event;
+}
+
+// The same request for a terminal. The key itself is not written out.
+export function curlLine(path, body) {
+  const parts = [`curl ${body.stream ? "-N " : ""}${address(path)}`];
+  if (apiKey()) parts.push('-H "Authorization: Bearer $PENSTOCK_API_KEY"');
+  parts.push("-H 'Content-Type: application/json'");
+  parts.push(`-d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`);
+  return parts.join(" \\\n  ");
+}

@@ -1,0 +1,205 @@
+// The live view: reads /metrics each second while it can be seen, and keeps five minutes of it.
+
+import { request } from "./api.js";
+import { canvas, drawBar, drawLines, drawRoof, short } from "./chart.js";
+import { byId, make } from "./dom.js";
+import { isRestart, perSecond, quantile, readingOf, roofPoints, stepRate } from "./metrics.js";
+
+const PERIOD_MS = 1000;
+const WINDOW_MS = 300_000;
+// What is drawn at first; it grows with what there is.
+const LEAST_WINDOW_MS = 30_000;
+// Rates look back over this, long enough to be steady; quantiles longer, because they need requests.
+const RATE_MS = 3000;
+const QUANTILE_MS = 15_000;
+
+// of(now, back): the values of a card's lines; `back(ms)` is the reading of that long ago.
+const CARDS = [
+  {
+    id: "tokens", name: "Tokens a second", lines: ["out", "in"],
+    tip: "Tokens that the model gave out, and prompt tokens that came in, a second, over the last three seconds.",
+    of: (now, back) => [perSecond(back(RATE_MS), now, "generated"), perSecond(back(RATE_MS), now, "prompt")],
+    show: whole,
+  },
+  {
+    id: "ttft", name: "TTFT", lines: ["p50", "p95"],
+    tip: "Time to first token: from a request's arrival to its first token sent, of the last 15 seconds; half of the requests are below p50, 19 of 20 below p95.",
+    of: (now, back) => quantiles("ttft", now, back), show: time,
+  },
+  {
+    id: "tpot", name: "TPOT", lines: ["p50", "p95"],
+    tip: "Time per output token: the mean time of each token after a request's first, of those that ended in the last 15 seconds.",
+    of: (now, back) => quantiles("tpot", now, back), show: time,
+  },
+  {
+    id: "batch", name: "Batch", lines: ["running", "queued"],
+    tip: "Sequences that run together in one step, and those that wait in the queue for a place.",
+    of: (now) => [now.running, now.waiting], show: whole,
+  },
+  {
+    id: "kv", name: "KV cache", lines: ["used"], mark: 1,
+    tip: "The share of the key-value cache's blocks that running sequences hold; at 100 % some of them must yield and are computed again later.",
+    of: (now) => [now.usedBlocks / (now.usedBlocks + now.idleBlocks + now.freeBlocks || 1)], show: percent,
+  },
+  {
+    id: "hits", name: "Prefix hits", lines: ["hit"], mark: 1,
+    tip: "The share of prompt tokens that were found in the cache and so were not computed, of the last 15 seconds.",
+    of: (now, back) => [hitShare(back(QUANTILE_MS), now)], show: percent,
+  },
+];
+const USES = [
+  {
+    id: "mbu", name: "MBU", ratio: "bandwidthRatio", peak: "bandwidthPeak", total: "bytes", unit: "B/s",
+    tip: "Model bandwidth utilization: the bytes that the steps must read, by their time, as a share of the memory bandwidth; decoding is fast when it is near 100 %, the dashed line.",
+  },
+  {
+    id: "mfu", name: "MFU", ratio: "flopsRatio", peak: "flopsPeak", total: "flops", unit: "FLOP/s",
+    tip: "Model FLOPs utilization: the operations that the steps must do, by their time, as a share of the peak rate; prefill is fast when it is near 100 %, the dashed line.",
+  },
+];
+
+let readings = [];
+let views = [];
+
+// onReach(isReached): called when the server goes away, and when it is back. Gives `resume`, for when
+// there is a key: without one, it does not ask on and on.
+export function startLive({ onReach }) {
+  const lines = CARDS.map(lineCard);
+  views = [...lines.slice(0, 4), ...USES.map(useCard), ...lines.slice(4), roofCard()];
+  byId("cards").append(...views.map((view) => view.element));
+  let isLocked = false;
+  let isReached = true;
+  const reach = (isReachedNow) => {
+    if (isReachedNow !== isReached) onReach(isReachedNow);
+    isReached = isReachedNow;
+  };
+  const read = async () => {
+    try {
+      const response = await request("metrics");
+      reach(true);
+      keep(readingOf(await response.text(), performance.now()));
+      note(windowMs() < WINDOW_MS ? "Each second, since this page was opened" : "Each second, the last five minutes");
+    } catch (error) {
+      isLocked = error.status === 401;
+      reach(error.status !== 0);
+      note(error.message);
+    }
+  };
+  // One after the other: a slow server is not asked faster than it answers.
+  const loop = async () => {
+    if (!document.hidden && !isLocked) await read();
+    setTimeout(loop, PERIOD_MS);
+  };
+  loop();
+  return { resume: () => { isLocked = false; } };
+}
+
+function note(text) {
+  if (byId("live-note").textContent !== text) byId("live-note").textContent = text;
+}
+
+function keep(now) {
+  if (readings.length && isRestart(readings.at(-1), now)) readings = [];
+  readings = readings.filter(({ atMs }) => atMs > now.atMs - WINDOW_MS);
+  const back = (ms) => readings.find(({ atMs }) => atMs >= now.atMs - ms - PERIOD_MS / 2) ?? readings.at(-1);
+  readings.push(now);
+  if (readings.length < 2) return;
+  for (const view of views) view.show(now, back);
+}
+
+function windowMs() {
+  const spanMs = readings.length ? readings.at(-1).atMs - readings[0].atMs : 0;
+  return Math.min(WINDOW_MS, Math.max(LEAST_WINDOW_MS, spanMs + PERIOD_MS));
+}
+
+function lineCard(card) {
+  const kept = card.lines.map(() => []);
+  const values = card.lines.map((name, i) => make("strong", { class: `value value-${i}` }, "–"));
+  const row = make("p", { class: "values" });
+  card.lines.forEach((name, i) => row.append(make("span", {}, values[i], make("small", {}, name))));
+  const svg = canvas();
+  const element = cardElement(card, row, svg);
+  const show = (now, back) => {
+    card.of(now, back).forEach((value, i) => {
+      kept[i] = kept[i].filter(({ atMs }) => atMs > now.atMs - WINDOW_MS);
+      kept[i].push({ atMs: now.atMs, value });
+      values[i].textContent = value === null ? "–" : card.show(value);
+    });
+    drawLines(svg, kept, { nowMs: now.atMs, windowMs: windowMs(), mark: card.mark });
+  };
+  return { element, show };
+}
+
+// A bar and five minutes, against the peak measured at start, else the datasheet's. Where neither is
+// known, the rate itself.
+function useCard(use) {
+  const value = make("strong", { class: "value value-0" }, "–");
+  const peakText = make("small");
+  const [bar, svg] = [canvas(300, 28), canvas()];
+  const element = cardElement(use, make("p", { class: "values" }, make("span", {}, value, peakText)), bar, svg);
+  let kept = [];
+  const show = (now, back) => {
+    const source = peakOf(now[use.peak]);
+    const used = source ? now[use.ratio][source] ?? 0 : stepRate(back(QUANTILE_MS), now, use.total);
+    kept = [...kept.filter(({ atMs }) => atMs > now.atMs - WINDOW_MS), { atMs: now.atMs, value: used }];
+    value.textContent = source ? percent(used) : short(used, use.unit);
+    peakText.textContent = source ? `of ${short(now[use.peak][source], use.unit)} ${source}` : "peak not known here";
+    bar.toggleAttribute("hidden", !source);
+    if (source) drawBar(bar, used);
+    drawLines(svg, [kept], { nowMs: now.atMs, windowMs: windowMs(), mark: source ? 1 : undefined });
+  };
+  return { element, show };
+}
+
+function roofCard() {
+  const svg = canvas(372, 180, false);
+  const text = make("p", { class: "values" }, make("small", {}, "Waiting for steps"));
+  const card = { id: "roof", name: "Roofline", tip: "The line is the most that the hardware can do at so many operations for each byte read; the points are what the steps of the last 15 seconds did, and the gap to the line is what is left." };
+  const element = cardElement(card, text, svg);
+  const show = (now, back) => {
+    const source = peakOf(now.bandwidthPeak);
+    text.hidden = Boolean(source);
+    svg.toggleAttribute("hidden", !source);
+    if (!source) {
+      text.firstChild.textContent = "The hardware's bandwidth is not known here, so there is no roof to draw.";
+      return;
+    }
+    const flopsPeak = now.flopsPeak[peakOf(now.flopsPeak)];
+    drawRoof(svg, roofPoints(back(QUANTILE_MS), now), { bandwidthPeak: now.bandwidthPeak[source], flopsPeak });
+  };
+  return { element, show };
+}
+
+// What the number means is told on hover and on focus, and to a screen reader.
+function cardElement({ id, name, tip }, ...content) {
+  const tipElement = make("p", { class: "tip", role: "tooltip", id: `${id}-tip` }, tip);
+  const attributes = { class: "card", id, role: "group", tabindex: "0", "aria-label": name, "aria-describedby": `${id}-tip` };
+  return make("div", attributes, make("h3", {}, name), ...content, tipElement);
+}
+
+function peakOf(peaks) {
+  return ["measured", "datasheet"].find((source) => peaks[source]);
+}
+
+function quantiles(name, now, back) {
+  const before = back(QUANTILE_MS)[name];
+  return [quantile(0.5, before, now[name]), quantile(0.95, before, now[name])];
+}
+
+function hitShare(before, now) {
+  const queried = now.queried - before.queried;
+  return queried ? (now.hit - before.hit) / queried : null;
+}
+
+function whole(value) {
+  return Math.round(value).toLocaleString("en");
+}
+
+function percent(ratio) {
+  return `${(ratio * 100).toFixed(ratio < 0.1 ? 1 : 0)} %`;
+}
+
+function time(seconds) {
+  if (seconds >= 1) return `${seconds.toPrecision(3)} s`;
+  return `${(seconds * 1e3).toPrecision(seconds >= 0.1 ? 3 : 2)} ms`;
+}

@@ -1,0 +1,97 @@
+// `/metrics` as numbers: one reading of what the live view shows, and what two readings tell.
+
+const LINE = /^penstock_(\w+)(?:\{([^}]*)\})? (\S+)$/;
+const LABEL = /(\w+)="([^"]*)"/g;
+const CLASSES = ["decode", "prefill", "mixed"];
+
+// Series by name; each a list of {labels, value}.
+function parse(text) {
+  const series = new Map();
+  for (const line of text.split("\n")) {
+    const match = LINE.exec(line);
+    if (!match) continue;
+    const labels = {};
+    for (const [, name, value] of (match[2] ?? "").matchAll(LABEL)) labels[name] = value;
+    const list = series.get(match[1]) ?? [];
+    list.push({ labels, value: Number(match[3]) });
+    series.set(match[1], list);
+  }
+  return series;
+}
+
+// atMs: when it was read.
+export function readingOf(text, atMs) {
+  const series = parse(text);
+  const all = (name) => series.get(name) ?? [];
+  const total = (name) => all(name).reduce((sum, { value }) => sum + value, 0);
+  const byPeak = (name) => Object.fromEntries(
+    all(name).filter(({ labels }) => (labels.class ?? "all") === "all").map(({ labels, value }) => [labels.peak, value]),
+  );
+  const ofClass = (name) => Object.fromEntries(all(name).map(({ labels, value }) => [labels.class, value]));
+  const buckets = (name) => all(`${name}_bucket`).map(({ labels, value }) => [Number(labels.le.replace("+Inf", "Infinity")), value]);
+  return {
+    atMs,
+    generated: total("generated_tokens_total"),
+    prompt: total("prompt_tokens_total"),
+    preemptions: total("preemptions_total"),
+    queried: total("prefix_query_tokens_total"),
+    hit: total("prefix_hit_tokens_total"),
+    running: total("running_sequences"),
+    waiting: total("waiting_sequences"),
+    usedBlocks: total("kv_used_blocks"),
+    idleBlocks: total("kv_idle_blocks"),
+    freeBlocks: total("kv_free_blocks"),
+    ttft: buckets("time_to_first_token_seconds"),
+    tpot: buckets("time_per_output_token_seconds"),
+    bandwidthRatio: byPeak("model_bandwidth_utilization_ratio"),
+    flopsRatio: byPeak("model_flops_utilization_ratio"),
+    bandwidthPeak: byPeak("peak_bandwidth_bytes_per_second"),
+    flopsPeak: byPeak("peak_flops_per_second"),
+    bytes: ofClass("model_bytes_total"),
+    flops: ofClass("model_flops_total"),
+    seconds: ofClass("step_time_seconds_sum"),
+  };
+}
+
+// Counters start anew with the server.
+export function isRestart(before, now) {
+  return now.generated < before.generated || now.prompt < before.prompt;
+}
+
+export function perSecond(before, now, name) {
+  return (now[name] - before[name]) / ((now.atMs - before.atMs) / 1e3);
+}
+
+// A quantile of what a histogram took in between two readings, in its unit; null where nothing.
+// Within a bucket it is taken to rise evenly, as Prometheus does.
+export function quantile(share, before, now) {
+  const counts = now.map(([bound, count], i) => [bound, count - (before[i]?.[1] ?? 0)]);
+  const total = counts.at(-1)?.[1] ?? 0;
+  if (!total) return null;
+  const rank = share * total;
+  const i = counts.findIndex(([, count]) => count >= rank);
+  const [low, below] = i ? counts[i - 1] : [0, 0];
+  const [high, upTo] = counts[i];
+  return high === Infinity ? low : low + (high - low) * ((rank - below) / (upTo - below));
+}
+
+// What the steps did of it for each second that they took: "bytes" or "flops".
+export function stepRate(before, now, name) {
+  const grown = (kind) => sum(now[kind]) - sum(before[kind]);
+  return grown("seconds") ? grown(name) / grown("seconds") : 0;
+}
+
+function sum(byClass) {
+  return Object.values(byClass).reduce((total, value) => total + value, 0);
+}
+
+// Where each class of steps stood under the roof: [{name, intensity, rate}].
+export function roofPoints(before, now) {
+  const grown = (name, kind) => (now[name][kind] ?? 0) - (before[name][kind] ?? 0);
+  const points = [];
+  for (const name of CLASSES) {
+    const [bytes, flops, seconds] = ["bytes", "flops", "seconds"].map((each) => grown(each, name));
+    if (bytes > 0 && flops > 0 && seconds > 0) points.push({ name, intensity: flops / bytes, rate: flops / seconds });
+  }
+  return points;
+}
