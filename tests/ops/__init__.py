@@ -1,0 +1,1 @@
+"""What operators run beside the server, proved with the real programs: `make test-ops`."""

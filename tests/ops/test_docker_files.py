@@ -1,0 +1,231 @@
+"""docker/'s files, read by those they are for: hadolint, compose, Kubernetes' schema, Helm."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.config import ServerConfig
+from tests.serving import ROOT
+
+DOCKER = ROOT / "docker"
+CHART, MANIFESTS = DOCKER / "helm" / "penstock", DOCKER / "k8s"
+_INSTALL = "install the tools of these tests: pip install -e '.[ops]'"
+_SHUTDOWN_TIMEOUT_S = ServerConfig(served_model_names=("any",)).shutdown_timeout_s
+# Of the cluster's own operators, so Kubernetes' schema does not have them.
+_FOREIGN = ("ServiceMonitor",)
+_ALL_ON: dict[str, Any] = {
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "autoscaling": {"enabled": True},
+    "existingSecret": "keys",
+    "runtimeClassName": "nvidia",
+    "imagePullSecrets": [{"name": "registry"}],
+    "podAnnotations": {"a": "b"},
+    "nodeSelector": {"gpu": "h200"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "affinity": {"nodeAffinity": {}},
+    "extraArgs": ["--max-num-seqs", "128"],
+    "cache": {"storageClass": "fast", "accessMode": "ReadWriteMany"},
+}
+_SMALL: dict[str, Any] = {
+    "model": "",
+    "gpus": 0,
+    "cache": {"existingClaim": "models"},
+    "podDisruptionBudget": {"enabled": False},
+    "networkPolicy": {"enabled": False},
+}
+
+
+def test_hadolint_finds_nothing_in_the_dockerfiles() -> None:
+    hadolint = _tool("hadolint", _INSTALL)
+    assert _output(hadolint, "--failure-threshold", "style", *_dockerfiles()) == ""
+
+
+def test_hadolint_would_have_found_something(tmp_path: Path) -> None:
+    careless = tmp_path / "Dockerfile"
+    text = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
+    careless.write_text(text.replace("USER 10001:10001", "USER root"), encoding="utf-8")
+    done = subprocess.run([_tool("hadolint", _INSTALL), careless], capture_output=True, text=True)
+    assert done.returncode != 0 and "DL3002" in done.stdout
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_compose_accepts_its_file_and_waits_longer_than_a_drain(profile: str) -> None:
+    yaml = pytest.importorskip("yaml", reason=_INSTALL)
+    compose = _tool("docker-compose", "install docker-compose, Debian's package")
+    file = DOCKER / "compose.yaml"
+    config = yaml.safe_load(_output(compose, "-f", str(file), "--profile", profile, "config"))
+    service = config["services"][f"penstock-{profile}"]
+    assert int(service["stop_grace_period"].removesuffix("s")) > _SHUTDOWN_TIMEOUT_S
+    assert (DOCKER / ".." / service["build"]["dockerfile"]).is_file()
+    for name in config["services"]:
+        assert ":" in config["services"][name]["image"].rpartition("/")[2], f"{name} has no tag"
+
+
+def test_what_compose_mounts_is_there() -> None:
+    yaml = pytest.importorskip("yaml", reason=_INSTALL)
+    config = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))
+    sources = [
+        volume.split(":")[0]
+        for service in config["services"].values()
+        for volume in service.get("volumes", [])
+    ]
+    files = [DOCKER / source for source in sources if source.startswith("..")]
+    assert len(files) == 3 and all(file.exists() for file in files), files
+
+
+def test_compose_names_what_prometheus_and_grafana_look_for() -> None:
+    compose, prometheus, dashboards, sources = (
+        _documents(ROOT / name)[0]
+        for name in (
+            "docker/compose.yaml",
+            "configs/prometheus/prometheus.yml",
+            "configs/grafana/provisioning/dashboards/penstock.yaml",
+            "configs/grafana/provisioning/datasources/prometheus.yaml",
+        )
+    )
+    targets = [job["static_configs"][0]["targets"][0] for job in prometheus["scrape_configs"]]
+    for profile in ("cpu", "gpu"):
+        service = compose["services"][f"penstock-{profile}"]
+        alias = service["networks"]["default"]["aliases"][0]
+        assert f"{alias}:8000" in targets
+    assert sources["datasources"][0]["url"] == "http://prometheus:9090"
+    directory = dashboards["providers"][0]["options"]["path"]
+    mounts = compose["services"]["grafana"]["volumes"]
+    assert any(mount.split(":")[1].startswith(directory + "/") for mount in mounts)
+
+
+def test_kubernetes_accepts_every_manifest(tmp_path: Path) -> None:
+    documents = [d for file in sorted(MANIFESTS.glob("*.yaml")) for d in _documents(file)]
+    objects = [d for d in documents if "apiVersion" in d and d["kind"] != "Kustomization"]
+    assert len(objects) == 7
+    _validate(objects, tmp_path)
+
+
+def test_kubernetes_would_have_refused_a_wrong_field(tmp_path: Path) -> None:
+    deployment = _documents(MANIFESTS / "deployment.yaml")[0]
+    deployment["spec"]["replica"] = 1
+    with pytest.raises(AssertionError, match="replica"):
+        _validate([deployment], tmp_path)
+
+
+def test_kustomize_builds_the_manifests(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml", reason=_INSTALL)
+    kubectl = _tool("kubectl", "install kubectl 1.27 or later")
+    objects = list(yaml.safe_load_all(_output(kubectl, "kustomize", str(MANIFESTS))))
+    _validate(objects, tmp_path)
+    deployment = next(o for o in objects if o["kind"] == "Deployment")
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    assert container["image"] == "penstock:0.1.0"
+
+
+def test_the_manifests_wait_longer_than_a_drain() -> None:
+    pod = _documents(MANIFESTS / "deployment.yaml")[0]["spec"]["template"]["spec"]
+    before = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > before + _SHUTDOWN_TIMEOUT_S
+
+
+def test_the_autoscaler_reads_what_the_adapter_writes() -> None:
+    hpa = _documents(MANIFESTS / "hpa.yaml")[0]
+    rule = _documents(MANIFESTS / "prometheus-adapter-rule.yaml")[0]["rules"]["custom"][0]
+    metric = hpa["spec"]["metrics"][0]["pods"]["metric"]["name"]
+    assert rule["seriesQuery"].startswith(metric + "{")
+
+
+@pytest.mark.parametrize("values", [{}, _ALL_ON, _SMALL], ids=["default", "all on", "small"])
+def test_helm_renders_what_kubernetes_accepts(values: dict[str, Any], tmp_path: Path) -> None:
+    objects = _rendered(values)
+    _validate(objects, tmp_path)
+    kinds = {o["kind"] for o in objects}
+    assert ("HorizontalPodAutoscaler" in kinds) == (values is _ALL_ON)
+    assert ("ServiceMonitor" in kinds) == (values is _ALL_ON)
+    assert ("NetworkPolicy" in kinds) == (values is not _SMALL)
+    assert ("PersistentVolumeClaim" in kinds) == (values is not _SMALL)
+
+
+def test_the_chart_renders_the_pod_of_the_manifests() -> None:
+    deployment = next(o for o in _rendered({}) if o["kind"] == "Deployment")
+    chart = deployment["spec"]["template"]["spec"]
+    plain = _documents(MANIFESTS / "deployment.yaml")[0]["spec"]["template"]["spec"]
+    ours, theirs = chart["containers"][0], plain["containers"][0]
+    for key in ("ports", "resources", "securityContext", "lifecycle", "volumeMounts"):
+        assert ours[key] == theirs[key], key
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert ours[probe] == theirs[probe], probe
+    for key in ("terminationGracePeriodSeconds", "securityContext"):
+        assert chart[key] == plain[key], key
+
+
+def test_the_chart_waits_longer_than_the_drain_it_is_told() -> None:
+    deployment = next(o for o in _rendered({"shutdownTimeout": 300}) if o["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    assert "--shutdown-timeout=300" in pod["containers"][0]["args"]
+    assert pod["terminationGracePeriodSeconds"] > 310
+
+
+@pytest.mark.parametrize(
+    "values", [{"replica": 2}, {"gpus": 8}, {"cache": {"size": "big"}}, {"image": {"tag": 1}}]
+)
+def test_the_charts_schema_refuses(values: dict[str, Any]) -> None:
+    helm = pytest.importorskip("helm_python", reason=_INSTALL)
+    with helm.Chart.load(CHART) as chart, pytest.raises(helm.HelmError, match=next(iter(values))):
+        chart.validate_schema(values)
+
+
+def test_helm_lint_has_no_complaint() -> None:
+    helm = pytest.importorskip("helm_python", reason=_INSTALL)
+    report = helm.lint(CHART, strict=True)
+    info = 1  # of helm's severities the only one below a warning
+    assert not report["errors"], report
+    assert all(message["severity"] == info for message in report["messages"]), report
+
+
+def _rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    helm = pytest.importorskip("helm_python", reason=_INSTALL)
+    yaml = pytest.importorskip("yaml", reason=_INSTALL)
+    with helm.Chart.load(CHART) as chart:
+        files = chart.render(values, name="penstock", namespace="llm")
+    notes = next(text for name, text in files.items() if name.endswith("NOTES.txt"))
+    assert "port-forward service/penstock" in notes
+    manifests = (text for name, text in files.items() if name.endswith(".yaml"))
+    return [o for text in manifests for o in yaml.safe_load_all(text) if o]
+
+
+def _documents(file: Path) -> list[dict[str, Any]]:
+    yaml = pytest.importorskip("yaml", reason=_INSTALL)
+    return list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
+
+
+def _validate(objects: list[dict[str, Any]], directory: Path) -> None:
+    """Against Kubernetes' own schema, which has every field that there is."""
+    pytest.importorskip("kubernetes_validate", reason=_INSTALL)
+    files = []
+    for number, one in enumerate(o for o in objects if o["kind"] not in _FOREIGN):
+        files.append(directory / f"{number}.yaml")
+        files[-1].write_text(json.dumps(one), encoding="utf-8")
+    assert files
+    _output(_tool("kubernetes-validate", _INSTALL), "--strict", *map(str, files))
+
+
+def _dockerfiles() -> list[str]:
+    return [str(DOCKER / "Dockerfile"), str(DOCKER / "Dockerfile.cpu")]
+
+
+def _tool(name: str, install: str) -> str:
+    """Beside this Python or on the path; without it the test is skipped."""
+    here = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    found = shutil.which(name, path=here)
+    if found is None:
+        pytest.skip(install)
+    return found
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
