@@ -247,7 +247,7 @@ def _live(scraper: Scraper, interval_s: float) -> int:
             if wake_fd in ready:
                 # A signal writes its number here, the watcher a zero.
                 woken_by = os.read(wake_fd, 1024)
-                if signal.SIGTERM in woken_by or signal.SIGHUP in woken_by:
+                if any(number in woken_by for number in _ENDING):
                     return 0
                 if signal.SIGTSTP in woken_by:
                     screen.suspend()
@@ -267,7 +267,7 @@ def _wake_pipe() -> Iterator[tuple[int, int]]:
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     before_fd = signal.set_wakeup_fd(write_fd)
-    numbers = (signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+    numbers = (*_ENDING, signal.SIGWINCH, signal.SIGTSTP)
     before = {number: signal.signal(number, _only_wake) for number in numbers}
     try:
         yield read_fd, write_fd
@@ -277,6 +277,10 @@ def _wake_pipe() -> Iterator[tuple[int, int]]:
         signal.set_wakeup_fd(before_fd)
         # The write end stays: the watcher may be about to write, and the process is about to end.
         os.close(read_fd)
+
+
+# Ctrl-C among them: as an exception it could strike anywhere.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _only_wake(number: int, frame: FrameType | None) -> None:

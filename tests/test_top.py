@@ -258,7 +258,9 @@ class Terminal:
 
     def end(self) -> int:
         """Its exit status, once it has ended and left the terminal as it was."""
-        code = self.process.wait(timeout=10)
+        # A terminal reads all the time: who writes to one that does not would wait for ever.
+        wait_until(lambda: (self.read(), self.process.poll() is not None)[1])
+        code = self.process.wait()
         self.read()
         assert self.output.endswith("\x1b[?1049l"), self.output[-200:]
         assert "\x1b[?25h" in self.output[-40:]  # the cursor is back
