@@ -10,7 +10,6 @@ Nothing here waits for the device but `LaunchedStep.wait`, for the ids that it c
 a sequence has a grammar or asks for logprobs, its own step does, because the host must see ids.
 """
 
-import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -36,8 +35,6 @@ from scheduler.types import (
     ScheduledBatch,
     TokenLogprobs,
 )
-
-logger = logging.getLogger(__name__)
 
 
 class LaunchedStep:
@@ -83,7 +80,7 @@ class LaunchedStep:
 
 
 class CudaExecutor:
-    """See `engine.executor.Executor`. `engine.load` builds one."""
+    """See `engine.executor.Executor`. `engine.cuda_setup` builds one."""
 
     def __init__(
         self,

@@ -156,23 +156,33 @@ class Sampler:
         token_table: Tensor,
         prompt_lengths: list[int],
     ) -> tuple[Tensor, list[TokenLogprobs | None] | None]:
-        """One id per row, (S,) int64 on the device, and logprobs where a row asks for them.
+        """What `sample_ids` gives, and logprobs, which wait for the device, where a row asks."""
+        ids = self.sample_ids(logits, slots, lengths, token_table, prompt_lengths)
+        if self._num_logprobs.keys().isdisjoint(slots):
+            return ids, None
+        return ids, self.logprobs(logits, slots, ids)
+
+    def sample_ids(
+        self,
+        logits: Tensor,
+        slots: list[int],
+        lengths: list[int],
+        token_table: Tensor,
+        prompt_lengths: list[int],
+    ) -> Tensor:
+        """One id per row, (S,) int64 on the device; nothing waits for it.
 
         logits: (S, V) float32. Row i belongs to slots[i], whose first lengths[i] tokens are in
         token_table[slots[i]], the first prompt_lengths[i] of them the prompt; so lengths[i] is the
-        position that is sampled. On CUDA only logprobs wait for the device.
+        position that is sampled.
         """
         plans = [self._plans[slot] for slot in slots]
         if any(plans):
             slot_ids = self._tensor(slots)
             uniforms = self._uniforms_of(plans, slot_ids, lengths)
             step = _Step(logits, slots, lengths, token_table, prompt_lengths, slot_ids, uniforms)
-            ids = self._sample_by_plan(step, plans)
-        else:
-            ids = _argmax(logits)
-        if self._num_logprobs.keys().isdisjoint(slots):
-            return ids, None
-        return ids, self.logprobs(logits, slots, ids)
+            return self._sample_by_plan(step, plans)
+        return _argmax(logits)
 
     def _uniforms_of(
         self, plans: list[_Plan | None], slot_ids: Tensor, lengths: list[int]

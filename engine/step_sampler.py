@@ -91,7 +91,7 @@ class StepSampler:
         rows = [row for row, slot in enumerate(slots) if slot in self._unfused]
         if rows:
             index = torch.tensor(rows, device=self._device)
-            chosen, _ = self._eager.sample(
+            chosen = self._eager.sample_ids(
                 logits[index].float(),
                 [slots[row] for row in rows],
                 [lengths[row] for row in rows],

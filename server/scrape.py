@@ -95,10 +95,6 @@ class Scrape:
         found = [value for _, value in self._matching(name, labels)]
         return sum(found) if found else None
 
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The values of a name that differ in one label, by that label."""
-        return {dict(key)[label]: value for key, value in self._matching(name, {}, label)}
-
     def info(self, name: str) -> dict[str, str]:
         """The labels of an info metric; empty where there is none."""
         for key, _ in self._matching(name, {}):

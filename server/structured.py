@@ -72,11 +72,6 @@ def grammar_of_schema(
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
 
 
-def json_object_grammar() -> str:
-    """Any JSON object."""
-    return json_schema_grammar({"type": "object"})
-
-
 def regex_grammar(regex: str) -> str:
     """The texts that the regex matches from end to end, with or without anchors around it."""
     regex = regex.removeprefix("^")
