@@ -13,8 +13,13 @@ from loadtest.http1 import HttpFailed
 
 
 class _Delta(msgspec.Struct):
+    """Thoughts go by two names."""
+
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Any = None
 
 
 class _Choice(msgspec.Struct):
@@ -24,8 +29,8 @@ class _Choice(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 class _Event(msgspec.Struct):
@@ -37,12 +42,23 @@ class _Event(msgspec.Struct):
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
+# An error is an object of its own in some servers, and not under "error".
+_PLAIN_ERRORS = ("error", "exception")
 
 
 class Answer:
     """Takes in one streamed answer: a sink of `loadtest.http1`."""
 
-    __slots__ = ("_buffer", "arrivals_s", "error", "is_done", "status", "texts", "usage")
+    __slots__ = (
+        "_buffer",
+        "arrivals_s",
+        "error",
+        "has_empty_end",
+        "is_done",
+        "status",
+        "texts",
+        "usage",
+    )
 
     def __init__(self) -> None:
         self.arrivals_s: list[float] = []
@@ -51,6 +67,7 @@ class Answer:
         self.status = 0
         self.error: str | None = None
         self.is_done = False
+        self.has_empty_end = False  # its last event brought a finish reason and no text
         self._buffer = b""
 
     def on_head(self, status: int, now: float) -> None:
@@ -67,32 +84,48 @@ class Answer:
         for event in events:
             self._on_event(event, now)
 
+    def on_end(self, now: float) -> None:
+        """The stream is over: its last event may lack the blank line after it."""
+        if self.status == 200 and self._buffer.lstrip().startswith(b"data:"):
+            event, self._buffer = self._buffer.strip(), b""
+            self._on_event(event, now)
+
     def _on_event(self, event: bytes, now: float) -> None:
         if not event.startswith(b"data:") or b"\n" in event:
-            event = _data_of(event)
+            event = self._data_of(event)
             if not event:
                 return  # a comment, sent to keep the connection alive
         payload = event[5:]
-        if payload.strip() == b"[DONE]":
-            self.is_done = True
-            return
         try:
             parsed = _decode_event(payload)
         except msgspec.MsgspecError as problem:
+            if payload.strip() == b"[DONE]":
+                self.is_done = True
+                return
             raise HttpFailed(f"the server streamed what is no event: {problem}") from problem
-        if parsed.error is not None:
-            self.error = _error_message(parsed.error)
         if parsed.usage is not None:
             self.usage = parsed.usage
         if parsed.choices:
             self._on_choice(parsed.choices[0], now)
+        elif parsed.usage is None:
+            self.error = self.error or _plain_error(payload)
+        if parsed.error is not None:
+            self.error = _error_message(parsed.error)
 
     def _on_choice(self, choice: _Choice, now: float) -> None:
         delta = choice.delta
-        text = choice.text if delta is None else delta.content
+        text = choice.text if delta is None else _said(delta)
+        if choice.finish_reason is not None:
+            self.is_done, self.has_empty_end = True, not text
         if text:
             self.texts.append(text)
-        elif delta is not None and delta.role and choice.finish_reason is None:
+        elif (
+            delta is not None
+            and delta.role
+            and choice.finish_reason is None
+            and not self.arrivals_s
+            and delta.tool_calls is None
+        ):
             return  # a chat's opening event: it names the role and holds no token
         # An event without text is a token too: half a character, or one that ended the answer.
         self.arrivals_s.append(now)
@@ -104,14 +137,38 @@ class Answer:
         if self.status != 200:
             return f"HTTP {self.status}: {body_message(self._buffer)}"
         if not self.is_done:
-            return "the stream ended without [DONE]"
+            return self._why_not_done()
         return None if self.arrivals_s else "the answer has no tokens"
 
+    def _why_not_done(self) -> str:
+        rest = self._buffer.strip()
+        if not self.arrivals_s and rest.startswith((b"{", b"<")):
+            begin = rest[:80].decode(errors="replace")
+            return f"the answer is no event stream; it begins with {begin}"
+        return "the stream ended without [DONE] or a finish reason"
 
-def _data_of(event: bytes) -> bytes:
-    """An event of several lines, or none of data, as one data line; empty if it has no data."""
-    lines = [line[5:] for line in event.split(b"\n") if line.startswith(b"data:")]
-    return b"data:" + b"\n".join(lines) if lines else b""
+    def _data_of(self, event: bytes) -> bytes:
+        """An event of several lines, or none of data, as one data line; empty without data."""
+        lines = event.split(b"\n")
+        data = [line[5:] for line in lines if line.startswith(b"data:")]
+        if data and any(line.replace(b" ", b"") == b"event:error" for line in lines):
+            self.error = body_message(b"\n".join(data))
+        return b"data:" + b"\n".join(data) if data else b""
+
+
+def _said(delta: _Delta) -> str | None:
+    return delta.content or delta.reasoning_content or delta.reasoning
+
+
+def _plain_error(payload: bytes) -> str | None:
+    """What an event without choices and usage says, if it is an error."""
+    with contextlib.suppress(msgspec.MsgspecError):
+        parsed = msgspec.json.decode(payload)
+        if isinstance(parsed, dict) and (
+            parsed.get("object") in _PLAIN_ERRORS or parsed.get("type") in _PLAIN_ERRORS
+        ):
+            return _error_message(parsed)
+    return None
 
 
 def body_message(body: bytes) -> str:
@@ -120,6 +177,8 @@ def body_message(body: bytes) -> str:
         parsed = msgspec.json.decode(body)
         if isinstance(parsed, dict) and (found := parsed.get("error") or parsed.get("detail")):
             return _error_message(found)
+        if isinstance(parsed, dict) and isinstance(parsed.get("message"), str):
+            return _error_message(parsed)
     return body[:200].decode(errors="replace").strip() or "(an empty body)"
 
 

@@ -126,8 +126,8 @@ def measure_rounds(
 async def _measure(
     base_url: str, workload: WorkloadConfig, rate: float | None, load: float
 ) -> tuple[Measured, float]:
-    models = await wait_until_ready(base_url, api_key=None, timeout_s=120.0, say=lambda _: None)
-    config = TargetConfig(base_url=base_url, model=models[0], ignore_eos=True)
+    models = await wait_until_ready(base_url, timeout_s=120.0, say=lambda _: None)
+    config = TargetConfig(base_url=base_url, model=models[0].id, ignore_eos=True)
     async with HttpTarget(config) as target:
         await warm_up(target, workload, 8, None)
         burst = await _replayed(target, workload)

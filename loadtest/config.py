@@ -50,7 +50,8 @@ class WorkloadConfig:
     A shared prefix comes on top of input_len, which is then the length of the part that is unique.
     A trace's requests come when it says, trace_speedup times as fast, unless a rate or a ramp says
     otherwise. sharegpt_output_len replaces the lengths that the file has; custom_output_len is for
-    lines without one.
+    lines without one. random_prefix_len tokens, the same ones, begin every random prompt.
+    What needs more than max_model_len tokens, prompt and answer, is left out.
     """
 
     seed: int = 0
@@ -60,6 +61,7 @@ class WorkloadConfig:
     input_len: int = 1024
     output_len: int = 128
     range_ratio: float = 0.0
+    random_prefix_len: int = 0
     shared_prefix_len: int = 256
     num_prefixes: int = 8
     request_rate: float = math.inf
@@ -71,11 +73,17 @@ class WorkloadConfig:
     custom_output_len: int = 256
     trace_speedup: float = 1.0
     is_chat: bool = False
+    max_model_len: int | None = None
 
     @property
     def follows_trace(self) -> bool:
         """Whether the times of arrival are those of the file."""
         return self.dataset.is_trace and math.isinf(self.request_rate) and self.ramp is None
+
+    @property
+    def needs_answers_counted(self) -> bool:
+        """Whether the lengths of answers are those of texts in the file."""
+        return self.dataset is Dataset.SHAREGPT and self.sharegpt_output_len is None
 
     def __post_init__(self) -> None:
         for flag, value in (
@@ -89,6 +97,15 @@ class WorkloadConfig:
         ):
             if value is not None and value < 1:
                 raise InvalidConfig(f"{flag} is {value}; it must be at least 1")
+        if self.random_prefix_len < 0:
+            raise InvalidConfig(
+                f"--random-prefix-len is {self.random_prefix_len}; it must be at least 0"
+            )
+        if self.random_prefix_len and self.dataset is not Dataset.RANDOM:
+            raise InvalidConfig(
+                f"--random-prefix-len is for --dataset-name random, and this is {self.dataset}; "
+                "leave it out, or use --dataset-name shared-prefix for several prefixes"
+            )
         if not 0 <= self.range_ratio < 1:
             raise InvalidConfig(f"--random-range-ratio is {self.range_ratio}; it must be in [0, 1)")
         if not self.request_rate > 0:
@@ -119,7 +136,9 @@ class WorkloadConfig:
 class TargetConfig:
     """Where requests go and what each of them says besides its prompt.
 
-    extra_body: fields that each of them has besides; they win over ours.
+    extra_body: fields that each of them has besides; they win over ours. headers: HTTP's.
+    logprobs: how many of each token are asked for. is_insecure: any TLS certificate will do.
+    request_id_prefix: the rest of the x-request-id that each gets; None for none.
     """
 
     base_url: str
@@ -128,7 +147,10 @@ class TargetConfig:
     temperature: float = 0.0
     ignore_eos: bool = False
     extra_body: dict[str, Any] = field(default_factory=dict)
-    api_key: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    logprobs: int | None = None
+    request_id_prefix: str | None = None
+    is_insecure: bool = False
     request_timeout_s: float = 600.0
 
 

@@ -6,6 +6,7 @@ traces have millions. What it cannot read is a `BadDataset` that names the file 
 
 import csv
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,12 +19,8 @@ from scheduler.errors import InvalidConfig
 
 # What each hash id of a Mooncake trace stands for, by the trace's own description.
 MOONCAKE_BLOCK_TOKENS = 512
-# The limits of `vllm bench serve` for ShareGPT, so that the same conversations are asked.
-SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_PROMPT, SHAREGPT_MAX_TOTAL = 4, 1024, 2048
 # A longer prompt than any model takes is a mistake, and making it up could take all memory.
 MAX_TOKENS = 10_000_000
-# English text has about four characters a token.
-CHARACTERS_PER_TOKEN = 4
 
 
 class BadDataset(InvalidConfig):
@@ -57,11 +54,6 @@ class TextRow:
     prompt: str | list[int] = ""
     messages: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
-
-
-def count_tokens(text: str) -> int:
-    """About how many tokens a text has: the server's own count replaces it in the report."""
-    return max(1, round(len(text) / CHARACTERS_PER_TOKEN))
 
 
 def read_azure(path: Path) -> Iterator[TraceRow]:
@@ -190,26 +182,30 @@ class _Conversation(msgspec.Struct):
     conversations: list[_Turn] = []
 
 
-def read_sharegpt(path: Path, output_len: int | None) -> Iterator[TextRow]:
-    """The first turn is the prompt; the second one's length is the answer's, unless one is given.
-
-    What is very short or long is left out, as in `vllm bench serve`.
-    """
+def read_sharegpt(path: Path) -> list[tuple[str, str]]:
+    """The first two turns of each conversation that has them: what is asked, and its answer."""
+    data = _read(path)
     try:
-        conversations = msgspec.json.decode(_read(path), type=list[_Conversation])
+        conversations = msgspec.json.decode(data, type=list[_Conversation])
     except msgspec.MsgspecError as error:
-        raise BadDataset(f"{path} is no ShareGPT JSON: {_sentence(error)}") from error
-    for conversation in conversations:
-        if len(conversation.conversations) < 2:
-            continue
-        prompt, answer = (turn.value for turn in conversation.conversations[:2])
-        num_prompt, num_answer = count_tokens(prompt), output_len or count_tokens(answer)
-        is_long_enough = num_prompt >= SHAREGPT_MIN_TOKENS and (
-            output_len is not None or num_answer >= SHAREGPT_MIN_TOKENS
-        )
-        total = num_prompt + num_answer
-        if is_long_enough and num_prompt <= SHAREGPT_MAX_PROMPT and total <= SHAREGPT_MAX_TOTAL:
-            yield TextRow(prompt=prompt, max_tokens=num_answer)
+        place = _line_of(data, str(error))
+        raise BadDataset(f"{path}{place} is no ShareGPT JSON: {_sentence(error)}") from error
+    except UnicodeDecodeError as error:
+        raise BadDataset(f"{path} is no UTF-8 text: {error}") from error
+    return [
+        (conversation.conversations[0].value, conversation.conversations[1].value)
+        for conversation in conversations
+        if len(conversation.conversations) >= 2
+    ]
+
+
+def _line_of(data: bytes, error: str) -> str:
+    """Where msgspec's "(byte 12)" is, as a line; nothing where it names no byte."""
+    match = re.search(r"\(byte (\d+)\)", error)
+    if match is None:
+        return ""
+    num_before = data.count(b"\n", 0, int(match[1]))
+    return f", line {num_before + 1}"
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -10,13 +10,15 @@ from typing import TypeAlias
 from loadtest.report import METRIC_TITLES, Replay, RequestResult, Summary, metric_values, percentile
 
 NUM_CDF_POINTS = 200
+CDF_METRICS = ("ttft", "tpot", "itl", "e2el")
 NUM_TIME_BINS = 120
 # Narrower than an arrival's gap, a bin shows the gaps and not the rate.
 MIN_BIN_S = 0.05
 MAX_TIMELINE_ROWS = 300
 # The parts of a request's life that its client can tell apart.
 UNSENT, FIRST_TOKEN, DECODE = "waiting to be sent", "queue and prefill", "decode"
-PARTS = (UNSENT, FIRST_TOKEN, DECODE)
+FAILED = "failed"  # all of a failed request's life, once it was sent
+PARTS = (UNSENT, FIRST_TOKEN, DECODE, FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,7 @@ class Series:
     xs: Sequence[float]
     ys: Sequence[float]
     has_marks: bool = False  # each point is a measurement of its own
+    has_line: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ def figures(shown: Run, rates: list[Run]) -> list[Figure]:
     if rates:
         drawn += [_against_throughput(rates, metric) for metric in ("ttft", "tpot", "e2el")]
     done = shown.observed.completed
-    drawn += [_cdf(done, metric) for metric in METRIC_TITLES]
+    drawn += [_cdf(done, metric) for metric in CDF_METRICS]
     drawn += [_tokens_over_time(shown.observed), _in_flight_over_time(shown.observed)]
     drawn.append(_timeline(shown.observed))
     return [figure for figure in drawn if _has_data(figure)]
@@ -79,21 +82,22 @@ def figures(shown: Run, rates: list[Run]) -> list[Figure]:
 def _has_data(figure: Figure) -> bool:
     if isinstance(figure, Timeline):
         return bool(figure.rows)
-    return any(series.xs for series in figure.series)
+    return any(any(series.ys) for series in figure.series)
 
 
 def _against_throughput(rates: list[Run], metric: str) -> Lines:
     """In order of the rate, so that the line bends back where more load brings less.
 
-    A hopeless rate was left early, so what it shows is the part that was seen.
+    One point a rate, its last whole run. A hopeless rate was left early: what was seen of it is
+    no point of the line.
     """
     short, title = METRIC_TITLES[metric]
-    points = []
-    for run in sorted(rates, key=lambda run: float(run.summary["request_rate"])):
-        values = sorted(metric_values(run.observed.completed)[metric])
-        if values:
-            ms = [percentile(values, percent) * 1000 for percent in (50, 99)]
-            points.append((run.summary["output_throughput"], *ms))
+    in_order = sorted(rates, key=lambda run: float(run.summary["request_rate"]))
+    whole = {
+        run.summary["request_rate"]: run for run in in_order if not run.observed.is_interrupted
+    }
+    points = _points(list(whole.values()), metric)
+    left = _points([run for run in in_order if run.observed.is_interrupted], metric)
     return Lines(
         slug=f"{metric}-against-throughput",
         title=f"{title} against throughput",
@@ -107,8 +111,27 @@ def _against_throughput(rates: list[Run], metric: str) -> Lines:
                 has_marks=True,
             )
             for column, name in ((1, "p50"), (2, "p99"))
+        ]
+        + [
+            Series(
+                name="p99 of rates left early",
+                xs=[point[0] for point in left],
+                ys=[point[2] for point in left],
+                has_marks=True,
+                has_line=False,
+            )
         ],
     )
+
+
+def _points(runs: list[Run], metric: str) -> list[tuple[float, float, float]]:
+    """Throughput, p50 and p99 in ms of each run that has an answer."""
+    points = []
+    for run in runs:
+        if values := sorted(metric_values(run.observed.completed)[metric]):
+            p50, p99 = (percentile(values, percent) * 1000 for percent in (50, 99))
+            points.append((run.summary["output_throughput"], p50, p99))
+    return points
 
 
 def _cdf(done: list[RequestResult], metric: str) -> Lines:
@@ -136,8 +159,8 @@ def _start_s(observed: Replay) -> float:
 
 def _bins(observed: Replay) -> tuple[float, list[float]]:
     """A bin's width in seconds, and where each has its middle."""
-    width = max(MIN_BIN_S, observed.duration_s / NUM_TIME_BINS)
-    num = max(1, round(observed.duration_s / width))
+    num = min(NUM_TIME_BINS, max(1, int(observed.duration_s / MIN_BIN_S)))
+    width = observed.duration_s / num
     return width, [(index + 0.5) * width for index in range(num)]
 
 
@@ -154,7 +177,7 @@ def _tokens_over_time(observed: Replay) -> Lines:
         title="Output tokens over time",
         x_label="seconds",
         y_label="tokens/s",
-        series=[Series(name="output tokens/s", xs=middles, ys=tokens)],
+        series=[Series(name="output tokens/s", xs=middles, ys=tokens, has_marks=len(middles) == 1)],
     )
 
 
@@ -176,7 +199,7 @@ def _in_flight_over_time(observed: Replay) -> Lines:
         title="Requests in flight over time",
         x_label="seconds",
         y_label="requests",
-        series=[Series(name="in flight", xs=middles, ys=counts)],
+        series=[Series(name="in flight", xs=middles, ys=counts, has_marks=len(middles) == 1)],
     )
 
 
@@ -194,12 +217,15 @@ def _timeline(observed: Replay) -> Timeline:
 
 
 def _spans(result: RequestResult, start_s: float) -> list[Span]:
-    edges = [result.scheduled_s, result.sent_s]
-    edges += [result.arrivals_s[0], result.arrivals_s[-1]] if result.arrivals_s else []
-    if len(edges) == 2:
-        edges.append(result.ended_s)
+    scheduled_s, sent_s = result.scheduled_s, result.sent_s
+    parts = [(UNSENT, scheduled_s, sent_s)]
+    if result.error is not None:
+        parts.append((FAILED, sent_s, result.ended_s))
+    else:
+        first_s, last_s = result.arrivals_s[0], result.arrivals_s[-1]
+        parts += [(FIRST_TOKEN, sent_s, first_s), (DECODE, first_s, last_s)]
     return [
         Span(part=part, start_s=begin - start_s, end_s=end - start_s)
-        for part, begin, end in zip(PARTS, edges, edges[1:], strict=False)
+        for part, begin, end in parts
         if end > begin
     ]

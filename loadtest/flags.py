@@ -27,8 +27,60 @@ BACKENDS = {
     "openai": COMPLETIONS,
     "completions": COMPLETIONS,
     "vllm": COMPLETIONS,
+    "sglang": COMPLETIONS,
+    "lmdeploy": COMPLETIONS,
+    "llama.cpp": COMPLETIONS,
     "openai-chat": CHAT,
     "chat": CHAT,
+}
+
+
+SAMPLING: dict[str, type[int] | type[float]] = {
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "repetition_penalty": float,
+}
+# With more, the server would be asked for longer than a person waits, or measures.
+MAX_ASKED_COUNTS = 400
+_TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"  # a header's name, by RFC 9110
+
+# Flags of `vllm bench serve` that would change what is measured, and what to do instead.
+_LORA = "adapters are models of their own; measure one with --model"
+_PLOT = "use --report FILE or --plot-dir DIR, which draw the timeline and more"
+_UNSERVED = {
+    "--use-beam-search": "the servers measured here sample; leave it out",
+    "--profile": "start the profiler at the server",
+    "--tokenizer-mode": "give --tokenizer a directory with a tokenizer.json",
+    "--trust-remote-code": "no code of a tokenizer is run; --tokenizer reads a tokenizer.json",
+    "--skip-tokenizer-init": "leave out --tokenizer, and none is read",
+    "--self-timed": "a trace comes at its own times unless --request-rate is given",
+    "--no-self-timed": "give --request-rate, and a trace's times are not followed",
+    "--probe-request-rate": "run a second penstock bench beside it, with --request-rate",
+    "--no-oversample": "leave it out: no request is asked twice",
+    "--no-stream": "leave it out: files are read from disk",
+    "--disable-shuffle": "conversations are drawn by --seed; make a custom file to fix their order",
+    "--skip-chat-template": "use --backend openai for bare texts, or openai-chat for conversations",
+    "--chat-template-kwargs": "use --extra-body '{\"chat_template_kwargs\": {...}}'",
+    "--enable-multimodal-chat": "prompts are text",
+    "--no-reranker": "only completions and chat are measured",
+}
+_UNSERVED_FAMILIES = {
+    "--lora-": _LORA,
+    "--max-loras": _LORA,
+    "--plot-timeline": _PLOT,
+    "--plot-dataset-stats": _PLOT,
+    "--timeline-itl-": _PLOT,
+    "--random-mm-": "prompts are text",
+    "--random-batch-size": "only completions and chat are measured",
+    "--hf-": "save the set as JSONL and use --dataset-name custom",
+    "--sonnet-": "use --dataset-name shared-prefix, or a custom file",
+    "--spec-bench-": "save its prompts as JSONL and use --dataset-name custom",
+    "--blazedit-": "save its prompts as JSONL and use --dataset-name custom",
+    "--prefix-repetition-": "use --dataset-name shared-prefix with --shared-prefix-len, "
+    "--num-prefixes, --random-input-len and --random-output-len",
 }
 
 
@@ -54,6 +106,16 @@ def make_parser() -> argparse.ArgumentParser:
         "--model", metavar="ID", help="default: the first that GET /v1/models lists"
     )
     server.add_argument(
+        "--served-model-name", metavar="ID", help="what requests call the model; default: --model"
+    )
+    server.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="a model's directory or a tokenizer.json, to count the tokens of texts; default: "
+        f"the server's /tokenize where at most {MAX_ASKED_COUNTS} texts need it, else a guess",
+    )
+    server.add_argument(
         "--backend",
         "--endpoint-type",
         choices=[*BACKENDS],
@@ -63,10 +125,25 @@ def make_parser() -> argparse.ArgumentParser:
         "--endpoint", metavar="PATH", help=f"default: {COMPLETIONS}, or {CHAT} for chat"
     )
     server.add_argument(
-        "--ready-timeout", type=float, default=60.0, metavar="S", help="to wait for the server"
+        "--ready-check-timeout-sec",
+        "--ready-timeout",
+        dest="ready_timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="to wait for the server",
     )
     server.add_argument(
         "--request-timeout", type=float, default=600.0, metavar="S", help="for one whole answer"
+    )
+    server.add_argument(
+        "--header", nargs="+", metavar="NAME=VALUE", help="HTTP headers of every request"
+    )
+    server.add_argument(
+        "--request-id-prefix", metavar="TEXT", help="send x-request-id: this and a number"
+    )
+    server.add_argument(
+        "--insecure", action="store_true", help="take any TLS certificate, as a self-signed one"
     )
 
     load = parser.add_argument_group("workload")
@@ -122,6 +199,10 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="max_tokens; default: what the answer in the file has",
     )
+    load.add_argument("--input-len", type=int, metavar="N", help="the same as --random-input-len")
+    load.add_argument(
+        "--output-len", type=int, metavar="N", help="for every dataset whose flag sets a length"
+    )
     load.add_argument(
         "--custom-output-len",
         type=int,
@@ -139,6 +220,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="R",
         default=0.0,
         help="lengths vary by this share each way",
+    )
+    load.add_argument(
+        "--random-prefix-len",
+        type=int,
+        metavar="N",
+        default=0,
+        help="begin all random prompts with the same N tokens more",
     )
     load.add_argument(
         "--shared-prefix-len",
@@ -162,7 +250,11 @@ def make_parser() -> argparse.ArgumentParser:
         default=DEFAULT_VOCAB_SIZE,
         help=f"random ids are drawn from [{FIRST_TOKEN_ID}, this); every model has the default",
     )
-    load.add_argument("--ignore-eos", action="store_true", help="answers get their full length")
+    load.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="answers get their full length; default: where prompts are made up",
+    )
     load.add_argument(
         "--extra-body",
         type=_json_object,
@@ -171,6 +263,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="fields that every request has besides, such as response_format",
     )
     load.add_argument("--temperature", type=float, metavar="T", default=0.0, help="0 is greedy")
+    for name, kind in SAMPLING.items():
+        flag = f"--{name.replace('_', '-')}"
+        load.add_argument(flag, type=kind, metavar="X", help="sent if it is given")
+    load.add_argument("--logprobs", type=int, metavar="N", help="ask for this many of each token")
     load.add_argument(
         "--num-warmups",
         type=int,
@@ -205,11 +301,19 @@ def make_parser() -> argparse.ArgumentParser:
         "--plot-dir", type=Path, metavar="DIR", help="write its figures as PNG (penstock[plot])"
     )
     report.add_argument("--json", action="store_true", help="print the JSON line alone")
-    report.add_argument("--save-result", action="store_true", help="write the JSON to a file")
-    report.add_argument("--save-detailed", action="store_true", help="with every request in it")
-    report.add_argument("--result-dir", metavar="DIR", default=".", help="for --save-result")
+    report.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    report.add_argument("--label", metavar="NAME", help="of the result; default: the backend")
     report.add_argument(
-        "--result-filename", metavar="NAME", help="default: made from rate, model and date"
+        "--metadata", nargs="+", metavar="KEY=VALUE", help="more fields of the JSON"
+    )
+    report.add_argument("--save-result", action="store_true", help="write the JSON to a file")
+    report.add_argument(
+        "--append-result", action="store_true", help="add it to that file, as a line of its own"
+    )
+    report.add_argument("--save-detailed", action="store_true", help="with every request in it")
+    report.add_argument("--result-dir", metavar="DIR", help="for it; default: where you are")
+    report.add_argument(
+        "--result-filename", metavar="NAME", help="default: made from label, rate, model and date"
     )
     _add_sweep(parser)
     return parser
@@ -254,6 +358,66 @@ def _json_object(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"it must be a JSON object ({error})") from error
 
 
+def refuse_unserved(argv: list[str]) -> None:
+    """Raises InvalidConfig for a flag of `vllm bench serve` that we know and cannot follow."""
+    for argument in argv:
+        flag = argument.partition("=")[0]
+        advice = _UNSERVED.get(flag) or next(
+            (text for start, text in _UNSERVED_FAMILIES.items() if flag.startswith(start)), None
+        )
+        if advice is not None:
+            raise InvalidConfig(f"{flag} of vllm bench serve is not served here: {advice}")
+
+
+def pairs(flag: str, texts: list[str] | None) -> dict[str, str]:
+    """What --header and --metadata say. Raises InvalidConfig."""
+    parsed = {}
+    for text in texts or []:
+        name, is_pair, value = text.partition("=")
+        if not (is_pair and name.strip()):
+            raise InvalidConfig(f"{flag} does not understand {text!r}; write NAME=VALUE")
+        parsed[name.strip()] = value.strip()
+    return parsed
+
+
+def headers(args: argparse.Namespace, api_key: str | None) -> dict[str, str]:
+    """Of every request; --header wins over the key. Raises InvalidConfig."""
+    given = pairs("--header", args.header)
+    for name, value in given.items():
+        if not (re.fullmatch(_TOKEN, name) and value.isprintable() and value.isascii()):
+            raise InvalidConfig(
+                f"--header {name}={value!r} is no HTTP header; use letters, digits and - in the "
+                "name and printable ASCII in the value"
+            )
+    has_own_key = any(name.lower() == "authorization" for name in given)
+    return given if has_own_key or not api_key else {"Authorization": f"Bearer {api_key}"} | given
+
+
+def extra_body(args: argparse.Namespace) -> dict[str, Any]:
+    """Sampling flags that were given, and --extra-body, which wins."""
+    sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    return {**sampling, **args.extra_body}
+
+
+def ignores_eos(args: argparse.Namespace) -> bool:
+    """Lengths that were asked for are meant where the prompts mean nothing, as in vLLM."""
+    if args.ignore_eos is not None:
+        return bool(args.ignore_eos)
+    dataset = Dataset(args.dataset_name)
+    return dataset.is_trace or not dataset.is_file
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Raises InvalidConfig for a flag that has nothing to act on."""
+    if args.save_result and args.append_result:
+        raise InvalidConfig("--save-result and --append-result exclude each other; give one")
+    if args.save_result or args.append_result:
+        return
+    for flag in ("--save-detailed", "--result-dir", "--result-filename"):
+        if getattr(args, flag[2:].replace("-", "_")):
+            raise InvalidConfig(f"{flag} needs --save-result or --append-result")
+
+
 def workload_config(args: argparse.Namespace) -> WorkloadConfig:
     is_chat = endpoint(args).endswith("/chat/completions")
     if is_chat and args.prompt_format == PromptFormat.IDS:
@@ -266,9 +430,10 @@ def workload_config(args: argparse.Namespace) -> WorkloadConfig:
         num_prompts=args.num_prompts,
         dataset=Dataset(args.dataset_name),
         prompt_format=PromptFormat(args.prompt_format or default_format),
-        input_len=args.random_input_len,
-        output_len=args.random_output_len,
+        input_len=_either(args.input_len, args.random_input_len),
+        output_len=_either(args.output_len, args.random_output_len),
         range_ratio=args.random_range_ratio,
+        random_prefix_len=args.random_prefix_len,
         shared_prefix_len=args.shared_prefix_len,
         num_prefixes=args.num_prefixes,
         request_rate=args.request_rate,
@@ -276,11 +441,16 @@ def workload_config(args: argparse.Namespace) -> WorkloadConfig:
         ramp=_ramp(args),
         vocab_size=args.vocab_size,
         dataset_path=args.dataset_path,
-        sharegpt_output_len=args.sharegpt_output_len,
-        custom_output_len=args.custom_output_len,
+        sharegpt_output_len=_either(args.output_len, args.sharegpt_output_len),
+        custom_output_len=_either(args.output_len, args.custom_output_len),
         trace_speedup=args.trace_speedup,
         is_chat=is_chat,
     )
+
+
+def _either(general: int | None, own: Any) -> Any:
+    """vLLM's --input-len and --output-len win over a dataset's own flag."""
+    return own if general is None else general
 
 
 def endpoint(args: argparse.Namespace) -> str:
@@ -317,6 +487,11 @@ def sweep_config(
         raise InvalidConfig("--sweep needs the SLO: give --goodput, as --goodput ttft:200 tpot:50")
     if workload.ramp is not None:
         raise InvalidConfig("--sweep sets the rates itself; leave out --ramp-up-strategy")
+    if args.max_concurrency is not None:
+        raise InvalidConfig(
+            "--sweep needs requests to come when they are due; leave out --max-concurrency, which "
+            "makes them wait where no latency is measured"
+        )
     if args.save_detailed:
         raise InvalidConfig(
             "--sweep saves a summary of each rate; leave out --save-detailed, or measure one rate"

@@ -67,8 +67,8 @@ async def measure(
     server: int, base_url: str, num_streams: int, num_tokens: int
 ) -> dict[str, float]:
     """server: its process id."""
-    models = await wait_until_ready(base_url, api_key=None, timeout_s=20.0, say=lambda _: None)
-    config = TargetConfig(base_url=base_url, model=models[0], ignore_eos=True)
+    models = await wait_until_ready(base_url, timeout_s=20.0, say=lambda _: None)
+    config = TargetConfig(base_url=base_url, model=models[0].id, ignore_eos=True)
     workload = WorkloadConfig(num_prompts=num_streams, input_len=16, output_len=num_tokens)
     async with HttpTarget(config) as target:
         await warm_up(target, workload, 8, None)

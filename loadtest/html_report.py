@@ -7,14 +7,15 @@ from loadtest.figures import PARTS, Figure, Lines, Series, Timeline
 from loadtest.report import Summary
 
 WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 28, 12, 42
+WIDE = 2 * WIDTH  # over both columns, so that its letters are as large as the others'
+LEFT, RIGHT, TOP, BOTTOM = 72, 28, 12, 42
 NUM_TICKS = 6
 ROW_HEIGHT = 5
 CSS = """
 :root{color-scheme:light dark;--page:#fff;--ink:#16181d;--soft:#5b6270;--grid:#e4e7ec;--c0:#2563eb;
---c1:#c2410c;--c2:#059669}
+--c1:#c2410c;--c2:#059669;--c3:#be123c}
 @media(prefers-color-scheme:dark){:root{--page:#14161a;--ink:#e8eaee;--soft:#9aa2b1;--grid:#2b2f37;
---c0:#7aa7ff;--c1:#f59e5b;--c2:#4ade9f}}
+--c0:#7aa7ff;--c1:#f59e5b;--c2:#4ade9f;--c3:#fb7185}}
 body{background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif;max-width:1340px;
 margin:0 auto;padding:24px 16px}
 h1{font-size:22px;margin:0}p,figcaption small{color:var(--soft)}h2{font-size:17px;margin:32px 0 8px}
@@ -29,7 +30,7 @@ td{font-variant-numeric:tabular-nums}i{display:inline-block;width:14px;height:3p
 0;vertical-align:middle}.key{font-size:13px;color:var(--soft);margin-right:16px}
 """ + "".join(
     f".s{n}{{stroke:var(--c{n})}}.f{n},i.f{n}{{fill:var(--c{n});background:var(--c{n})}}"
-    for n in range(3)
+    for n in range(4)
 )
 _CARDS = (
     ("request_rate", "requests/s asked", 2),
@@ -52,7 +53,7 @@ def html_report(summary: Summary, figures: list[Figure], text: str) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{CSS}</style></head><body>"
-        f"<h1>{escape(title)}</h1><p>{escape(_workload(summary))}</p>"
+        f"<h1>{escape(title)}</h1><p>{escape(_workload(summary))}</p>{_failures(summary)}"
         f'<div class="cards">{cards}</div><h2>Figures</h2><div class="grid">{drawn}</div>'
         f"<h2>As the terminal shows it</h2><pre>{escape(text)}</pre>"
         f"<h2>All numbers</h2><table>{_rows(summary)}</table></body></html>\n"
@@ -66,10 +67,16 @@ def _workload(summary: Summary) -> str:
     )
 
 
+def _failures(summary: Summary) -> str:
+    """Each reason, and how often; nothing where all went well."""
+    reasons = summary.get("failure_reasons") or {}
+    return "".join(f"<p>{num} failed: {escape(reason)}</p>" for reason, num in reasons.items())
+
+
 def _card(value: object, label: str, digits: int) -> str:
-    if value is None:
-        return ""
-    shown = f"{value:,.{digits}f}" if isinstance(value, int | float) else str(value)
+    if not isinstance(value, int | float):
+        return ""  # unknown, or a rate of "inf"
+    shown = f"{value:,.{digits}f}"
     return f"<div><b>{escape(shown)}</b><span>{escape(label)}</span></div>"
 
 
@@ -77,7 +84,7 @@ def _rows(summary: Summary) -> str:
     """Lists are for the JSON file."""
     rows = []
     for key, value in summary.items():
-        if value is not None and not isinstance(value, list):
+        if value is not None and not isinstance(value, list | dict):
             shown = f"{value:.6g}" if isinstance(value, float) else str(value)
             rows.append(f"<tr><th>{escape(key)}</th><td>{escape(shown)}</td></tr>")
     return "".join(rows)
@@ -86,15 +93,18 @@ def _rows(summary: Summary) -> str:
 def _figure(figure: Figure) -> str:
     if isinstance(figure, Timeline):
         return _frame(figure.title, _timeline(figure), list(PARTS), ' class="wide"')
-    return _frame(figure.title, _lines(figure), [series.name for series in figure.series])
+    names = [series.name if series.xs else "" for series in figure.series]
+    return _frame(figure.title, _lines(figure), names)
 
 
 def _frame(title: str, svg: str, names: list[str], kind: str = "") -> str:
+    """names: by colour; empty for what has nothing to show."""
     keys = ""
     if len(names) > 1:
         keys = "".join(
             f'<span class="key"><i class="f{index}"></i>{escape(name)}</span>'
             for index, name in enumerate(names)
+            if name
         )
     return f"<figure{kind}><figcaption>{escape(title)}</figcaption>{keys}{svg}</figure>"
 
@@ -112,7 +122,9 @@ class _Scale:
 
 def ticks(highest: float) -> list[float]:
     """Round numbers from 0 to the first at or above `highest`, NUM_TICKS or a few fewer."""
-    rough = max(highest, 1e-9) / (NUM_TICKS - 1)
+    if highest <= 0:
+        return [0.0, 1.0]
+    rough = highest / (NUM_TICKS - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     num = max(1, math.ceil(highest / step - 1e-6))
@@ -126,7 +138,8 @@ def _lines(figure: Lines) -> str:
     y = _Scale(highest_y, HEIGHT - BOTTOM, TOP)
     parts = [_axes(x, y, figure.x_label, figure.y_label, HEIGHT)]
     for index, series in enumerate(figure.series):
-        parts.append(_line(series, index, x, y))
+        if series.has_line:
+            parts.append(_line(series, index, x, y))
         if series.has_marks:
             parts += _marks(series, index, x, y)
     return _svg(figure.title, HEIGHT, "".join(parts))
@@ -149,7 +162,8 @@ def _marks(series: Series, index: int, x: _Scale, y: _Scale) -> list[str]:
 
 def _timeline(figure: Timeline) -> str:
     height = TOP + BOTTOM + max(40, ROW_HEIGHT * len(figure.rows))
-    x = _Scale(max(span.end_s for row in figure.rows for span in row), LEFT, WIDTH - RIGHT)
+    highest = max((span.end_s for row in figure.rows for span in row), default=0.0)
+    x = _Scale(highest, LEFT, WIDE - RIGHT)
     bars = [
         f'<rect class="f{PARTS.index(span.part)}" x="{x(span.start_s):.1f}" '
         f'y="{TOP + row * ROW_HEIGHT}" height="{ROW_HEIGHT - 1}" '
@@ -157,11 +171,13 @@ def _timeline(figure: Timeline) -> str:
         for row, spans in enumerate(figure.rows)
         for span in spans
     ]
-    axes = _axes(x, None, figure.x_label, "requests", height)
-    return _svg(figure.title, height, axes + "".join(bars))
+    axes = _axes(x, None, figure.x_label, "requests", height, WIDE)
+    return _svg(figure.title, height, axes + "".join(bars), WIDE)
 
 
-def _axes(x: _Scale, y: _Scale | None, x_label: str, y_label: str, height: int) -> str:
+def _axes(
+    x: _Scale, y: _Scale | None, x_label: str, y_label: str, height: int, width: int = WIDTH
+) -> str:
     floor, middle = height - BOTTOM, (TOP + height - BOTTOM) / 2
     parts = []
     for tick in x.ticks:
@@ -169,9 +185,9 @@ def _axes(x: _Scale, y: _Scale | None, x_label: str, y_label: str, height: int) 
         parts.append(_text(x(tick), floor + 16, f"{tick:,.6g}", "middle"))
     for tick in y.ticks if y else ():
         assert y is not None
-        parts.append(f'<path class="axis" d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<path class="axis" d="M{LEFT} {y(tick):.1f}H{width - RIGHT}"/>')
         parts.append(_text(LEFT - 6, y(tick) + 4, f"{tick:,.6g}", "end"))
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, x_label, "middle"))
+    parts.append(_text((LEFT + width - RIGHT) / 2, height - 6, x_label, "middle"))
     turned = f' transform="rotate(-90 14 {middle:.1f})"'
     return "".join([*parts, _text(14, middle, y_label, "middle", turned)])
 
@@ -180,6 +196,6 @@ def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
 
 
-def _svg(title: str, height: int, inner: str) -> str:
-    head = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
+def _svg(title: str, height: int, inner: str, width: int = WIDTH) -> str:
+    head = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
     return f"{head}{inner}</svg>"

@@ -8,12 +8,13 @@ of httptools, and the sink's own work. It knows nothing of SSE or OpenAI.
 import asyncio
 import ssl
 import time
+from collections.abc import Mapping
 from typing import Protocol, cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
-from scheduler.errors import PenstockError
+from scheduler.errors import InvalidConfig, PenstockError
 
 
 class HttpFailed(PenstockError):
@@ -128,28 +129,42 @@ class Connection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Connections to one server; a request takes an idle one or opens another, without limit."""
+    """Connections to one server; a request takes an idle one or opens another, without limit.
 
-    def __init__(self, base_url: str) -> None:
+    headers: of every request. is_insecure: take any certificate, such as a self-signed one.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        is_insecure: bool = False,
+    ) -> None:
         parts = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise HttpFailed(f"{base_url!r} is not a URL like http://127.0.0.1:8000")
+            raise InvalidConfig(
+                f"--base-url {base_url!r} is not a URL; write one like http://127.0.0.1:8000"
+            )
         self._host = parts.hostname
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
-        self._port = parts.port or (443 if self._ssl else 80)
+        if self._ssl and is_insecure:
+            self._ssl.check_hostname, self._ssl.verify_mode = False, ssl.CERT_NONE
+        self._port = _port(parts) or (443 if self._ssl else 80)
         self._host_header = parts.netloc.rpartition("@")[2]
         # People paste the base URL that OpenAI's clients take, which ends in /v1.
         self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = dict(headers or {})
         self._idle: list[Connection] = []
         self._connected: set[Connection] = set()
 
     def encode(
-        self, method: str, path: str, body: bytes = b"", *, api_key: str | None = None
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> bytes:
         """A request's bytes. Made ahead of the replay, so that sending costs next to nothing."""
         head = f"{method} {self._path}{path} HTTP/1.1\r\nHost: {self._host_header}\r\n"
-        if api_key:
-            head += f"Authorization: Bearer {api_key}\r\n"
+        for name, value in {**self._headers, **(headers or {})}.items():
+            head += f"{name}: {value}\r\n"
         if body:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return head.encode("latin-1") + b"\r\n" + body
@@ -196,3 +211,10 @@ class ConnectionPool:
             why = "connection refused" if refused else error.strerror or str(error)
             raise HttpFailed(f"cannot connect to {self._host}:{self._port}: {why}") from error
         return connection, False
+
+
+def _port(parts: SplitResult) -> int | None:
+    try:
+        return parts.port
+    except ValueError as error:
+        raise InvalidConfig(f"--base-url {parts.geturl()!r} has no port: {error}") from error

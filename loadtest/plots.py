@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIZE_INCHES, DPI = (8.0, 4.5), 150
-COLOURS = ("#2563eb", "#c2410c", "#059669")
+COLOURS = ("#2563eb", "#c2410c", "#059669", "#be123c")
 
 
 def check_matplotlib() -> None:
@@ -47,8 +47,17 @@ def _draw(figure: Figure, axes: "Axes") -> None:
         return
     axes.set_ylabel(figure.y_label)
     for series, colour in zip(figure.series, COLOURS, strict=False):
+        if not series.xs:
+            continue
         marker = "o" if series.has_marks else None
-        axes.plot(series.xs, series.ys, label=series.name, color=colour, marker=marker)
+        axes.plot(
+            series.xs,
+            series.ys,
+            label=series.name,
+            color=colour,
+            marker=marker,
+            linestyle="-" if series.has_line else "",
+        )
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     if len(figure.series) > 1:

@@ -1,9 +1,10 @@
 """From what was observed of each request to the numbers that people live by.
 
-    TTFT        request sent -> first token arrived
+    TTFT        request sent, or due in an open loop -> first token arrived
     ITL         each gap between one arrival and the next
     TPOT        (last token - first token) / (output tokens - 1), per request
-    E2EL        request sent -> last token = TTFT + TPOT * (output tokens - 1): "latency"
+    E2EL        the same -> last token = TTFT + TPOT * (output tokens - 1): "latency"
+    client queue  request due -> sent: it waited for a place, or this client was late
     throughput  output tokens of successful requests / duration of the replay
     goodput     successful requests that meet every stated limit / duration
 
@@ -27,7 +28,14 @@ METRIC_TITLES = {
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
+    "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
+    "e2el_including_client_queue": (
+        "E2EL incl. Client Queue",
+        "Queue-inclusive End-to-end Latency",
+    ),
 }
+# Of failures that are told apart.
+MAX_REASONS = 5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +44,8 @@ class RequestResult:
 
     scheduled_s: when the workload wanted it sent. arrivals_s: when events with tokens came.
     error: None if the answer is complete. status: HTTP's, 0 where there was none.
+    is_open_loop: it was to be sent at a time of its own, and is timed from that one.
+    is_counted: the server said how many tokens the answer has; else its events are counted.
     """
 
     index: int
@@ -48,10 +58,17 @@ class RequestResult:
     text: str = ""
     status: int = 0
     error: str | None = None
+    is_open_loop: bool = False
+    is_counted: bool = True
+
+    @property
+    def start_s(self) -> float:
+        """From when it is timed."""
+        return self.scheduled_s if self.is_open_loop else self.sent_s
 
     @property
     def ttft_s(self) -> float:
-        return self.arrivals_s[0] - self.sent_s
+        return self.arrivals_s[0] - self.start_s
 
     @property
     def tpot_s(self) -> float | None:
@@ -66,7 +83,7 @@ class RequestResult:
 
     @property
     def latency_s(self) -> float:
-        return self.arrivals_s[-1] - self.sent_s
+        return self.arrivals_s[-1] - self.start_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +130,8 @@ def summarize(replay: Replay, config: ReportConfig) -> Summary:
         "completed": len(done),
         "failed": len(replay.failed),
         "rejected": sum(result.status == 429 for result in replay.failed),
+        "failure_reasons": dict(_reasons(replay).most_common(MAX_REASONS)),
+        "uncounted": sum(not result.is_counted for result in done),
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
         "request_throughput": len(done) / duration,
@@ -143,6 +162,10 @@ def metric_values(done: list[RequestResult]) -> dict[str, list[float]]:
         "tpot": [tpot for result in done if (tpot := result.tpot_s) is not None],
         "itl": [gap for result in done for gap in result.itls_s],
         "e2el": [result.latency_s for result in done],
+        "client_queue_time": [result.sent_s - result.scheduled_s for result in done],
+        "e2el_including_client_queue": [
+            result.arrivals_s[-1] - result.scheduled_s for result in done
+        ],
     }
 
 
@@ -156,7 +179,9 @@ def details(replay: Replay) -> Summary:
         "itls": [result.itls_s for result in results],
         "generated_texts": [result.text for result in results],
         "errors": [result.error or "" for result in results],
-        "start_times": [result.sent_s for result in results],
+        "start_times": [result.start_s for result in results],
+        "latencies": [result.latency_s if result.arrivals_s else None for result in results],
+        "queue_times": [result.sent_s - result.scheduled_s for result in results],
     }
 
 
@@ -204,22 +229,31 @@ def complaints(replay: Replay, *, has_due_times: bool) -> list[str]:
 
     has_due_times: whether each request was to be sent at its own time, whatever else runs.
     """
-    counts = Counter(result.error for result in replay.failed)
-    lines = [f"{count} x {error}" for error, count in counts.most_common(5)]
-    if len(counts) > 5:
-        lines.append(f"... and {len(counts) - 5} other kinds of failure")
+    counts = _reasons(replay)
+    lines = [f"{count} x {error}" for error, count in counts.most_common(MAX_REASONS)]
+    if len(counts) > MAX_REASONS:
+        lines.append(f"... and {len(counts) - MAX_REASONS} other kinds of failure")
+    if num_uncounted := sum(not result.is_counted for result in replay.completed):
+        lines.append(
+            f"the server did not say how many tokens {num_uncounted} answers have, so their "
+            "events are counted; give --tokenizer to count tokens"
+        )
     if replay.client_cpu_share > 0.8:
         lines.append(
             f"this client was busy {replay.client_cpu_share:.0%} of the time: the server may be "
             "faster than these numbers"
         )
-    # A person cannot see 50 ms, but a TTFT that should include it and does not is a wrong number.
+    # A person cannot see 50 ms, but a server is not to blame for them.
     if replay.max_send_delay_s > 0.05 and has_due_times:
         lines.append(
             f"this client sent a request {replay.max_send_delay_s * 1000:.0f} ms later than the "
-            "workload asked for: the arrivals were gentler than configured"
+            "workload asked for; latencies count from when it was due"
         )
     return lines
+
+
+def _reasons(replay: Replay) -> Counter[str]:
+    return Counter(str(result.error) for result in replay.failed)
 
 
 def _row(label: str, value: Any) -> str:

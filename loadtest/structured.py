@@ -77,10 +77,10 @@ def main(argv: list[str]) -> int:
 
 async def _measure(base_url: str, args: argparse.Namespace) -> list[tuple[float, float]]:
     """Tokens per second of the plain and of the structured arm, round by round."""
-    models = await wait_until_ready(base_url, api_key=None, timeout_s=60.0, say=lambda _: None)
+    models = await wait_until_ready(base_url, timeout_s=60.0, say=lambda _: None)
     plain = TargetConfig(
         base_url=base_url,
-        model=models[0],
+        model=models[0].id,
         temperature=args.temperature,
         ignore_eos=True,
     )

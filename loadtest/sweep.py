@@ -13,9 +13,10 @@ from typing import Any
 
 from loadtest.config import ReportConfig, WorkloadConfig
 from loadtest.http_target import HttpTarget, replay
+from loadtest.lengths import Count
 from loadtest.progress import Progress
-from loadtest.report import Replay, RequestResult, Summary, is_good, summarize
-from loadtest.workload import make_requests
+from loadtest.report import Replay, RequestResult, Summary, complaints, is_good, summarize
+from loadtest.workload import TimedRequest, make_requests
 from scheduler.errors import InvalidConfig
 
 # Fewer cannot tell 99 % good from 97 %. A slow rate may take some times its seconds to ask them.
@@ -24,6 +25,8 @@ MIN_REQUESTS, MAX_STRETCH = 100, 3
 MAX_DOUBLINGS, MAX_HALVINGS = 16, 6
 # What was hung up on has left the server's batch by then, before the next rate starts.
 PAUSE_S = 0.5
+# So many times as long as an answer takes, a rate should be asked for.
+MIN_ANSWERS_LONG = 3
 Z_95 = 1.96  # standard deviations on each side that hold 95 % of a normal distribution
 
 
@@ -115,6 +118,11 @@ class SweepResult:
     missed: float | None
     is_interrupted: bool
 
+    @property
+    def best(self) -> list[RateResult]:
+        """The runs at the rate that is the answer."""
+        return [row for row in self.rates if row.rate == self.met]
+
 
 async def sweep(
     target: HttpTarget,
@@ -122,7 +130,8 @@ async def sweep(
     config: SweepConfig,
     report: ReportConfig,
     *,
-    max_concurrency: int | None,
+    count: Count,
+    shows_progress: bool,
     say: Callable[[str], None],
 ) -> SweepResult:
     """Asks at one rate after another until the limit is known; Ctrl-C gives what is known."""
@@ -136,11 +145,15 @@ async def sweep(
             seed=workload.seed + number,
             num_prompts=config.num_requests(rate),
         )
-        result = await _measure(target, asked, config, report, max_concurrency)
+        requests = make_requests(asked, count)
+        progress = Progress(len(requests)) if shows_progress else None
+        result = await _measure(target, requests, rate, config, report, progress)
         if result is None:
             return None
         results.append(result)
         say(f"rate {number}: {_verdict(result)}")
+        for line in complaints(result.observed, has_due_times=True):
+            say(f"rate {number}: {line}")
         await asyncio.sleep(PAUSE_S)
         return result.is_met
 
@@ -173,13 +186,13 @@ async def search(
 
 async def _measure(
     target: HttpTarget,
-    workload: WorkloadConfig,
+    requests: list[TimedRequest],
+    rate: float,
     config: SweepConfig,
     report: ReportConfig,
-    max_concurrency: int | None,
+    progress: Progress | None,
 ) -> RateResult | None:
     """None: interrupted."""
-    requests = make_requests(workload)
     num_bad_allowed = math.floor(len(requests) * (1 - config.min_ratio) + 1e-9)
     num_bad = 0
 
@@ -191,21 +204,16 @@ async def _measure(
         if num_bad == num_bad_allowed + 1:
             task.cancel()
 
-    progress = Progress(len(requests))
-    task = asyncio.create_task(
-        replay(
-            target, requests, max_concurrency=max_concurrency, progress=progress, on_result=judge
-        )
-    )
+    task = asyncio.create_task(replay(target, requests, progress=progress, on_result=judge))
     observed = await task
     is_met = num_bad <= num_bad_allowed
     if observed.is_interrupted and is_met:
         return None
     return RateResult(
-        rate=workload.request_rate,
+        rate=rate,
         is_met=is_met,
         num_asked=len(requests),
-        summary=summarize(observed, report) | {"request_rate": workload.request_rate},
+        summary=summarize(observed, report) | {"request_rate": rate},
         observed=observed,
     )
 
@@ -255,7 +263,7 @@ def answer(result: SweepResult) -> str:
     if result.met is None:
         lowest = f"{result.missed:.2f} req/s" if result.missed is not None else "any rate asked"
         return f"no rate met the SLO: {lowest} missed it{unsure}"
-    at = [row for row in result.rates if row.rate == result.met]
+    at = result.best
     num, num_good = sum(len(row.observed.results) for row in at), sum(row.num_good for row in at)
     low, high = wilson_interval(num_good, num)
     sure = f"{num_good} of {num} requests good there, {low:.1%} to {high:.1%} with 95 % certainty"
@@ -267,6 +275,31 @@ def answer(result: SweepResult) -> str:
         f"the highest rate that meets the SLO is {result.met:.2f} req/s; {result.missed:.2f} "
         f"missed it ({sure}){unsure}"
     )
+
+
+def doubts(result: SweepResult, workload: WorkloadConfig) -> list[str]:
+    """Why the answer may be wrong, each with what to change."""
+    lines = []
+    latencies_ms = [row.summary["median_e2el_ms"] or 0.0 for row in result.best]
+    durations_s = [row.num_asked / row.rate for row in result.best]
+    # A batch is full, and a queue as long as it gets, some answers after the first request.
+    if result.best and max(latencies_ms) / 1000 * MIN_ANSWERS_LONG > min(durations_s):
+        lines.append(
+            f"an answer took {max(latencies_ms) / 1000:.1f} s and each rate was asked for "
+            f"{min(durations_s):.0f} s, which may be too short to fill the server: raise "
+            "--sweep-seconds"
+        )
+    if any(row.num_asked < MIN_REQUESTS for row in result.best):
+        lines.append(
+            f"fewer than {MIN_REQUESTS} requests were asked at {result.met:.2f} req/s, too few to "
+            "tell shares near 100 % apart: raise --sweep-seconds"
+        )
+    if workload.dataset.is_file and not workload.dataset.is_trace:
+        lines.append(
+            "every rate asked prompts of the same file, which a prefix cache answers faster the "
+            "second time: compare with the server's prefix cache off"
+        )
+    return lines
 
 
 def sweep_summary(result: SweepResult, config: SweepConfig) -> dict[str, Any]:

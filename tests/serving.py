@@ -22,8 +22,8 @@ _START_TIMEOUT_S = 30.0
 class RunningServer:
     """A `penstock serve --scripted` of its own, and the ways to look at it."""
 
-    def __init__(self, *flags: str) -> None:
-        self.port = free_port()
+    def __init__(self, *flags: str, port: int | None = None) -> None:
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "server", "serve", "--port", str(self.port), *flags]
         self.process = subprocess.Popen(

@@ -91,6 +91,9 @@ class Stub:
         self.exchanges: list[Exchange] = []
         self.num_connections = 0
         self.num_loading_answers = 0  # how often GET /v1/models says 503 first
+        self.models_status = "200 OK"
+        self.max_model_len: int | None = None
+        self.heads: list[bytes] = []  # of the exchanges
         self.url = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -107,6 +110,7 @@ class Stub:
                 length = int(head.lower().partition(b"content-length:")[2].split()[0])
                 body = json.loads(await reader.readexactly(length))
                 exchange = Exchange(len(self.exchanges), connection, body, writer)
+                self.heads.append(head)
                 self.exchanges.append(exchange)
                 try:
                     await self._behave(exchange)
@@ -117,7 +121,8 @@ class Stub:
             await writer.wait_closed()
 
     async def _list_models(self, writer: asyncio.StreamWriter) -> None:
-        status, body = "200 OK", b'{"data": [{"id": "stub"}]}'
+        model = {"id": "stub", "max_model_len": self.max_model_len}
+        status, body = self.models_status, json.dumps({"data": [model]}).encode()
         if self.num_loading_answers:
             self.num_loading_answers -= 1
             status, body = "503 Service Unavailable", b'{"error": {"message": "still loading"}}'

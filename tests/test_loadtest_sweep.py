@@ -2,8 +2,14 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +20,8 @@ from hypothesis import strategies as st
 from loadtest import plots
 from loadtest.cli import main
 from loadtest.sweep import search, wilson_interval
-from tests.serving import MODEL, RunningServer, running_server
+from tests.serving import MODEL, ROOT, RunningServer, running_server, wait_until
+from tests.test_loadtest_flags import ANSWER, FEW, sharegpt
 
 STEP_MS = 20.0
 
@@ -205,3 +212,51 @@ def test_a_ramp_ends_faster_than_it_began(
     starts = result["start_times"]
     assert (starts[10] - starts[0]) > 1.5 * (starts[-1] - starts[-11])
     assert (result["ramp_up_strategy"], result["ramp_up_end_rps"]) == ("linear", 60.0)
+
+
+def test_the_server_counts_where_nobody_else_does(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sharegpt(tmp_path / "s.json", num=4)
+    argv = ["--base-url", server.url, "--dataset-name", "sharegpt", "--dataset-path", str(path)]
+    save = ["--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--ignore-eos"]
+    assert main([*argv, *save, "--num-prompts", "50", "--result-filename", "r.json"]) == 0
+    saved = json.loads((tmp_path / "r.json").read_text())
+    assert saved["token_lengths"] == "server"
+    reply = server.post("/tokenize", {"prompt": ANSWER})
+    assert min(saved["output_lens"]) == reply.json()["count"]
+    assert "the file has 4 requests" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_told_with_those_that_are(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--base-url", server.url, *FEW, "--model", "nope"]) == 1
+    told = capsys.readouterr().err
+    assert "lists no model 'nope'; it has penstock" in told
+    assert "a warm-up request failed: HTTP 404" in told
+
+
+def test_ctrl_c_prints_what_there_is(server: RunningServer) -> None:
+    command = [sys.executable, "-m", "server", "bench", "--base-url", server.url]
+    command += ["--num-prompts", "500", "--random-input-len", "4", "--random-output-len", "5"]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs, of which this may be one, ignore it.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        # All places are taken: the warm-up, of one request, is over.
+        wait_until(lambda: server.metric("running_sequences") == 4, timeout_s=30)
+        time.sleep(0.5)
+    finally:
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "of 500 requests had ended" in errors and "Traceback" not in errors
+    assert json.loads(out.splitlines()[-1])["completed"] >= 4

@@ -1,0 +1,148 @@
+"""`penstock bench` against a server that is not ours, and its report in a real browser."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loadtest.cli import main
+from loadtest.lengths import tokenizer_count
+from tests.ops.browser import Page, running_browser
+from tests.serving import ROOT, free_port, running_server
+from tests.test_loadtest_http import Exchange, stub
+
+NewPage = Callable[[], Page]
+MODEL = str(ROOT / "engine" / "demo_model")
+# Its server lives in the package that we take models' layouts from.
+_SERVE = "from transformers.cli.transformers import main; main()"
+_START_TIMEOUT_S = 120.0
+
+# Text outside its drawing, and labels of one drawing that lie on one another.
+_OVERLAPS = """[...document.querySelectorAll('svg')].flatMap(svg => {
+  const frame = svg.getBoundingClientRect();
+  const texts = [...svg.querySelectorAll('text')].map(t => [t, t.getBoundingClientRect()]);
+  const out = texts.filter(([, b]) => b.left < frame.left - 1 || b.right > frame.right + 1
+    || b.top < frame.top - 1 || b.bottom > frame.bottom + 1).map(([t]) => t.textContent);
+  texts.forEach(([t, a], i) => texts.slice(i + 1).forEach(([u, b]) => {
+    if (a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
+      out.push(t.textContent + ' on ' + u.textContent); }));
+  return out;
+})"""
+_EMPTY = """[...document.querySelectorAll('figure')].filter(f =>
+  !f.querySelector('polyline[points*=","], circle, rect')).map(f => f.textContent)"""
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`transformers serve` with the demo model: its address."""
+    log = tmp_path_factory.mktemp("peer") / "log"
+    port = free_port()
+    flags = ["serve", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", MODEL]
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"import sys; sys.argv[1:] = {flags!r}; {_SERVE}"],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(url, process, log)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_for(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline_s and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)
+    pytest.fail(f"transformers serve did not start; pip install '.[ops]'? {log.read_text()[-900:]}")
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_another_server_is_measured_by_the_same_command(
+    peer: str, backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It lists no models without a cache, refuses ignore_eos, and ends streams without [DONE]."""
+    flags = ["--base-url", peer, "--backend", backend, "--num-prompts", "4", "--tokenizer", MODEL]
+    flags += ["--random-input-len", "20", "--random-output-len", "12", "--prompt-format", "text"]
+    flags += ["--max-concurrency", "2", "--save-result", "--save-detailed"]
+    saved = ["--result-dir", str(tmp_path), "--result-filename", "r.json"]
+    assert main([*flags, *saved, "--model", MODEL]) == 1
+    assert "give --no-ignore-eos" in capsys.readouterr().err
+    assert main([*flags, *saved, "--model", MODEL, "--no-ignore-eos"]) == 0
+    result: dict[str, Any] = json.loads((tmp_path / "r.json").read_text())
+    assert (result["completed"], result["uncounted"]) == (4, 0)
+    counted = tokenizer_count(Path(MODEL))(result["generated_texts"])
+    for by_server, by_tokenizer in zip(result["output_lens"], counted, strict=True):
+        assert by_server <= 12 and abs(by_server - by_tokenizer) <= 2
+    assert 0 < result["median_tpot_ms"] < result["median_e2el_ms"]
+
+
+@pytest.fixture(scope="module")
+def new_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewPage]:
+    with running_browser(tmp_path_factory.mktemp("chromium")) as new_page:
+        yield new_page
+
+
+async def refuse(exchange: Exchange) -> None:
+    await exchange.head("500 Internal Server Error", "Content-Length: 2")
+    await exchange.write(b"no")
+
+
+def reports(folder: Path) -> dict[str, Path]:
+    """One of each kind that there is."""
+    common = ["--random-input-len", "8", "--json"]
+    paths = {name: folder / f"{name}.html" for name in ("many", "one", "token", "sweep", "failed")}
+    with running_server("--scripted-step-ms", "10", "--max-num-seqs", "4") as server:
+        many = ["--num-prompts", "60", "--request-rate", "40"]
+        sweep = [
+            "--sweep",
+            "--goodput",
+            "ttft:150",
+            "--sweep-seconds",
+            "1",
+            "--sweep-precision",
+            "0.5",
+        ]
+        for name, flags in {
+            "many": [*many, "--random-output-len", "20"],
+            "one": ["--num-prompts", "1", "--random-output-len", "20"],
+            "token": ["--num-prompts", "1", "--random-output-len", "1"],
+            "sweep": [*sweep, "--request-rate", "8", "--random-output-len", "10"],
+        }.items():
+            main(["--base-url", server.url, *common, *flags, "--report", str(paths[name])])
+    with stub(refuse) as peer:
+        failing = ["--num-prompts", "9", "--num-warmups", "0", "--report", str(paths["failed"])]
+        assert main(["--base-url", peer.url, *common, *failing]) == 1
+    return paths
+
+
+def test_every_kind_of_report_can_be_read_in_a_browser(new_page: NewPage, tmp_path: Path) -> None:
+    for name, path in reports(tmp_path).items():
+        page = new_page()
+        for scheme, width in (("light", 1340), ("dark", 1340), ("light", 400)):
+            page.look(width=width, height=900, scheme=scheme)
+            page.open(path.as_uri())
+            assert page.js("document.querySelectorAll('svg').length") >= 2, name
+            assert page.js(_OVERLAPS) == [], (name, width)
+            assert page.js(_EMPTY) == [], (name, width)
+            assert page.js("document.documentElement.scrollWidth <= innerWidth"), (name, width)
+        ink = page.js("getComputedStyle(document.body).color")
+        page.look(width=1340, height=900, scheme="dark")
+        assert page.js("getComputedStyle(document.body).color") != ink
+        assert {url.partition(":")[0] for url in page.urls()} <= {"file", "data"}
+    assert "9 failed: HTTP 500: no" in page.text()
