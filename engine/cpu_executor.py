@@ -5,7 +5,6 @@ one row per slot. A batch brings only differences. Sampled ids are written back 
 where they are made, so the next step reads them there and nothing has to pass through the host.
 """
 
-import os
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -19,14 +18,9 @@ from engine.config import AttentionBackend, EngineConfig
 from engine.executor import ModelInfo
 from engine.grammar import Grammars, GrammarTable
 from engine.hardware import matmul_flops, read_bandwidth
-from engine.kv_pool import (
-    KVPool,
-    available_memory_bytes,
-    kv_bytes_per_token,
-    size_cpu_pool,
-    total_memory_bytes,
-)
+from engine.kv_pool import KVPool, kv_bytes_per_token, size_cpu_pool
 from engine.loading import Ledger, Phases, choose_dtype, describe, weight_source
+from engine.machine import available_memory_bytes, num_cores, total_memory_bytes
 from engine.memory import Arena
 from engine.model_input import ModelInput, build_model_input
 from engine.models.config import ModelConfig
@@ -57,7 +51,7 @@ class CpuExecutor:
         phases = Phases()
         self._dtype = choose_dtype(config.dtype, _CPU)
         # One core is left to the server process.
-        num_threads = config.num_threads or max(1, (os.cpu_count() or 1) - 1)
+        num_threads = config.num_threads or max(1, num_cores() - 1)
         model = ModelConfig.from_dir(model_dir)
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
 

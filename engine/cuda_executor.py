@@ -22,12 +22,13 @@ from engine.device_tables import DeviceTables
 from engine.executor import ModelInfo
 from engine.grammar import GrammarTable
 from engine.graphs import StepGraphs, captured_sizes
+from engine.kernels.blocks import copy_blocks
 from engine.kernels.sample import Mode
 from engine.kernels.tables import gather_chunks, gather_decodes, store_lengths, store_sampled
 from engine.kv_pool import KVPool
 from engine.models.fused import DeviceStep, FusedModel
 from engine.prompt_reader import PromptPart, PromptReader
-from engine.step_sampler import StepSampler
+from engine.step_sampler import GRAPH_MODES, StepSampler
 from scheduler.types import (
     PromptOutput,
     SampledTokens,
@@ -138,12 +139,10 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Records the graphs of all batch sizes; each takes some 20 ms. Those for rarer ways to
-        sample are recorded when they are first wanted."""
+        """Records the graphs of all batch sizes; each takes some 20 ms. None is left for later, to
+        keep requests waiting."""
         self._chunk_graphs.capture()
-        self._graphs.capture(
-            (size, mode) for size in reversed(self._sizes) for mode in (Mode.FILTERED, Mode.PLAIN)
-        )
+        self._graphs.capture((size, mode) for size in reversed(self._sizes) for mode in GRAPH_MODES)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LaunchedStep:
@@ -156,7 +155,9 @@ class CudaExecutor:
         prompts: tuple[PromptOutput, ...] = ()
         ids: Tensor | None = None
         if batch.num_decodes == len(batch.slots):
-            logits, ids = self._decode(batch.slots, self._sampler.graph_mode(slots))
+            mode = self._sampler.graph_mode(slots)
+            logits, ids = self._decode(batch.slots, Mode.PLAIN if mode is None else mode)
+            ids = None if mode is None else ids
             device_slots, lengths = self._slots[: len(slots)], self._context_lens[: len(slots)]
         else:
             logits, prompts, device_slots, lengths = self._run_chunks(batch, rows)
@@ -195,23 +196,21 @@ class CudaExecutor:
             self._prompts.assign(assignment)
         self._sampler.flush()
         if batch.copies:
-            self._pool.copy(batch.copies)
+            copies = self._tables.upload(batch.copies)
+            copy_blocks(copies, self._pool.keys, self._pool.values)
 
-    def _decode(self, slots: tuple[int, ...], mode: Mode | None) -> tuple[Tensor, Tensor | None]:
-        """Logits of one token for each slot, (len(slots), vocab_size), and its id with a mode."""
+    def _decode(self, slots: tuple[int, ...], mode: Mode) -> tuple[Tensor, Tensor]:
+        """Logits of one token for each slot, (len(slots), vocab_size), and the ids sampled so."""
         size = next(size for size in self._sizes if size >= len(slots))
         if slots != self._decode_slots:
             padding = (self._tables.padding_slot,) * (len(self._slots) - len(slots))
             self._slots.copy_(self._tables.upload((*slots, *padding)))
             self._decode_slots = slots
         logits, ids = self._graphs((size, mode))
-        return logits[: len(slots)], None if ids is None else ids[: len(slots)]
+        return logits[: len(slots)], ids[: len(slots)]
 
-    def _run_decodes(self, key: tuple[int, Mode | None]) -> tuple[Tensor, Tensor | None]:
-        """A whole step of so many decodes, in fixed memory; the graph is made of this.
-
-        Without a mode it ends with the logits: some row must be sampled behind it.
-        """
+    def _run_decodes(self, key: tuple[int, Mode]) -> tuple[Tensor, Tensor]:
+        """A whole step of so many decodes, in fixed memory; the graph is made of this."""
         size, mode = key
         tables = self._tables
         slots, context_lens = self._slots[:size], self._context_lens[:size]
@@ -238,8 +237,6 @@ class CudaExecutor:
         )
         logits = self._model.logits(self._model(step))
         store_lengths(slots, context_lens, tables.lengths)
-        if mode is None:
-            return logits, None
         ids = self._sampler.sample(logits, slots, context_lens, mode)
         store_sampled(ids, slots, context_lens, tables.token_table)
         return logits, ids

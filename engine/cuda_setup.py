@@ -7,11 +7,12 @@ where every byte went, and an error which flag to change to what.
 
 import gc
 import logging
-import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from engine.attention.backends import make_attention
 from engine.attention.gathered import gathered_attention
@@ -31,6 +32,7 @@ from engine.gpu_memory import (
 )
 from engine.grammar import Grammars, GrammarTable
 from engine.graphs import captured_sizes
+from engine.kernels.linear import MAX_ROWS
 from engine.kv_pool import KVPool, PoolSize, kv_bytes_per_token, longest_sequence, size_pool
 from engine.loading import (
     Ledger,
@@ -40,13 +42,22 @@ from engine.loading import (
     describe,
     weight_source,
 )
+from engine.machine import num_cores
 from engine.models.config import ModelConfig
 from engine.models.fused import FusedModel
 from engine.models.layers import PlainLinear
 from engine.models.llama import LlamaModel
+from engine.step_sampler import GRAPH_MODES
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidConfig
-from scheduler.types import PromptAsk, SamplingParams, ScheduledBatch, SlotAssignment
+from scheduler.types import (
+    BlockCopy,
+    PromptAsk,
+    SamplingParams,
+    ScheduledBatch,
+    SlotAssignment,
+    TableUpdate,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +66,7 @@ _DEFAULT_BLOCK_SIZE = 64
 _MAX_BLOCKS = 2**20
 # Reading is bound by the disk and by page faults, and more threads only take turns at those.
 _MAX_LOAD_THREADS = 16
-# All that a row may ask of the sampler at once, for the largest step.
+# All that a row may ask of the sampler at once, for the largest step; filters alone; and nothing.
 _COSTLY = SamplingParams(
     max_tokens=1,
     temperature=1.0,
@@ -65,6 +76,8 @@ _COSTLY = SamplingParams(
     repetition_penalty=1.1,
     num_logprobs=20,
 )
+_FILTERED = SamplingParams(max_tokens=1, top_p=0.9)
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 def build_cuda_executor(
@@ -81,6 +94,12 @@ def build_cuda_executor(
             raise
         logger.exception("the GPU's memory ran out")
         raise InvalidConfig(out_of_memory(config, phases.current)) from error
+    except OutOfResources as error:  # heads of 256 in float32, or of 192 on a smaller GPU
+        raise InvalidConfig(
+            f"{gpu.name} allows a kernel {error.limit} bytes of {error.name}, and with this "
+            f"model's head size and type ours needs {error.required}; use --dtype bfloat16, or "
+            "--attention-backend torch"
+        ) from error
 
 
 class _Setup:
@@ -96,6 +115,8 @@ class _Setup:
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         self._block_bytes = self._block_size * kv_bytes_per_token(self._model, self._dtype)
         self._max_len = longest_sequence(config.max_model_len, self._model.max_model_len)
+        self._bandwidth: float | None = None
+        self._flops: float | None = None
         grammars = Grammars.of_model(
             model_dir, self._model.vocab_size, self._model.eos_token_ids, config.load_format
         )
@@ -106,21 +127,23 @@ class _Setup:
     @torch.inference_mode()
     def build(self) -> CudaExecutor:
         gpu, phases = self._gpu, self._phases
-        used_before = gpu.used_bytes()
-        self._check_weights(gpu.total_bytes - used_before)
+        self._check_weights(gpu.total_bytes - gpu.used_bytes())
         with phases.timed("bandwidth"):
-            bandwidth = gpu.copy_bandwidth()
+            self._bandwidth = gpu.copy_bandwidth()
+        with phases.timed("flops"):
+            self._flops = gpu.matmul_flops(self._dtype)
+        used_before = gpu.used_bytes()
         with phases.timed("weights"):
             llama = self._load()
             used = gpu.used_bytes()
         weights = max(0, used - used_before)
         with phases.timed("activations"):
-            activations = self._measure_step(llama, used, bandwidth)
+            activations = self._measure_step(llama, used)
         with phases.timed("kv_pool"):
             graphs = graph_bytes(self._num_graphs, activations)
             room = Room(total=gpu.total_bytes, used=used, reserved=activations + graphs)
             size = self._size_pool(room)
-            executor = self._executor(llama, size, bandwidth, use_graphs=self._uses_graphs)
+            executor = self._executor(llama, size, use_graphs=self._uses_graphs)
             used = gpu.used_bytes()
         with phases.timed("graphs"):
             executor.capture()
@@ -144,7 +167,8 @@ class _Setup:
     def _num_graphs(self) -> int:
         if not self._uses_graphs:
             return 0
-        return len(captured_sizes(self._config.scheduler.max_num_seqs)) + len(CHUNK_SIZES)
+        num_sizes = len(captured_sizes(self._config.scheduler.max_num_seqs))
+        return num_sizes * len(GRAPH_MODES) + len(CHUNK_SIZES)
 
     def _check_weights(self, free: int) -> None:
         num_bytes = self._model.num_parameters * self._dtype.itemsize
@@ -163,16 +187,20 @@ class _Setup:
             gathered_attention,
             max_model_len=self._max_len,
             device=self._gpu.device,
-            num_load_threads=config.num_threads or min(_MAX_LOAD_THREADS, os.cpu_count() or 1),
+            num_load_threads=config.num_threads or min(_MAX_LOAD_THREADS, num_cores()),
         )
 
-    def _measure_step(self, llama: LlamaModel, used: int, bandwidth: float | None) -> int:
-        """The bytes that the largest step takes beside weights and pool. It also compiles kernels.
+    def _measure_step(self, llama: LlamaModel, used: int) -> int:
+        """The bytes that the largest step takes beside weights and pool.
 
-        Runs one, with all its keys and values in a pool of one block.
+        Runs one, with all its keys and values in a pool of one block; and before it small ones, so
+        that whatever is asked later no kernel has to be compiled while requests wait.
         """
         size = PoolSize(num_blocks=0, max_model_len=self._max_len)
-        executor = self._executor(llama, size, bandwidth, use_graphs=False)
+        executor = self._executor(llama, size, use_graphs=False)
+        if self._gpu.device.type == "cuda" and self._max_len > 1:
+            for batch in small_steps(self._config.scheduler.max_num_seqs):
+                executor.execute(batch).wait()
         batch = largest_step(self._config.scheduler, self._max_len, self._block_size)
         executor.execute(batch).wait()
         # Torch gives nothing back by itself, so this is the peak; kernels' code is in it too.
@@ -195,9 +223,7 @@ class _Setup:
             advice=lambda needed: pool_advice(config, room)(needed + self._block_bytes),
         )
 
-    def _executor(
-        self, llama: LlamaModel, size: PoolSize, bandwidth: float | None, *, use_graphs: bool
-    ) -> CudaExecutor:
+    def _executor(self, llama: LlamaModel, size: PoolSize, *, use_graphs: bool) -> CudaExecutor:
         scheduler, device = self._config.scheduler, self._gpu.device
         num_blocks, block_size = size.num_blocks, self._block_size
         pool = KVPool(self._model, num_blocks + 1, block_size, self._dtype, device)
@@ -218,21 +244,32 @@ class _Setup:
             pool,
             tables,
             self._grammars,
-            self._describe(size, bandwidth),
+            self._describe(size),
             max_num_seqs=scheduler.max_num_seqs,
             use_graphs=use_graphs,
         )
 
-    def _describe(self, size: PoolSize, bandwidth: float | None) -> ModelInfo:
+    def _describe(self, size: PoolSize) -> ModelInfo:
         return describe(
             self._model,
             self._dtype,
             self._gpu.name,
             size,
             self._block_size,
-            bandwidth,
+            self._bandwidth,
             self._phases.seconds,
+            self._flops,
         )
+
+
+def small_steps(max_num_seqs: int) -> Iterator[ScheduledBatch]:
+    """One of prompts and one of decodes for each way to sample, with so many rows that each way
+    through a layer is taken."""
+    for num_rows in sorted({1, min(MAX_ROWS, max_num_seqs), max_num_seqs}):
+        for sampling in (_COSTLY, _FILTERED, _GREEDY):
+            assignments = tuple(_assignment(slot, 1, 1, sampling) for slot in range(num_rows))
+            yield _batch([1] * num_rows, assignments, num_decodes=0)
+            yield _batch([1] * num_rows, (), num_decodes=num_rows)
 
 
 def largest_step(scheduler: SchedulerConfig, max_model_len: int, block_size: int) -> ScheduledBatch:
@@ -245,25 +282,39 @@ def largest_step(scheduler: SchedulerConfig, max_model_len: int, block_size: int
         counts[row] += more
         left -= more
     assignments = tuple(
-        SlotAssignment(
-            slot=slot,
-            token_ids=(0,) * count,
-            num_prompt_tokens=count,
-            block_ids=(0,) * -(-count // block_size),
-            sampling=_COSTLY,
-            seed=0,
-            ask=PromptAsk(1, None) if slot == 0 else None,
-        )
+        _assignment(slot, count, -(-count // block_size), _COSTLY)
         for slot, count in enumerate(counts)
     )
+    return _batch(counts, assignments, num_decodes=0)
+
+
+def _assignment(
+    slot: int, num_tokens: int, num_blocks: int, sampling: SamplingParams
+) -> SlotAssignment:
+    return SlotAssignment(
+        slot=slot,
+        token_ids=(0,) * num_tokens,
+        num_prompt_tokens=num_tokens,
+        block_ids=(0,) * num_blocks,
+        sampling=sampling,
+        seed=0,
+        ask=PromptAsk(1, None) if slot == 0 else None,
+    )
+
+
+def _batch(
+    counts: list[int], assignments: tuple[SlotAssignment, ...], *, num_decodes: int
+) -> ScheduledBatch:
+    num_rows = len(counts)
     return ScheduledBatch(
         step=0,
         assignments=assignments,
-        table_updates=(),
-        copies=(),
+        table_updates=(TableUpdate(0, 0, 0),),
+        copies=(BlockCopy(0, 0),),
         slots=tuple(range(num_rows)),
-        starts=(0,) * num_rows,
+        # Of decodes the device knows it: in `small_steps` they stand behind one token.
+        starts=(1 if num_decodes else 0,) * num_rows,
         num_tokens=tuple(counts),
         samples=(True,) * num_rows,
-        num_decodes=0,
+        num_decodes=num_decodes,
     )

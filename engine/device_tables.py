@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.tables import update_block_tables
+from engine.memory import to_device
 from scheduler.types import ScheduledBatch, SlotAssignment
 
 
@@ -50,8 +51,7 @@ class DeviceTables:
 
     def upload(self, values: Sequence[object]) -> Tensor:
         """These integers as int32 on the device, in the shape in which they come."""
-        host = torch.tensor(values, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        return host.to(self._device, non_blocking=True)
+        return to_device(values, torch.int32, self._device)
 
     def _assign(self, assignment: SlotAssignment) -> None:
         slot, token_ids, block_ids = assignment.slot, assignment.token_ids, assignment.block_ids

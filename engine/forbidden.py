@@ -8,6 +8,7 @@ from bisect import bisect_right
 import torch
 from torch import Tensor
 
+from engine.memory import to_device
 from scheduler.types import SamplingParams
 
 _ANY = -1  # stands in a padded prefix for a token that does not matter
@@ -18,7 +19,7 @@ class Forbidden:
 
     def __init__(self, sampling: SamplingParams, vocab_size: int, device: torch.device) -> None:
         def tensor(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
+            return to_device(values, torch.int64, device)
 
         allowed = [i for i in sampling.allowed_token_ids if i < vocab_size]
         stops = [i for i in sampling.stop_token_ids if i < vocab_size]

@@ -4,8 +4,8 @@ from typing import Protocol
 
 import torch
 
-from engine.hardware import copy_bandwidth
-from engine.kv_pool import available_memory_bytes, total_memory_bytes
+from engine.hardware import copy_bandwidth, gpu_matmul_flops
+from engine.machine import available_memory_bytes, total_memory_bytes
 from scheduler.errors import InvalidConfig
 
 # Ampere, the first whose matrix units know bfloat16.
@@ -30,6 +30,10 @@ class Gpu(Protocol):
 
     def copy_bandwidth(self) -> float | None:
         """Bytes read and written per second, or None where that means nothing."""
+        ...
+
+    def matmul_flops(self, dtype: torch.dtype) -> float | None:
+        """Operations per second in a large product, or None where that means nothing."""
         ...
 
 
@@ -61,6 +65,11 @@ class CudaGpu:
         self.release()
         return bandwidth
 
+    def matmul_flops(self, dtype: torch.dtype) -> float | None:
+        flops = gpu_matmul_flops(self.device, dtype)
+        self.release()
+        return flops
+
 
 class Interpreter:
     """This machine's processor in a GPU's place, where Triton's interpreter runs the kernels.
@@ -82,6 +91,9 @@ class Interpreter:
         """Nothing is kept."""
 
     def copy_bandwidth(self) -> float | None:
+        return None
+
+    def matmul_flops(self, dtype: torch.dtype) -> float | None:
         return None
 
 

@@ -85,6 +85,7 @@ def out_of_memory(config: EngineConfig, phase: str) -> str:
         pool = f"lower --gpu-memory-utilization (now {config.gpu_memory_utilization})"
     change = {
         "bandwidth": "end what else uses it",
+        "flops": "end what else uses it",
         "weights": "end what else uses it, or serve a smaller model",
         "activations": step,
         "kv_pool": pool,
@@ -93,6 +94,7 @@ def out_of_memory(config: EngineConfig, phase: str) -> str:
     }[phase]
     names = {
         "bandwidth": "before anything was loaded",
+        "flops": "before anything was loaded",
         "weights": "while the weights were loaded",
         "activations": "in the largest step that the settings allow",
         "kv_pool": "while the KV pool was made",

@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.machine import available_memory_bytes
 from engine.memory import zeros_on_touch
 from engine.models.config import ModelConfig
 from scheduler.errors import InvalidConfig
@@ -117,23 +117,6 @@ def size_pool(
         f"sequence of --max-model-len={max_len}; {advice(needed)}"
         + (f" or --max-model-len to at most {num_tokens}" if num_blocks else "")
     )
-
-
-def available_memory_bytes() -> int:
-    """What this process can take without swapping, by Linux's own estimate."""
-    return _memory_info("MemAvailable")
-
-
-def total_memory_bytes() -> int:
-    return _memory_info("MemTotal")
-
-
-def _memory_info(field: str) -> int:
-    with Path("/proc/meminfo").open(encoding="ascii") as meminfo:
-        for line in meminfo:
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/meminfo has no {field}")
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

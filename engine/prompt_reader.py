@@ -26,11 +26,15 @@ from scheduler.types import (
 # Logits that are held together: 32 MiB of them, and as much again of their logprobs. At 151,936 ids
 # that is 55 rows, enough for the output layer's weights to be read seldom.
 _MAX_LOGITS = 2**23
+# States are added as integers, whose sum is the same in any order. One behind the norm is seldom
+# above 1,000: a million tokens of that fit, and what is cut off, 2e-10, float32 would not resolve.
+_INTEGER_ONE = 2.0**32
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """What is known so far of the prompt in `slot`. state: a sum in float64."""
+    """What is known so far of the prompt in `slot`. state: of LAST float64, of MEAN `_INTEGER_ONE`
+    times the sum."""
 
     ask: PromptAsk
     slot: int
@@ -112,10 +116,8 @@ class PromptReader:
         if pooling is Pooling.LAST and part.end == gathered.num_tokens:
             gathered.state = states[-1].double()
         elif pooling is Pooling.MEAN:
-            if gathered.state is None:
-                gathered.state = torch.zeros_like(states[0], dtype=torch.float64)
-            for state in states:  # one by one: a sum in another order may round otherwise
-                gathered.state += state
+            part_sum = (states.double() * _INTEGER_ONE).long().sum(0)
+            gathered.state = part_sum if gathered.state is None else gathered.state + part_sum
 
     def _score(
         self, report: list[PromptLogprobs], states: Tensor, next_ids: Tensor, num_top: int
@@ -140,7 +142,7 @@ def _output(gathered: _Gathered) -> PromptOutput:
     embedding = None
     if pooling:
         assert gathered.state is not None
-        count = gathered.num_tokens if pooling is Pooling.MEAN else 1
-        values = (gathered.state / count).tolist()
+        count = gathered.num_tokens * _INTEGER_ONE if pooling is Pooling.MEAN else 1
+        values = (gathered.state.double() / count).tolist()
         embedding = struct.pack(f"<{len(values)}f", *values)
     return PromptOutput(gathered.logprobs if num_logprobs is not None else None, embedding)

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from engine.forbidden import Forbidden, forbids_anything
 from engine.grammar import GrammarTable
+from engine.memory import sent, to_device
 from scheduler.types import SamplingParams, TokenLogprobs
 
 # Ids that are summed, or whose maximum is taken, together. At 151,936 ids, 64 balances the two
@@ -136,7 +137,8 @@ class Sampler:
             self._num_logprobs[slot] = sampling.num_logprobs
         if plan.biased:
             ids, values = zip(*bias, strict=True)
-            self._bias[slot] = (self._tensor(ids), torch.tensor(values, device=self._device))
+            weights = to_device(values, torch.float32, self._device)
+            self._bias[slot] = (self._tensor(ids), weights)
         if plan.forbids:
             self._forbidden[slot] = Forbidden(sampling, self._vocab_size, self._device)
         self._seed[slot] = _signed(mixed_seed(seed))
@@ -313,7 +315,7 @@ class Sampler:
         return report
 
     def _tensor(self, values: list[int] | tuple[int, ...]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return to_device(values, torch.int64, self._device)
 
 
 class _GrammarMasks:
@@ -332,7 +334,7 @@ class _GrammarMasks:
     def apply(self, x: Tensor, slots: list[int]) -> None:
         """In place. x: (R, V), row i of slots[i]."""
         self._grammars.wait()
-        masks = self._bytes[slots].to(x.device, torch.int32)
+        masks = sent(self._bytes[slots].to(torch.int32), x.device)
         x += self._of_byte.index_select(0, masks.view(-1)).view(len(slots), -1)[:, : x.shape[1]]
 
 

@@ -2,7 +2,8 @@
 
 Nearly all rows are sampled by `DeviceSampler`, in the very graph that computes their logits. A row
 with a grammar needs its mask first, which the host computes while the model runs; what no kernel
-does (`can_fuse`) is left to `engine.sampler.Sampler`. Steps with such rows sample behind the graph.
+does (`can_fuse`) is left to `engine.sampler.Sampler`. Steps with such rows, or with penalties or
+bias, sample behind the graph, whose own ids then count for nothing.
 A request goes one way for as long as it lives, so its ids do not depend on its company.
 """
 
@@ -13,9 +14,13 @@ from torch import Tensor
 
 from engine.grammar import GrammarTable
 from engine.kernels.sample import DeviceSampler, Mode, can_fuse
+from engine.memory import sent, to_device
 from engine.sampler import Sampler
 from scheduler.types import SamplingParams, SlotAssignment, TokenLogprobs
 
+# What graphs are recorded with, the one that takes more memory first. Rarer ones would be recorded
+# while requests wait; launched behind a graph they cost the host some 50 us, which it has.
+GRAPH_MODES = (Mode.FILTERED, Mode.PLAIN)
 # What the kernels are told of a slot that is not theirs.
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -61,7 +66,8 @@ class StepSampler:
         """How a graph samples these rows; None where that has to be done behind it."""
         if any(slot in self._unfused or self._grammars.is_constrained(slot) for slot in slots):
             return None
-        return self._fused.mode(slots)
+        mode = self._fused.mode(slots)
+        return mode if mode in GRAPH_MODES else None
 
     def sample(self, logits: Tensor, slots: Tensor, positions: Tensor, mode: Mode) -> Tensor:
         """Launches the kernels, and nothing else: a graph may hold it. Ids, (S,) int32.
@@ -90,7 +96,7 @@ class StepSampler:
         ids = self.sample(logits, device_slots, device_lengths, self._fused.mode(slots))
         rows = [row for row, slot in enumerate(slots) if slot in self._unfused]
         if rows:
-            index = torch.tensor(rows, device=self._device)
+            index = to_device(rows, torch.int64, self._device)
             chosen = self._eager.sample_ids(
                 logits[index].float(),
                 [slots[row] for row in rows],
@@ -120,8 +126,5 @@ class StepSampler:
             return
         words = self._grammars.words_per_row
         memory = torch.frombuffer(self._grammars.memory, dtype=torch.int32).view(-1, words)
-        masks = memory[constrained]
-        if self._device.type == "cuda":
-            masks = masks.pin_memory()
-        index = torch.tensor(constrained, device=self._device)
-        self._fused.masks[index] = masks.to(self._device, non_blocking=True)
+        index = to_device(constrained, torch.int64, self._device)
+        self._fused.masks[index] = sent(memory[constrained], self._device)

@@ -2,7 +2,8 @@
 
 No GPU is needed: the model runs on tensors without data, what it would launch is written down, and
 Triton compiles that with its own assembler. Prints a JSON line for each: registers, bytes spilled,
-shared memory. To be run without TRITON_INTERPRET.
+shared memory, and whether it keeps the rule of `engine.kernels.launch`. To be run without
+TRITON_INTERPRET.
 """
 
 import json
@@ -24,6 +25,8 @@ from triton.runtime.jit import JITFunction
 
 from engine.attention.gathered import gathered_attention
 from engine.attention.paged import AttentionShape, PagedAttention
+from engine.kernels import launch
+from engine.kernels.sample import DeviceSampler, Mode
 from engine.kernels.tables import gather_decodes, store_lengths, store_sampled, update_block_tables
 from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig
@@ -40,7 +43,9 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-_OPTIONS = ("num_warps", "num_stages")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+# Instructions that read or write memory, by how they begin, but for constants: LDC.
+_TOUCHES_MEMORY = re.compile(r"LD(?!C)|ST|ATOM|RED\b|RED\.|UTMA|UBLKCP|UBLKRED|CCTL|SULD|SUST|TEX")
 
 
 class Launch:
@@ -91,19 +96,46 @@ class Launch:
             "constants": self.constants,
             "options": self.options,
             "shared_bytes": compiled.metadata.shared,
+            "is_overlapped": self.options.get("launch_pdl", False),
+            "before_wait": before_wait(_tool("nvdisasm", "-c", cubin=compiled.asm["cubin"])),
             **_resources(compiled.asm["cubin"]),
         }
 
 
-def _resources(cubin: bytes) -> dict[str, int]:
-    tool = Path(triton.__path__[0], "backends", "nvidia", "bin", "cuobjdump")
+def _tool(name: str, *options: str, cubin: bytes) -> str:
+    tool = Path(triton.__path__[0], "backends", "nvidia", "bin", name)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = dict(re.findall(r"(REG|STACK):(\d+)", usage.stdout + usage.stderr))
+        command = [str(tool), *options, file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    found = dict(re.findall(r"(REG|STACK):(\d+)", _tool("cuobjdump", "-res-usage", cubin=cubin)))
     return {"registers": int(found["REG"]), "stack_bytes": int(found["STACK"])}
+
+
+def before_wait(machine_code: str) -> list[str] | None:
+    """What a program may not do before it waits (ACQBULK), but does: memory, ends, leaps ahead.
+
+    machine_code: of one kernel, as nvdisasm prints it. None where it never waits, or not always.
+    """
+    lines = re.findall(r"^(\.L\w+)(?=:)|^\s+/\*\w+\*/\s+(.+?) ;", machine_code, re.MULTILINE)
+    if ("", "ACQBULK") not in lines:
+        return None
+    first = lines[: lines.index(("", "ACQBULK"))]
+    labels = {label for label, _ in first if label}
+    return [code for _, code in first if code and _is_early(code, labels)]
+
+
+def _is_early(instruction: str, labels_behind: set[str]) -> bool:
+    operation, *operands = re.sub(r"^@!?U?P\w+ ", "", instruction).split(maxsplit=1)
+    if operation.startswith(("BRA", "JMP", "BRX", "CALL")):
+        target = re.search(r"\.L\w+", " ".join(operands))
+        return target is None or target[0] not in labels_behind
+    return operation.startswith(("EXIT", "RET")) or bool(_TOUCHES_MEMORY.match(operation))
 
 
 @contextmanager
@@ -172,6 +204,16 @@ class MetaModel:
             update_block_tables(_ints(num_rows, 3), step.block_tables)
         return launches
 
+    def sampling_launches(self) -> list[Launch]:
+        """Of the way that does everything."""
+        sampler = DeviceSampler(512, self.config.vocab_size, META)
+        sampler.allow_adjustments()
+        logits = torch.empty(8, self.config.vocab_size, dtype=torch.bfloat16, device=META)
+        ids = _ints(8)
+        with recorded() as launches:
+            sampler.sample(logits, ids, ids, ids, torch.empty(8, device=META), Mode.ADJUSTED)
+        return launches
+
 
 def _ints(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int32, device=META)
@@ -188,11 +230,14 @@ def main(model_dirs: list[str]) -> None:
     seen = set()
     for model_dir in model_dirs:
         model = MetaModel(Path(model_dir))
-        for num_decodes, chunk in ((1, 0), (16, 0), (256, 0), (7, 1024)):
-            for launch in model.launches(num_decodes, chunk):
-                if launch.key not in seen:
-                    seen.add(launch.key)
-                    print(json.dumps(launch.compile(90)), flush=True)
+        with launch.overlap(True):
+            launches = model.sampling_launches()
+            for num_decodes, chunk in ((1, 0), (16, 0), (256, 0), (7, 1024)):
+                launches += model.launches(num_decodes, chunk)
+        for one in launches:
+            if one.key not in seen:
+                seen.add(one.key)
+                print(json.dumps(one.compile(90)), flush=True)
 
 
 if __name__ == "__main__":

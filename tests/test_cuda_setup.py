@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
+from triton.runtime.errors import OutOfResources
+
 from engine.config import Dtype, EngineConfig, LoadFormat
 from engine.cuda_setup import build_cuda_executor, largest_step
 from engine.gpu import Interpreter, check_capability
@@ -83,6 +85,7 @@ def test_the_log_says_where_the_memory_went(tiny: Path, caplog: pytest.LogCaptur
         assert f" {name} " in caplog.text
     assert list(executor.info.load_seconds) == [
         "bandwidth",
+        "flops",
         "weights",
         "activations",
         "kv_pool",
@@ -107,6 +110,11 @@ class _Full(Interpreter):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
+class _Small(Interpreter):
+    def release(self) -> None:
+        raise OutOfResources(295424, 232448, "shared memory")
+
+
 class _Broken(Interpreter):
     def copy_bandwidth(self) -> float | None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -123,6 +131,12 @@ def test_memory_that_runs_out_during_the_setup_is_a_sentence(tiny: Path) -> None
         InvalidConfig, match=r"largest step.*lower --max-num-batched-tokens \(now 8"
     ):
         build_cuda_executor(interpreted(tiny), tiny, _Full())
+
+
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
+def test_a_gpu_too_small_for_a_kernel_is_a_sentence(tiny: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"232448 bytes of shared .* needs 295424; use --dtype"):
+        build_cuda_executor(interpreted(tiny), tiny, _Small())
 
 
 def test_what_else_goes_wrong_on_the_gpu_is_not_taken_for_that(tiny: Path) -> None:
@@ -219,6 +233,7 @@ def test_without_graphs_nothing_is_kept_for_them() -> None:
     ("phase", "flag"),
     [
         ("bandwidth", "end what else"),
+        ("flops", "end what else"),
         ("weights", "a smaller model"),
         ("activations", "lower --max-num-batched-tokens"),
         ("kv_pool", "lower --gpu-memory-utilization"),

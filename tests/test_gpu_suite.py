@@ -51,6 +51,7 @@ def test_steps_are_timed_and_what_does_not_fit_is_said(
     assert len(points) == 2 and len(skipped) == 1
     assert all(row in skipped or row["tpot_ms"] > 0 for row in points)
     assert next(row for row in rows if row["part"] == "ttft")["ttft_ms"] > 0
+    assert next(row for row in rows if row["part"] == "overlap")["one_by_one_ms"] > 0
 
 
 def test_when_the_time_is_used_up_the_rest_is_noted_as_not_run(tmp_path: Path) -> None:

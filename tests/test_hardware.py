@@ -6,7 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.hardware import copy_bandwidth, matmul_flops, peak_bandwidth, peak_flops
+from engine.hardware import (
+    copy_bandwidth,
+    gpu_matmul_flops,
+    matmul_flops,
+    peak_bandwidth,
+    peak_flops,
+)
 from engine.messages import StepReport
 from engine.scripted import scripted_info
 from scheduler.stats import NO_WORK, SchedulerStats
@@ -99,3 +105,11 @@ def test_a_gpu_copies_faster_than_any_host_and_slower_than_its_datasheet_says() 
     measured = copy_bandwidth(DEVICE, 2**28)
     peak = peak_bandwidth(torch.cuda.get_device_name(DEVICE)) or 1e14
     assert 1e11 < measured <= peak
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
+def test_a_gpu_multiplies_at_a_third_of_its_datasheet_or_more() -> None:
+    measured = gpu_matmul_flops(DEVICE, torch.bfloat16)
+    peak = peak_flops(torch.cuda.get_device_name(DEVICE), torch.bfloat16) or 1e16
+    assert 1e13 < measured <= peak and (peak == 1e16 or measured > peak / 3)

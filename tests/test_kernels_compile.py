@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
+from tests.compile_kernels import before_wait
+
 MODELS = Path(__file__).parents[1] / "configs" / "models"
 # What one block may have on an H100 or H200, by the CUDA programming guide.
 MAX_SHARED_BYTES = 227 * 1024
@@ -45,6 +47,47 @@ def test_every_kernel_compiles_for_hopper_and_fits_it(compiled: list[dict[str, A
 def test_no_kernel_spills_registers(compiled: list[dict[str, Any]]) -> None:
     # Two or four words that are kept across a loop cost nothing; what is spilled in one does.
     assert [entry for entry in compiled if entry["stack_bytes"] > 16] == []
+
+
+def test_kernels_that_start_early_touch_no_memory_before_they_wait(
+    compiled: list[dict[str, Any]],
+) -> None:
+    early = [entry for entry in compiled if entry["is_overlapped"]]
+    assert [entry for entry in early if entry["before_wait"] != []] == []
+    # These come first in a step or between two, behind copies: nothing of ours to overlap with.
+    alone = {entry["kernel"] for entry in compiled} - {entry["kernel"] for entry in early}
+    assert alone == {"_gather_decodes", "_update_block_tables"}
+
+
+MACHINE_CODE = """
+.text._kernel:
+.L_x_0:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @UP0 UBLKPF.L2 [UR8], UR4 ;
+        /*0020*/              @P1 BRA.U.ANY `(.L_x_0) ;
+        /*0030*/                   ACQBULK ;
+        /*0040*/                   LDG.E R9, desc[UR12][R4.64] ;
+.L_x_1:
+        /*0050*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "LDG.E R9, desc[UR12][R4.64]",
+        "@!P0 STG.E desc[UR12][R2.64], R9",
+        "@P0 EXIT",
+        "@P0 BRA `(.L_x_1)",
+        "LDGSTS.E.BYPASS.128 [R43], desc[UR12][R2.64], P4",
+    ],
+)
+def test_what_a_kernel_does_too_early_is_found(instruction: str) -> None:
+    wait = "        /*0030*/                   ACQBULK ;"
+    assert before_wait(MACHINE_CODE) == []
+    spoilt = MACHINE_CODE.replace(wait, f"        /*0028*/   {instruction} ;\n{wait}")
+    assert before_wait(spoilt) == [instruction]
+    assert before_wait(MACHINE_CODE.replace("ACQBULK", "@P0 ACQBULK")) is None
 
 
 def test_a_decode_layer_is_seven_launches_for_a_handful_of_sequences() -> None:

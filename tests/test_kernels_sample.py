@@ -5,11 +5,6 @@ Without a GPU, Triton's interpreter runs the kernels; it takes some 0.3 s a row 
 
 import math
 import os
-import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -469,46 +464,3 @@ def test_rows_that_fill_a_graph_up_are_greedy_and_count_for_nobody() -> None:
 )
 def test_what_can_be_fused_is_told(options: dict[str, object], is_fused: bool) -> None:
     assert can_fuse(params(**options)) is is_fused  # type: ignore[arg-type]
-
-
-# --- compiling ------------------------------------------------------------------------------------
-
-WARPS = {"_scan": 8, "_finish": 1, "_coarse": 8, "_gather": 8, "_select": 8}
-TYPES = {
-    "logits": "*bf16", "bias": "*fp32", "parts": "*fp32", "logprobs": "*fp32", "masses": "*i64",
-    "size": "i32", "stride": "i32", "part_stride": "i32", "list_size": "i32",
-}  # fmt: skip
-
-
-def compile_for_hopper(name: str) -> None:
-    """Prints registers and stack as cuobjdump tells them. Only without the interpreter."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = getattr(kernels, name)
-    names = [param.name for param in kernel.params]
-    constants = {"CHUNKS": 32, "ADJUSTED": True}
-    constants = {key: value for key, value in constants.items() if key in names}
-    types = {n: "constexpr" if n in constants else TYPES.get(n, "*i32") for n in names}
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-    options = {"num_warps": WARPS[name]} | ({"maxnreg": 128} if name == "_select" else {})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        print(subprocess.check_output([tool, "-res-usage", file.name], text=True))
-
-
-@pytest.mark.parametrize("names", [["_scan", "_finish"], ["_coarse", "_gather"], ["_select"]])
-def test_kernels_compile_for_hopper_and_keep_to_registers(names: list[str]) -> None:
-    if not (Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump").exists():
-        pytest.skip("this Triton has no compiler for NVIDIA's GPUs")
-    code = f"from tests import test_kernels_sample as t; [t.compile_for_hopper(n) for n in {names}]"
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1], check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"STACK:(\d+)", done.stdout) == ["0"] * len(names), done.stdout

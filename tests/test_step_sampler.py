@@ -95,9 +95,11 @@ def test_logprobs_come_for_those_alone_who_ask(together: Step) -> None:
     assert [i for i, _ in told.top] == expected.topk(2).indices.tolist()
 
 
-def test_a_graph_samples_all_but_rows_with_a_grammar_or_without_a_kernel(together: Step) -> None:
+def test_a_graph_samples_all_but_rows_with_a_grammar_penalties_or_without_a_kernel(
+    together: Step,
+) -> None:
     modes = [together.sampler.graph_mode([slot]) for slot in SLOTS]
-    filtered = [Mode.PLAIN, Mode.PLAIN, Mode.FILTERED, Mode.ADJUSTED, None, None, Mode.FILTERED]
-    assert modes == filtered
+    filtered = Mode.FILTERED
+    assert modes == [Mode.PLAIN, Mode.PLAIN, filtered, None, None, None, filtered]
     assert together.sampler.graph_mode([0, 2]) is Mode.FILTERED
     assert together.sampler.graph_mode([0, 4]) is None

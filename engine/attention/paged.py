@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.launch import overlapped, wait_for_kernels_before
 from engine.kernels.sizes import power_of_2_from
 from engine.models.fused import DeviceStep
 
@@ -92,7 +93,9 @@ class PagedDecode:
         """
         num_rows = len(context_lens)
         assert num_rows <= self._max_rows, (num_rows, self._max_rows)
-        work = self._lists.setdefault(window, self._empty_list())
+        if window not in self._lists:  # a graph would fill a new one with zeros at every replay
+            self._lists[window] = self._empty_list()
+        work = self._lists[window]
         _plan_decode[(1,)](
             context_lens,
             work.items,
@@ -104,6 +107,7 @@ class PagedDecode:
             TILE=_TILE,
             ROWS=power_of_2_from(self._max_rows),
             num_warps=4,
+            **overlapped(),
         )
 
     def __call__(
@@ -147,6 +151,7 @@ class PagedDecode:
             # The way by the block table takes half of the stages: five keep two tiles on their way,
             # 64 KiB of them at head size 128, and three programs fit a multiprocessor.
             num_stages=5 if shape.head_dim <= 128 else 3,
+            **overlapped(),
         )
         _combine[(num_rows, shape.num_heads)](
             self._partial,
@@ -157,6 +162,7 @@ class PagedDecode:
             HEAD_DIM=shape.head_dim,
             DIMS=_padded(shape.head_dim),
             num_warps=1,
+            **overlapped(),
         )
 
     def work_list(self, window: int | None) -> WorkList:
@@ -198,6 +204,7 @@ class PagedPrefill:
             TOKENS=self._tokens_per_tile,
             ROWS=power_of_2_from(self._max_rows),
             num_warps=4,
+            **overlapped(),
         )
 
     def __call__(
@@ -241,6 +248,7 @@ class PagedPrefill:
             TILE=_PREFILL_TILE,
             num_warps=8 if head_dim > 64 else 4,
             num_stages=2 if head_dim > 128 else 3,
+            **overlapped(),
         )
 
 
@@ -330,7 +338,10 @@ def _constants(shape: AttentionShape) -> dict[str, int]:
     }
 
 
-@triton.jit(do_not_specialize=["num_rows", "window", "num_pieces"])
+@triton.jit(
+    do_not_specialize=["num_rows", "window", "num_pieces"],
+    do_not_specialize_on_alignment=["context_lens"],
+)
 def _plan_decode(
     context_lens,
     items,
@@ -341,8 +352,10 @@ def _plan_decode(
     MIN_PIECE: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: pieces of even length for all rows, about num_pieces in all if they suffice."""
+    wait_for_kernels_before(PDL)
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
     end = tl.load(context_lens + row, mask=is_row, other=0)
@@ -366,7 +379,7 @@ def _plan_decode(
         tl.store(item + 3, (count == 1).to(tl.int32), mask=has)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["query_starts"])
 def _plan_prefill(
     query_starts,
     items,
@@ -374,8 +387,10 @@ def _plan_prefill(
     num_rows,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: tiles of TOKENS query tokens each, the last of a row maybe shorter."""
+    wait_for_kernels_before(PDL)
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
     start = tl.load(query_starts + row, mask=is_row, other=0)
@@ -449,7 +464,10 @@ def _attend(
     return acc, new_peak, total
 
 
-@triton.jit(do_not_specialize=["num_rows", "window"])
+@triton.jit(
+    do_not_specialize=["num_rows", "table_stride", "window"],
+    do_not_specialize_on_alignment=["context_lens"],
+)
 def _decode(
     query,
     keys,
@@ -473,8 +491,10 @@ def _decode(
     BLOCK_SIZE: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One piece of one row, for all the query heads of one KV head."""
+    wait_for_kernels_before(PDL)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     if item >= tl.load(first_item + num_rows):
@@ -520,8 +540,10 @@ def _combine(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Puts one head of a row together, where the row was cut into several pieces."""
+    wait_for_kernels_before(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(first_item + row)
@@ -545,7 +567,11 @@ def _combine(
     tl.store(target, (acc / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["num_rows", "window"])
+@triton.jit(
+    do_not_specialize=["num_rows", "table_stride", "window"],
+    # Parts of a step's tensors, see `_gather_chunks`.
+    do_not_specialize_on_alignment=["row_slots", "query_starts", "context_lens"],
+)
 def _prefill(
     query,
     keys,
@@ -569,8 +595,10 @@ def _prefill(
     TOKENS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Some query tokens of one sequence, for all the query heads of one KV head."""
+    wait_for_kernels_before(PDL)
     kv_head = tl.program_id(0)
     # The last tiles of a chunk see most keys: they start first, so that none is left to the end.
     num_items = tl.load(first_item + num_rows)

@@ -1,4 +1,8 @@
-"""Every kernel against its reference, then against what the device can move or multiply."""
+"""Every kernel against its reference, then against what the device can move or multiply.
+
+They are timed as they serve: one behind the other in a graph, where they may overlap
+(`engine.kernels.launch`); what is not ours does not.
+"""
 
 import math
 import sys

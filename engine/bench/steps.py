@@ -14,17 +14,23 @@ from engine.bench.driver import Driver
 from engine.bench.executors import build_executor
 from engine.bench.models import model_dir
 from engine.bench.timing import report
+from engine.cuda_executor import CudaExecutor
+from engine.kernels.launch import overlap
 
 _PROFILED_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """num_steps: timed of each point, after warm_steps. first_prompt: tokens before a first one."""
+    """num_steps: timed of each point, after warm_steps. first_prompt: tokens before a first one.
+
+    overlap_batches: at which decoding is timed again with kernels that start one by one.
+    """
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     profiled_batches: tuple[int, ...]
+    overlap_batches: tuple[int, ...]
     warm_steps: int
     num_steps: int
     max_batched_tokens: int
@@ -37,6 +43,7 @@ FULL = Sizes(
     batches=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     contexts=(512, 1024, 2048, 8192),
     profiled_batches=(1, 64),
+    overlap_batches=(1, 8, 64),
     warm_steps=6,
     num_steps=40,
     max_batched_tokens=8192,
@@ -47,6 +54,7 @@ TINY = Sizes(
     batches=(2, 5),
     contexts=(150,),
     profiled_batches=(1,),
+    overlap_batches=(1,),
     warm_steps=2,
     num_steps=2,
     max_batched_tokens=32,
@@ -83,6 +91,7 @@ def measure_steps(model: str, tiny: bool) -> None:
     for context in sizes.contexts:
         for batch in sizes.batches:
             _measure_decode(driver, model, batch, context, sizes)
+    _compare_overlap(executor, driver, model, sizes)
     # At the end: the profiler slows launches for as long as the process lives.
     for batch in sizes.profiled_batches:
         driver.begin(batch, sizes.contexts[0], room)
@@ -116,6 +125,29 @@ def _measure_decode(driver: Driver, model: str, batch: int, context: int, sizes:
         waited_ms=times.waited_s * 1e3,
         late_steps_ratio=times.late_ratio,
     )
+
+
+def _compare_overlap(executor: CudaExecutor, driver: Driver, model: str, sizes: Sizes) -> None:
+    """What `engine.kernels.launch` gains. Leaves graphs of kernels that start one by one."""
+    context, room = sizes.contexts[0], sizes.warm_steps + sizes.num_steps + 1
+
+    def step_ms(batch: int) -> float:
+        driver.begin(batch, context, room)
+        driver.decode(sizes.warm_steps)
+        return driver.decode(sizes.num_steps).step_s * 1e3
+
+    before = {batch: step_ms(batch) for batch in sizes.overlap_batches}
+    with overlap(False):
+        executor.capture()
+        for batch, tpot_ms in before.items():
+            report(
+                part="overlap",
+                model=model,
+                batch=batch,
+                context=context,
+                tpot_ms=tpot_ms,
+                one_by_one_ms=step_ms(batch),
+            )
 
 
 def _count_launches(driver: Driver) -> int | None:

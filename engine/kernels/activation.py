@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.launch import overlapped, wait_for_kernels_before
 from engine.kernels.sizes import ceil_div
 
 _BLOCK = 1024
@@ -16,7 +17,7 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """
     num_tokens, mlp = out.shape
     grid = (num_tokens, ceil_div(mlp, _BLOCK))
-    _silu_mul[grid](gate_up, out, mlp, BLOCK=_BLOCK, num_warps=4)
+    _silu_mul[grid](gate_up, out, mlp, BLOCK=_BLOCK, num_warps=4, **overlapped())
 
 
 @triton.jit
@@ -25,7 +26,8 @@ def silu(x):
 
 
 @triton.jit
-def _silu_mul(gate_up, out, mlp, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, mlp, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < mlp

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.launch import overlapped, wait_for_kernels_before
 from engine.kernels.sizes import power_of_2_from
 
 
@@ -16,7 +17,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, normed
     num_tokens, hidden = residual.shape
     _add_rms_norm[(num_tokens,)](
         x, residual, weight, normed, eps, hidden,
-        SIZE=power_of_2_from(hidden), num_warps=_num_warps(hidden),
+        SIZE=power_of_2_from(hidden), num_warps=_num_warps(hidden), **overlapped(),
     )  # fmt: skip
 
 
@@ -25,7 +26,7 @@ def embed(token_ids: Tensor, embedding: Tensor, residual: Tensor) -> None:
     num_tokens, hidden = residual.shape
     _embed[(num_tokens,)](
         token_ids, embedding, residual, hidden,
-        SIZE=power_of_2_from(hidden), num_warps=_num_warps(hidden),
+        SIZE=power_of_2_from(hidden), num_warps=_num_warps(hidden), **overlapped(),
     )  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, normed: Tensor) -> None:
     num_tokens, hidden = x.shape
     _rms_norm[(num_tokens,)](
         x, weight, normed, eps, hidden,
-        SIZE=power_of_2_from(hidden), num_warps=_num_warps(hidden),
+        SIZE=power_of_2_from(hidden), num_warps=_num_warps(hidden), **overlapped(),
     )  # fmt: skip
 
 
@@ -51,7 +52,8 @@ def _normed(x, weight, eps, hidden):
 
 
 @triton.jit
-def _add_rms_norm(x, residual, weight, normed, eps, hidden, SIZE: tl.constexpr):
+def _add_rms_norm(x, residual, weight, normed, eps, hidden, SIZE: tl.constexpr, PDL: tl.constexpr):
+    wait_for_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, SIZE)
     mask = column < hidden
@@ -67,7 +69,8 @@ def _add_rms_norm(x, residual, weight, normed, eps, hidden, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(x, weight, normed, eps, hidden, SIZE: tl.constexpr):
+def _rms_norm(x, weight, normed, eps, hidden, SIZE: tl.constexpr, PDL: tl.constexpr):
+    wait_for_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, SIZE)
     mask = column < hidden
@@ -78,7 +81,8 @@ def _rms_norm(x, weight, normed, eps, hidden, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _embed(token_ids, embedding, residual, hidden, SIZE: tl.constexpr):
+def _embed(token_ids, embedding, residual, hidden, SIZE: tl.constexpr, PDL: tl.constexpr):
+    wait_for_kernels_before(PDL)
     token = tl.program_id(0)
     column = tl.arange(0, SIZE)
     mask = column < hidden

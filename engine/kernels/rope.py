@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.launch import overlapped, wait_for_kernels_before
 from engine.kernels.sizes import ceil_div, power_of_2_from
 
 # Heads that one program turns: 16 KiB of them would be too few programs at batch 1.
@@ -53,10 +54,11 @@ def rotate_and_store(
         HALF=power_of_2_from(head_dim // 2),
         HEADS=_HEADS,
         num_warps=1,
+        **overlapped(),
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # see `_gather_chunks`
 def _rotate_and_store(
     qkv,
     positions,
@@ -75,7 +77,9 @@ def _rotate_and_store(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_kernels_before(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)

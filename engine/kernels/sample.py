@@ -42,7 +42,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.forbidden import forbids_anything
+from engine.kernels.launch import overlapped, wait_for_kernels_before
 from engine.kernels.sizes import power_of_2_from
+from engine.memory import sent, to_device
 from engine.sampler import MIN_TEMPERATURE, mixed_seed
 from scheduler.types import SamplingParams
 
@@ -197,9 +199,7 @@ class DeviceSampler:
         self._dense = []
         if self._updates:
             rows = [[slot, *words] for slot, words in self._updates.items()]
-            updates = torch.tensor(rows, dtype=torch.int32)
-            if self._device.type == "cuda":
-                updates = updates.pin_memory().to(self._device, non_blocking=True)
+            updates = to_device(rows, torch.int32, self._device)
             _scatter[(len(rows),)](updates, self._table, WORDS=_WORDS, num_warps=1)
             self._updates = {}
 
@@ -237,7 +237,8 @@ class DeviceSampler:
             "slots": slots,
             "positions": positions,
             "table": self._table,
-            "bias": self._table if self._bias is None else self._bias,
+            # A stand-in of its type: of another, all would be compiled once more.
+            "bias": self._parts if self._bias is None else self._bias,
             "seen": self._table if self._seen is None else self._seen,
             "masks": self._table if self._masks is None else self._masks,
             "parts": self._parts,
@@ -245,6 +246,7 @@ class DeviceSampler:
             "stride": logits.stride(0),
             "part_stride": self._parts.stride(0),
             "ADJUSTED": mode is Mode.ADJUSTED,
+            **overlapped(),
         }
         chunks, padded = self._chunks, power_of_2_from(self._chunks)
         listing = {"counts": self._counts, "masses": self._masses, "CHUNKS": padded}
@@ -267,7 +269,7 @@ class DeviceSampler:
         """One slot's rows of the tables that have a column for each id."""
         assert self._bias is not None and self._seen is not None
         self._bias[slot] = _dense_bias(sampling, self._vocab_size, self._device)
-        said = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        said = to_device(token_ids, torch.int64, self._device)
         seen = self._seen[slot].zero_()
         seen[said[:num_prompt]] = 1
         output = said[num_prompt:]
@@ -323,7 +325,7 @@ def _dense_bias(sampling: SamplingParams, size: int, device: torch.device) -> Te
     pairs += [(word[0], -math.inf) for word in sampling.bad_words if word[0] < size]
     for token_id, value in pairs:
         row[token_id] += value
-    return row.to(device)
+    return sent(row, device)
 
 
 def _bits(value: float) -> int:
@@ -436,9 +438,10 @@ def _first_of_best(best, token):
 @triton.jit
 def _scan(
     logits, slots, positions, table, bias, seen, masks, parts, size, stride, part_stride,
-    part_ids, ADJUSTED: tl.constexpr,
+    part_ids, ADJUSTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk. parts: (4, rows, chunks): peak, the winner's logit, and two of the raw logits."""
+    wait_for_kernels_before(PDL)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -505,9 +508,10 @@ def _row_peak(parts, row, chunks, CHUNKS: tl.constexpr):
 @triton.jit
 def _finish(
     logits, slots, positions, table, bias, seen, masks, parts, size, stride, part_stride,
-    part_ids, ids, logprobs, CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr,
+    part_ids, ids, logprobs, CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row without filters: the best of its chunks' winners, compared in the row's own frame."""
+    wait_for_kernels_before(PDL)
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     asked = table + slot * _WORDS
@@ -548,9 +552,10 @@ def _weight(z):
 @triton.jit
 def _coarse(
     logits, slots, positions, table, bias, seen, masks, parts, size, stride, part_stride,
-    counts, masses, CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr,
+    counts, masses, CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk's ids by buckets, (rows, chunks, 16), and its mass, (rows, chunks)."""
+    wait_for_kernels_before(PDL)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -617,9 +622,11 @@ def _cut(asked, flags, counts, masses, row, chunks, CHUNKS: tl.constexpr):
 @triton.jit
 def _gather(
     logits, slots, positions, table, bias, seen, masks, parts, size, stride, part_stride,
-    counts, masses, keys, list_ids, list_size, CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr,
+    counts, masses, keys, list_ids, list_size,
+    CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Lists one chunk's ids up to the cut, behind those of the chunks before it."""
+    wait_for_kernels_before(PDL)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -710,9 +717,10 @@ def _search(
 def _select(
     logits, slots, positions, table, bias, seen, masks, parts, size, stride, part_stride,
     counts, masses, keys, list_ids, list_size, limits, ids, logprobs,
-    CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr,
+    CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row with filters: the largest key that stays, and the draw from all up to it."""
+    wait_for_kernels_before(PDL)
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     asked = table + slot * _WORDS

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.launch import overlapped, wait_for_kernels_before
 from engine.kernels.sizes import ceil_div
 
 _BLOCK = 256
@@ -69,7 +70,7 @@ def store_sampled(ids: Tensor, slots: Tensor, context_lens: Tensor, token_table:
     num_rows = len(slots)
     _store_sampled[(ceil_div(num_rows, _BLOCK),)](
         ids, slots, context_lens, token_table, num_rows, token_table.stride(0),
-        BLOCK=_BLOCK, num_warps=2,
+        BLOCK=_BLOCK, num_warps=2, **overlapped(),
     )  # fmt: skip
 
 
@@ -77,8 +78,9 @@ def store_lengths(slots: Tensor, context_lens: Tensor, lengths: Tensor) -> None:
     """lengths[slots[i]] = context_lens[i], but for the last slot, which pads: its length stays."""
     num_rows = len(slots)
     _store_lengths[(ceil_div(num_rows, _BLOCK),)](
-        slots, context_lens, lengths, num_rows, len(lengths) - 1, BLOCK=_BLOCK, num_warps=2
-    )
+        slots, context_lens, lengths, num_rows, len(lengths) - 1,
+        BLOCK=_BLOCK, num_warps=2, **overlapped(),
+    )  # fmt: skip
 
 
 def update_block_tables(updates: Tensor, block_tables: Tensor) -> None:
@@ -89,7 +91,7 @@ def update_block_tables(updates: Tensor, block_tables: Tensor) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "token_stride", "table_stride"])
 def _gather_decodes(
     slots, lengths, token_table, block_tables, token_ids, positions, kv_slots, context_lens,
     num_rows, token_stride, table_stride, block_size, BLOCK: tl.constexpr,
@@ -106,7 +108,12 @@ def _gather_decodes(
     tl.store(context_lens + row, position + 1, mask=mask)
 
 
-@triton.jit
+# Parts of one tensor, at any offset: else each would be compiled once for those that are aligned,
+# and once more, in the middle of serving, for the others.
+@triton.jit(
+    do_not_specialize=["token_stride", "table_stride"],
+    do_not_specialize_on_alignment=["starts", "query_starts", "positions"],
+)
 def _gather_chunks(
     slots, starts, query_starts, token_table, block_tables,
     token_ids, positions, kv_slots, context_lens,
@@ -130,10 +137,12 @@ def _gather_chunks(
     tl.store(target, block.to(tl.int64) * block_size + position % block_size, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "token_stride"])
 def _store_sampled(
-    ids, slots, context_lens, token_table, num_rows, token_stride, BLOCK: tl.constexpr
-):
+    ids, slots, context_lens, token_table, num_rows, token_stride,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_kernels_before(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows
     slot = tl.load(slots + row, mask=mask, other=0).to(tl.int64)
@@ -143,7 +152,10 @@ def _store_sampled(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _store_lengths(slots, context_lens, lengths, num_rows, num_slots, BLOCK: tl.constexpr):
+def _store_lengths(
+    slots, context_lens, lengths, num_rows, num_slots, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_kernels_before(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows
     slot = tl.load(slots + row, mask=mask, other=0)
@@ -151,7 +163,7 @@ def _store_lengths(slots, context_lens, lengths, num_rows, num_slots, BLOCK: tl.
     tl.store(lengths + slot, length, mask=mask & (slot < num_slots))
 
 
-@triton.jit(do_not_specialize=["num_updates"])
+@triton.jit(do_not_specialize=["num_updates", "table_stride"])
 def _update_block_tables(updates, block_tables, num_updates, table_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_updates
