@@ -1,315 +1,240 @@
-"""Builds and runs docker/'s images without a Docker engine: each step in a fresh Debian root.
+"""Builds docker/'s images with buildah, runs them with podman: real containers, no daemon.
 
-It reads what our Dockerfiles use of the language and refuses the rest. Linux's namespaces stand for
-the engine: a root, a process tree and a network of its own. Needs root, debootstrap, util-linux.
+No registry of images is asked: debootstrap makes the base, under the name that the Dockerfiles use.
+What is built stays in build/docker, as Docker keeps its layers; `make clean` removes it.
 """
 
 import contextlib
-import fnmatch
 import json
 import os
 import re
-import shlex
+import resource
 import shutil
-import signal
-import string
 import subprocess
 import sys
-import tarfile
+import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from tests.serving import ROOT, wait_until
+from tests.serving import ROOT, free_port
 
 WORKSHOP = ROOT / "build" / "docker"
-_SUITES = {"debian:12": "bookworm"}
-_TOOLS = ("debootstrap", "unshare", "nsenter", "chroot", "ip")
-# What changes nothing that runs here.
-_DESCRIPTIVE = ("LABEL", "EXPOSE", "VOLUME", "STOPSIGNAL")
-
-
-@dataclass(kw_only=True)
-class Stage:
-    name: str
-    suite: str
-    steps: list[tuple[str, str]] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class Image:
-    """A root directory, and what a Dockerfile says of running it."""
-
-    root: Path
-    env: dict[str, str] = field(default_factory=dict)
-    workdir: str = "/"
-    user: str = "0:0"
-    entrypoint: list[str] = field(default_factory=list)
-    healthcheck: list[str] = field(default_factory=list)
-
-    def num_bytes(self) -> int:
-        """Of all its files."""
-        return sum(
-            path.lstat().st_size
-            for path in self.root.rglob("*")
-            if path.is_file() and not path.is_symlink()
-        )
+_BASES = {"debian:12.12-slim": "bookworm"}
+_STORE = (f"--root={WORKSHOP / 'store'}", "--runroot=/run/penstock-docker")
+_PODMAN = ("podman", *_STORE)
+# runc is what Docker runs containers with. Neither systemd nor a journal is needed, and the limits
+# are no higher than a sandbox may set.
+_SETTINGS = """
+[containers]
+default_ulimits = ["nofile={num_files}:{num_files}", "nproc=4096:4096"]
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "none"
+[network]
+network_backend = "netavark"
+"""
+_TOOLS = ("buildah", "podman", "runc", "iptables", "debootstrap")
 
 
 def missing_tools() -> str | None:
     """What to do before images can be built here, or None."""
-    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
-    if missing:
-        return f"install debootstrap, util-linux and iproute2 (no {', '.join(missing)} here)"
+    if any(shutil.which(tool) is None for tool in _TOOLS):
+        return "apt-get install buildah podman runc iptables debootstrap"
     if os.geteuid() != 0:
-        return "run it as root: it makes root directories and namespaces"
+        return "run it as root: it makes root directories and containers"
     return None
 
 
-def stages(dockerfile: Path) -> list[Stage]:
-    found: list[Stage] = []
-    for keyword, arguments in _instructions(dockerfile.read_text(encoding="utf-8")):
-        if keyword == "FROM":
-            base, _, name = arguments.partition(" AS ")
-            suite = next(suite for prefix, suite in _SUITES.items() if base.startswith(prefix))
-            found.append(Stage(name=name or "final", suite=suite))
-        else:
-            found[-1].steps.append((keyword, arguments))
-    return found
+def build(dockerfile: Path, name: str, *, find_links: Path | None = None) -> str:
+    """`docker build`, of the file as it is; pip finds packages as on this machine.
+
+    With `find_links`, pip looks there and not in this machine's own directories of wheels.
+    """
+    for base, suite in _BASES.items():
+        _import_base(f"docker.io/library/{base}", suite)
+    mounts = _pip_mounts(find_links)
+    options = (
+        "--isolation=chroot",
+        "--network=host",
+        "--pull-never",
+        "--layers",
+        "--format=docker",
+    )
+    _run(
+        "buildah", *_STORE, "bud", *options, *mounts, f"--tag={name}", f"--file={dockerfile}", ROOT
+    )
+    return name
 
 
-def build(dockerfile: Path, *, replaced: dict[str, str] | None = None) -> Image:
-    """The last stage's image; `replaced` gives other commands for RUN steps that hold its keys."""
-    images: dict[str, Image] = {}
-    for stage in stages(dockerfile):
-        image = Image(root=_fresh_root(stage.suite, f"{dockerfile.name}-{stage.name}"))
-        for keyword, arguments in stage.steps:
-            _run_step(image, images, keyword, _replaced(arguments, replaced or {}))
-        images[stage.name] = image
-    return images["final"]
+def config_of(image: str) -> dict[str, Any]:
+    """What `docker inspect` says of it, with its size in bytes as Size."""
+    inspected = json.loads(_podman("image", "inspect", image))[0]
+    return {**inspected["Config"], "Size": inspected["Size"]}
 
 
-def remove(dockerfile: Path) -> None:
-    for stage in stages(dockerfile):
-        shutil.rmtree(WORKSHOP / f"{dockerfile.name}-{stage.name}", ignore_errors=True)
-
-
-def context() -> list[Path]:
-    """The files that .dockerignore lets through, relative to the repository's root."""
-    patterns = [
-        line.strip()
-        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-        if line.strip() and not line.startswith("#")
-    ]
-    tops = {pattern[1:].split("/")[0] for pattern in patterns if pattern.startswith("!")}
-    return [
-        path.relative_to(ROOT)
-        for top in sorted(tops)
-        for path in ([ROOT / top] if (ROOT / top).is_file() else (ROOT / top).rglob("*"))
-        if path.is_file() and _passes(path.relative_to(ROOT), patterns)
-    ]
+def layers(image: str) -> list[tuple[str, str]]:
+    """(size, the instruction) of each layer that holds files, the last first."""
+    lines = _podman("history", "--no-trunc", "--format={{.Size}}\t{{.CreatedBy}}", image)
+    pairs = (line.split("\t", 1) for line in lines.splitlines())
+    return [(size, made_by) for size, made_by in pairs if size != "0 B"]
 
 
 class Container:
-    """An image that runs: as its user, alone on its network, with a read-only root."""
+    """`docker run -d` as compose does it: a port on loopback, a volume, a read-only root."""
 
-    def __init__(self, image: Image, volume: Path, *arguments: str) -> None:
-        self.image = image
-        root = shlex.quote(str(image.root))
-        mounts = (
-            "ip link set lo up",
-            f"mount --bind {root} {root}",
-            f"mount -t proc proc {root}/proc",
-            f"mount --rbind /dev {root}/dev",
-            f"mount --rbind /sys {root}/sys",
-            f"mount -t tmpfs -o noexec,nosuid,nodev tmpfs {root}/tmp",  # as Docker does
-            f"mount --bind {shlex.quote(str(volume))} {root}/cache",
-            f"mount -o remount,bind,ro {root}",
-            f"exec chroot --userspec={image.user} {root} "
-            + shlex.join([*self._env(), *image.entrypoint, *arguments]),
-        )
-        self.process = subprocess.Popen(
-            [*_NEW_NAMESPACES, "--net", "sh", "-ec", "\n".join(mounts)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def __init__(
+        self,
+        image: str,
+        volume: str,
+        *arguments: str,
+        entrypoint: str = "",
+        limits: tuple[str, ...] = (),
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.id = _podman(
+            "run",
+            "--detach",
+            f"--publish=127.0.0.1:{self.port}:8000",
+            f"--volume={volume}:/cache",
+            "--read-only",
+            "--read-only-tmpfs=false",
+            "--tmpfs=/tmp",
+            "--cap-drop=all",
+            "--security-opt=no-new-privileges",
+            *([f"--entrypoint={entrypoint}"] if entrypoint else []),
+            *limits,
+            image,
+            *arguments,
+        ).strip()
 
-    def start(self, *command: str) -> "subprocess.Popen[str]":
-        """As `docker exec` does."""
-        uid, gid = self.image.user.split(":")
-        enter = ["nsenter", f"--target={self.pid()}", "--mount", "--pid", "--net", "--root", "--wd"]
-        return subprocess.Popen(
-            [*enter, f"--setuid={uid}", f"--setgid={gid}", *self._env(), *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def execute(self, *command: str) -> "subprocess.CompletedProcess[str]":
+        return _tried(*_PODMAN, "exec", self.id, *command)
 
-    def execute(self, *command: str, timeout_s: float = 30.0) -> "subprocess.CompletedProcess[str]":
-        process = self.start(*command)
-        output, errors = process.communicate(timeout=timeout_s)
-        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+    def is_healthy(self) -> bool:
+        """What HEALTHCHECK's command says now."""
+        return _tried(*_PODMAN, "healthcheck", "run", self.id).returncode == 0
 
-    def pid(self) -> int:
-        """Of the process that is number 1 inside, once it is inside: as its user, in its root."""
-        uid = int(self.image.user.split(":")[0])
-        wait_until(lambda: [p for p in self._children() if Path(f"/proc/{p}").stat().st_uid == uid])
-        return self._children()[0]
+    def logs(self) -> str:
+        done = _tried(*_PODMAN, "logs", self.id)
+        return done.stdout + done.stderr
 
-    def kill(self) -> None:
-        for pid in self._children():
-            os.kill(pid, signal.SIGKILL)  # and with it all inside
-        self.process.kill()
-        self.process.communicate()
+    def is_running(self) -> bool:
+        return self._state()["Running"] is True
 
-    def stop(self) -> None:
-        os.kill(self.pid(), signal.SIGTERM)
+    def put(self, file: Path, path: str) -> None:
+        """As the image's user, whose rights hold."""
+        command = [*_PODMAN, "exec", "--interactive", self.id, "sh", "-c", 'cat > "$0"', path]
+        subprocess.run(command, input=file.read_bytes(), env=_environment(), check=True)
 
-    def _children(self) -> list[int]:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+    def terminate(self) -> None:
+        """SIGTERM, without waiting for what it does."""
+        _podman("kill", "--signal=TERM", self.id)
 
-    def _env(self) -> list[str]:
-        pairs = {"HOME": "/cache", **self.image.env}
-        return ["/usr/bin/env", "-i", *(f"{name}={value}" for name, value in pairs.items())]
+    def wait(self) -> int:
+        """The exit code, 137 where it was killed."""
+        return int(_podman("wait", self.id))
+
+    def stop(self) -> int:
+        """`docker stop -t 45`, and the exit code."""
+        _podman("stop", "--time=45", self.id)
+        return self.wait()
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads(_podman("inspect", self.id))[0]["State"]
+        return state
 
 
 @contextlib.contextmanager
-def running(image: Image, volume: Path, *arguments: str) -> Iterator[Container]:
-    volume.mkdir(parents=True, exist_ok=True)
-    uid, gid = (int(part) for part in image.user.split(":"))
-    os.chown(volume, uid, gid)
-    container = Container(image, volume, *arguments)
+def running(
+    image: str,
+    volume: str,
+    *arguments: str,
+    entrypoint: str = "",
+    limits: tuple[str, ...] = (),
+) -> Iterator[Container]:
+    container = Container(image, volume, *arguments, entrypoint=entrypoint, limits=limits)
     try:
         yield container
     finally:
-        container.kill()
+        _podman("rm", "--force", "--time=0", container.id)
 
 
-_NEW_NAMESPACES = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
+@contextlib.contextmanager
+def fresh_volume() -> Iterator[str]:
+    """An empty one, which takes the image's owner of /cache as Docker's volumes do."""
+    name = _podman("volume", "create").strip()
+    try:
+        yield name
+    finally:
+        _podman("volume", "rm", "--force", name)
 
 
-def _instructions(text: str) -> Iterator[tuple[str, str]]:
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
-        if line.strip():
-            keyword, _, arguments = line.strip().partition(" ")
-            yield keyword, arguments.strip()
+def stand_in_torch(directory: Path, version: str, triton: str) -> None:
+    """A wheel of torch's name that holds nothing and, as the CUDA build does, brings Triton."""
+    name = f"torch-{version}+standin"
+    info = f"{name}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}+standin\n"
+    tags = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(directory / f"{name}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"{metadata}Requires-Dist: triton=={triton}\n")
+        wheel.writestr(f"{info}/WHEEL", tags)
+        wheel.writestr(f"{info}/RECORD", "")
 
 
-def _replaced(arguments: str, replacements: dict[str, str]) -> str:
-    return next((new for old, new in replacements.items() if old in arguments), arguments)
-
-
-def _fresh_root(suite: str, name: str) -> Path:
-    archive = WORKSHOP / f"debian-{suite}.tar"
-    if not archive.exists():
-        _debootstrap(suite, archive)
-    root = WORKSHOP / name
-    shutil.rmtree(root, ignore_errors=True)
-    root.mkdir(parents=True)
-    subprocess.run(["tar", "-C", root, "-xf", archive], check=True)
-    shutil.copyfile("/etc/resolv.conf", root / "etc" / "resolv.conf")
-    return root
-
-
-def _debootstrap(suite: str, archive: Path) -> None:
+def _import_base(name: str, suite: str) -> None:
+    if _tried(*_PODMAN, "image", "exists", name).returncode == 0:
+        return
     root = WORKSHOP / f"debian-{suite}"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
-    subprocess.run(["debootstrap", "--variant=minbase", suite, root], check=True)
-    with tarfile.open(archive.with_suffix(".part"), "w") as tar:
-        tar.add(root, ".")
-    archive.with_suffix(".part").rename(archive)
+    _run("debootstrap", "--variant=minbase", suite, root)
+    archive = root.with_suffix(".tar")
+    _run("tar", "-C", root, "-cf", archive, ".")
     shutil.rmtree(root)
+    _podman("import", "--change=CMD bash", str(archive), name)
+    archive.unlink()
 
 
-def _run_step(image: Image, images: dict[str, Image], keyword: str, arguments: str) -> None:
-    if keyword == "RUN":
-        _run(image, arguments)
-    elif keyword == "COPY":
-        _copy(image, images, shlex.split(arguments))
-    elif keyword in ("ENV", "ARG"):
-        words = (word.partition("=") for word in shlex.split(arguments))
-        image.env |= {name: string.Template(v).safe_substitute(image.env) for name, _, v in words}
-    elif keyword == "WORKDIR":
-        image.workdir = arguments
-        (image.root / arguments.lstrip("/")).mkdir(parents=True, exist_ok=True)
-    elif keyword == "USER":
-        image.user = arguments
-    elif keyword == "ENTRYPOINT":
-        image.entrypoint = json.loads(arguments)
-    elif keyword == "HEALTHCHECK":
-        image.healthcheck = json.loads(arguments.partition("CMD ")[2])
-    else:
-        assert keyword in _DESCRIPTIVE, f"{keyword} is not executed here: teach tests/ops/image.py"
-
-
-def _run(image: Image, command: str) -> None:
-    pip_env, pip_dirs = _pip_settings(image.root)
-    root = shlex.quote(str(image.root))
-    script = [f"mount -t proc proc {root}/proc", f"mount --rbind /dev {root}/dev"]
-    for directory in pip_dirs:
-        inside = f"{root}{shlex.quote(directory)}"
-        script += [f"mkdir -p {inside}", f"mount --bind {shlex.quote(directory)} {inside}"]
-    default = {
-        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "HOME": "/tmp",
-    }
-    env = [f"{name}={value}" for name, value in {**default, **pip_env, **image.env}.items()]
-    inside = f"cd {shlex.quote(image.workdir)} && {command}"
-    script.append(
-        f"exec chroot {root} " + shlex.join(["/usr/bin/env", "-i", *env, "sh", "-c", inside])
-    )
-    done = subprocess.run(
-        [*_NEW_NAMESPACES, "sh", "-ec", "\n".join(script)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"RUN {command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-
-
-def _pip_settings(root: Path) -> tuple[dict[str, str], list[str]]:
-    """This machine's settings of pip as variables, and the directories that they name."""
-    listed = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
-    )
-    env = {}
-    for name, value in re.findall(r"^[\w:]+\.([\w-]+)='(.*)'$", listed.stdout, re.MULTILINE):
-        env["PIP_" + name.upper().replace("-", "_")] = value
-    if certificates := env.get("PIP_CERT"):
-        shutil.copyfile(certificates, root / "run" / "certificates.pem")
-        env["PIP_CERT"] = "/run/certificates.pem"
-    paths = re.findall(r"(?:^|\s|file://)(/\S+)", " ".join(env.values()))
+def _pip_mounts(find_links: Path | None) -> list[str]:
+    """This machine's settings of pip as the build's own, and the directories that they name."""
+    listed = _run(sys.executable, "-m", "pip", "config", "list")
+    settings = dict(re.findall(r"^[\w:]+\.([\w-]+)='(.*)'$", listed, re.MULTILINE))
+    mounts = []
+    if certificates := settings.get("cert"):
+        settings["cert"] = "/run/certificates.pem"
+        mounts.append(f"--volume={certificates}:/run/certificates.pem:ro")
+    if find_links:
+        settings["find-links"] = str(find_links)
+    paths = re.findall(r"(?:^|\s|file://)(/\S+)", " ".join(settings.values()))
     # An index's pages, PATH/simple, name files beside them.
-    return env, [path.removesuffix("/simple") for path in paths if Path(path).is_dir()]
+    directories = {path.removesuffix("/simple") for path in paths if Path(path).is_dir()}
+    mounts += [f"--volume={path}:{path}:ro" for path in sorted(directories)]
+    file = WORKSHOP / "pip.conf"
+    lines = [f"{name} = {value}\n" for name, value in settings.items()]
+    file.write_text("[global]\n" + "".join(lines), encoding="utf-8")
+    return [*mounts, f"--volume={file}:/etc/pip.conf:ro"]
 
 
-def _copy(image: Image, images: dict[str, Image], words: list[str]) -> None:
-    *sources, target = words
-    if sources[0].startswith("--from="):
-        other = images[sources.pop(0).removeprefix("--from=")].root
-        destination = image.root / target.lstrip("/")
-        destination.mkdir(parents=True, exist_ok=True)
-        from_dir = f"{other}{sources[0]}/."
-        subprocess.run(["cp", "--archive", "--link", from_dir, str(destination)], check=True)
-        return
-    base = image.root / image.workdir.lstrip("/") if not target.startswith("/") else image.root
-    for source in sources:
-        for path in context():
-            if source == "." or path == Path(source):
-                inside = path if source == "." else Path(path.name)
-                destination = base / target.lstrip("/") / inside
-                destination.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / path, destination)
+def _podman(*arguments: str) -> str:
+    return _run(*_PODMAN, *arguments)
 
 
-def _passes(path: Path, patterns: list[str]) -> bool:
-    """The last pattern that fits the path or a directory above it decides."""
-    names = [str(path), *(str(parent) for parent in path.parents)]
-    passes = True
-    for pattern in patterns:
-        wanted = pattern.lstrip("!")
-        fits = [wanted, wanted.removeprefix("**/"), wanted.replace("**/", "*/")]
-        if any(fnmatch.fnmatchcase(name, fit) for name in names for fit in fits):
-            passes = pattern.startswith("!")
-    return passes
+def _run(*command: str | Path) -> str:
+    done = _tried(*command)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def _tried(*command: str | Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, capture_output=True, text=True, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    WORKSHOP.mkdir(parents=True, exist_ok=True)
+    file = WORKSHOP / "containers.conf"
+    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    file.write_text(_SETTINGS.format(num_files=num_files), encoding="utf-8")
+    return {**os.environ, "CONTAINERS_CONF": str(file)}

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from server.config import ServerConfig
-from tests.serving import ROOT
+from server.metrics import Metrics
+from tests.serving import MODEL, ROOT
 
 DOCKER = ROOT / "docker"
 CHART, MANIFESTS = DOCKER / "helm" / "penstock", DOCKER / "k8s"
@@ -20,14 +21,19 @@ _SHUTDOWN_TIMEOUT_S = ServerConfig(served_model_names=("any",)).shutdown_timeout
 # Of the cluster's own operators, so Kubernetes' schema does not have them.
 _FOREIGN = ("ServiceMonitor",)
 _ALL_ON: dict[str, Any] = {
-    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "serviceMonitor": {
+        "enabled": True,
+        "labels": {"release": "prometheus"},
+        "sendApiKey": True,
+    },
+    "networkPolicy": {"extraEgress": [{"ports": [{"port": 4318, "protocol": "TCP"}]}]},
     "autoscaling": {"enabled": True},
     "existingSecret": "keys",
     "runtimeClassName": "nvidia",
     "imagePullSecrets": [{"name": "registry"}],
     "podAnnotations": {"a": "b"},
     "nodeSelector": {"gpu": "h200"},
-    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "tolerations": [{"key": "spot", "operator": "Exists", "effect": "NoSchedule"}],
     "affinity": {"nodeAffinity": {}},
     "extraArgs": ["--max-num-seqs", "128"],
     "cache": {"storageClass": "fast", "accessMode": "ReadWriteMany"},
@@ -130,11 +136,42 @@ def test_the_manifests_wait_longer_than_a_drain() -> None:
     assert pod["terminationGracePeriodSeconds"] > before + _SHUTDOWN_TIMEOUT_S
 
 
-def test_the_autoscaler_reads_what_the_adapter_writes() -> None:
+def test_a_first_download_is_no_failed_rollout() -> None:
+    for spec in (
+        _documents(MANIFESTS / "deployment.yaml")[0]["spec"],
+        _one(_rendered({"startupSeconds": 7200}), "Deployment")["spec"],
+    ):
+        probe = spec["template"]["spec"]["containers"][0]["startupProbe"]
+        assert spec["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
+
+
+def test_the_autoscaler_reads_what_the_adapter_writes_of_what_the_server_exports() -> None:
     hpa = _documents(MANIFESTS / "hpa.yaml")[0]
     rule = _documents(MANIFESTS / "prometheus-adapter-rule.yaml")[0]["rules"]["custom"][0]
     metric = hpa["spec"]["metrics"][0]["pods"]["metric"]["name"]
     assert rule["seriesQuery"].startswith(metric + "{")
+    assert f"# TYPE {metric} gauge" in Metrics(MODEL).text().decode()
+    assert rule["name"] == {"matches": "^(.*)$", "as": "$1"}  # the name stays
+    chart = _one(_rendered({"autoscaling": {"enabled": True}}), "HorizontalPodAutoscaler")
+    assert chart["spec"] == hpa["spec"]
+
+
+def test_the_charts_monitor_sends_the_key_that_the_server_asks_for() -> None:
+    values = {"existingSecret": "keys", "serviceMonitor": {"enabled": True, "sendApiKey": True}}
+    [endpoint] = _one(_rendered(values), "ServiceMonitor")["spec"]["endpoints"]
+    secret = {"name": "keys", "key": "PENSTOCK_API_KEY"}
+    assert endpoint["authorization"] == {"credentials": secret}
+    with pytest.raises(Exception, match="sendApiKey needs existingSecret"):
+        _rendered({**values, "existingSecret": ""})
+
+
+def test_the_charts_policy_lets_out_what_it_is_told_to() -> None:
+    out = [{"ports": [{"port": 4318, "protocol": "TCP"}]}]
+    plain = _documents(MANIFESTS / "networkpolicy.yaml")[0]["spec"]
+    for extra in ([], out):
+        policy = _one(_rendered({"networkPolicy": {"extraEgress": extra}}), "NetworkPolicy")
+        assert policy["spec"]["egress"] == plain["egress"] + extra
+        assert policy["spec"]["ingress"] == plain["ingress"]
 
 
 @pytest.mark.parametrize("values", [{}, _ALL_ON, _SMALL], ids=["default", "all on", "small"])
@@ -157,8 +194,8 @@ def test_the_chart_renders_the_pod_of_the_manifests() -> None:
         assert ours[key] == theirs[key], key
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert ours[probe] == theirs[probe], probe
-    for key in ("terminationGracePeriodSeconds", "securityContext"):
-        assert chart[key] == plain[key], key
+    for key in ("terminationGracePeriodSeconds", "securityContext", "tolerations", "volumes"):
+        assert _without_claims(chart)[key] == _without_claims(plain)[key], key
 
 
 def test_the_chart_waits_longer_than_the_drain_it_is_told() -> None:
@@ -169,7 +206,15 @@ def test_the_chart_waits_longer_than_the_drain_it_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"replica": 2}, {"gpus": 8}, {"cache": {"size": "big"}}, {"image": {"tag": 1}}]
+    "values",
+    [
+        {"replica": 2},
+        {"gpus": 8},
+        {"cache": {"size": "big"}},
+        {"image": {"tag": 1}},
+        {"serviceMonitor": {"key": "secret"}},
+        {"networkPolicy": {"extraEgress": 4318}},
+    ],
 )
 def test_the_charts_schema_refuses(values: dict[str, Any]) -> None:
     helm = pytest.importorskip("helm_python", reason=_INSTALL)
@@ -194,6 +239,17 @@ def _rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
     assert "port-forward service/penstock" in notes
     manifests = (text for name, text in files.items() if name.endswith(".yaml"))
     return [o for text in manifests for o in yaml.safe_load_all(text) if o]
+
+
+def _one(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    [found] = [one for one in objects if one["kind"] == kind]
+    return found
+
+
+def _without_claims(pod: dict[str, Any]) -> dict[str, Any]:
+    """Whose names differ."""
+    volumes = [volume for volume in pod["volumes"] if "persistentVolumeClaim" not in volume]
+    return {**pod, "volumes": volumes}
 
 
 def _documents(file: Path) -> list[dict[str, Any]]:
