@@ -199,10 +199,14 @@ class _Picture:
             self._history.add(news.scrape)
 
     def draw(self, width: int, height: int) -> str:
-        """What to write to the terminal: every line over the old one, so that nothing flickers."""
+        """What to write to the terminal: every line over the old one, so that nothing flickers.
+
+        A line is cleared before it is written: after it, the cursor may stand on its last column,
+        which would be cleared too.
+        """
         lines = top_view.draw(self._view(), width, height)
-        drawn = (_CLEAR_LINE + "\r\n").join(self._styled(line) for line in lines)
-        return _HOME + drawn + _CLEAR_LINE + _CLEAR_BELOW
+        drawn = "\r\n".join(_CLEAR_LINE + self._styled(line) for line in lines)
+        return _HOME + drawn + ("\r\n" + _CLEAR_BELOW if len(lines) < height else "")
 
     def _view(self) -> View:
         recent, whole, latest = (

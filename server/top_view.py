@@ -12,7 +12,7 @@ from server.scrape import History, Scrape, Window
 MINUTE_S = 60.0
 _DASH = "-"
 _CLASSES = ("decode", "prefill", "mixed")
-_OUTCOMES = ("stop", "length", "abandoned", "failed")
+_OUTCOMES = ("stop", "length", "failed", "abandoned")
 _LATENCIES = (
     ("TTFT", "time_to_first_token_seconds"),
     ("TPOT", "time_per_output_token_seconds"),
@@ -22,6 +22,7 @@ _LATENCIES = (
 _QUANTILES = (0.5, 0.95, 0.99)
 _LABEL_WIDTH = 9
 _HALF_SPARK_FROM = 60  # columns; in a narrower terminal there is no room for sparklines
+_BOTH_SPANS_FROM = 72  # columns
 _MOST_SPARK = 60
 
 
@@ -79,6 +80,8 @@ def draw(view: View, width: int, height: int | None = None) -> list[Line]:
         lines.append([Span("waiting for the first answer", "dim")])
     else:
         lines += _panels(view, latest, width)
+    if height is not None and len(lines) > height:
+        lines = [line for line in lines if line]  # rather than what stands between the gaps
     return [_cropped(line, width) for line in lines[:height]]
 
 
@@ -89,7 +92,8 @@ def text(line: Line) -> str:
 
 def _title(view: View, width: int) -> Line:
     name = f"penstock top  {_clean(view.url)}"
-    return [Span(name, "title"), Span(view.keys.rjust(max(0, width - len(name))), "dim")]
+    keys = view.keys.rjust(width - len(name)) if len(name) + len(view.keys) < width else ""
+    return [Span(name, "title"), Span(keys, "dim")]
 
 
 def _away(view: View) -> Iterator[Line]:
@@ -105,7 +109,7 @@ def _panels(view: View, latest: Scrape, width: int) -> Iterator[Line]:
     yield []
     yield from _throughput(view, latest, width)
     yield []
-    yield from _latencies(view)
+    yield from _latencies(view, width)
     yield []
     yield from _utilization(view, latest, width)
     yield []
@@ -192,8 +196,10 @@ def _outcomes(recent: Window | None, latest: Scrape) -> Line:
 # Latencies ----------------------------------------------------------------------------------------
 
 
-def _latencies(view: View) -> Iterator[Line]:
+def _latencies(view: View, width: int) -> Iterator[Line]:
     spans = [span for span in (view.recent, view.long) if span]
+    if width < _BOTH_SPANS_FROM:
+        spans = spans[-1:]  # the longer: it has seen more requests
     header = "".join(f"{name:>10}{'':23}" for name, _ in spans)
     yield [Span(" " * _LABEL_WIDTH), Span(header.rstrip(), "title")]
     quantiles = "".join(f"{f'p{q * 100:.0f}':>10}" for q in _QUANTILES) + "   "
@@ -278,7 +284,7 @@ def _memory(view: View, latest: Scrape, width: int) -> Iterator[Line]:
     yield [
         Span(f"{'prefix':<{_LABEL_WIDTH}}", "dim"),
         Span(f"{_percent(hits):>8}"),
-        Span(" of looked-up tokens were cached", "dim"),
+        Span(" of looked-up tokens", "dim"),
         Span("    preemptions ", "dim"),
         Span(_whole(latest.value("preemptions_total"))),
         Span("  recomputed ", "dim"),

@@ -110,6 +110,13 @@ def test_it_fits_every_size(width: int, height: int) -> None:
         assert all(len(text(line)) <= width for line in lines)
 
 
+def test_a_small_terminal_leaves_out_gaps_and_the_shorter_span_before_figures() -> None:
+    picture = shown(BUSY, 60, 15)
+    lines = picture.splitlines()
+    assert "" not in lines and "last minute" in picture and "last 1.0 s" not in picture
+    assert {"TTFT", "queue", "decode", "mixed"} <= {line.split()[0] for line in lines}
+
+
 def test_what_a_server_does_not_tell_is_a_dash() -> None:
     picture = shown(view_of("penstock_running_sequences 2\n", "penstock_running_sequences 2\n"))
     assert re.search(r"output +- ", picture) and re.search(r"TTFT( +-){6}", picture)
@@ -316,6 +323,7 @@ def test_it_is_drawn_anew_when_the_terminal_is_resized(server: RunningServer) ->
         terminal.process.send_signal(signal.SIGWINCH)
         wait_until(lambda: "\x1b[H" in terminal.read())
         picture = terminal.output.split("\x1b[H")[-1]
+        assert not re.search(r"[^\n]\x1b\[K", picture)  # it would clear the last column's character
         lines = re.split(r"\r*\n", plain(picture))
         assert len(lines) <= 10 and max(map(len, lines)) <= 50
         terminal.press(b"q")

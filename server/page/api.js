@@ -43,6 +43,8 @@ export async function request(path, { body, signal } = {}) {
 }
 
 async function sentenceOf(response) {
+  // The server's own sentence is for those who write requests by hand.
+  if (response.status === 401) return `The server ${apiKey() ? "does not know this" : "asks for an"} API key; give ${apiKey() ? "another" : "it"} above.`;
   const text = await response.text();
   try {
     return asSentence(JSON.parse(text).error.message);

@@ -40,6 +40,7 @@ function showState(state, text) {
 
 function askForKey() {
   showState("locked", "The server asks for an API key");
+  if (apiKey()) byId("key-note").textContent = "The server does not know this key; give another.";
   setOpen(byId("key-open"), byId("key-form"), true);
   byId("key").focus();
 }
@@ -52,7 +53,12 @@ function startKey() {
   });
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    keepApiKey(byId("key").value.trim());
+    const key = byId("key").value.trim();
+    if (/[^ -~]/.test(key)) {
+      byId("key-note").textContent = "A key has plain letters, digits and signs only, or no header can carry it; write it again.";
+      return;
+    }
+    keepApiKey(key);
     live.resume();
     setOpen(byId("key-open"), byId("key-form"), false);
     byId("prompt").focus();

@@ -56,9 +56,8 @@ export function drawBar(svg, ratio) {
   );
 }
 
-const ROOF = { width: 372, height: 180, left: 46, right: 44, top: 4, bottom: 30 };
-// Where each point's name stands, so that near points can be told apart.
-const TAGS = { decode: [-9, 4, "end"], mixed: [0, -10, "middle"], prefill: [9, 4, "start"] };
+const ROOF = { width: 372, height: 214, left: 42, right: 14, top: 18, bottom: 30 };
+const LEAST_DECADES = 1.5;
 
 // Both axes in powers of ten. points: [{name, intensity, rate}]; flopsPeak may be unknown.
 export function drawRoof(svg, points, { bandwidthPeak, flopsPeak }) {
@@ -66,20 +65,30 @@ export function drawRoof(svg, points, { bandwidthPeak, flopsPeak }) {
   const highest = flopsPeak ?? bandwidthPeak * ridge;
   const lowX = Math.floor(Math.log10(Math.min(1, ...points.map((each) => each.intensity))));
   const highX = Math.ceil(Math.log10(Math.max(flopsPeak ? ridge * 5 : ridge, ...points.map((each) => each.intensity))));
-  const highY = Math.log10(highest) + 0.1;
-  const lowY = Math.min(Math.log10(bandwidthPeak) + lowX, ...points.map((each) => Math.log10(each.rate) - 0.3));
+  const highY = Math.log10(highest);
+  const lows = [Math.log10(bandwidthPeak) + lowX, highY - LEAST_DECADES, ...points.map((each) => Math.log10(each.rate) - 0.3)];
+  const lowY = Math.min(...lows);
   const { width, height, left, right, top, bottom } = ROOF;
   const x = (value) => left + ((Math.log10(value) - lowX) / (highX - lowX)) * (width - left - right);
   const y = (value) => height - bottom - ((Math.log10(value) - lowY) / (highY - lowY)) * (height - top - bottom);
   const parts = [...grid(x, y, { lowX, highX, lowY, highY })];
+  const [from, to] = [[x(10 ** lowX), y(10 ** lowX * bandwidthPeak)], [x(ridge), y(highest)]];
   const flat = flopsPeak ? `H${x(10 ** highX)}` : "";
-  parts.push(shape("path", { class: "roof", d: `M${x(10 ** lowX)},${y(10 ** lowX * bandwidthPeak)}L${x(ridge)},${y(highest)}${flat}` }));
+  parts.push(shape("path", { class: "roof", d: `M${from}L${to}${flat}` }));
+  const slope = (Math.atan2(to[1] - from[1], to[0] - from[0]) * 180) / Math.PI;
+  const turned = `translate(${from[0] + 4},${from[1] - 8}) rotate(${slope})`;
+  parts.push(shape("text", { class: "tag", transform: turned }, `memory, ${short(bandwidthPeak, "B/s")}`));
+  if (flopsPeak) {
+    const place = { class: "tag", x: width - right, y: y(highest) - 6, "text-anchor": "end" };
+    parts.push(shape("text", place, `arithmetic, ${short(flopsPeak, "FLOP/s")}`));
+  }
   for (const { name, intensity, rate } of points) {
     const limit = Math.min(highest, intensity * bandwidthPeak);
     parts.push(shape("path", { class: "gap", d: `M${x(intensity)},${y(rate)}V${y(limit)}` }));
-    parts.push(shape("circle", { class: `point ${name}`, cx: x(intensity), cy: y(rate), r: 5 }));
-    const [dx, dy, anchor] = TAGS[name];
-    parts.push(shape("text", { class: "tag", x: x(intensity) + dx, y: y(rate) + dy, "text-anchor": anchor }, name));
+  }
+  for (const { name, intensity, rate } of points) {
+    parts.push(shape("circle", { class: `point ${name}`, cx: x(intensity), cy: y(rate), r: 8 }));
+    parts.push(shape("text", { class: "letter", x: x(intensity), y: y(rate) + 3.5, "text-anchor": "middle" }, name[0].toUpperCase()));
   }
   svg.replaceChildren(...parts);
 }
@@ -94,7 +103,7 @@ function* grid(x, y, { lowX, highX, lowY, highY }) {
     yield shape("text", { class: "tick", x: left - 6, y: y(10 ** power) + 3, "text-anchor": "end" }, short(10 ** power));
   }
   yield shape("text", { class: "tick", x: width - right, y: height - 3, "text-anchor": "end" }, "operations a byte");
-  yield shape("text", { class: "tick", x: 0, y: height - 3 }, "operations/s");
+  yield shape("text", { class: "tick", x: 0, y: 10 }, "operations/s");
 }
 
 // 1500000000, "B/s" as 1.5 GB/s.

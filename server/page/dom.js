@@ -18,6 +18,23 @@ export function button(text, onClick) {
   return element;
 }
 
+// Text that comes in pieces, and is shown once a frame: a layout for each token would make a long
+// answer freeze the page. onShow: called when more of it stands there.
+export function growingText(onShow) {
+  const node = document.createTextNode("");
+  let rest = "";
+  const show = () => {
+    node.appendData(rest);
+    rest = "";
+    onShow();
+  };
+  const add = (more) => {
+    if (!rest) requestAnimationFrame(show);
+    rest += more;
+  };
+  return { node, add, show, whole: () => node.data + rest };
+}
+
 // Opens or closes what a button with aria-expanded stands for.
 export function setOpen(opener, panel, isOpen) {
   panel.hidden = !isOpen;
@@ -26,7 +43,7 @@ export function setOpen(opener, panel, isOpen) {
 
 // Puts text on the clipboard, and says so on the button for a moment.
 export async function copy(text, element) {
-  const label = element.textContent;
+  const label = element.dataset.label ??= element.textContent;
   try {
     await writeToClipboard(text);
     element.textContent = "Copied";

@@ -3,7 +3,7 @@
 import { request } from "./api.js";
 import { canvas, drawBar, drawLines, drawRoof, short } from "./chart.js";
 import { byId, make } from "./dom.js";
-import { isRestart, perSecond, quantile, readingOf, roofPoints, stepRate } from "./metrics.js";
+import { CLASSES, isRestart, perSecond, quantile, readingOf, roofPoints, stepRate } from "./metrics.js";
 
 const PERIOD_MS = 1000;
 const WINDOW_MS = 300_000;
@@ -64,8 +64,7 @@ let views = [];
 // onReach(isReached): called when the server goes away, and when it is back. Gives `resume`, for when
 // there is a key: without one, it does not ask on and on.
 export function startLive({ onReach }) {
-  const lines = CARDS.map(lineCard);
-  views = [...lines.slice(0, 4), ...USES.map(useCard), ...lines.slice(4), roofCard()];
+  views = [...CARDS.map(lineCard), ...USES.map(useCard), roofCard()];
   byId("cards").append(...views.map((view) => view.element));
   let isLocked = false;
   let isReached = true;
@@ -152,22 +151,37 @@ function useCard(use) {
 }
 
 function roofCard() {
-  const svg = canvas(372, 180, false);
-  const text = make("p", { class: "values" }, make("small", {}, "Waiting for steps"));
-  const card = { id: "roof", name: "Roofline", tip: "The line is the most that the hardware can do at so many operations for each byte read; the points are what the steps of the last 15 seconds did, and the gap to the line is what is left." };
-  const element = cardElement(card, text, svg);
+  const svg = canvas(372, 214, false);
+  const text = make("p", {}, make("small", {}, "Waiting for steps"));
+  const legend = make("ul", { class: "legend" });
+  const card = { id: "roof", name: "Roofline: steps against the hardware's limit", tip: "The line is the most that the hardware can do. On its slope the memory is the limit: each byte that is read serves few operations, as in decoding; on its flat part it is arithmetic, as in prefill. The points are the steps of the last 15 seconds; the gap above each is what is left." };
+  const element = cardElement(card, text, svg, legend);
   const show = (now, back) => {
     const source = peakOf(now.bandwidthPeak);
     text.hidden = Boolean(source);
     svg.toggleAttribute("hidden", !source);
+    legend.hidden = !source;
     if (!source) {
       text.firstChild.textContent = "The hardware's bandwidth is not known here, so there is no roof to draw.";
       return;
     }
     const flopsPeak = now.flopsPeak[peakOf(now.flopsPeak)];
-    drawRoof(svg, roofPoints(back(QUANTILE_MS), now), { bandwidthPeak: now.bandwidthPeak[source], flopsPeak });
+    const peaks = { bandwidthPeak: now.bandwidthPeak[source], flopsPeak };
+    const points = roofPoints(back(QUANTILE_MS), now);
+    drawRoof(svg, points, peaks);
+    legend.replaceChildren(...CLASSES.map((name) => legendLine(name, points.find((each) => each.name === name), peaks)));
   };
   return { element, show };
+}
+
+// One class of steps in words: what share of its limit it reaches, and which limit that is.
+function legendLine(name, point, { bandwidthPeak, flopsPeak }) {
+  const letter = make("span", { class: `letter ${name}`, "aria-hidden": "true" }, name[0].toUpperCase());
+  if (!point) return make("li", {}, letter, `${name}: none lately`);
+  const byMemory = point.intensity * bandwidthPeak;
+  const isMemory = !(flopsPeak < byMemory);
+  const share = percent(point.rate / (isMemory ? byMemory : flopsPeak));
+  return make("li", {}, letter, `${name}: `, make("strong", {}, share), ` of what ${isMemory ? "memory" : "arithmetic"} allows`);
 }
 
 // What the number means is told on hover and on focus, and to a screen reader.

@@ -2,7 +2,7 @@
 
 const LINE = /^penstock_(\w+)(?:\{([^}]*)\})? (\S+)$/;
 const LABEL = /(\w+)="([^"]*)"/g;
-const CLASSES = ["decode", "prefill", "mixed"];
+export const CLASSES = ["decode", "prefill", "mixed"];
 
 // Series by name; each a list of {labels, value}.
 function parse(text) {

@@ -1,7 +1,7 @@
 // The playground: one question at a time, its answer as it comes, and what it took.
 
 import { curlLine, events, request } from "./api.js";
-import { button, byId, copy, make, setOpen } from "./dom.js";
+import { button, byId, copy, growingText, make, setOpen } from "./dom.js";
 import { readSettings, SettingsError, startSettings } from "./settings.js";
 
 const SUGGESTIONS = ["Who are you?", "What is continuous batching?", "Tell me a little story."];
@@ -9,6 +9,7 @@ const NEAR_END_PX = 80;
 
 let model = null;
 let running = null; // the AbortController of the answer that is on its way
+let isFollowing = true; // the end of the conversation, until its reader scrolls away from it
 let turns = []; // {question, answer} of the chat: those that went well, or were stopped
 
 export function startPlayground({ onKeyNeeded }) {
@@ -28,6 +29,10 @@ export function startPlayground({ onKeyNeeded }) {
   byId("prompt").addEventListener("input", fitPrompt);
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") running?.abort();
+  });
+  byId("conversation").addEventListener("scroll", () => {
+    const { scrollHeight, scrollTop, clientHeight } = byId("conversation");
+    isFollowing = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
   });
   byId("stop-answer").addEventListener("click", () => running?.abort());
   byId("clear").addEventListener("click", clear);
@@ -58,7 +63,7 @@ async function send(onKeyNeeded) {
     onFailure(error, question, view, onKeyNeeded);
   } finally {
     setRunning(null);
-    scrollToEnd(true);
+    followEnd();
   }
 }
 
@@ -128,7 +133,6 @@ function take(choice, view) {
   const part = choice.delta ?? choice.message ?? { content: choice.text };
   if (part.reasoning_content) view.think(part.reasoning_content);
   if (part.content) view.write(part.content);
-  scrollToEnd(false);
   return Boolean(part.reasoning_content || part.content);
 }
 
@@ -142,27 +146,29 @@ function usageOf({ usage }) {
 
 function addTurn(question) {
   byId("welcome").hidden = true;
-  const text = document.createTextNode("");
-  const thoughts = document.createTextNode("");
-  const thinking = make("details", { class: "thoughts" }, make("summary", {}, "Thoughts"), make("div", {}, thoughts));
-  const content = make("div", { class: "content" }, text);
+  const text = growingText(followEnd);
+  const thoughts = growingText(followEnd);
+  const thinking = make("details", { class: "thoughts" }, make("summary", {}, "Thoughts"), make("div", {}, thoughts.node));
+  const content = make("div", { class: "content" }, text.node);
   const foot = make("div", { class: "foot" });
   const answerView = make("article", { class: "answer waiting", "aria-label": "Answer" }, content, foot);
   byId("conversation").append(make("article", { class: "question", "aria-label": "Question" }, question), answerView);
-  scrollToEnd(true);
+  scrollToEnd();
   let command = null;
   const finish = () => {
     answerView.classList.remove("waiting");
-    foot.append(...tools(text.data, command));
+    text.show();
+    thoughts.show();
+    foot.append(...tools(text.whole(), command));
     updateButtons();
   };
   return {
-    text: () => text.data,
+    text: text.whole,
     curl: (line) => { command = line; },
-    write: (more) => { text.appendData(more); answerView.classList.remove("waiting"); },
+    write: (more) => { text.add(more); answerView.classList.remove("waiting"); },
     think: (more) => {
       if (!thinking.isConnected) content.before(thinking);
-      thoughts.appendData(more);
+      thoughts.add(more);
     },
     end: (figures, note) => {
       foot.append(figures ? figureList(figures) : make("p", { class: "stopped" }, note));
@@ -181,7 +187,7 @@ function tools(text, command) {
   if (text) row.append(button("Copy", (element) => copy(text, element)));
   const parts = [row];
   if (command) {
-    const line = make("pre", { tabindex: "0", "aria-label": "The request as a curl line" }, command);
+    const line = make("pre", { tabindex: "0", role: "group", "aria-label": "The request as a curl line" }, command);
     const box = make("div", { class: "curl", hidden: "" }, line, button("Copy curl", (element) => copy(command, element)));
     const opener = button("curl", (element) => setOpen(element, box, box.hidden));
     opener.setAttribute("aria-expanded", "false");
@@ -251,9 +257,11 @@ function fitPrompt() {
   prompt.style.height = `${prompt.scrollHeight + 2}px`;
 }
 
-// Follows the answer, unless its reader has scrolled away from the end.
-function scrollToEnd(isForced) {
-  const log = byId("conversation");
-  const hidden = log.scrollHeight - log.scrollTop - log.clientHeight;
-  if (isForced || hidden < NEAR_END_PX) log.scrollTop = log.scrollHeight;
+function scrollToEnd() {
+  isFollowing = true;
+  byId("conversation").scrollTop = byId("conversation").scrollHeight;
+}
+
+function followEnd() {
+  if (isFollowing) scrollToEnd();
 }

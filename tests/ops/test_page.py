@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.ops.browser import Page, running_browser
 from tests.ops.load import load_on
-from tests.serving import RunningServer, running_server
+from tests.serving import RunningServer, running_server, wait_until
 
 KEY = "a-key-of-ours"
 _DESKTOP, _PHONE = (1440, 900), (360, 740)
@@ -191,6 +192,91 @@ def test_a_refusal_is_shown_as_the_servers_sentence(demo: RunningServer, new_pag
     assert page.js("document.querySelector('.error').role") == "alert"
 
 
+def test_a_full_queue_is_told_of_and_the_question_is_kept(new_page: NewPage) -> None:
+    flags = ("--scripted-step-ms", "100", "--max-num-seqs", "1", "--max-num-queued-reqs", "1")
+    with running_server(*flags) as server:
+        tabs = [opened(new_page(), server.url) for _ in range(3)]
+        for tab, card in zip(tabs, ("running", "waiting", None), strict=True):
+            ask(tab, "Am I in?")
+            if card:
+                wait_until(lambda card=card: server.metric(f"{card}_sequences") == 1)
+        finished(tabs[2])
+        assert "waiting already" in tabs[2].text(".error")
+        assert tabs[2].js("document.querySelector('#prompt').value") == "Am I in?"
+
+
+def test_an_answer_past_its_deadline_ends_with_the_servers_sentence(new_page: NewPage) -> None:
+    with running_server("--scripted-step-ms", "20", "--request-timeout", "1") as server:
+        page = opened(new_page(), server.url)
+        ask(page, "Tell me a story.")
+        finished(page)
+        assert "longer than 1 s" in page.text(".error")
+        assert page.text(".answer .content")
+
+
+def test_a_very_long_answer_is_shown_by_the_frame_not_by_the_token(new_page: NewPage) -> None:
+    """A layout for each token froze the page for seconds."""
+    with running_server() as server:
+        page = opened(new_page(), server.url)
+        show_settings(page)
+        page.write("#max_tokens", "10000")
+        page.js(
+            "window.numChanges = 0; new MutationObserver((all) => { numChanges += all.length; })"
+            ".observe(document.body, {subtree: true, characterData: true})"
+        )
+        ask(page, "Tell me everything.")
+        finished(page)
+        assert "10000" in page.text(".figures")
+        assert page.js("document.querySelector('.content').textContent.length") > 20_000
+        assert page.js("numChanges") < 1000
+
+
+def test_a_reader_who_scrolls_back_is_left_there(slow: RunningServer, new_page: NewPage) -> None:
+    page = opened(new_page(), slow.url, (1440, 420))
+    log = "document.querySelector('#conversation')"
+    ask(page, "Tell me a story." + "\n" * 30)
+    page.wait(f"{log}.scrollTop > 100")
+    page.js(f"{log}.scrollTop = 0")
+    length = page.js(f"{log}.textContent.length")
+    page.wait(f"{log}.textContent.length > {length} + 50")
+    page.press("Escape")
+    finished(page)
+    assert page.js(f"{log}.scrollTop") == 0
+
+
+def test_the_copied_curl_line_asks_the_same(page: Page) -> None:
+    show_settings(page)
+    page.write("#max_tokens", "4")
+    question = 'It\'s "you", $HOME, `id`, \\n, שלום 👩‍👧 <b>'
+    ask(page, question)
+    finished(page)
+    page.click(".tools button[aria-expanded]")
+    page.call("Page.bringToFront")
+    for _ in range(2):  # the second while the button still says that the first went well
+        page.click(".curl button")
+        page.wait("document.querySelector('.curl button').textContent === 'Copied'")
+    page.write("#prompt", "")
+    page.call("Input.dispatchKeyEvent", type="keyDown", key="v", commands=["paste"])
+    line = page.js("document.querySelector('#prompt').value")
+    assert last_request(page)["messages"] == [{"role": "user", "content": question}]
+    told = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert told.stdout.rstrip().endswith("data: [DONE]") and '"completion_tokens":4' in told.stdout
+    page.wait("document.querySelector('.curl button').textContent === 'Copy curl'")
+
+
+def test_each_line_begins_where_its_script_does(page: Page) -> None:
+    ask(page, "שלום\nThis line goes from left to right, and is the longer of the two.")
+    finished(page)
+    left, right = page.js(
+        "(() => { const e = document.querySelector('.question'), r = document.createRange();"
+        "const box = e.getBoundingClientRect();"
+        "const place = (from, to) => { r.setStart(e.firstChild, from); r.setEnd(e.firstChild, to);"
+        "return r.getBoundingClientRect(); };"
+        "return [place(5, 9).left - box.left, box.right - place(0, 4).right]; })()"
+    )
+    assert left < 30 and right < 30
+
+
 def test_a_server_that_is_away_is_told_of(new_page: NewPage) -> None:
     with running_server() as server:
         page = opened(new_page(), server.url)
@@ -262,6 +348,18 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_only(new_page: NewPage) -> None:
         assert "$PENSTOCK_API_KEY" in line and KEY not in line
 
 
+def test_a_wrong_key_is_told_of_and_one_that_cannot_be_sent_too(new_page: NewPage) -> None:
+    with running_server("--api-key", KEY) as server:
+        page = new_page()
+        page.open(server.url)
+        for wrong, sentence in {"another": "does not know", "ключ": "plain letters"}.items():
+            page.wait("!document.querySelector('#key-form').hidden")
+            page.write("#key", wrong)
+            page.press("Enter")
+            page.wait(f"document.querySelector('#key-note').textContent.includes('{sentence}')")
+            assert page.js("document.querySelector('#state').dataset.state") == "locked"
+
+
 def test_what_looks_like_markup_stays_text(page: Page) -> None:
     evil = "<img src=x onerror=document.title='taken'>"
     page.click("input[value=completion]")
@@ -288,11 +386,39 @@ def test_live_figures_move_under_load(page: Page, demo: RunningServer) -> None:
             page.wait(f"/[1-9]/.test(document.querySelector('#{card} .value').textContent)")
         page.wait("+document.querySelector('#batch .value').textContent > 0")
         page.wait("document.querySelectorAll('#roof circle').length > 0")
+        # Whoever does not know a roofline reads it.
+        page.wait(
+            "/decode: [\\d.]+ % of what (memory|arithmetic) allows/"
+            ".test(document.querySelector('#roof .legend').innerText)"
+        )
         page.wait("document.querySelector('#tokens .line').getAttribute('d').split('L').length > 4")
         picture(page, "load")
     assert "ms" in shown("ttft") and "%" in shown("mbu")
     page.wait("document.querySelector('#tokens .value').textContent === '0'")
     page.wait("document.querySelector('#batch .value').textContent === '0'")
+
+
+def test_the_live_view_begins_anew_with_the_server(new_page: NewPage) -> None:
+    flags = ("--scripted", "--max-model-len", "60000", "--scripted-step-ms", "20")
+    moves = "+document.querySelector('#tokens .value').textContent > 0"
+    server = RunningServer(*flags)
+    try:
+        server.wait_until_ready()
+        page = opened(new_page(), server.url)
+        with load_on(server.url):
+            page.wait(moves)
+        server.stop()
+        page.wait("document.querySelector('#live-note').textContent.includes('cannot be reached')")
+        server = RunningServer(*flags, port=server.port)
+        server.wait_until_ready()
+        # Its counters stand at 0, far below those of the one before.
+        page.wait("document.querySelector('#live-note').textContent.startsWith('Each second')")
+        page.wait("document.querySelector('#tokens .value').textContent === '0'")
+        with load_on(server.url):
+            page.wait(moves)
+            page.wait("+document.querySelector('#batch .value').textContent > 0")
+    finally:
+        server.stop()
 
 
 def test_each_live_figure_is_explained_on_focus(page: Page) -> None:

@@ -1,0 +1,79 @@
+"""The page at `/` in Firefox: what a browser other than Chromium might do otherwise."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ops.firefox import Firefox, running_firefox
+from tests.serving import RunningServer, running_server
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Firefox]:
+    with running_firefox(tmp_path_factory.mktemp("firefox")) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[RunningServer]:
+    with running_server("--scripted-step-ms", "20") as server:
+        yield server
+
+
+@pytest.fixture
+def page(browser: Firefox, slow: RunningServer) -> Iterator[Firefox]:
+    """Whatever a test does, nothing is complained of and nothing goes out."""
+    browser.size(1400, 900)
+    browser.open(slow.url)
+    browser.wait("document.querySelector('#state').dataset.state === 'ready'")
+    yield browser
+    assert browser.complaints(slow.url) == []
+    urls = browser.js("performance.getEntriesByType('resource').map((each) => each.name)")
+    assert urls and all(url.startswith(slow.url + "/") for url in urls)
+
+
+def ask(page: Firefox, question: str) -> None:
+    page.write("#prompt", question)
+    page.write("#prompt", "Enter")
+
+
+def test_an_answer_streams_ends_with_its_timings_and_escape_stops_the_next(
+    page: Firefox, slow: RunningServer
+) -> None:
+    page.click("#settings-open")
+    page.js("document.querySelector('#max_tokens').value = 40")
+    ask(page, "Who are you?")
+    length = "document.querySelector('article:last-of-type .content').textContent.length"
+    page.wait(f"{length} > 5")
+    assert not page.js("Boolean(document.querySelector('.figures'))")  # it is still coming
+    page.wait("document.querySelectorAll('.tools').length === 1")
+    figures = page.text(".figures").replace("\n", " ")
+    assert re.search(r"TTFT ?[\d.]+ m?s.*TPOT ?[\d.]+ ms.*Out ?40 .*length", figures), figures
+    page.js("document.querySelector('#max_tokens').value = 500")
+    ask(page, "And now?")
+    page.wait(f"{length} > 5")
+    page.write("#prompt", "Escape")
+    page.wait("document.querySelectorAll('.tools').length === 2")
+    slow.wait_until_idle()
+    assert slow.metric('requests_total{outcome="abandoned"}') == 1
+
+
+def test_the_live_view_follows_a_load(page: Firefox) -> None:
+    ask(page, "Tell me a story.")
+    page.wait("document.querySelector('#batch .value').textContent === '1'")
+    page.wait("/[1-9]/.test(document.querySelector('#tokens .value').textContent)")
+    page.write("#prompt", "Escape")
+    page.wait("document.querySelector('#batch .value').textContent === '0'")
+
+
+@pytest.mark.parametrize("width", [1400, 1000, 500])
+def test_nothing_is_cut_off(page: Firefox, width: int) -> None:
+    page.size(width, 800)
+    page.click("#settings-open")
+    page.wait("!document.querySelector('#settings').hidden")
+    assert page.js("document.documentElement.scrollWidth <= innerWidth")
+    beyond = "[...document.querySelectorAll('button, input:not([type=radio]), select, .value')]"
+    assert (
+        page.js(f"{beyond}.filter((e) => e.getBoundingClientRect().right > innerWidth).length") == 0
+    )
