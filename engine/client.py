@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -194,6 +195,18 @@ class EngineClient:
         return self._num_open
 
     @property
+    def pid(self) -> int | None:
+        """Of the engine's process; None where there is none, or it has ended."""
+        if self._process is None or self._process.returncode is not None:
+            return None
+        return self._process.pid
+
+    @property
+    def max_open(self) -> int:
+        """So many answers may run and wait together."""
+        return self._config.scheduler.max_num_seqs + self._config.max_num_queued_reqs
+
+    @property
     def last_report(self) -> StepReport | None:
         return self._last_report
 
@@ -259,7 +272,7 @@ class EngineClient:
         """
         if self._state is not EngineState.READY:
             raise EngineFailed(f"the engine is {self._state}")
-        limit = self._config.scheduler.max_num_seqs + self._config.max_num_queued_reqs
+        limit = self.max_open
         if request.n > limit:
             raise RequestRefused(f"n is {request.n}; this server holds {limit} answers at most")
         if self._num_open + request.n > limit:
@@ -327,7 +340,13 @@ class EngineClient:
         assert self._process
         code = await self._process.wait()
         await asyncio.sleep(0.1)  # its last word may still be in the socket
-        self._die(f"the engine process ended with code {code} and no message")
+        why = f"the engine process ended with code {code} and no message"
+        if code == -signal.SIGKILL:
+            why += (
+                "; if nobody killed it, the kernel did for want of memory, which dmesg tells: "
+                "lower --kv-cache-memory-bytes"
+            )
+        self._die(why)
 
     def _take(self, report: StepReport) -> None:
         self._last_report = report

@@ -25,7 +25,7 @@ from server.errors import reply_to
 from server.gate import Gate, route_path
 from server.http_protocol import HttpProtocol
 from server.request_context import request_id
-from server.service import Service
+from server.service import EXIT_DRAINED, Service
 from server.version import version
 
 # After the last request has ended, connections that are kept alive are given no more than this.
@@ -123,6 +123,8 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     await serving
     if service.tracer:
         service.tracer.close()
+    if code == EXIT_DRAINED and not service.is_loaded:
+        os._exit(code)  # else Python would wait for the thread that loads, amid a long download
     return code
 
 

@@ -10,22 +10,20 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from importlib.resources import files
 
 import msgspec
 from tokenizers import Tokenizer
 
-from engine.client import EngineClient
-from engine.config import EngineConfig
 from engine.messages import StepReport
-from engine.scripted import scripted_info
 from scheduler.stats import SchedulerStats, StepWork
-from scheduler.types import Request, RequestId, RequestOutput, SamplingParams, Started
-from server.ask import Ask
+from scheduler.types import RequestId, RequestOutput, Started
 from server.config import MetricsAlias
 from server.detokenizer import TextDecoder, Vocabulary
-from server.generation import Choice, Generation
+from server.generation import Choice
 from server.metrics import Metrics
+from server.reference import on_known_hardware
 
 STEPS_MS = (0.3, 10.0)
 TARGET_SHARE = 0.01
@@ -51,20 +49,24 @@ def main(argv: list[str]) -> int:
 
 def measure(num_sequences: int, num_steps: int, num_rounds: int) -> dict[str, float]:
     """Microseconds of CPU."""
-    metrics = Metrics("model")
-    metrics.on_ready(scripted_info())
-    generation = _generation(metrics, num_sequences)
+    metrics, aliased = _used("model", None), _used("model", MetricsAlias.VLLM)
+    choices = [_choice(metrics) for _ in range(num_sequences)]
     reports = [_report(step, num_sequences) for step in range(1, num_steps + 1)]
+
+    for report in reports:
+        aliased.on_step(report)
 
     def steps() -> None:
         for report in reports:
             metrics.on_step(report)
 
     def gaps() -> None:
-        """Each stream looks at the clock once for what it takes."""
+        """As `Generation` has them, a token of each stream, and all counted at the next look."""
         for _ in reports:
-            for choice in generation.choices:
-                generation._observe(choice, 1, time.monotonic())
+            metrics.gaps.look(time.monotonic())
+            for choice in choices:
+                metrics.gaps.since_s.append(choice.last_token_s)
+                choice.last_token_s = metrics.gaps.now_s
 
     def requests() -> None:
         """All that is observed once: in the queue, at the first token, at the end."""
@@ -84,7 +86,7 @@ def measure(num_sequences: int, num_steps: int, num_rounds: int) -> dict[str, fl
         "a step: its tokens' gaps": (gaps, num_steps),
         "a request: all that is observed once": (requests, num_steps),
         "a scrape": (metrics.text, 1),
-        "a scrape with vLLM's names": (Metrics("model", MetricsAlias.VLLM).text, 1),
+        "a scrape with vLLM's names": (aliased.text, 1),
     }
     best = dict.fromkeys(named, float("inf"))
     for _ in range(num_rounds):  # interleaved, so that all see the machine's moods
@@ -93,31 +95,29 @@ def measure(num_sequences: int, num_steps: int, num_rounds: int) -> dict[str, fl
     return best
 
 
-def _generation(metrics: Metrics, num_choices: int) -> Generation:
-    request = Request(
-        id=RequestId("bench"),
-        prompt_token_ids=(1,),
-        sampling=SamplingParams(max_tokens=1),
-        arrival_s=time.monotonic(),
-        n=num_choices,
-    )
-    ask = Ask(
-        id="bench",
-        requests=(request,),
-        are_whole=(True,),
-        n=num_choices,
-        stops=None,
-        includes_stop=False,
-        arrival_s=request.arrival_s,
-    )
-    tokenizer = Tokenizer.from_file(str(files("engine") / "demo_model" / "tokenizer.json"))
-    vocabulary = Vocabulary(tokenizer)
-    engine = EngineClient(EngineConfig(model=""))
-    generation = Generation(ask, engine, vocabulary, metrics)
-    generation._times.append(metrics.on_submit(request.id, 1, ask.arrival_s, num_choices))
-    decoder = TextDecoder(vocabulary, is_whole=True)
-    generation.choices += [Choice(i, decoder, None, False) for i in range(num_choices)]
-    return generation
+def _used(model_name: str, alias: MetricsAlias | None) -> Metrics:
+    """That tell all that a server can, of every class of steps."""
+    metrics = Metrics(model_name, alias)
+    metrics.on_ready(on_known_hardware())
+    metrics.on_response("/v1/completions", "POST", 200)
+    for histogram in (metrics.ttft, metrics.latency, metrics.tpot, metrics.decode_time):
+        for i in range(1000):
+            histogram.observe(i * 0.0007)
+    return metrics
+
+
+def _choice(metrics: Metrics) -> Choice:
+    """One that has had its first token."""
+    decoder = TextDecoder(_vocabulary(), is_whole=True)
+    choice = Choice(0, decoder, None, False)
+    choice.last_token_s = metrics.gaps.now_s
+    return choice
+
+
+@cache
+def _vocabulary() -> Vocabulary:
+    path = files("engine") / "demo_model" / "tokenizer.json"
+    return Vocabulary(Tokenizer.from_file(str(path)))
 
 
 def _report(step: int, num_sequences: int) -> StepReport:

@@ -19,6 +19,7 @@ from server.tool_parsers.schema_values import properties_of, types_of
 WHITESPACE = " ?"
 # What may be said of a string that is written bare, since it is enforced or changes nothing.
 _SAYS_NOTHING = frozenset(("type", "title", "description", "default", "examples", "deprecated"))
+_MARKUP = frozenset("<>\"'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,23 +207,41 @@ class _Rules:
 
 
 def _is_plain_object(schema: dict[str, Any]) -> bool:
-    """Whether its properties are all that it says, and those that are strings may be any."""
+    """Whether its properties are all that it says, and those that are strings may be any.
+
+    What is no schema is not plain either: where JSON is enforced, it is refused in a sentence.
+    """
     if schema.keys() & {"anyOf", "oneOf", "allOf", "$ref", "patternProperties", "if", "not"}:
         return False
     if schema.get("additionalProperties"):
         return False
-    properties = properties_of(schema)
-    missing = set(schema.get("required", ())) - properties.keys()
-    return not missing and all(map(_is_plain_value, properties.values()))
+    declared, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(declared, dict) or not isinstance(required, list):
+        return False
+    if not all(isinstance(each, dict) for each in declared.values()):
+        return False  # true and false are schemas too
+    if not all(map(_is_plain_name, declared)):
+        return False
+    if not all(isinstance(name, str) and name in declared for name in required):
+        return False
+    return all(map(_is_plain_value, properties_of(schema).values()))
 
 
 def _is_plain_value(schema: dict[str, Any]) -> bool:
     if types_of(schema) != {"string"}:
         return True
-    values = _listed(schema)
-    if values:
-        return all(value and "<" not in value and "\n" not in value for value in values)
+    if values := _listed(schema):
+        return isinstance(values, list) and all(map(_is_plain_text, values))
     return schema.keys() <= _SAYS_NOTHING
+
+
+def _is_plain_name(name: str) -> bool:
+    """Whether what is read between two tags is the name again."""
+    return name != "" and name == name.strip() and _MARKUP.isdisjoint(name)
+
+
+def _is_plain_text(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and "<" not in value and "\n" not in value
 
 
 def _listed(schema: dict[str, Any]) -> list[str]:

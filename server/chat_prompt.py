@@ -25,8 +25,13 @@ _OWN_VARIABLES = frozenset(
 AnyTemplate = ChatTemplate | ForeignTemplate
 # So few that templates which take all that they may keep no core from the others.
 _FOREIGN_TEMPLATES = ThreadPoolExecutor(max_workers=2, thread_name_prefix="template")
-# A text this short is encoded in less time than a thread takes to be asked.
-_INLINE_CHARS = 2000
+# A conversation this short is encoded in less time than a thread takes to be asked.
+_INLINE_BYTES = 2000
+
+# Put behind a message that is to be gone on with, to find its end again: its own text may well be
+# in what the template writes behind it. Where the template takes its last space off, it would take
+# those of the message off too.
+_OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "
 
 # What templates of models that can do both call the switch.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -46,7 +51,7 @@ async def chat_prompt(fields: ChatCompletionRequest, encoder: PromptEncoder) -> 
     if fields.chat_template is not None:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(_FOREIGN_TEMPLATES, encode_chat, fields, encoder)
-    if fields.num_chars <= _INLINE_CHARS:
+    if fields.num_bytes <= _INLINE_BYTES:
         return encode_chat(fields, encoder)
     return await asyncio.to_thread(encode_chat, fields, encoder)
 
@@ -59,11 +64,11 @@ def encode_chat(fields: ChatCompletionRequest, encoder: PromptEncoder) -> ChatPr
     if fields.functions and template.knows("tools"):
         variables["tools"] = for_template(fields.usable_tools)
     variables["add_generation_prompt"] = fields.adds_generation_prompt
-    text = _rendered(template, messages, variables)
-    begun = ""
+    begun = messages[-1]["content"] if fields.continue_final_message else ""
     if fields.continue_final_message:
-        begun = messages[-1]["content"]
-        text = _cut_behind(text, begun)
+        text = _left_open(_rendered(template, _marked(messages), variables), begun)
+    else:
+        text = _rendered(template, messages, variables)
     adds_special = bool(fields.add_special_tokens)
     token_ids = encoder.encode_rendered(text, add_special_tokens=adds_special)
     return ChatPrompt(text=text, token_ids=token_ids, begun=begun)
@@ -121,14 +126,18 @@ def _rendered(template: AnyTemplate, messages: list[Message], variables: dict[st
         return template.render(with_string_arguments(messages), **variables)
 
 
-def _cut_behind(text: str, content: str) -> str:
-    """The final message left open, for the model to go on with."""
-    start = text.rfind(content.strip())
-    if start < 0:
+def _marked(messages: list[Message]) -> list[Message]:
+    *before, last = messages
+    return [*before, {**last, "content": last["content"] + _OPEN_END}]
+
+
+def _left_open(text: str, begun: str) -> str:
+    """A rendered conversation up to where its final message ends, for the model to go on with."""
+    text, mark, behind = text.rpartition(_OPEN_END.rstrip())
+    if not mark or begun.strip() not in text:
         raise InvalidRequest(
             "this model's chat template changes the final message, so that it cannot be "
             "continued; leave out continue_final_message",
             param="continue_final_message",
         )
-    begun = content.lstrip()
-    return text[: start + len(begun if text.startswith(begun, start) else content.strip())]
+    return text if behind.startswith(" ") else text.rstrip()

@@ -63,7 +63,8 @@ class GrammarFailed(InvalidRequest):
 
 class ModelNotFound(PenstockError):
     def __init__(self, model: str, served: str) -> None:
-        super().__init__(f"the model {model!r} is not served here; this server has {served!r}")
+        asked = model[:200]
+        super().__init__(f"the model {asked!r} is not served here; this server has {served!r}")
 
 
 class ResponseNotFound(PenstockError):

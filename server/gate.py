@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from scheduler.errors import PenstockError
 from server.errors import BodyTooLarge, InvalidApiKey, UnsupportedEncoding, reply_to
 from server.limits import check_parsable
+from server.metrics import NO_HANDLER
 from server.page import is_of_page
 from server.request_context import request_id, trace_headers
 from server.service import Service
@@ -43,7 +44,8 @@ class Gate:
         self._app = app
         self._service = service
         # All of one length, so that a comparison tells nothing of a key, not even its length.
-        self._key_digests = [_digest(key) for key in service.config.server.api_keys]
+        keys = service.config.server.api_keys
+        self._key_digests = [_digest(key.encode(errors="surrogateescape")) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,7 +55,7 @@ class Gate:
             scope = {**scope, "method": "GET"}  # uvicorn sends no body to it
         headers = Headers(scope=scope)
         scope[DIRECT_SEND] = send
-        outgoing = _Outgoing(send, self._service, _request_id(headers))
+        outgoing = _Outgoing(scope, send, self._service, _request_id(headers))
         request_id.set(outgoing.request_id)
         if self._service.tracer:
             trace_headers.set({name: headers.get(name, "") for name in TRACE_HEADERS})
@@ -77,7 +79,7 @@ class Gate:
     def _check_key(self, headers: Headers) -> None:
         if not self._key_digests:
             return
-        given = _digest(api_key_of(headers) or "")
+        given = _digest((api_key_of(headers) or "").encode("latin-1"))  # the bytes that were sent
         # Every one is compared, so that the time does not tell which was right.
         if not sum(hmac.compare_digest(given, digest) for digest in self._key_digests):
             raise InvalidApiKey
@@ -94,7 +96,8 @@ class Gate:
 class _Outgoing:
     """`send`, with the headers that every response has."""
 
-    def __init__(self, send: Send, service: Service, request_id: str) -> None:
+    def __init__(self, scope: Scope, send: Send, service: Service, request_id: str) -> None:
+        self._scope = scope
         self.request_id = request_id
         self.has_started = False
         self._send = send
@@ -104,7 +107,7 @@ class _Outgoing:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_started = True
-            self._service.metrics.responses[message["status"]] += 1
+            self._count(message["status"])
             raw = list(message.get("headers", ()))  # a copy: all streams share one list
             message = {**message, "headers": raw}
             headers = MutableHeaders(raw=raw)
@@ -114,6 +117,11 @@ class _Outgoing:
             headers["openai-processing-ms"] = str(round(elapsed_ms))
         await self._send(message)
 
+    def _count(self, status: int) -> None:
+        route = self._scope.get("route")  # none where it was refused before, or there is no such
+        handler = route.path if route else NO_HANDLER
+        self._service.metrics.on_response(handler, self._scope["method"], status)
+
 
 def route_path(scope: Scope) -> str:
     """Without the --root-path, which some proxies leave on and some take off."""
@@ -122,8 +130,8 @@ def route_path(scope: Scope) -> str:
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def _request_id(headers: Headers) -> str:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.client import EngineClient, OutputStream
+from engine.client import EngineClient, OutputStream, RequestRefused
 from scheduler.errors import PenstockError
 from scheduler.types import FinishReason, PromptOutput, RequestOutput, TokenLogprobs
 from server.ask import Ask
@@ -238,7 +238,14 @@ class Generation:
         self._outcome = "abandoned"  # until something else comes to pass
 
     def submit(self) -> None:
-        """Hands all prompts to the engine, or none. Raises QueueFull or EngineFailed."""
+        """Hands all prompts to the engine, or none. Raises QueueFull, EngineFailed, or, for more
+        answers than there ever is room for, RequestRefused."""
+        num_asked, limit = sum(request.n for request in self.ask.requests), self._engine.max_open
+        if num_asked > limit:
+            raise RequestRefused(
+                f"the request asks for {num_asked} answers, and this server holds {limit} at most; "
+                "send fewer prompts at a time, or a lower n"
+            )
         try:
             for request in self.ask.requests:
                 self._streams.append(self._engine.submit(request))
@@ -253,6 +260,8 @@ class Generation:
             self._times.append(
                 self._metrics.on_submit(request.id, num_prompt, self.ask.arrival_s, request.n)
             )
+            self._metrics.answers_asked.observe(request.n)
+            self._metrics.max_tokens_asked.observe(request.sampling.max_tokens)
             for _ in range(request.n):
                 self.choices.append(self._choice(is_whole, echo))
         self._num_open = len(self.choices)
@@ -382,7 +391,7 @@ class Generation:
         )
 
     def _take_all(self, outputs: list[RequestOutput]) -> list[Piece]:
-        now_s = time.monotonic()
+        gaps = self._metrics.gaps
         pieces = []
         for output in outputs:
             prompt = self._prompts[output.request_id]
@@ -393,8 +402,13 @@ class Generation:
                 continue  # it came behind a stop string
             num_before = choice.num_tokens
             piece = choice.take(output)
-            self.usage.num_completion += choice.num_tokens - num_before
-            self._observe(choice, choice.num_tokens - num_before, now_s)
+            num_new = choice.num_tokens - num_before
+            self.usage.num_completion += num_new
+            if num_new == 1 and choice.last_token_s:  # as most are, so it must cost little
+                gaps.since_s.append(choice.last_token_s)
+                choice.last_token_s = gaps.now_s
+            elif num_new:
+                self._observe(choice, num_new)
             if choice.finish_reason:
                 self._end(choice, output)
             if piece:
@@ -424,19 +438,24 @@ class Generation:
         if choice.num_tokens:
             self._metrics.decode_time.observe(choice.last_token_s - choice.first_token_s)
             self._metrics.answer_lengths.observe(choice.num_tokens)
-
-    def _observe(self, choice: Choice, num_tokens: int, now_s: float) -> None:
-        if not num_tokens:
-            return
-        if not choice.first_token_s:
-            choice.first_token_s = now_s
-            self._metrics.ttft.observe(now_s - self.ask.arrival_s)
             if (started_s := self.started_s(choice)) is not None:
-                self._metrics.prefill_time.observe(now_s - started_s)
+                self._metrics.inference_time.observe(choice.last_token_s - started_s)
+
+    def _observe(self, choice: Choice, num_tokens: int) -> None:
+        """Its first, or several at once."""
+        gaps = self._metrics.gaps
+        if choice.last_token_s:
+            gaps.add_spread(choice.last_token_s, num_tokens)
         else:
-            gap_s = (now_s - choice.last_token_s) / num_tokens
-            self._metrics.itl.observe(gap_s, num_tokens)
-        choice.last_token_s = now_s
+            self._observe_first(choice)
+            choice.first_token_s = gaps.now_s
+        choice.last_token_s = gaps.now_s
+
+    def _observe_first(self, choice: Choice) -> None:
+        now_s = time.monotonic()  # later than gaps.now_s by the turns of the streams before it
+        self._metrics.ttft.observe(now_s - self.ask.arrival_s)
+        if (started_s := self.started_s(choice)) is not None:
+            self._metrics.prefill_time.observe(now_s - started_s)
 
 
 async def collected(generation: Generation) -> list[Piece]:

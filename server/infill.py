@@ -67,15 +67,20 @@ class Infill:
     ) -> tuple[int, ...]:
         """The prompt whose answer belongs between. add_special_tokens: with a BOS, if any."""
         bos = tokenizer.encode("").ids[:1] if add_special_tokens else []
-        before = tokenizer.encode(prefix, add_special_tokens=False).ids
+        before = _encoded(tokenizer, prefix)
         after = self._continued(tokenizer, suffix)
         return (*bos, self.prefix_id, *before, self.suffix_id, *after, self.middle_id)
 
     def _continued(self, tokenizer: Tokenizer, text: str) -> list[int]:
         if not self.adds_space:
-            return tokenizer.encode(text, add_special_tokens=False).ids
-        anchor = tokenizer.encode(_ANCHOR, add_special_tokens=False).ids
-        return tokenizer.encode(_ANCHOR + text, add_special_tokens=False).ids[len(anchor) :]
+            return _encoded(tokenizer, text)
+        anchor = _encoded(tokenizer, _ANCHOR)
+        return _encoded(tokenizer, _ANCHOR + text)[len(anchor) :]
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """As `PromptEncoder.encode`, for its reason: the text may be a long file."""
+    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _ids_of(tokenizer: Tokenizer, names: tuple[str, ...]) -> list[int | None]:

@@ -88,6 +88,14 @@ class _Remade(NamedTuple):
     also: Sequence[Schema] = ()
 
 
+class _Facts(NamedTuple):
+    """values: as `_text` tells them; None where they are not plain."""
+
+    schema: dict[str, Any]  # kept, so that no other gets its id
+    types: frozenset[str]
+    values: frozenset[str] | None
+
+
 def enforceable(schema: dict[str, Any], *, leaves_out: bool = False) -> dict[str, Any]:
     """A schema of the same values that llguidance can enforce.
 
@@ -103,6 +111,7 @@ class _Remaker:
         self._root = root
         self._leaves_out = leaves_out
         self._num_parts = 0
+        self._facts: dict[int, _Facts] = {}  # by the schema's id
         self._makers: dict[str, Callable[[dict[str, Any]], _Remade]] = {
             "not": self._not,
             "if": self._if,
@@ -213,12 +222,14 @@ class _Remaker:
             )
         least, most = schema.get("minItems", 0), schema.get("maxItems", len(values))
         sizes = range(least, min(most, len(values)) + 1)
-        num = sum(math.perm(len(values), size) for size in sizes)
-        if num > _MAX_BRANCHES:
-            raise _CannotSay(
-                f"its enum can be arranged in {num} ways, of which {_MAX_BRANCHES} can be served; "
-                "give it fewer values, or a smaller maxItems"
-            )
+        num = 0
+        for size in sizes:
+            num += math.perm(len(values), size)
+            if num > _MAX_BRANCHES:
+                raise _CannotSay(
+                    f"its enum can be arranged in more than the {_MAX_BRANCHES} ways that can be "
+                    "served; give it fewer values, or a smaller maxItems"
+                )
         constants = [{"const": value} for value in values]
         arrays = [
             {"type": "array", "prefixItems": list(some), "minItems": size, "maxItems": size}
@@ -363,6 +374,7 @@ class _Remaker:
 
     def _required(self, schema: Schema, depth: int = 0) -> frozenset[str]:
         """Names that must be there, as far as that is plain."""
+        self._count()
         schema = self._resolved(schema) if depth else schema
         if not isinstance(schema, dict) or depth > _MAX_REFS:
             return frozenset()
@@ -412,20 +424,29 @@ class _Remaker:
         return self._have_apart_kinds(a, b) or self._have_apart_properties(a, b, depth)
 
     def _have_apart_kinds(self, a: dict[str, Any], b: dict[str, Any]) -> bool:
-        if _types(a).isdisjoint(_types(b)):
+        of_a, of_b = self._facts_of(a), self._facts_of(b)
+        if of_a.types.isdisjoint(of_b.types):
             return True
-        known = self._values(a), self._values(b)
-        if known[0] is None or known[1] is None:
+        if of_a.values is None or of_b.values is None:
             return False
-        return {_text(v) for v in known[0]}.isdisjoint(_text(v) for v in known[1])
+        return of_a.values.isdisjoint(of_b.values)
 
     def _have_apart_properties(self, a: dict[str, Any], b: dict[str, Any], depth: int) -> bool:
-        if not _types(a) == _types(b) == {"object"}:
+        if not self._facts_of(a).types == self._facts_of(b).types == {"object"}:
             return False
         required = {*a.get("required", ()), *b.get("required", ())}
         return any(
             self._are_apart(_property(a, name), _property(b, name), depth + 1) for name in required
         )
+
+    def _facts_of(self, schema: dict[str, Any]) -> "_Facts":
+        """Found once: each branch of a oneOf is held against all others."""
+        facts = self._facts.get(id(schema))
+        if facts is None:
+            values = self._values(schema)
+            texts = None if values is None else frozenset(map(_text, values))
+            facts = self._facts[id(schema)] = _Facts(schema, _types(schema), texts)
+        return facts
 
     # -- opposites --
 
@@ -462,6 +483,7 @@ class _Remaker:
             case "const":
                 return _other_values([value], types)
             case "enum":
+                self._count(len(value))
                 return _other_values(value, types)
             case "required":
                 return [_absent([name]) for name in value]
@@ -563,8 +585,10 @@ def _choices(schema: dict[str, Any], names: list[str], size: int) -> list[list[s
     """All ways to take so many of these, where no other properties count."""
     if schema.get("additionalProperties", True) is not False or schema.get("patternProperties"):
         raise _CannotSay('it is served beside "additionalProperties": false')
-    if (num := math.comb(len(names), size)) > _MAX_BRANCHES:
-        raise _CannotSay(f"{num} choices of properties meet it; {_MAX_BRANCHES} can be served")
+    if math.comb(len(names), size) > _MAX_BRANCHES:
+        raise _CannotSay(
+            f"more choices of properties meet it than the {_MAX_BRANCHES} that can be served"
+        )
     return [list(some) for some in combinations(names, size)]
 
 

@@ -1,6 +1,7 @@
 """What is refused unread: to parse it, or to encode it, would keep all others waiting.
 
-A megabyte of text takes a second to encode; a hundred thousand objects, half a second to parse.
+A megabyte of text takes a second to encode; a hundred thousand objects, or two million token ids,
+half a second to parse.
 """
 
 from typing import Protocol
@@ -11,15 +12,17 @@ from server.errors import InvalidRequest
 # costs about a token; it is the parser, which stops the event loop, that must not meet millions.
 MAX_OBJECTS = 100_000
 MAX_KEYS = 300_000
+# Of lists, the commas in texts included: more than the longest context has token ids.
+MAX_ITEMS = 1 << 21
 
 
 def check_parsable(body: bytes) -> None:
     """Raises InvalidRequest. Counts bytes, so it takes a millisecond a megabyte."""
-    for sign, limit in ((b"{", MAX_OBJECTS), (b":", MAX_KEYS)):
+    for sign, limit in ((b"{", MAX_OBJECTS), (b":", MAX_KEYS), (b",", MAX_ITEMS)):
         if len(body) > limit and body.count(sign) > limit:
             message = (
                 f"the body has more than {limit} {sign.decode()!r}, so it would take too long to "
-                "read; send fewer messages or fields at a time"
+                "read; send fewer messages, fields or items at a time"
             )
             raise InvalidRequest(message, code="body_too_complex")
 

@@ -23,11 +23,13 @@ from server.protocol import (
 Block = dict[str, Any]
 Blocks = Annotated[list[Block], Field(fail_fast=True)]
 
+# Claude Code sends it with every request. Thoughts are never cleared here.
+_KEEP_ALL_THOUGHTS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 # Known, not served: field -> the values that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "container": (),
     "mcp_servers": ([],),
-    "context_management": ({}, {"edits": []}),
+    "context_management": ({}, {"edits": []}, _KEEP_ALL_THOUGHTS),
 }
 _CHAT_TO_MESSAGES = {
     "stop": "stop_sequences",
@@ -131,9 +133,9 @@ class CountTokensRequest(Wire):
         fields |= self._thinking_fields(fields.get("chat_template_kwargs") or {})
         if self.tools:
             fields["tools"] = [_chat_tool(t, f"tools[{i}]") for i, t in enumerate(self.tools)]
-        if self.tools and self.tool_choice:
+        if self.tool_choice:
             fields["tool_choice"] = _chat_tool_choice(self.tool_choice)
-            if self.tool_choice.disable_parallel_tool_use:
+            if self.tools and self.tool_choice.disable_parallel_tool_use:
                 fields["parallel_tool_calls"] = False
         if self.output_config and self.output_config.format:
             fields["response_format"] = _chat_format(self.output_config.format)

@@ -1,12 +1,13 @@
 """Step snapshots and request times to Prometheus.
 
-What happens is added to plain numbers; Prometheus's own objects are made when somebody scrapes. So
-a step costs one call, and a token a bisection, with no lock and no label look-up.
+What happens is added to plain numbers, and put into Prometheus's words when somebody scrapes. So a
+step costs one call, and a token an append, with no lock and no label look-up.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -16,7 +17,6 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import generate_latest
 
 from engine.executor import ModelInfo
 from engine.messages import StepReport
@@ -24,21 +24,25 @@ from scheduler.stats import SchedulerStats
 from scheduler.types import RequestId, Started
 from server.build_info import build_info
 from server.config import MetricsAlias
+from server.exposition import Renderer
 from server.histograms import (
     LENGTHS,
     REQUEST_SECONDS,
     SIZES,
     STEP_SECONDS,
+    Gaps,
     Histogram,
-    family,
-    labelled_family,
+    HistogramFamily,
 )
-from server.metrics_alias import with_alias
+from server.metrics_alias import HttpResponses, aliased_histograms, only_theirs, with_alias
 from server.recent_steps import WINDOW_S, RecentSteps, StepClass, Totals, class_of
 
 _NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
 _OUTCOMES = ("stop", "length", "abandoned", "failed")
 _token_ids_of = attrgetter("token_ids")
+NO_HANDLER = "none"
+# A client may make up others, and each would be a series.
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class RequestTimes:
@@ -47,10 +51,11 @@ class RequestTimes:
     None where it has had none.
     """
 
-    __slots__ = ("arrival_s", "started_s")
+    __slots__ = ("arrival_s", "num_prompt_tokens", "started_s")
 
-    def __init__(self, arrival_s: float, n: int) -> None:
+    def __init__(self, arrival_s: float, n: int, num_prompt_tokens: int) -> None:
         self.arrival_s = arrival_s
+        self.num_prompt_tokens = num_prompt_tokens
         self.started_s: list[float | None] = [None] * n
 
 
@@ -61,15 +66,20 @@ class Metrics:
         """alias: show it a second time under the names of another server."""
         self.ttft = Histogram(REQUEST_SECONDS)
         self.tpot = Histogram(STEP_SECONDS)
-        self.itl = Histogram(STEP_SECONDS)
+        self._itl = Histogram(STEP_SECONDS)
+        self.gaps = Gaps(self._itl, time.monotonic())
         self.latency = Histogram(REQUEST_SECONDS)
         self.queue_time = Histogram(REQUEST_SECONDS)
         self.prefill_time = Histogram(REQUEST_SECONDS)
         self.decode_time = Histogram(REQUEST_SECONDS)
+        self.inference_time = Histogram(REQUEST_SECONDS)
+        self.answers_asked = Histogram(SIZES)
+        self.max_tokens_asked = Histogram(LENGTHS)
         self.prompt_lengths = Histogram(LENGTHS)
+        self._computed_lengths = Histogram(LENGTHS)
         self.answer_lengths = Histogram(LENGTHS)
         self.outcomes: Counter[str] = Counter()
-        self.responses: Counter[int] = Counter()
+        self._responses: Counter[HttpResponses] = Counter()
         self.model: ModelInfo | None = None
         self._model_name = model_name
         self._alias = alias
@@ -87,18 +97,32 @@ class Metrics:
         self._recent = RecentSteps()
         self._num_open: Callable[[], int] = lambda: 0
         self._silence_s: Callable[[], float] = lambda: 0.0
+        self._engine_pid: Callable[[], int | None] = lambda: None
+        self._histograms = self._own_histograms()
+        if alias:
+            self._histograms += aliased_histograms(self._histograms, alias, model_name)
+        self._renderer = Renderer()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
+        # The engine's own, which computes. No process has the name it goes by before it starts.
+        ProcessCollector(
+            "penstock_engine", lambda: self._engine_pid() or "none", registry=self._registry
+        )
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
 
     # What it is told.
 
-    def watch(self, num_open: Callable[[], int], silence_s: Callable[[], float]) -> None:
+    def watch(
+        self,
+        num_open: Callable[[], int],
+        silence_s: Callable[[], float],
+        engine_pid: Callable[[], int | None],
+    ) -> None:
         """num_open: answers asked of the engine and not ended. silence_s: since its last step, with
-        work open."""
-        self._num_open, self._silence_s = num_open, silence_s
+        work open. engine_pid: of its process, while there is one."""
+        self._num_open, self._silence_s, self._engine_pid = num_open, silence_s, engine_pid
 
     def on_ready(self, model: ModelInfo) -> None:
         self.model = model
@@ -110,15 +134,21 @@ class Metrics:
         """What it returns is filled in as the answers start. `forget` it in any case."""
         self._prompt_tokens += num_prompt_tokens
         self.prompt_lengths.observe(num_prompt_tokens)
-        times = self._times[request_id] = RequestTimes(arrival_s, n)
+        times = self._times[request_id] = RequestTimes(arrival_s, n, num_prompt_tokens)
         return times
+
+    def on_response(self, handler: str, method: str, status: int) -> None:
+        """handler: its route as it is declared, or NO_HANDLER."""
+        known_method = method if method in _METHODS else "other"
+        self._responses[HttpResponses(handler, known_method, status)] += 1
 
     def forget(self, request_id: RequestId) -> None:
         """The request has ended, however it did."""
         self._times.pop(request_id, None)
 
     def on_step(self, report: StepReport) -> None:
-        """Takes in one step's report; what only carries aborts is no step."""
+        """Takes in one step's report, before its streams do; what only tells aborts is no step."""
+        self.gaps.look(time.monotonic())
         self._stats, self._has_stats = report.stats, True
         for started in report.started:
             self._start(started)
@@ -140,6 +170,8 @@ class Metrics:
         if times := self._times.get(started.request_id):
             times.started_s[started.index] = started.at_s
             self.queue_time.observe(max(0.0, started.at_s - times.arrival_s))
+            if started.index == 0:
+                self._computed_lengths.observe(times.num_prompt_tokens - started.num_cached_tokens)
 
     # What it tells.
 
@@ -168,16 +200,33 @@ class Metrics:
 
     def text(self) -> bytes:
         """Prometheus's text format."""
-        return generate_latest(self._registry)
+        self.gaps.count()
+        histograms = "".join(family.text() for family in self._histograms)
+        return (histograms + self._renderer.text(self._registry.collect())).encode()
+
+    def families(self) -> Iterator[Metric]:
+        """All that is ours on it."""
+        self.gaps.count()
+        yield from (family.metric() for family in self._histograms)
+        yield from self.collect()
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry at a scrape."""
-        if self._alias:
-            return with_alias(self._own(), self._alias, self._model_name)
-        return self._own()
+        """Called by the registry at a scrape: all but the histograms."""
+        if not self._alias:
+            return self._own()
+        theirs = only_theirs(
+            self._alias,
+            self._model_name,
+            self.model,
+            {
+                "local_compute": self._computed_lengths.sum,
+                "local_cache_hit": self._cached_tokens,
+            },
+            self._responses,
+        )
+        return chain(with_alias(self._own(), self._alias, self._model_name), theirs)
 
     def _own(self) -> Iterator[Metric]:
-        yield from self._histograms()
         yield from self._counters()
         yield from self._counters_by_class()
         yield from self._gauges()
@@ -186,7 +235,7 @@ class Metrics:
             yield from self._engine(self.model)
             yield from self._hardware(self.model)
 
-    def _histograms(self) -> Iterator[Metric]:
+    def _own_histograms(self) -> list[HistogramFamily]:
         described = {
             "time_to_first_token_seconds": (
                 self.ttft,
@@ -196,7 +245,7 @@ class Metrics:
                 self.tpot,
                 "Mean time of an answer's tokens after the first",
             ),
-            "inter_token_latency_seconds": (self.itl, "Gap between two tokens of an answer"),
+            "inter_token_latency_seconds": (self._itl, "Gap between two tokens of an answer"),
             "request_latency_seconds": (self.latency, "Request received to its last token"),
             "queue_time_seconds": (
                 self.queue_time,
@@ -204,22 +253,37 @@ class Metrics:
             ),
             "prefill_time_seconds": (self.prefill_time, "An answer's first step to first token"),
             "decode_time_seconds": (self.decode_time, "An answer's first token to last token"),
+            "inference_time_seconds": (
+                self.inference_time,
+                "An answer's first step to last token",
+            ),
             "batch_size_sequences": (self._batch_size, "Sequences in one step"),
             "step_tokens": (self._step_tokens, "Tokens in one step, of prompts and of answers"),
             "request_prompt_tokens": (self.prompt_lengths, "Tokens of one accepted prompt"),
+            "request_computed_prompt_tokens": (
+                self._computed_lengths,
+                "Tokens of one prompt that no prefix hit spared, at its first step",
+            ),
+            "request_answers": (self.answers_asked, "Answers that one accepted prompt asks for, n"),
+            "request_max_tokens": (
+                self.max_tokens_asked,
+                "Tokens that an answer to one accepted prompt may have, max_tokens",
+            ),
             "request_generated_tokens": (
                 self.answer_lengths,
                 "Tokens of one answer that ended by itself",
             ),
         }
-        for name, (histogram, help_text) in described.items():
-            yield family(f"penstock_{name}", help_text, histogram)
-        yield labelled_family(
+        families = [
+            HistogramFamily(f"penstock_{name}", help_text, [({}, histogram)])
+            for name, (histogram, help_text) in described.items()
+        ]
+        step_time = HistogramFamily(
             "penstock_step_time_seconds",
             "Time of one step, by what it ran: decode, prefill, or both (mixed)",
-            ("class",),
-            {(kind,): histogram for kind, histogram in self._step_time.items()},
+            [({"class": kind}, histogram) for kind, histogram in self._step_time.items()],
         )
+        return [*families, step_time]
 
     def _counters(self) -> Iterator[Metric]:
         stats = self._stats
@@ -254,7 +318,10 @@ class Metrics:
         responses = CounterMetricFamily(
             "penstock_http_responses", "HTTP responses by status", labels=["status"]
         )
-        for status, count in self.responses.items():
+        by_status: Counter[int] = Counter()
+        for response, count in self._responses.items():
+            by_status[response.status] += count
+        for status, count in by_status.items():
             responses.add_metric([str(status)], count)
         yield responses
 

@@ -1,15 +1,24 @@
 """Our metrics a second time, under the names and labels of another server.
 
 Dashboards, autoscalers and gateways that were made for it then work with Penstock. Each sample is
-one of ours with another name: nothing is measured twice, and buckets are ours.
+one of ours with another name, or a sum of such: nothing is measured twice, and buckets are ours.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.samples import Sample
 
+from engine.executor import ModelInfo
 from server.config import MetricsAlias
+from server.histograms import HistogramFamily
 
 # Ours -> vLLM's (0.33), without the prefixes and without a counter's _total.
 _VLLM_NAMES = {
@@ -22,6 +31,10 @@ _VLLM_NAMES = {
     "decode_time_seconds": "request_decode_time_seconds",
     "request_prompt_tokens": "request_prompt_tokens",
     "request_generated_tokens": "request_generation_tokens",
+    "inference_time_seconds": "request_inference_time_seconds",
+    "request_computed_prompt_tokens": "request_prefill_kv_computed_tokens",
+    "request_answers": "request_params_n",
+    "request_max_tokens": "request_params_max_tokens",
     "step_tokens": "iteration_tokens_total",
     "running_sequences": "num_requests_running",
     "waiting_sequences": "num_requests_waiting",
@@ -35,7 +48,34 @@ _VLLM_NAMES = {
 }
 _VLLM_LABELS = {"outcome": "finished_reason"}
 _VLLM_VALUES = {"abandoned": "abort", "failed": "error"}  # of finished_reason
+# What asks for these is no client, and vLLM does not count it.
+_NOT_COUNTED = frozenset({"/metrics", "/health", "/ready", "/version"})
 _KV_BLOCKS = ("penstock_kv_used_blocks", "penstock_kv_idle_blocks", "penstock_kv_free_blocks")
+
+
+class HttpResponses(NamedTuple):
+    """Those that were alike. handler: the route as it is declared."""
+
+    handler: str
+    method: str
+    status: int
+
+
+def aliased_histograms(
+    own: Iterable[HistogramFamily], alias: MetricsAlias, model_name: str
+) -> list[HistogramFamily]:
+    """Those of ours that the other server has too."""
+    assert alias is MetricsAlias.VLLM, alias
+    labels = _labels(model_name)
+    return [
+        HistogramFamily(
+            f"vllm:{name}",
+            f"{family.help_text} ({family.name})",
+            [(labels | its_own, histogram) for its_own, histogram in family.members],
+        )
+        for family in own
+        if (name := _VLLM_NAMES.get(family.name.removeprefix("penstock_")))
+    ]
 
 
 def with_alias(metrics: Iterable[Metric], alias: MetricsAlias, model_name: str) -> Iterator[Metric]:
@@ -43,11 +83,54 @@ def with_alias(metrics: Iterable[Metric], alias: MetricsAlias, model_name: str) 
     assert alias is MetricsAlias.VLLM, alias
     own = list(metrics)
     yield from own
-    labels = {"model_name": model_name, "engine": "0"}
+    labels = _labels(model_name)
     for metric in own:
         if name := _VLLM_NAMES.get(metric.name.removeprefix("penstock_")):
             yield _renamed(metric, f"vllm:{name}", labels)
     yield _kv_cache_usage(own, labels)
+
+
+def only_theirs(
+    alias: MetricsAlias,
+    model_name: str,
+    model: ModelInfo | None,
+    prompt_tokens: Mapping[str, float],
+    responses: Mapping[HttpResponses, int],
+) -> Iterator[Metric]:
+    """What the other server cuts in another way. prompt_tokens: by where they came from."""
+    assert alias is MetricsAlias.VLLM, alias
+    labels = _labels(model_name)
+    by_source = CounterMetricFamily(
+        "vllm:prompt_tokens_by_source",
+        "Tokens of prompts that have had their first step, by what they took",
+        labels=(*labels, "source"),
+    )
+    for source, num_tokens in prompt_tokens.items():
+        by_source.add_metric((*labels.values(), source), num_tokens)
+    yield by_source
+    yield _http_requests(responses)
+    if model:
+        sizes = {"block_size": str(model.block_size), "num_gpu_blocks": str(model.num_blocks)}
+        yield InfoMetricFamily("vllm:cache_config", "The KV cache", value=labels | sizes)
+
+
+def _http_requests(responses: Mapping[HttpResponses, int]) -> Metric:
+    """As prometheus-fastapi-instrumentator has it, which vLLM uses."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for response, count in responses.items():
+        if response.handler not in _NOT_COUNTED:
+            status = f"{response.status // 100}xx"
+            counts[response.handler, response.method, status] += count
+    family = CounterMetricFamily(
+        "http_requests", "HTTP responses by route", labels=("handler", "method", "status")
+    )
+    for labels, count in counts.items():
+        family.add_metric(labels, count)
+    return family
+
+
+def _labels(model_name: str) -> dict[str, str]:
+    return {"model_name": model_name, "engine": "0"}
 
 
 def _renamed(metric: Metric, name: str, labels: dict[str, str]) -> Metric:

@@ -85,6 +85,8 @@ class _Batch(Generic[T]):
         max_open = min(2 * max_running, max_running + engine.max_num_queued_reqs)
         for _ in range(min(max_open, len(self._requests))):
             self._submit_next()
+        for index in self._streams:  # now that none was refused
+            self._count(index)
 
     async def results(self) -> list[T]:
         """Raises what the engine did."""
@@ -126,10 +128,13 @@ class _Batch(Generic[T]):
         request = self._requests[index]
         stream = self._streams[index] = self._service.submit(request)
         self._waiting.popleft()
+        return index, stream
+
+    def _count(self, index: int) -> None:
+        request = self._requests[index]
         num_tokens = len(request.prompt_token_ids)
         times = self._service.metrics.on_submit(request.id, num_tokens, request.arrival_s)
         self._times.append(times)
-        return index, stream
 
     async def _work(self, index: int, stream: OutputStream) -> None:
         """One prompt to its end, then the next that waits."""
@@ -140,6 +145,7 @@ class _Batch(Generic[T]):
             while self._waiting:
                 try:
                     index, stream = self._submit_next()
+                    self._count(index)
                     break
                 except QueueFull:  # others took the place
                     await asyncio.sleep(_LOOK_AGAIN_S)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from server.errors import InvalidRequest, UnsupportedParameter
 from server.known_fields import HINTS, NOT_SERVED
@@ -144,6 +144,7 @@ class GenerationFields(Wire):
     json_schema: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     request_id: RequestName | None = None
+    _num_bytes: int = PrivateAttr(0)
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -152,9 +153,15 @@ class GenerationFields(Wire):
             fields = cls.model_validate_json(body)
         except ValidationError as error:
             raise invalid_fields(error, cls) from error
+        fields._num_bytes = len(body)
         fields._refuse_unsupported()
         fields._check()
         return fields
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the body: whatever the prompt is made of, it cannot be much longer."""
+        return self._num_bytes
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -391,11 +398,6 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
         """So many tokens may thoughts have; None where they may have any number."""
         budget = self.thinking_token_budget
         return None if budget is None or budget < 0 else budget
-
-    @property
-    def num_chars(self) -> int:
-        """About so many has the prompt."""
-        return self.num_content_chars + sum(len(str(t.function)) for t in self.usable_tools)
 
     @property
     def num_content_chars(self) -> int:

@@ -83,7 +83,8 @@ def _is_in(markers: Collection[str], template: str) -> bool:
 
 
 class ReasoningSplitter:
-    """Fed a little at a time. The marker opens thoughts only at the answer's beginning.
+    """Fed a little at a time. The marker opens thoughts only at the answer's beginning, where it
+    may stand though they are open already: some models write it whatever the prompt ends with.
 
     Whitespace around the markers belongs to them. is_thinking: whether the text so far has ended
     amid the thoughts.
@@ -94,6 +95,7 @@ class ReasoningSplitter:
         self._opening, self._closing = markers
         self._is_done = False  # thoughts are over, or there are none
         self._is_fresh = True  # nothing but whitespace came since the marker
+        self._may_open = is_open  # which they are already
         self._held = ""
 
     def feed(self, text: str) -> list[Part]:
@@ -134,10 +136,14 @@ class ReasoningSplitter:
         return text.partition(self._closing[0])[0].rstrip(WHITESPACE)
 
     def _think(self, char: str) -> list[Part]:
-        if self._is_fresh and char in WHITESPACE:
+        if self._is_fresh and char in WHITESPACE and not self._held:
             return []
-        self._is_fresh = False
         self._held += char
+        if self._may_open and self._opening.startswith(self._held):
+            if self._held == self._opening:
+                self._may_open, self._held = False, ""
+            return []
+        self._may_open = self._is_fresh = False
         if self._held.endswith(self._closing):
             thought = self._held.removesuffix(self._closing).rstrip(WHITESPACE)
             self.is_thinking, self._is_done, self._is_fresh = False, True, True

@@ -16,6 +16,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
+from engine.executor import ModelInfo
 from scheduler.errors import PenstockError
 
 README = Path(__file__).parent.parent / "README.md"
@@ -89,17 +90,23 @@ def metrics() -> str:
 
 def families() -> list[Metric]:
     """What a server tells whose device's peaks are known."""
-    from engine.scripted import scripted_info
     from server.metrics import Metrics
+
+    told = Metrics()
+    told.on_response("/v1/completions", "POST", 200)
+    told.on_ready(on_known_hardware())
+    return list(told.families())
+
+
+def on_known_hardware() -> ModelInfo:
+    """A model on a device whose peaks are known."""
+    from engine.scripted import scripted_info
 
     info = scripted_info()
     peaks: dict[str, Any] = {
         field.name: 1.0 for field in fields(info) if field.name.endswith("_per_s")
     }
-    told = Metrics()
-    told.responses[200] += 1
-    told.on_ready(replace(info, load_seconds={"weights": 1.0}, **peaks))
-    return list(told.collect())
+    return replace(info, load_seconds={"weights": 1.0}, **peaks)
 
 
 def _metric_row(family: Metric) -> tuple[str, ...]:

@@ -179,8 +179,7 @@ class ResponsesRequest(Wire):
         if self.functions:
             fields["tools"] = [_chat_tool(tool) for tool in self.functions]
             fields["parallel_tool_calls"] = self.parallel_tool_calls
-        if self.functions or self.tool_choice == "required":
-            fields["tool_choice"] = _chat_tool_choice(self.tool_choice)
+        fields["tool_choice"] = _chat_tool_choice(self.tool_choice)
         if self.reasoning and self.reasoning.effort:
             fields["reasoning_effort"] = self.reasoning.effort
         if self.text and self.text.verbosity:
@@ -260,7 +259,9 @@ def _add(messages: list[dict[str, Any]], item: Item, at: str) -> None:
         case "reasoning":
             thoughts = checked(Reasoning, item, at).content or ()
             text = "".join(part.text or "" for part in thoughts)
-            messages.append({"role": "assistant", "content": None, "reasoning_content": text})
+            turn = _turn(messages)
+            before = turn.get("reasoning_content")
+            turn["reasoning_content"] = f"{before}\n{text}" if before else text
         case other:
             hint = "send messages, function_call and function_call_output items"
             raise UnsupportedParameter(f"{at}.type {str(other)[:64]!r}", hint)

@@ -1,11 +1,12 @@
 """The endpoints, one short function each."""
 
 import asyncio
+import gzip
 import time
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, gzip_accepted
 from starlette.responses import Response
 
 from server.ask import Ask, ask_chat, ask_completion
@@ -105,7 +106,12 @@ async def show_version() -> Response:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     text = service_of(request).metrics.text()
-    return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+    headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4, "vary": "accept-encoding"}
+    if gzip_accepted(request.headers.get("accept-encoding", "")):
+        # A tenth of the bytes at the lowest level; beside the event loop, which streams need.
+        text = await asyncio.to_thread(gzip.compress, text, 1)
+        headers["content-encoding"] = "gzip"
+    return Response(text, headers=headers)
 
 
 async def _answer(service: Service, fields: GenerationFields, ask: Ask, reply: Reply) -> Response:

@@ -87,6 +87,10 @@ class Service:
         assert self._model, "the gate lets nothing through before the model is loaded"
         return self._model
 
+    @property
+    def is_loaded(self) -> bool:
+        return self._model is not None
+
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Around each request: a drain waits for those that are open."""
@@ -186,7 +190,7 @@ class Service:
         directory = await asyncio.to_thread(resolve_model, self.config.engine.model)
         engine = self._make_engine(replace(self.config.engine, model=str(directory)))
         engine.on_step(self.metrics.on_step)
-        self.metrics.watch(lambda: engine.num_open, self._silence_s)
+        self.metrics.watch(lambda: engine.num_open, self._silence_s, lambda: engine.pid)
         self._engine = engine
         encoder, info = await asyncio.gather(
             asyncio.to_thread(

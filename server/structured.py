@@ -56,7 +56,7 @@ def json_schema_grammar(
     whitespace: a regex of what may stand between tokens. leaves_out: what of the schema cannot be
     enforced is not; else it is refused. Raises ValueError.
     """
-    if len(text := json.dumps(schema)) > MAX_GRAMMAR_CHARS:
+    if len(text := json.dumps(schema, allow_nan=False)) > MAX_GRAMMAR_CHARS:
         raise ValueError(
             f"it has {len(text)} characters, more than the {MAX_GRAMMAR_CHARS} allowed"
         )

@@ -68,14 +68,9 @@ async def tokenize(request: Request) -> Response:
     else:
         fields = text = _checked(TokenizeRequest, body, request)
         ids = await asyncio.to_thread(_encode, text, model)
-    return json_response(
-        {
-            "count": len(ids),
-            "max_model_len": model.info.max_model_len,
-            "tokens": ids,
-            "token_strs": model.encoder.token_names(ids) if fields.return_token_strs else None,
-        }
-    )
+    names_tokens = bool(fields.return_token_strs)
+    content = await asyncio.to_thread(_told, ids, model, names_tokens)
+    return Response(content, media_type="application/json")
 
 
 @router.post("/detokenize")
@@ -107,6 +102,18 @@ def _checked(kind: type[Fields], body: bytes, request: Request) -> Fields:
 
 def _encode(fields: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
     return model.encoder.encode(fields.prompt, add_special_tokens=fields.add_special_tokens)
+
+
+def _told(ids: tuple[int, ...], model: ServedModel, names_tokens: bool) -> bytes:
+    """The body of the answer, which for a long text is large."""
+    return msgspec.json.encode(
+        {
+            "count": len(ids),
+            "max_model_len": model.info.max_model_len,
+            "tokens": ids,
+            "token_strs": model.encoder.token_names(ids) if names_tokens else None,
+        }
+    )
 
 
 def _decode(fields: DetokenizeRequest, model: ServedModel) -> str:

@@ -15,6 +15,7 @@ import pytest
 from tests.serving import MODEL, RunningServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+DETOKENIZE = "/detokenize"
 HELLO = {"role": "user", "content": "Who are you?"}
 MAX_STALL_S = 2.0
 
@@ -47,6 +48,7 @@ def nested(depth: int) -> str:
     return '{"items":' * depth + "{}" + "}" * depth
 
 
+MANY = b"[" + b"5," * 14_999_999 + b"5]"
 NUMBERS = {str(i): 1 for i in range(65_536)}
 FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
 
@@ -74,6 +76,14 @@ CASES: dict[str, tuple[str, bytes, float, int | None]] = {
         400,
     ),
     "1,000,000 ids": (COMPLETIONS, completion(prompt=[5] * 1_000_000), 5, 400),
+    "15,000,000 ids": (COMPLETIONS, completion(prompt="HERE").replace(b'"HERE"', MANY), 2, 400),
+    "10,000,000 empty prompts": (
+        COMPLETIONS,
+        completion(prompt="HERE").replace(b'"HERE"', b"[" + b"[]," * 9_999_999 + b"[]]"),
+        2,
+        400,
+    ),
+    "15,000,000 ids of a text": (DETOKENIZE, b'{"tokens":' + MANY + b"}", 2, 400),
     "ids beyond the vocabulary": (COMPLETIONS, completion(prompt=[10**9]), 2, 400),
     "a number of 5,000 digits": (
         COMPLETIONS,

@@ -1,8 +1,12 @@
 """`suffix`: prompts to fill in the middle, where the vocabulary has the markers."""
 
 import json
+import random
 import shutil
+import threading
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +48,21 @@ def test_the_suffix_comes_before_the_middle_that_is_asked_for(names: tuple[str, 
     expected = (ids[0], *before, ids[1], *after, ids[2])
     assert encoder.encode_infill([prefix], suffix) == [expected]
     assert encoder.infill and set(ids) <= set(encoder.infill.end_ids)
+
+
+def test_other_threads_run_while_a_long_file_is_encoded() -> None:
+    """Those of the streams; a thread that holds Python's lock lets none run until its end."""
+    encoder = PromptEncoder(demo_tokenizer(*QWEN), None)
+    words = random.Random(1)
+    text = " ".join(str(words.getrandbits(40)) for _ in range(15_000))
+    encoding = threading.Thread(target=encoder.encode_infill, args=([text], "\n"))
+    times_s = [time.monotonic()]
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        times_s.append(time.monotonic())
+    longest_s = max(after - before for before, after in pairwise(times_s))
+    assert longest_s < (times_s[-1] - times_s[0]) / 2
 
 
 def sentencepiece_like() -> Tokenizer:

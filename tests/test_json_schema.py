@@ -1,6 +1,8 @@
 """Schemas are remade to the same values: judged by `jsonschema`, and by llguidance's grammars."""
 
+import contextlib
 import json
+import time
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -228,6 +230,36 @@ def test_a_schema_that_would_explode_is_refused() -> None:
     branches = [{"oneOf": [{"required": [f"p{i}{j}"]} for j in range(40)]} for i in range(40)]
     with pytest.raises(Unenforceable, match="parts"):
         enforceable({"type": "object", "allOf": branches})
+
+
+SELF = {"$ref": "#/$defs/a"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"enum": list(range(k, k + 800))} for k in range(0, 40_000, 800)]},
+        {"oneOf": [{"enum": list(range(k, k + 800))} for k in range(100)]},
+        {"type": "array", "items": {"enum": list(range(20_000))}, "uniqueItems": True},
+        {"$defs": {"a": {"allOf": [SELF] * 10}}, "allOf": [SELF], "minProperties": 1},
+        {
+            "properties": dict.fromkeys(map(str, range(20_000)), True),
+            "additionalProperties": False,
+            "minProperties": 10_000,
+        },
+    ],
+    ids=("apart", "overlapping", "arranged", "self", "chosen"),
+)
+def test_long_lists_are_remade_or_refused_in_bounded_time(schema: dict[str, Any]) -> None:
+    started_s = time.thread_time()
+    with contextlib.suppress(Unenforceable):
+        enforceable(schema)
+    assert time.thread_time() - started_s < 3
+
+
+def test_an_infinity_which_json_can_spell_as_1e999_is_refused() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_schema_grammar({"oneOf": [{"const": float("inf")}, {"const": 1}]})
 
 
 def test_what_cannot_be_enforced_is_left_out_where_that_is_allowed() -> None:

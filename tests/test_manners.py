@@ -23,7 +23,7 @@ LONG: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 50_000}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """With everything on."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text("# ours\nthird\n\nfourth\n")
+    keys.write_text("# ours\nthird\n\nfourth\nsch\u00f6n\n", encoding="utf-8")
     flags = ["--api-key", "first", "second", "--api-key", "fifth", "--api-key-file", str(keys)]
     flags += ["--allowed-origins", json.dumps([ORIGIN]), "--root-path", "/llm"]
     with running_server(*flags) as running:
@@ -37,6 +37,11 @@ def with_key(key: str) -> dict[str, str]:
 @pytest.mark.parametrize("key", ["first", "second", "third", "fourth", "fifth"])
 def test_each_key_of_the_flags_and_of_the_file_opens(server: RunningServer, key: str) -> None:
     assert server.get("/v1/models", headers=with_key(key)).status_code == 200
+
+
+def test_a_key_beyond_ascii_opens_as_curl_sends_it(server: RunningServer) -> None:
+    headers = [(b"Authorization", "Bearer sch\u00f6n".encode())]
+    assert httpx.get(server.url + "/v1/models", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("key", ["x", "firs", "firstt", "# ours", "schl\u00fcssel"])

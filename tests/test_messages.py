@@ -174,6 +174,12 @@ def test_temperature_0_gives_the_same_message_whatever_the_seed(
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].type"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice goes only with tools"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice goes only with tools"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management",
+        ),
     ],
 )
 def test_a_bad_field_is_refused_by_its_name_in_anthropics_shape(
@@ -186,6 +192,15 @@ def test_a_bad_field_is_refused_by_its_name_in_anthropics_shape(
     assert body["error"]["type"] == "invalid_request_error"
     with pytest.raises(ValueError, match=words):
         raise ValueError(body["error"]["message"])
+
+
+def test_claude_codes_wish_to_keep_all_thoughts_is_no_reason_to_refuse(
+    server: RunningServer,
+) -> None:
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    fields = {"model": MODEL, "messages": [USER], "max_tokens": 4}
+    response = server.post(PATH, fields | {"context_management": {"edits": edits}})
+    assert response.status_code == 200
 
 
 def test_a_model_that_is_not_here_and_a_wrong_method_have_anthropics_errors(

@@ -109,6 +109,25 @@ def test_with_deepseek_r1_all_before_the_closing_marker_is_thought(tmp_path: Pat
     assert message.model_extra and message.model_extra["reasoning_content"] == "Hm."
 
 
+@pytest.mark.parametrize(
+    ("text", "thought"),
+    [
+        ("<think>Hm.</think>Yes.", "Hm."),
+        ("\n<think>\nHm.</think>Yes.", "Hm."),
+        ("<thin>Hm.</think>Yes.", "<thin>Hm."),
+        ("Hm. <think></think>Yes.", "Hm. <think>"),
+        ("<think> <think>Hm.</think>Yes.", "<think>Hm."),
+    ],
+)
+def test_a_marker_that_opens_thoughts_that_are_open_is_no_thought(
+    tmp_path: Path, text: str, thought: str
+) -> None:
+    model = make_model(tmp_path, PLAIN, reasoning_parser="deepseek_r1")
+    message = Answer(model, text).plain().choices[0].message
+    assert message.model_extra and message.model_extra["reasoning_content"] == thought
+    assert message.content == "Yes."
+
+
 def test_enable_thinking_false_reaches_the_template_and_the_answer_is_words(
     tmp_path: Path,
 ) -> None:
@@ -132,6 +151,31 @@ def test_a_final_message_that_is_continued_stays_open(tmp_path: Path) -> None:
     model = make_model(tmp_path, template)
     prompt = prompt_of(model, messages=messages, continue_final_message=True)
     assert prompt == "<user>Hi<end>\n<assistant>Well, "
+
+
+@pytest.mark.parametrize("begun", ["<", "im", "end", "|", " ", "\n", "a  "])
+def test_a_final_message_whose_text_is_in_the_markup_behind_it_stays_open_too(
+    tmp_path: Path, begun: str
+) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": begun}]
+    template = PLAIN.replace("{% endfor %}", "<|im_end|>\n{% endfor %}")
+    prompt = prompt_of(
+        make_model(tmp_path, template), messages=messages, continue_final_message=True
+    )
+    assert prompt == f"<user>Hi<|im_end|>\n<assistant>{begun}"
+
+
+def test_a_template_that_trims_its_messages_trims_the_one_that_is_continued(
+    tmp_path: Path,
+) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, "}]
+    template = PLAIN.replace("{% endfor %}", "<end>{% endfor %}").replace(
+        "m.content", "m.content | trim"
+    )
+    prompt = prompt_of(
+        make_model(tmp_path, template), messages=messages, continue_final_message=True
+    )
+    assert prompt == "<user>Hi<end><assistant>Well,"
 
 
 def test_add_generation_prompt_false_leaves_it_out(tmp_path: Path) -> None:

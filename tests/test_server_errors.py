@@ -218,6 +218,16 @@ def test_a_key_is_asked_for_on_every_route_but_health() -> None:
         assert server.get("/health").status_code == server.get("/ready").status_code == 200
 
 
+def test_more_answers_than_there_is_ever_room_for_are_no_matter_of_waiting(
+    server: RunningServer,
+) -> None:
+    for fields in ({"prompt": ["a"] * 1_300}, {"prompt": ["a"] * 26, "n": 50}):
+        response = server.complete(**fields)
+        message = error_of(response, 400)["message"]
+        assert "1300 answers" in message and "1280 at most" in message
+        assert response.headers["x-should-retry"] == "false"
+
+
 def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
     with running_server("--max-num-seqs", "1", "--max-num-queued-reqs", "1") as server:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 50_000, "stream": True}

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -131,6 +132,25 @@ def test_an_idle_server_drains_at_once() -> None:
         server.process.send_signal(signal.SIGTERM)
         code, errors = server.exit_code(timeout_s=5)
         assert (code, errors) == (0, "")
+
+
+def test_a_server_that_still_downloads_its_model_ends_when_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # it never answers
+        hub.settimeout(30)
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "60")
+        server = RunningServer("someone/something")
+        try:
+            with hub.accept()[0]:
+                server.process.send_signal(signal.SIGTERM)
+                code, errors = server.exit_code()
+        finally:
+            server.stop()
+    assert (code, errors) == (0, "")
 
 
 def test_a_dead_engine_is_an_error_to_everyone_and_a_non_zero_exit() -> None:

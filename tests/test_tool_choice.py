@@ -107,6 +107,32 @@ def test_a_string_that_must_match_a_pattern_is_not_written_bare() -> None:
     assert can_enforce(ToolFormat.HERMES, bare)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": True}},
+        {"properties": {"a": 5}},
+        {"properties": ["a"]},
+        {"properties": {"a": {"type": "string"}}, "required": 7},
+        {"properties": {"a": {"type": "string"}}, "required": [["a"]]},
+        {"properties": {"a": {"type": "string", "enum": 5}}},
+        {"properties": {"a": {"type": "string", "enum": [1]}}},
+        {"properties": {"a": {"type": "string", "const": 1}}},
+        {"properties": {"a>b": {"type": "string"}}},
+    ],
+)
+def test_what_is_no_schema_of_plain_values_is_left_to_json(
+    tmp_path: Path, schema: dict[str, Any]
+) -> None:
+    """There its grammar takes it, as that of `true`, or says what is wrong."""
+    parameters = {"type": "object"} | schema
+    assert not can_enforce(ToolFormat.QWEN3_CODER, {"f": parameters})
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    model = make_model(tmp_path, QWEN, tool_parser="qwen3_coder")
+    grammar = ask(model, tools=[tool], tool_choice="required").requests[0].sampling.grammar
+    assert grammar and "json_schema" in grammar and "parameter=" not in grammar
+
+
 def test_a_single_required_call_needs_no_list(tmp_path: Path) -> None:
     asked = ask(make_model(tmp_path, "{{ messages }}"), tools=TOOLS, tool_choice="required")
     grammar = asked.requests[0].sampling.grammar or ""
@@ -165,6 +191,20 @@ def test_responses_takes_allowed_tools_in_its_own_shape() -> None:
     tools = [{"type": "function", "name": name} for name in ("f", "g")]
     choice = {"type": "allowed_tools", "mode": "required", "tools": tools[1:]}
     assert [f.name for f in responses(tools=tools, tool_choice=choice).to_call] == ["g"]
+
+
+def test_several_items_of_thoughts_before_an_answer_are_of_one_turn() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        content = [{"type": "reasoning_text", "text": text}]
+        return {"type": "reasoning", "summary": [], "content": content}
+
+    said = {"role": "assistant", "content": "Yes."}
+    question = {"role": "user", "content": "Hi"}
+    messages = responses(input=[question, thought("Hm."), thought("Well."), said]).messages
+    assert [(m.role, m.content, m.reasoning_content) for m in messages] == [
+        ("user", "Hi", None),
+        ("assistant", "Yes.", "Hm.\nWell."),
+    ]
 
 
 def test_a_complaint_about_a_tool_counts_as_the_client_does() -> None:

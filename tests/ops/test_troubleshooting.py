@@ -1,0 +1,60 @@
+"""README's table of what to do when something is wrong: what it names is there, and says that."""
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from server.cli import add_serve_flags
+from tests.serving import ROOT, RunningServer, running_server
+
+_TABLE = (ROOT / "README.md").read_text().partition("## When something is wrong")[2]
+ROWS = [line for line in _TABLE.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server() as server:
+        server.complete()
+        yield server
+
+
+def test_every_flag_that_it_names_exists() -> None:
+    parser = argparse.ArgumentParser()
+    add_serve_flags(parser)
+    named = set(re.findall(r"--[a-z][a-z-]+", "\n".join(ROWS)))
+    assert len(named) > 5
+    assert named - set(parser._option_string_actions) == set()
+
+
+def test_every_metric_that_it_greps_for_is_there(server: RunningServer) -> None:
+    metrics = server.get("/metrics").text
+    words = re.findall(r"/metrics \\\| grep (\w+)", "\n".join(ROWS))
+    assert len(words) > 2
+    assert [word for word in words if word not in metrics] == []
+
+
+def test_what_it_reads_off_penstock_top_is_shown_there(server: RunningServer) -> None:
+    command = [sys.executable, "-m", "server", "top", server.url, "--once", "--interval", "0.1"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    words = (
+        "waiting queue preemptions recomputed length stop TTFT ITL p99 mixed MBU decode idle batch"
+    )
+    told = " ".join(
+        row.rpartition("`penstock top`: ")[2] for row in ROWS if "`penstock top`:" in row
+    )
+    assert [word for word in words.split() if word not in told or word not in shown] == []
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "`penstock serve" in row])
+def test_a_start_that_fails_says_what_the_table_says(row: str) -> None:
+    found = re.search(r"`penstock (serve [^`]+)` → `([^`]+)`", row)
+    assert found, row
+    command = [sys.executable, "-m", "server", *found[1].split()]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert ended.returncode == 2
+    last_line = ended.stderr.splitlines()[-1]
+    assert all(part.strip() in last_line for part in found[2].split("...")), last_line
