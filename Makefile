@@ -10,7 +10,7 @@ BIN := .venv/bin
 # torch comes first and alone, so that the pinned build is the one that everything else finds.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve test test-fuzz test-schemas test-clients test-ops dashboard check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu readme clean
+.PHONY: serve test test-fuzz test-schemas test-clients test-ops dashboard dashboard-picture check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu readme clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -37,8 +37,10 @@ test-schemas: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.many_schemas
 
 # What runs beside the server, with the real programs. OPS="tests/ops/test_dashboards.py" runs a part:
-# a minute with Prometheus, which is had from Debian if it is not installed, a minute
-# with Chromium (apt-get install chromium), which looks at the page.
+# a minute with Prometheus, which is had from Debian if it is not installed, a minute each with
+# Chromium and Firefox (apt-get install chromium firefox-esr), which look at the page, and ten minutes
+# the first time, two later, with buildah and podman, which build and run the images; a skipped test
+# says what to install.
 OPS ?= tests/ops
 test-ops: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[ops]'
@@ -47,6 +49,11 @@ test-ops: .venv/installed-dev
 # The Grafana dashboard, after a change in server/dashboard.py.
 dashboard: .venv/installed
 	$(BIN)/python -m server.dashboard > configs/grafana/penstock.json
+
+# configs/grafana/dashboard.png: the dashboard on a demo server under five minutes of load, drawn by
+# Grafana's own components, without Grafana. Needs nodejs, npm and chromium (apt-get install them).
+dashboard-picture: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.ops.picture
 
 # What every commit passes: style, types, import rules, tests.
 check: lint test

@@ -32,6 +32,10 @@ TTFT_LIMITS = {"100 ms": "0.1", "200 ms": "0.2", "500 ms": "0.5"} | {
 }
 TPOT_LIMITS = {f"{ms} ms": f"{ms / 1000:g}" for ms in (5, 10, 20, 30, 50, 100, 200)}
 _BANDWIDTH = "bandwidth_bytes_per_second"
+# Of legends, as patterns.
+_CLASS_COLORS = {"^decode": "green", "^mixed": "yellow", "^prefill": "blue", "^all": "purple"}
+_OUTCOME_COLORS = {"stop": "green", "length": "blue", "abandoned": "yellow", "failed": "red"}
+_STATUS_COLORS = {"^2": "green", "^4": "orange", "^5": "red"}
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 
@@ -153,13 +157,13 @@ def _overview() -> list[Panel]:
             Query(_rate("requests_total")),
         ),
         stat(
-            "Output tokens",
+            "Output tokens / s",
             "Tokens sampled, a second.",
             "short",
             Query(_rate("generated_tokens_total")),
         ),
         stat(
-            "Prompt tokens",
+            "Prompt tokens / s",
             "Prompt tokens of accepted requests, a second.",
             "short",
             Query(_rate("prompt_tokens_total")),
@@ -218,7 +222,7 @@ def _overview() -> list[Panel]:
             Query(_hit_share()),
         ),
         stat(
-            "Preemptions",
+            "Preemptions / s",
             "Sequences sent back to the queue for want of KV blocks, a second.",
             "short",
             Query(_rate("preemptions_total")),
@@ -324,6 +328,7 @@ def _throughput() -> list[Panel]:
             "reqps",
             Query(_rate("requests_total", by="outcome"), "{{outcome}}"),
             is_stacked=True,
+            colors=_OUTCOME_COLORS,
         ),
         timeseries(
             "HTTP responses, by status",
@@ -331,6 +336,7 @@ def _throughput() -> list[Panel]:
             "reqps",
             Query(_rate("http_responses_total", by="status"), "{{status}}"),
             is_stacked=True,
+            colors=_STATUS_COLORS,
         ),
     ]
 
@@ -410,12 +416,14 @@ def _roofline() -> list[Panel]:
             "Bytes that the steps must read / their time / peak bandwidth. Decode lives here.",
             "percentunit",
             _utilization("bandwidth"),
+            colors=_CLASS_COLORS,
         ),
         timeseries(
             "Model FLOPs utilization (MFU)",
             "Operations that the steps must do / their time / peak rate. Prefill lives here.",
             "percentunit",
             _utilization("flops"),
+            colors=_CLASS_COLORS,
         ),
         scatter(
             "MBU and MFU against the batch",
@@ -432,14 +440,16 @@ def _roofline() -> list[Panel]:
             Query(f"{_rate('model_bytes_total', by='class')} / {step_time}", "{{class}}"),
             _peak(_BANDWIDTH),
             limits=["^peak"],
+            colors=_CLASS_COLORS,
         ),
         timeseries(
             "Operations a second, while stepping",
             "What the steps had to compute, per second of their own time, against the peak.",
-            "short",
+            "flops",
             Query(f"{_rate('model_flops_total', by='class')} / {step_time}", "{{class}}"),
             _peak("flops_per_second"),
             limits=["^peak"],
+            colors=_CLASS_COLORS,
         ),
         timeseries(
             "Operations per byte",
@@ -452,6 +462,7 @@ def _roofline() -> list[Panel]:
             ),
             Query(ridge, "ridge"),
             limits=["^ridge"],
+            colors=_CLASS_COLORS,
         ),
         timeseries(
             "Step time, by class",
@@ -472,6 +483,7 @@ def _roofline() -> list[Panel]:
             "percentunit",
             Query(f"{step_time} / {_num_servers()}", "{{class}}"),
             is_stacked=True,
+            colors=_CLASS_COLORS,
         ),
     ]
 
@@ -538,6 +550,7 @@ def _workload() -> list[Panel]:
             "Over the time shown.",
             "short",
             Query(f"sum by (outcome) ({outcomes})", "{{outcome}}", is_instant=True),
+            _OUTCOME_COLORS,
         ),
         timeseries(
             "Prompt length",
@@ -561,6 +574,7 @@ def _workload() -> list[Panel]:
 def _engine() -> list[Panel]:
     host = f"{{{_CHOSEN}}}"
     cpu = f"rate(process_cpu_seconds_total{host}[$__rate_interval])"
+    engine_cpu = f"rate({_series('engine_process_cpu_seconds_total')}[$__rate_interval])"
     busy = f"rate({_series('engine_busy_seconds_total')}[$__rate_interval])"
     collections = f"rate(python_gc_collections_total{host}[$__rate_interval])"
     return [
@@ -585,16 +599,19 @@ def _engine() -> list[Panel]:
             Query(f"max by (phase) ({_series('startup_seconds')})", "{{phase}}"),
         ),
         timeseries(
-            "Server process: CPU",
-            "Cores in use by the process that speaks HTTP; the engine has its own process.",
+            "Processes: CPU",
+            "Cores in use by the process that speaks HTTP, and by the engine's.",
             "short",
-            Query(cpu, "{{instance}}"),
+            Query(cpu, "{{instance}} server"),
+            Query(engine_cpu, "{{instance}} engine"),
         ),
         timeseries(
-            "Server process: memory",
-            "Resident memory of the process that speaks HTTP, and its open files on the right.",
+            "Processes: memory",
+            "Resident memory of the process that speaks HTTP and of the engine's, which on a CPU "
+            "holds the weights too; on the right the first one's open files.",
             "bytes",
-            Query(f"process_resident_memory_bytes{host}", "{{instance}} memory"),
+            Query(f"process_resident_memory_bytes{host}", "{{instance}} server"),
+            Query(_series("engine_process_resident_memory_bytes"), "{{instance}} engine"),
             Query(f"process_open_fds{host}", "{{instance}} open files"),
             right={"open files$": "short"},
         ),

@@ -34,8 +34,11 @@ def stat(
     title: str, text: str, unit: str, query: Query, thresholds: Sequence[tuple[float, str]] = ()
 ) -> Panel:
     """One number over its recent course. thresholds: from which value on, which colour."""
-    panel = _panel("stat", title, text, unit, [query], width=3, height=4)
+    # In four lines Grafana leaves the course out.
+    panel = _panel("stat", title, text, unit, [query], width=3, height=5)
     panel["fieldConfig"]["defaults"]["thresholds"] = _steps(thresholds)
+    # Of a share or a quantile of no requests at all; else the panel would be blank.
+    panel["fieldConfig"]["defaults"]["noValue"] = "-"
     panel["options"] = {
         "colorMode": "value" if thresholds else "none",
         "graphMode": "area",
@@ -57,11 +60,13 @@ def timeseries(
     maximum: float | None = None,
     limits: Sequence[str] = (),
     right: dict[str, str] | None = None,
+    colors: dict[str, str] | None = None,
 ) -> Panel:
     """Lines over time, or areas that add up.
 
     limits: legends (as patterns) drawn dashed, because they are what cannot be passed.
     right: legends whose axis is the right one, and its unit.
+    colors: of legends that mean the same in several panels, or something good or bad.
     """
     panel = _panel("timeseries", title, text, unit, queries, width=width, height=8)
     defaults = panel["fieldConfig"]["defaults"]
@@ -85,9 +90,10 @@ def timeseries(
     for pattern, right_unit in (right or {}).items():
         properties = [("custom.axisPlacement", "right"), ("unit", right_unit)]
         overrides.append(_override(pattern, properties))
-    panel["fieldConfig"]["overrides"] = overrides
+    panel["fieldConfig"]["overrides"] = overrides + _colored(colors)
     panel["options"] = {
-        "legend": {"calcs": ["mean", "max"], "displayMode": "table", "placement": "bottom"},
+        # A table would show two of four quantiles, and take half of the panel.
+        "legend": {"calcs": [], "displayMode": "list", "placement": "bottom"},
         "tooltip": {"mode": "multi", "sort": "desc"},
     }
     return panel
@@ -119,7 +125,9 @@ def scatter(title: str, text: str, unit: str, x: Query, *ys: Query, width: int =
         "pointSize": 5,
         "showPoints": "always",
     }
-    panel["fieldConfig"]["overrides"] = [_override(f"^{x.legend}$", [("unit", "short")])]
+    panel["fieldConfig"]["overrides"] = [
+        _override(f"^{x.legend}$", [("unit", "short"), ("custom.axisLabel", x.legend)])
+    ]
     # A trend wants one table whose x ascends.
     panel["transformations"] = [
         {"id": "joinByField", "options": {"byField": "Time", "mode": "inner"}},
@@ -134,9 +142,10 @@ def scatter(title: str, text: str, unit: str, x: Query, *ys: Query, width: int =
     return panel
 
 
-def shares(title: str, text: str, unit: str, query: Query, width: int = 8) -> Panel:
-    """A ring of parts of a whole."""
-    panel = _panel("piechart", title, text, unit, [query], width=width, height=8)
+def shares(title: str, text: str, unit: str, query: Query, colors: dict[str, str]) -> Panel:
+    """A ring of parts of a whole. colors: as those of lines."""
+    panel = _panel("piechart", title, text, unit, [query], width=8, height=8)
+    panel["fieldConfig"]["overrides"] = _colored(colors)
     panel["options"] = {
         "displayLabels": ["percent"],
         "legend": {"displayMode": "table", "placement": "right", "values": ["value", "percent"]},
@@ -274,9 +283,17 @@ def _steps(thresholds: Sequence[tuple[float, str]]) -> Panel:
 
 def _override(pattern: str, properties: Sequence[tuple[str, Any]]) -> Panel:
     return {
-        "matcher": {"id": "byRegexp", "options": pattern},
+        # Without slashes Grafana wants the whole name to match.
+        "matcher": {"id": "byRegexp", "options": f"/{pattern}/"},
         "properties": [{"id": name, "value": value} for name, value in properties],
     }
+
+
+def _colored(colors: dict[str, str] | None) -> list[Panel]:
+    return [
+        _override(pattern, [("color", {"mode": "fixed", "fixedColor": color})])
+        for pattern, color in (colors or {}).items()
+    ]
 
 
 def _lay_out(rows: Sequence[Row]) -> list[Panel]:

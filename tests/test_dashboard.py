@@ -1,6 +1,7 @@
 """The dashboard's file: made from its module, and sound in itself. `make test-ops` runs it."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.serving import ROOT
 
 CONFIGS = ROOT / "configs"
 # Units of Grafana's own list.
-_UNITS = {"short", "s", "percentunit", "reqps", "bytes", "Bps"}
+_UNITS = {"short", "s", "percentunit", "reqps", "bytes", "Bps", "flops"}
 
 
 def _written() -> dict[str, Any]:
@@ -61,6 +62,20 @@ def test_every_panel_has_a_unit_a_description_and_queries() -> None:
         assert ref_ids and len(ref_ids) == len(set(ref_ids)), panel["title"]
 
 
+def test_a_rule_for_some_series_names_one_that_its_panel_has() -> None:
+    """Grafana takes a pattern without slashes for the whole name, and says nothing of no match."""
+    for panel in _panels():
+        legends = [
+            re.sub(r"{{\w+}}", "decode", target["legendFormat"]) for target in panel["targets"]
+        ]
+        for rule in panel["fieldConfig"]["overrides"]:
+            pattern = rule["matcher"]["options"]
+            assert pattern.startswith("/") and pattern.endswith("/"), panel["title"]
+            if rule["properties"][0]["id"] == "color":
+                continue  # of labels' values, which come with the data
+            assert any(re.search(pattern[1:-1], legend) for legend in legends), pattern
+
+
 def test_everything_asks_the_chosen_datasource_for_the_chosen_servers() -> None:
     for panel in _panels():
         assert panel["datasource"]["uid"] == "${datasource}"
@@ -76,6 +91,14 @@ def test_everything_asks_the_chosen_datasource_for_the_chosen_servers() -> None:
 def test_the_limits_to_choose_from_are_bounds_of_buckets() -> None:
     assert set(TTFT_LIMITS.values()) <= set(map(str, REQUEST_SECONDS))
     assert set(TPOT_LIMITS.values()) <= set(map(str, STEP_SECONDS))
+
+
+def test_every_panel_that_the_runbook_names_is_on_the_dashboard() -> None:
+    runbook = (CONFIGS / "prometheus" / "RUNBOOK.md").read_text()
+    named = set(re.findall(r'"([A-Z][^"\n]+)"', runbook))
+    dashboard = (CONFIGS / "grafana" / "penstock.json").read_text()
+    assert len(named) > 5
+    assert [title for title in named if f'"title": "{title}"' not in dashboard] == []
 
 
 def _alerts() -> list[dict[str, Any]]:

@@ -48,7 +48,16 @@ bandwidth_bytes_per_s = 5.0e10
 bf16_flops = 1.0e12
 """
 # Exported metrics that no panel shows, and why.
-_SHOWN_NOWHERE: dict[str, str] = {}
+_SHOWN_NOWHERE = {
+    "penstock_inference_time_seconds": "prefill and decode are shown, and this is both",
+    "penstock_request_computed_prompt_tokens": "the shares are shown; vLLM's dashboards ask for it",
+    "penstock_request_answers": "mostly 1; vLLM's dashboards ask for it",
+    "penstock_request_max_tokens": "what is generated is shown; vLLM's dashboards ask for it",
+    "penstock_engine_process_virtual_memory_bytes": "a GPU's address space, not memory",
+    "penstock_engine_process_start_time_seconds": "the server's is the same",
+    "penstock_engine_process_open_fds": "it opens none but its socket",
+    "penstock_engine_process_max_fds": "as above",
+}
 
 
 @dataclass(frozen=True, slots=True)
