@@ -149,9 +149,10 @@ class CudaExecutor:
         self._apply(batch)
         rows = [row for row, samples in enumerate(batch.samples) if samples]
         slots = [batch.slots[row] for row in rows]
-        if self._launched and any(self._grammars.is_constrained(slot) for slot in slots):
-            self._launched.wait()  # a mask depends on the id before it
-        self._grammars.start(slots)
+        if self._grammars.constrains_any(slots):
+            if self._launched:
+                self._launched.wait()  # a mask depends on the id before it
+            self._grammars.start(slots)
         prompts: tuple[PromptOutput, ...] = ()
         ids: Tensor | None = None
         if batch.num_decodes == len(batch.slots):

@@ -94,7 +94,7 @@ def build_cuda_executor(
             raise
         logger.exception("the GPU's memory ran out")
         raise InvalidConfig(out_of_memory(config, phases.current)) from error
-    except OutOfResources as error:  # heads of 256 in float32, or of 192 on a smaller GPU
+    except OutOfResources as error:  # large heads on a small GPU, in float32 above all
         raise InvalidConfig(
             f"{gpu.name} allows a kernel {error.limit} bytes of {error.name}, and with this "
             f"model's head size and type ours needs {error.required}; use --dtype bfloat16, or "

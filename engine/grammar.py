@@ -231,6 +231,9 @@ class GrammarTable:
     def is_constrained(self, slot: int) -> bool:
         return slot in self._constraints
 
+    def constrains_any(self, slots: Iterable[int]) -> bool:
+        return not self._constraints.keys().isdisjoint(slots)
+
     def must_end(self, slot: int) -> bool:
         """Whether nothing can follow but the end: then it comes, whatever else forbids it."""
         return slot in self._constraints and self._constraints[slot].matcher.is_stopped()
@@ -240,6 +243,8 @@ class GrammarTable:
 
         It fails where it runs out of fuel, and where nothing was left to sample that it allows.
         """
+        if not self._constraints and not self._failed:
+            return frozenset()
         failed = []
         for row, (slot, token_id) in enumerate(zip(slots, token_ids, strict=True)):
             constraint = self._constraints.get(slot)

@@ -112,7 +112,8 @@ class PromptReader:
             # The prompt's last row tells of the answer's first token, which is not of the prompt.
             next_ids = token_table[gathered.slot, part.start + 1 : gathered.num_tokens]
             next_ids = next_ids[: len(states)]
-            self._score(gathered.logprobs, states[: len(next_ids)], next_ids, num_logprobs)
+            if len(next_ids):
+                self._score(gathered.logprobs, states[: len(next_ids)], next_ids, num_logprobs)
         if pooling is Pooling.LAST and part.end == gathered.num_tokens:
             gathered.state = states[-1].double()
         elif pooling is Pooling.MEAN:

@@ -64,7 +64,7 @@ class StepSampler:
 
     def graph_mode(self, slots: list[int]) -> Mode | None:
         """How a graph samples these rows; None where that has to be done behind it."""
-        if any(slot in self._unfused or self._grammars.is_constrained(slot) for slot in slots):
+        if self._grammars.constrains_any(slots) or not self._unfused.isdisjoint(slots):
             return None
         mode = self._fused.mode(slots)
         return mode if mode in GRAPH_MODES else None

@@ -2,8 +2,8 @@
 
 No GPU is needed: the model runs on tensors without data, what it would launch is written down, and
 Triton compiles that with its own assembler. Prints a JSON line for each: registers, bytes spilled,
-shared memory, and whether it keeps the rule of `engine.kernels.launch`. To be run without
-TRITON_INTERPRET.
+shared memory, whether it keeps the rule of `engine.kernels.launch`, and whether its addresses are
+wide enough (`tests.address_width`). To be run without TRITON_INTERPRET.
 """
 
 import json
@@ -33,6 +33,7 @@ from engine.models.config import ModelConfig
 from engine.models.fused import DeviceStep, FusedModel
 from engine.models.layers import PlainLinear
 from engine.models.llama import LlamaModel
+from tests.address_width import narrow_offsets
 
 META = torch.device("meta")
 BLOCK_SIZE = 64
@@ -44,6 +45,8 @@ _POINTERS = {
     torch.int64: "*i64",
 }
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+# Programs of the sampler's kernels: rows of a step, and chunks of a vocabulary.
+_SAMPLING = dict.fromkeys(("_scan", "_finish", "_coarse", "_gather", "_select"), ((2**13, 2**8),))
 # Instructions that read or write memory, by how they begin, but for constants: LDC.
 _TOUCHES_MEMORY = re.compile(r"LD(?!C)|ST|ATOM|RED\b|RED\.|UTMA|UBLKCP|UBLKRED|CCTL|SULD|SUST|TEX")
 
@@ -97,6 +100,7 @@ class Launch:
             "options": self.options,
             "shared_bytes": compiled.metadata.shared,
             "is_overlapped": self.options.get("launch_pdl", False),
+            "narrow_offsets": narrow_offsets(compiled.asm["ttir"], *_SAMPLING.get(self.name, ())),
             "before_wait": before_wait(_tool("nvdisasm", "-c", cubin=compiled.asm["cubin"])),
             **_resources(compiled.asm["cubin"]),
         }
@@ -176,7 +180,7 @@ class MetaModel:
             head_dim=config.head_dim,
             block_size=block_size,
         )
-        attention = PagedAttention(shape, config.windows, 512, 8192, NUM_SMS, META)
+        attention = PagedAttention(shape, config.windows, 512, 8192, NUM_SMS, META, torch.bfloat16)
         self.model = FusedModel(llama, pool, attention, max_rows=512)
 
     def launches(self, num_decodes: int, chunk: int = 0) -> list[Launch]:

@@ -1,4 +1,6 @@
-"""`python -m tests.cuda_rehearsal ROUNDS [--enforce-eager]`: the CUDA executor, without a GPU.
+"""`python -m tests.cuda_rehearsal ROUNDS [MODEL] [--enforce-eager]`: the GPU's way without one.
+
+MODEL: a key of `MODELS`; llama unless given.
 
 From its start through busy serving, on `tests.pretend_gpu`: a real scheduler, and requests that ask
 for all that can be asked. Prints one JSON object: what the start compiled and what serving compiled
@@ -44,6 +46,28 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"grammar": '{"grammars":[{"lark_grammar":"start: /[a-z]*/"}]}', "top_k": 5},
     {"grammar": '{"grammars":[{"lark_grammar":"start: /[a-z]*/"}]}', "logit_bias": ((5, 2.0),)},
 )
+
+
+# What is not as in `write_model`.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {  # biases, and a sliding window in all layers but the first
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "rope_scaling": None,
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "max_window_layers": 1,
+    },
+    "qwen3": {  # QK-norm, and one matrix for embedding and output
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "rope_scaling": None,
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": True,
+    },
+}
 
 
 def broken_rules() -> dict[str, str]:
@@ -198,11 +222,11 @@ def write_model(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def rehearse(rounds: int, **changes: Any) -> dict[str, Any]:
+def rehearse(rounds: int, model: str, **changes: Any) -> dict[str, Any]:
     """A start and `rounds` of `serve_everything`, then a few steps of decodes alone."""
     gpu = PretendGpu(answer=65)  # an "a" of the tokenizer that is made up
     with gpu.installed(), tempfile.TemporaryDirectory() as directory:
-        rehearsal = Rehearsal(gpu, write_model(Path(directory)), **changes)
+        rehearsal = Rehearsal(gpu, write_model(Path(directory), **MODELS[model]), **changes)
         at_start = set(gpu.compiled)
         used, num_graphs = gpu.used_bytes, len(gpu.graphs)
         gpu.waits.clear()
@@ -250,11 +274,14 @@ def decode_alone(rehearsal: Rehearsal, num_steps: int = 5) -> dict[str, Any]:
 
 
 def main(rounds: int, flags: list[str]) -> None:
+    model = next((flag for flag in flags if flag in MODELS), "llama")
+    num_layers = MODELS[model].get("num_hidden_layers", 1)
     # A pool that holds no whole context, and makes running sequences yield.
     report = rehearse(
         rounds,
+        model,
         block_size=16,
-        kv_cache_memory_bytes=2**18,
+        kv_cache_memory_bytes=2**18 * num_layers,
         enforce_eager="--enforce-eager" in flags,
     )
     print(json.dumps(report | {"rules": broken_rules()}))

@@ -302,7 +302,10 @@ class PretendGpu:
             gpu.graphs.append(graph)
 
         class Threads(ThreadPoolExecutor):
-            """Modes are of a thread: those that load weights need them too."""
+            """Modes are of a thread: those that load weights need them too, but one at a time."""
+
+            def __init__(self, max_workers: int | None = None, *args: Any) -> None:
+                super().__init__(1, *args)
 
             def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
                 def run() -> Any:
@@ -321,6 +324,8 @@ class PretendGpu:
         ) -> Tensor:
             made = make_tensor(data, **kwargs)
             gpu.adopt(made).is_pinned = pin_memory
+            if isinstance(made, FakeTensor):
+                made.constant = None  # see `_Watch`
             return made.to(device)
 
         def tolist(self: Tensor) -> Any:

@@ -44,7 +44,9 @@ CPU = torch.device("cpu")
 DEMO_MODEL = Path(__file__).parents[1] / "engine" / "demo_model"
 
 MAKERS: dict[str, Callable[[], DeviceAttention]] = {
-    "triton": lambda: PagedAttention(SHAPE, WINDOWS, 8, 600, num_sms=2, device=DEVICE),
+    "triton": lambda: PagedAttention(
+        SHAPE, WINDOWS, 8, 600, num_sms=2, device=DEVICE, dtype=torch.float32
+    ),
     "torch": TorchAttention,
     "flash-attn 2": lambda: _flash(FlashAttention2(libraries.FlashAttention2Module)),
     "FlashAttention 3": lambda: _flash(FlashAttention3(libraries.FlashAttention3Module())),

@@ -79,7 +79,9 @@ def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
         head_dim=config.head_dim,
         block_size=BLOCK_SIZE,
     )
-    attention = PagedAttention(shape, config.windows, MAX_SEQS, 32, num_sms=1, device=DEVICE)
+    attention = PagedAttention(
+        shape, config.windows, MAX_SEQS, 32, num_sms=1, device=DEVICE, dtype=torch.float32
+    )
     grammars = Grammars.of_model(STORIES, config.vocab_size, config.eos_token_ids)
     return CudaExecutor(
         FusedModel(llama, pool, attention, MAX_SEQS),

@@ -51,7 +51,9 @@ class Model:
             block_size=BLOCK_SIZE,
         )
         pool = KVPool(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, DEVICE)
-        attention = PagedAttention(shape, config.windows, NUM_SLOTS, 64, num_sms=1, device=DEVICE)
+        attention = PagedAttention(
+            shape, config.windows, NUM_SLOTS, 64, num_sms=1, device=DEVICE, dtype=torch.float32
+        )
         self.model = FusedModel(llama, pool, attention, max_rows=2)
         generator = torch.Generator().manual_seed(1)
         blocks = torch.randperm(NUM_BLOCKS, generator=generator).to(torch.int32)

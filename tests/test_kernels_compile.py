@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
+from tests.address_width import narrow_offsets
 from tests.compile_kernels import before_wait
 
 MODELS = Path(__file__).parents[1] / "configs" / "models"
@@ -57,6 +58,38 @@ def test_kernels_that_start_early_touch_no_memory_before_they_wait(
     # These come first in a step or between two, behind copies: nothing of ours to overlap with.
     alone = {entry["kernel"] for entry in compiled} - {entry["kernel"] for entry in early}
     assert alone == {"_gather_decodes", "_update_block_tables"}
+
+
+def test_no_address_is_computed_in_fewer_bits_than_the_largest_pool_needs(
+    compiled: list[dict[str, Any]],
+) -> None:
+    narrow = {entry["kernel"]: entry["narrow_offsets"] for entry in compiled}
+    assert {name: lines for name, lines in narrow.items() if lines} == {}
+
+
+OFFSETS = """
+tt.func public @kernel(%table: !tt.ptr<i32> loc("table"(#loc)), %keys: !tt.ptr<bf16>) {
+    %c8192 = arith.constant 8192 : i32 loc(#loc1)
+    %row = tt.get_program_id x : i32 loc(#loc2)
+    %there = tt.addptr %table, %row : !tt.ptr<i32>, i32 loc(#loc3)
+    %block = tt.load %there : !tt.ptr<i32> loc(#loc4)
+    %wide = arith.extsi %block : i32 to i64 loc(#loc5)
+    %offset = arith.muli %wide, %c8192 : i64 loc(#loc6)
+    %key = tt.addptr %keys, %offset : !tt.ptr<bf16>, i64 loc(#loc7)
+"""
+
+
+def test_an_offset_that_somebody_left_in_32_bits_is_found() -> None:
+    assert narrow_offsets(OFFSETS) == []
+    narrow = OFFSETS.replace("%wide, %c8192 : i64", "%block, %c8192 : i32")
+    assert narrow_offsets(narrow) == ["%offset = arith.muli %block, %c8192 : i32"]
+    # Widened too late.
+    late = narrow.replace("%keys, %offset", "%keys, %late").replace(
+        "    %key", "    %late = arith.extsi %offset : i32 to i64\n    %key"
+    )
+    assert narrow_offsets(late) == ["%offset = arith.muli %block, %c8192 : i32"]
+    # And what is not known here is not passed over.
+    assert narrow_offsets(narrow.replace("arith.muli", "arith.unheard_of")) != []
 
 
 MACHINE_CODE = """

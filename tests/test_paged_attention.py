@@ -120,7 +120,7 @@ def test_prefill_agrees_with_the_reference(
 ) -> None:
     lengths, counts = [70, 5, 200, 1], [70, 2, 133, 1]
     rows = Rows(shape, lengths, counts, dtype)
-    prefill = PagedPrefill(shape, max_rows=8, max_tokens=300, device=DEVICE)
+    prefill = PagedPrefill(shape, max_rows=8, max_tokens=300, device=DEVICE, dtype=dtype)
     prefill.plan(rows.offsets)
     prefill(
         rows.query, rows.keys, rows.values, rows.tables, rows.slots, rows.offsets, rows.lengths,

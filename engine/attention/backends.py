@@ -45,4 +45,4 @@ def make_attention(
     num_sms = 1
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return PagedAttention(shape, model.windows, max_rows, max_tokens, num_sms, device)
+    return PagedAttention(shape, model.windows, max_rows, max_tokens, num_sms, device, dtype)

@@ -34,9 +34,8 @@ _MIN_PIECE = 256
 # Pieces per multiprocessor and KV head that a full device is cut into: two programs fit at a time,
 # and four rounds of them leave little of the last one idle.
 _PIECES_PER_SM = 8
-# Query rows (tokens times heads) of a prefill tile.
-_PREFILL_ROWS = 128
-_PREFILL_TILE = 64
+# Only models for tests have such: in the interpreter, many small tiles take long.
+_SMALL_HEAD = 16
 # Of an item of a work list: row, begin, end, and whether it is all that its row has.
 _ITEM = 4
 
@@ -54,6 +53,28 @@ class AttentionShape:
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTile:
+    """rows: of queries, tokens times heads. keys: looked at together. The rest is the launch's."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, head_dim: int, dtype: torch.dtype) -> "PrefillTile":
+        """The largest that spills next to no registers, and fits every GPU from sm_80 on.
+
+        By Triton's compiler. The largest tile spills some 100 bytes on sm_80, 89 and 120.
+        """
+        if dtype is torch.float32 and head_dim > _SMALL_HEAD:  # exact, so not by matrix units
+            return cls(rows=16, keys=32, num_warps=8, num_stages=2)
+        if head_dim > 128:
+            return cls(rows=64, keys=32, num_warps=8, num_stages=2)
+        return cls(rows=128, keys=64, num_warps=8 if head_dim > 64 else 4, num_stages=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +148,7 @@ class PagedDecode:
         int32; row i is the sequence in slot row_slots[i].
         """
         shape, work, num_rows = self._shape, self._lists[window], len(query)
+        is_wide = keys.dtype is torch.float32 and shape.head_dim > _SMALL_HEAD
         grid = (shape.num_kv_heads, self._num_pieces + num_rows)
         _decode[grid](
             query,
@@ -146,11 +168,12 @@ class PagedDecode:
             shape.head_dim**-0.5 * _LOG2_E,
             **_constants(shape),
             GROUP_ROWS=max(16, power_of_2_from(shape.group)),
-            TILE=_TILE,
+            # Of float32, two tiles of 64 would not fit, and their products spill registers.
+            TILE=_TILE // 2 if is_wide else _TILE,
             num_warps=4,
             # The way by the block table takes half of the stages: five keep two tiles on their way,
             # 64 KiB of them at head size 128, and three programs fit a multiprocessor.
-            num_stages=5 if shape.head_dim <= 128 else 3,
+            num_stages=3 if is_wide or shape.head_dim > 128 else 5,
             **overlapped(),
         )
         _combine[(num_rows, shape.num_heads)](
@@ -181,10 +204,17 @@ class PagedPrefill:
     """Chunks of prompts, each token to all that stands before it in its own sequence."""
 
     def __init__(
-        self, shape: AttentionShape, max_rows: int, max_tokens: int, device: torch.device
+        self,
+        shape: AttentionShape,
+        max_rows: int,
+        max_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
+        """dtype: of queries, keys and values."""
         self._shape = shape
-        self._tokens_per_tile = max(1, _PREFILL_ROWS // shape.group)
+        self._tile = PrefillTile.of(shape.head_dim, dtype)
+        self._tokens_per_tile = max(1, self._tile.rows // shape.group)
         self._max_rows = max_rows
         max_items = -(-max_tokens // self._tokens_per_tile) + max_rows
         self._work = WorkList(
@@ -226,7 +256,7 @@ class PagedPrefill:
         """
         shape, num_rows = self._shape, len(context_lens)
         num_tiles = -(-len(query) // self._tokens_per_tile) + num_rows
-        head_dim = shape.head_dim
+        tile = self._tile
         _prefill[(shape.num_kv_heads, num_tiles)](
             query,
             keys,
@@ -241,13 +271,13 @@ class PagedPrefill:
             num_rows,
             block_tables.stride(0),
             window or 0,
-            head_dim**-0.5 * _LOG2_E,
+            shape.head_dim**-0.5 * _LOG2_E,
             **_constants(shape),
             TOKENS=self._tokens_per_tile,
             QUERY_ROWS=max(16, power_of_2_from(self._tokens_per_tile * shape.group)),
-            TILE=_PREFILL_TILE,
-            num_warps=8 if head_dim > 64 else 4,
-            num_stages=2 if head_dim > 128 else 3,
+            TILE=tile.keys,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
             **overlapped(),
         )
 
@@ -266,11 +296,13 @@ class PagedAttention:
         max_tokens: int,
         num_sms: int,
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
-        """windows: all that the model's layers have. max_rows, max_tokens: of one step."""
+        """windows: all that the model's layers have. max_rows, max_tokens: of one step. dtype: of
+        queries, keys and values."""
         self._windows = set(windows)
         self._decode = PagedDecode(shape, max_rows, num_sms, device)
-        self._prefill = PagedPrefill(shape, max_rows, max_tokens, device)
+        self._prefill = PagedPrefill(shape, max_rows, max_tokens, device, dtype)
 
     def plan(self, step: DeviceStep) -> None:
         if step.num_decodes:
@@ -546,8 +578,8 @@ def _combine(
     wait_for_kernels_before(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
-    first = tl.load(first_item + row)
-    end = tl.load(first_item + row + 1)
+    first = tl.load(first_item + row).to(tl.int64)
+    end = tl.load(first_item + row + 1).to(tl.int64)
     if end - first < 2:
         return
     dim = tl.arange(0, DIMS)

@@ -170,7 +170,7 @@ def _case(bench: Bench, model: str, lengths: Lengths, at: dict[str, object], ker
     rows, tokens, sms = len(lengths.contexts), len(inputs.out), 1
     if bench.device.type == "cuda":
         sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
-    ours = partial(PagedAttention, shape, [None], rows, tokens, sms, bench.device)
+    ours = partial(PagedAttention, shape, [None], rows, tokens, sms, bench.device, bench.dtype)
     calls = inputs.calls(ours)
     rivals = {
         library.name: inputs.calls(partial(FlashAttention, library, shape, [None]))

@@ -1,7 +1,7 @@
 """Kernels that start while the one before them still runs: programmatic dependent launch.
 
 In a graph of kernels that depend on each other, each start costs about a microsecond in which the
-device drains and fills again. From compute capability 9.0 on, a kernel that is launched with
+device drains and fills again. On Hopper and the Blackwell of data centres, a kernel launched with
 `overlapped()` may occupy what the one before leaves free, as soon as all programs of that one have
 called `wait_for_kernels_before` or ended. It may do there what needs nobody's result.
 
@@ -33,7 +33,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-_MIN_CAPABILITY = (9, 0)
+# Compute capability 12 has it too, but there a capture of such a launch was refused: "invalid
+# resource handle", https://github.com/sgl-project/sglang/pull/18596.
+_CAPABILITIES = (9, 10)
 _OVERLAPPED = {"PDL": True, "launch_pdl": True}
 _ONE_BY_ONE = {"PDL": False}
 
@@ -63,7 +65,7 @@ def _device_overlaps() -> bool:
         return False
     if knobs.runtime.interpret or not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_capability() >= _MIN_CAPABILITY
+    return torch.cuda.get_device_capability()[0] in _CAPABILITIES
 
 
 @triton.jit

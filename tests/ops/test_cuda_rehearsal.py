@@ -7,7 +7,7 @@ import pytest
 from tests.test_cuda_rehearsal import check_serving, rehearsal
 
 
-@pytest.mark.parametrize("flags", [(), ("--enforce-eager",)])
+@pytest.mark.parametrize("flags", [(), ("--enforce-eager",), ("qwen2",), ("qwen3",)])
 def test_a_long_schedule_with_preemptions_breaks_no_rule_of_the_device(flags: Any) -> None:
     report = rehearsal("3", *flags)
     check_serving(report)
