@@ -234,7 +234,7 @@ class Scheduler:
         batch.slots.append(sequence.slot)
         batch.starts.append(sequence.num_computed)
         batch.num_tokens.append(num_tokens)
-        sequence.num_computed += num_tokens
+        self._recomputed_tokens += sequence.run_chunk(num_tokens)
         is_last = sequence.num_to_compute == 0
         samples = is_last and len(sequence.token_ids) < sequence.max_length
         batch.samples.append(samples)
@@ -282,12 +282,10 @@ class Scheduler:
         if admission.num_claimed + self.num_running > self._kv.num_available:
             return False
         self._waiting.pop()
-        if sequence.first_scheduled_s is not None:
-            self._recomputed_tokens += len(sequence.token_ids) - admission.num_computed
-        elif sequence.fork_parent is None and not sequence.needs_whole_prompt:
-            self._prefix_query_tokens += sequence.num_prompt_tokens
-            self._prefix_hit_tokens += admission.num_computed
         if sequence.first_scheduled_s is None:
+            if sequence.fork_parent is None and not sequence.needs_whole_prompt:
+                self._prefix_query_tokens += sequence.num_prompt_tokens
+                self._prefix_hit_tokens += admission.num_computed
             self._started.append(
                 Started(sequence.request.id, sequence.index, now, admission.num_computed)
             )

@@ -50,6 +50,7 @@ class Sequence:
         default_factory=list
     )  # of its full blocks; survives preemption
     num_computed: int = 0
+    num_ever_computed: int = 0  # the most that num_computed was before a preemption
     num_in_flight: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -95,8 +96,14 @@ class Sequence:
         if self.first_scheduled_s is None:
             self.first_scheduled_s = now
             self.num_cached_tokens = num_computed
-        else:
-            self.num_recomputed_tokens += self.num_to_compute
+
+    def run_chunk(self, num_tokens: int) -> int:
+        """The next num_tokens of its known tokens are in this step. How many it computes again."""
+        start = self.num_computed
+        self.num_computed += num_tokens
+        num_again = max(0, min(self.num_computed, self.num_ever_computed) - start)
+        self.num_recomputed_tokens += num_again
+        return num_again
 
     def start_decoding(self) -> None:
         """The step that computes its last known token is launched."""
@@ -107,6 +114,7 @@ class Sequence:
         """Gives up its place; its tokens stay, their keys and values are computed again later."""
         assert self.is_running
         self.status = Status.WAITING
+        self.num_ever_computed = max(self.num_ever_computed, self.num_computed)
         self.num_computed = 0
         self.num_preemptions += 1
 

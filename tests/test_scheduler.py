@@ -151,6 +151,28 @@ def test_a_pool_too_small_for_all_preempts_and_changes_no_token() -> None:
         assert driver.tokens[request.id, 0] == tokens_alone(request)[request.id, 0]
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_the_tokens_said_to_be_recomputed_are_those_that_ran_twice(is_cached: bool) -> None:
+    config = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=8, enable_prefix_caching=is_cached
+    )
+    driver = Driver(num_blocks=32, config=config)
+    for i in range(6):
+        driver.scheduler.add(make_request(str(i), [3 + i] * (20 + 9 * i), max_tokens=40))
+    driver.run()
+    in_slot: dict[int, int] = {}  # the first token tells the sequences apart
+    runs: list[tuple[int, int]] = []
+    for batch in driver.batches:
+        in_slot |= {entry.slot: entry.token_ids[0] for entry in batch.assignments}
+        for slot, start, n in zip(batch.slots, batch.starts, batch.num_tokens, strict=True):
+            runs += [(in_slot[slot], position) for position in range(start, start + n)]
+    num_again = len(runs) - len(set(runs))
+    assert num_again > 0
+    assert driver.scheduler.stats().recomputed_tokens_total == num_again
+    ends = [finish for finishes in driver.finishes.values() for finish in finishes]
+    assert sum(finish.num_recomputed_tokens for finish in ends) == num_again
+
+
 def test_the_cheapest_to_recompute_yields_first() -> None:
     driver = Driver(num_blocks=32)
     driver.scheduler.add(make_request("long", 60, max_tokens=60))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from engine.models.config import ModelConfig
@@ -82,7 +83,27 @@ def test_a_file_that_is_no_safetensors_is_named(tiny: Path) -> None:
         ({"hidden_size": ...}, "lacks the field 'hidden_size'"),
         ({"num_hidden_layers": "many"}, "'num_hidden_layers' must be a positive integer"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' rope scaling"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' rope scaling; supported are"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' rope scaling but lacks its field"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": None}}, "a field that is no number"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "from layer to layer"),
+        ({"rope_parameters": "linear"}, "must be an object or null, not 'linear'"),
+        ({"rope_parameters": ..., "rope_theta": "big"}, "'rope_theta' must be a positive number"),
+        ({"rms_norm_eps": -1}, "'rms_norm_eps' must be a positive number, not -1"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": "4096"},
+            "'sliding_window' must be a positive integer",
+        ),
+        ({"is_causal": False}, "is_causal: false"),
+        ({"head_dim": 15}, "head_dim is 15; it must be even"),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]},
+            "for each of 3 layers",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["chunked_attention"] * 3},
+            "other kinds are not supported",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks its field 'factor'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"num_key_value_heads": 3}, "must be a multiple"),
@@ -111,6 +132,28 @@ def test_generation_config_knows_more_ends_than_config(tiny: Path) -> None:
     assert ModelConfig.from_dir(tiny).eos_token_ids == (2,)
     (tiny / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     assert ModelConfig.from_dir(tiny).eos_token_ids == (2, 7)
+
+
+def test_a_mistral_that_says_nothing_of_a_window_has_the_one_of_transformers(tiny: Path) -> None:
+    edit_config(tiny, architectures=["MistralForCausalLM"], sliding_window=...)
+    assert ModelConfig.from_dir(tiny).windows == (transformers.MistralConfig().sliding_window,) * 3
+
+
+def test_yarn_makes_the_context_as_much_longer_as_it_stretches_the_positions(tiny: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+    edit_config(tiny, rope_parameters=..., rope_scaling=yarn, max_position_embeddings=128)
+    assert ModelConfig.from_dir(tiny).max_model_len == 400
+    edit_config(tiny, max_position_embeddings=512)
+    assert ModelConfig.from_dir(tiny).max_model_len == 512
+
+
+def test_float8_weights_are_refused_even_where_the_config_does_not_tell_of_them(tiny: Path) -> None:
+    file = tiny / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, file)
+    with pytest.raises(InvalidModel, match="only float32, float16 and bfloat16"):
+        Harness(tiny)
 
 
 def test_rope_theta_is_read_in_both_spellings(tiny: Path) -> None:

@@ -32,6 +32,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 # family -> (transformers' name, what this configuration exercises)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
@@ -39,6 +40,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3.1_rope": ("Llama", {"rope_scaling": _LLAMA3, "rope_theta": 10_000.0}),
     "llama3.2_tied": ("Llama", {"rope_scaling": _LLAMA3, "tie_word_embeddings": True}),
     "llama_linear_rope": ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama_yarn": (
+        "Llama",
+        {"rope_scaling": {**_YARN, "beta_fast": 8, "mscale": 0.7, "mscale_all_dim": 1.0}},
+    ),
+    "qwen2_yarn": ("Qwen2", {"rope_scaling": _YARN, "rope_theta": 1e6}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral_window": ("Mistral", {"sliding_window": 9, "head_dim": 32}),
     "mistral_no_window": ("Mistral", {"sliding_window": None, "head_dim": 8}),

@@ -1,6 +1,7 @@
 """What a model's config.json says, in one shape for all families. Knows JSON, knows no tensors."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ class RopeConfig:
     """Rotary position embedding: the base, and how its frequencies are stretched.
 
     kind `default` uses theta alone, `linear` divides every frequency by factor, `llama3` only the
-    low ones, with a ramp between the two wavelengths that low_freq and high_freq_factor set.
+    low ones, with a ramp between the two wavelengths that low_freq and high_freq_factor set. `yarn`
+    does so with a ramp over the dimensions, whose ends are whole where truncate is set, and makes
+    cosines and sines longer by attention_factor.
     """
 
     theta: float
@@ -23,6 +26,8 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_positions: int = 0
+    attention_factor: float = 1.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,15 +101,30 @@ class ModelConfig:
                 f"{fields.path} asks for hidden_act {fields.get('hidden_act')!r}; "
                 "only 'silu' is supported"
             )
+        if fields.get("is_causal") is False:
+            raise InvalidModel(
+                f"{fields.path} says is_causal: false, so its tokens also attend to those behind "
+                "them, which is not supported; use a model with causal attention"
+            )
+        rope = _rope(fields)
         num_layers = fields.count("num_hidden_layers")
         num_heads = fields.count("num_attention_heads")
         num_kv_heads = fields.count("num_key_value_heads", default=num_heads)
         hidden_size = fields.count("hidden_size")
+        # Qwen3's heads are wider than hidden_size / num_heads, and 128 where nothing is said.
+        head_dim = fields.count(
+            "head_dim", default=128 if family == "qwen3" else hidden_size // num_heads
+        )
         attention_bias = bool(fields.get("attention_bias", False))
         if num_heads % num_kv_heads:
             raise InvalidModel(
                 f"{fields.path}: num_attention_heads ({num_heads}) must be a multiple of "
                 f"num_key_value_heads ({num_kv_heads})"
+            )
+        if head_dim % 2:
+            raise InvalidModel(
+                f"{fields.path}: head_dim is {head_dim}; it must be even, because rotary positions "
+                "turn pairs of dimensions"
             )
         return cls(
             family=family,
@@ -114,13 +134,10 @@ class ModelConfig:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            # Qwen3's heads are wider than hidden_size / num_heads, and 128 where nothing is said.
-            head_dim=fields.count(
-                "head_dim", default=128 if family == "qwen3" else hidden_size // num_heads
-            ),
-            max_model_len=fields.count("max_position_embeddings"),
-            rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-            rope=_rope(fields),
+            head_dim=head_dim,
+            max_model_len=_max_model_len(fields, rope),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=rope,
             windows=_WINDOWS[family](fields, num_layers),
             tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
             qkv_bias=attention_bias or family == "qwen2",
@@ -162,6 +179,15 @@ class _Fields:
             raise InvalidModel(f"{self.path}: {name!r} must be a positive integer, not {value!r}")
         return value
 
+    def number(self, name: str, default: float) -> float:
+        """A positive number; null counts as absent."""
+        value = self._content.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise InvalidModel(f"{self.path}: {name!r} must be a positive number, not {value!r}")
+        return float(value)
+
 
 def _family(fields: _Fields) -> str:
     architectures = fields.get("architectures") or []
@@ -180,8 +206,18 @@ def _family(fields: _Fields) -> str:
 def _rope(fields: _Fields) -> RopeConfig:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta", fields.get("rope_theta", 10_000.0)))
+    if not isinstance(scaling, dict):
+        raise InvalidModel(
+            f"{fields.path}: rope_parameters and rope_scaling must be an object or null, "
+            f"not {scaling!r}"
+        )
+    theta = float(scaling.get("rope_theta") or fields.number("rope_theta", 10_000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise InvalidModel(
+            f"{fields.path} has rotary positions that differ from layer to layer, which is not "
+            "supported; use a model with one rope_parameters for all"
+        )
     try:
         if kind == "default":
             return RopeConfig(theta=theta)
@@ -196,18 +232,61 @@ def _rope(fields: _Fields) -> RopeConfig:
                 high_freq_factor=float(scaling["high_freq_factor"]),
                 original_max_positions=int(scaling["original_max_position_embeddings"]),
             )
+        if kind == "yarn":
+            return _yarn(fields, theta, scaling)
     except KeyError as error:
         raise InvalidModel(
             f"{fields.path} asks for {kind!r} rope scaling but lacks its field {error}"
         ) from None
+    except (TypeError, ValueError) as error:
+        raise InvalidModel(
+            f"{fields.path} asks for {kind!r} rope scaling with a field that is no number: {error}"
+        ) from None
     raise InvalidModel(
-        f"{fields.path} asks for {kind!r} rope scaling; supported are 'default', 'linear', 'llama3'"
+        f"{fields.path} asks for {kind!r} rope scaling; "
+        "supported are 'default', 'linear', 'llama3' and 'yarn'"
     )
 
 
+def _yarn(fields: _Fields, theta: float, scaling: dict[str, Any]) -> RopeConfig:
+    """Its defaults are those of transformers, and of Peng et al. 2023 (arXiv:2309.00071)."""
+    factor = float(scaling["factor"])
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if not (mscale and mscale_all_dim):
+            mscale, mscale_all_dim = 1.0, 0.0
+        growth = 0.1 * math.log(max(factor, 1.0))
+        attention_factor = (1 + mscale * growth) / (1 + mscale_all_dim * growth)
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        low_freq_factor=float(scaling.get("beta_slow") or 1),
+        high_freq_factor=float(scaling.get("beta_fast") or 32),
+        original_max_positions=int(
+            scaling.get("original_max_position_embeddings")
+            or fields.get("original_max_position_embeddings")
+            or fields.count("max_position_embeddings")
+        ),
+        attention_factor=float(attention_factor),
+        truncate=bool(scaling.get("truncate", True)),
+    )
+
+
+def _max_model_len(fields: _Fields, rope: RopeConfig) -> int:
+    """Who turns YaRN on mostly leaves max_position_embeddings as the model was trained."""
+    trained = fields.count("max_position_embeddings")
+    return max(trained, int(rope.original_max_positions * rope.factor) * (rope.kind == "yarn"))
+
+
 def _all_or_none(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral's: one window for every layer, or null."""
-    return (fields.get("sliding_window"),) * num_layers
+    """Mistral's: one window for every layer, or null. Where nothing is said, 4,096, as of the first
+    Mistral: transformers reads it so."""
+    window = fields.get("sliding_window", 4096)
+    if window is not None:
+        window = fields.count("sliding_window", default=window)
+    return (window,) * num_layers
 
 
 def _by_layer(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
@@ -217,6 +296,11 @@ def _by_layer(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
     kinds = fields.get("layer_types") or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
     ]
+    if len(kinds) != num_layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise InvalidModel(
+            f"{fields.path}: layer_types must be 'full_attention' or 'sliding_attention' for each "
+            f"of {num_layers} layers; other kinds are not supported"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

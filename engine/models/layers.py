@@ -69,8 +69,31 @@ def rotary_table(
         ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         kept = ramp.clamp(0, 1)
         frequencies = kept * frequencies + (1 - kept) * frequencies / rope.factor
+    elif rope.kind == "yarn":
+        kept = _yarn_kept(rope, head_dim)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / rope.factor
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return angles.cos().to(device), angles.sin().to(device)
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    return cos.to(device), sin.to(device)
+
+
+def _yarn_kept(rope: RopeConfig, head_dim: int) -> Tensor:
+    """How much of each frequency stays as it is: (head_dim / 2,), from 1 down to 0.
+
+    Source: Peng et al. 2023, section 3.2 (arXiv:2309.00071), as transformers has it.
+    """
+
+    def dimension(turns: float) -> float:
+        """Whose wave turns so often within the original context."""
+        wavelength = rope.original_max_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first, last = dimension(rope.high_freq_factor), dimension(rope.low_freq_factor)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2) - first) / max(last - first, 0.001)
+    return 1 - ramp.clamp(0, 1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """`NativeModel`: a whole step in one call of C++ (native.cpp), where a compiler is at hand.
 
 The library is compiled when it is first needed, for this very processor, and kept in the user's
-cache directory. Where that fails, `load_library` says so in the log and returns None, and
-`engine.models.llama` does the same in torch.
+cache directory; where nothing can be kept there, it is compiled at every start. Where there is no
+compiler, `load_library` says so in the log and returns None, and `engine.models.llama` does the
+same in torch.
 """
 
 import ctypes
@@ -192,7 +193,7 @@ class NativeModel:
 def load_library() -> ctypes.CDLL | None:
     """The compiled library, or None where it cannot be had: then the log says why."""
     try:
-        return ctypes.CDLL(str(_compiled()))
+        return _load()
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning(
@@ -203,12 +204,30 @@ def load_library() -> ctypes.CDLL | None:
         return None
 
 
-def _compiled() -> Path:
+def _load() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(_compiled(_cache())))
+    except OSError as error:
+        logger.info("native.cpp is compiled at every start, as it cannot be kept: %s", error)
+    with tempfile.TemporaryDirectory() as passing:  # what is loaded outlives its file
+        return ctypes.CDLL(str(_compiled(Path(passing))))
+
+
+def _cache() -> Path:
+    """The user's directory for it. Raises OSError for a user who has no home, as containers do."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
+
+
+def _compiled(cache: Path) -> Path:
+    """The library in that directory. Raises OSError where it cannot be written there,
+    SubprocessError where it cannot be compiled."""
     compiler = os.environ.get("CXX", "g++")
     key = hashlib.sha256(_SOURCE.read_bytes())
     for part in (compiler, *_COMPILE, platform.machine(), _processor(), torch.__version__):
         key.update(part.encode())
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "penstock"
     library = cache / f"native-{key.hexdigest()[:16]}.so"
     if library.exists():
         return library
@@ -224,7 +243,10 @@ def _compiled() -> Path:
 
 
 def _run_compiler(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    except OSError as error:
+        raise subprocess.SubprocessError(str(error)) from None
 
 
 def _processor() -> str:
