@@ -30,6 +30,9 @@ _MAX_RETRY_AFTER_S = 60
 _MAX_REPORTS_AT_ONCE = 32
 
 
+_SOCKET_NAME = "engine"
+
+
 class EngineState(StrEnum):
     """What the engine process is doing, as far as the server knows."""
 
@@ -216,10 +219,10 @@ class EngineClient:
 
     async def start(self) -> ModelInfo:
         """Starts the process and returns when it is ready. Raises EngineFailed."""
+        self._directory = _socket_directory()
         loop = asyncio.get_running_loop()
         self._ready, self._dead = loop.create_future(), loop.create_future()
-        self._directory = tempfile.TemporaryDirectory(prefix="penstock-")
-        endpoint = f"ipc://{self._directory.name}/engine"
+        endpoint = f"ipc://{self._directory.name}/{_SOCKET_NAME}"
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)  # no limit in flight; do not wait at the end
@@ -394,3 +397,21 @@ class EngineClient:
             return 1
         interval_s = (time.monotonic() - self._ended_at_s[0]) / len(self._ended_at_s)
         return max(1, min(_MAX_RETRY_AFTER_S, round(interval_s)))
+
+
+def _socket_directory() -> "tempfile.TemporaryDirectory[str]":
+    """Where the engine's socket lies. Raises EngineFailed."""
+    try:
+        directory = tempfile.TemporaryDirectory(prefix="penstock-")
+    except OSError as error:
+        raise EngineFailed(
+            f"there is no place for the engine's socket ({error}); make room in /tmp, or set "
+            "TMPDIR to a directory that can be written to"
+        ) from error
+    if len(os.fsencode(f"{directory.name}/{_SOCKET_NAME}")) > zmq.IPC_PATH_MAX_LEN:
+        directory.cleanup()
+        raise EngineFailed(
+            f"{directory.name} is too long a path for the engine's socket; set TMPDIR to a shorter "
+            "one, as /tmp"
+        )
+    return directory

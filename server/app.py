@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -31,6 +32,9 @@ from server.version import version
 # After the last request has ended, connections that are kept alive are given no more than this.
 _CLOSE_TIMEOUT_S = 3
 _BACKLOG = 2048
+# Between two requests of a connection. Balancers keep theirs for 60 s: a server that closes sooner
+# closes under the next request, which they tell as a 502.
+_KEEP_ALIVE_S = 75
 
 
 def build_app(service: Service) -> FastAPI:
@@ -73,7 +77,7 @@ def _cors_options(config: CorsConfig) -> dict[str, Any] | None:
         "allow_methods": config.allowed_methods,
         "allow_headers": config.allowed_headers,
         "allow_credentials": config.allow_credentials,
-        "expose_headers": ("x-request-id", "openai-processing-ms", "retry-after"),
+        "expose_headers": ("x-request-id", "request-id", "openai-processing-ms", "retry-after"),
     }
 
 
@@ -85,6 +89,7 @@ def serve(config: ServeConfig) -> int:
     """Runs the server to its end; returns the exit code. Raises InvalidConfig for the port."""
     logs.configure(config.server.log_level, config.server.log_format, request_id.get)
     _check_certificate(config.server)
+    _allow_files()
     listener = _listen(config.server)
     bound = replace(config.server, port=listener.getsockname()[1])  # --port 0: any that is free
     config = replace(config, server=bound)
@@ -105,6 +110,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
             log_level="error",  # what is no HTTP gets its answer, and is nobody else's news
             ssl_keyfile=config.server.ssl_keyfile,
             ssl_certfile=config.server.ssl_certfile,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )
     )
@@ -147,6 +153,14 @@ def _check_certificate(config: ServerConfig) -> None:
         raise InvalidConfig(
             f"--ssl-certfile {config.ssl_certfile} and its key cannot be used: {error}"
         ) from error
+
+
+def _allow_files() -> None:
+    """As many as may be: each stream is one, and shells begin with no more than 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # some systems name a limit that they refuse
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from engine.client import EngineFailed, QueueFull, RequestRefused
 from scheduler.errors import PenstockError
+from server.request_context import request_id
 
 # How long to stay away where nothing better is known: while the model loads, or when draining.
 RETRY_SOON_S = 2
@@ -50,6 +51,18 @@ class UnsupportedParameter(InvalidRequest):
         )
 
 
+class ThreadUnsupported(UnsupportedParameter):
+    """Anthropic's clients then send the whole conversation, where they were let to.
+
+    Source: `ThreadState` of @anthropic-ai/sdk 1.12.
+    """
+
+    details = (("error_code", "thread_unsupported_request"), ("unsupported", ("thread",)))
+
+    def __init__(self) -> None:
+        super().__init__("thread", "leave it out and send the whole conversation as messages")
+
+
 class GrammarFailed(InvalidRequest):
     """A grammar that compiled could not be followed to its end."""
 
@@ -70,12 +83,11 @@ class ModelNotFound(PenstockError):
 class ResponseNotFound(PenstockError):
     """Never made, not stored, deleted, forgotten, or another key's: which of them is not told."""
 
-    def __init__(self, response_id: str, param: str) -> None:
+    def __init__(self, response_id: str) -> None:
         super().__init__(
             f"there is no stored response {response_id[:64]!r}; responses are kept where store is "
             "not false, until newer ones need the room or the server ends"
         )
-        self.param = param
 
 
 class InvalidApiKey(PenstockError):
@@ -94,6 +106,11 @@ class RequestTimedOut(PenstockError):
 class BodyTooLarge(PenstockError):
     def __init__(self, limit: int) -> None:
         super().__init__(f"the body is larger than {limit} bytes, the most this server takes")
+
+
+class BodyTooSlow(PenstockError):
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"the body did not come within {timeout_s:g} s; send it at once")
 
 
 class UnsupportedEncoding(PenstockError):
@@ -120,6 +137,7 @@ class ErrorReply(NamedTuple):
     param: str | None = None
     code: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
+    details: tuple[tuple[str, object], ...] = ()  # told to Anthropic's clients alone
 
     @property
     def body(self) -> bytes:
@@ -130,8 +148,11 @@ class ErrorReply(NamedTuple):
     def anthropic_body(self) -> bytes:
         """The same as Anthropic's clients know it."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
-        error = {"type": kind, "message": self.message}
-        return msgspec.json.encode({"type": "error", "error": error})
+        error: dict[str, object] = {"type": kind, "message": self.message}
+        if self.details:
+            error["details"] = dict(self.details)
+        fields = {"type": "error", "error": error, "request_id": request_id.get()}
+        return msgspec.json.encode(fields)
 
     def response(self, path: str) -> Response:
         """In the shape that the clients of the path's API know."""
@@ -142,7 +163,7 @@ class ErrorReply(NamedTuple):
     @property
     def _is_final(self) -> bool:
         """Whether the same request would get the same answer again."""
-        return 400 <= self.status < 500 and self.status != 429
+        return 400 <= self.status < 500 and self.status not in (408, 429)
 
 
 _BAD_REQUEST = "invalid_request_error"
@@ -157,21 +178,24 @@ def reply_to(error: Exception) -> ErrorReply:
     """The table."""
     message = str(error)
     match error:
+        case ThreadUnsupported():
+            details = error.details
+            return ErrorReply(400, _BAD_REQUEST, message, error.param, error.code, details=details)
         case InvalidRequest():
             return ErrorReply(400, _BAD_REQUEST, message, error.param, error.code)
         case RequestRefused():
             return ErrorReply(400, _BAD_REQUEST, message)
         case InvalidApiKey():
             challenge = (("WWW-Authenticate", "Bearer"),)
-            return ErrorReply(
-                401, "authentication_error", message, None, "invalid_api_key", challenge
-            )
+            return ErrorReply(401, _BAD_REQUEST, message, None, "invalid_api_key", challenge)
         case ModelNotFound():
-            return ErrorReply(404, "not_found_error", message, "model", "model_not_found")
+            return ErrorReply(404, _BAD_REQUEST, message, "model", "model_not_found")
         case ResponseNotFound():
-            return ErrorReply(404, "not_found_error", message, error.param, "response_not_found")
+            return ErrorReply(404, _BAD_REQUEST, message, "response_id", "response_not_found")
         case BodyTooLarge():
             return ErrorReply(413, _BAD_REQUEST, message, None, "body_too_large", _CLOSE)
+        case BodyTooSlow():
+            return ErrorReply(408, _BAD_REQUEST, message, None, "request_timeout", _CLOSE)
         case UnsupportedEncoding():
             accepted = (("Accept-Encoding", "identity"),)
             code = "unsupported_content_encoding"
@@ -198,6 +222,13 @@ def malformed_http(status: int, message: str, code: str) -> ErrorReply:
     return ErrorReply(status, _BAD_REQUEST, message, None, code)
 
 
+def too_many_connections(max_files: int) -> ErrorReply:
+    """For a client that has connected, and cannot be let in."""
+    message = f"this server holds too many connections, with {max_files} files at most; try again"
+    headers = _retry_after(RETRY_SOON_S)
+    return ErrorReply(503, _UNAVAILABLE, message, None, "too_many_connections", headers)
+
+
 def _retry_after(seconds: float) -> tuple[tuple[str, str], ...]:
     return (("Retry-After", str(math.ceil(seconds))),)
 
@@ -207,10 +238,10 @@ def _reply_to_http(error: HTTPException) -> ErrorReply:
     headers = tuple((error.headers or {}).items())
     if error.status_code == 404:
         text = "there is no such path; the API is under /v1, for example /v1/chat/completions"
-        return ErrorReply(404, "not_found_error", text, None, "unknown_url", headers)
+        return ErrorReply(404, _BAD_REQUEST, text, None, "unknown_url", headers)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         text = f"this path does not take the method; use {allowed}"
-        return ErrorReply(405, _BAD_REQUEST, text, None, "method_not_allowed", headers)
+        return ErrorReply(405, _BAD_REQUEST, text, None, "method_not_supported", headers)
     phrase = HTTPStatus(error.status_code).phrase
     return ErrorReply(error.status_code, _BAD_REQUEST, phrase, None, None, headers)

@@ -3,6 +3,7 @@
 Plain ASGI, because Starlette's own middleware class costs a task and two queues a request.
 """
 
+import asyncio
 import codecs
 import hashlib
 import hmac
@@ -16,7 +17,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from scheduler.errors import PenstockError
-from server.errors import BodyTooLarge, InvalidApiKey, UnsupportedEncoding, reply_to
+from server.errors import (
+    ANTHROPIC_PATH,
+    BodyTooLarge,
+    BodyTooSlow,
+    InvalidApiKey,
+    UnsupportedEncoding,
+    reply_to,
+)
 from server.limits import check_parsable
 from server.metrics import NO_HANDLER
 from server.page import is_of_page
@@ -29,6 +37,9 @@ logger = logging.getLogger("penstock")
 # In the scope: `send` as the gate got it. What lies between the gate and an endpoint looks at the
 # start of a response only, so a stream's bodies, one a token, may go past it.
 DIRECT_SEND = "penstock.send"
+
+# The largest body that is taken by default comes so at 1 Mbit/s.
+BODY_TIMEOUT_S = 300.0
 
 _MAX_REQUEST_ID_CHARS = 128
 # Asked by what runs the server, which has no key: whether it lives, and whether to send traffic.
@@ -112,6 +123,8 @@ class _Outgoing:
             message = {**message, "headers": raw}
             headers = MutableHeaders(raw=raw)
             headers["x-request-id"] = self.request_id
+            if route_path(self._scope).startswith(ANTHROPIC_PATH):
+                headers["request-id"] = self.request_id  # the one that its clients read
             headers["x-penstock-state"] = self._service.state.value
             elapsed_ms = (time.monotonic() - self._received_s) * 1e3
             headers["openai-processing-ms"] = str(round(elapsed_ms))
@@ -149,7 +162,8 @@ def api_key_of(headers: Headers) -> str | None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Raises UnsupportedEncoding, InvalidRequest, or BodyTooLarge as soon as that is known."""
+    """Raises UnsupportedEncoding, InvalidRequest, BodyTooLarge as soon as that is known, or
+    BodyTooSlow."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise UnsupportedEncoding(encoding)
@@ -157,11 +171,15 @@ async def read_body(request: Request, limit: int) -> bytes:
     if length.isdecimal() and int(length) > limit:
         raise BodyTooLarge(limit)
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise BodyTooLarge(limit)
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise BodyTooLarge(limit)
+                chunks.append(chunk)
+    except TimeoutError as error:
+        raise BodyTooSlow(BODY_TIMEOUT_S) from error
     body = b"".join(chunks).removeprefix(codecs.BOM_UTF8)
     check_parsable(body)
     return body

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import ConfigDict, Field, ValidationError
 
-from server.errors import InvalidRequest, UnsupportedParameter
+from server.errors import InvalidRequest, ThreadUnsupported, UnsupportedParameter
 from server.other_words import SAME_IN_CHAT, as_chat, checked, in_other_words
 from server.protocol import (
     MAX_STOPS,
@@ -118,6 +118,8 @@ class CountTokensRequest(Wire):
         for name, value in (fields.model_extra or {}).items():
             if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
                 raise UnsupportedParameter(name)
+        if (fields.model_extra or {}).get("thread") is not None:
+            raise ThreadUnsupported
         if fields.thinking and fields.thinking.type == "disabled":
             fields.thinking.check_disabled()
         return fields

@@ -113,7 +113,12 @@ class MessageWriter:
             block["input"] = _arguments(text)
         else:
             block[block["type"]] = text
-        return _event("content_block_stop", index=len(self.message["content"]) - 1)
+        index = len(self.message["content"]) - 1
+        signed = b""
+        if block["type"] == "thinking":  # its clients wait for one, and ours is empty
+            delta = {"type": "signature_delta", "signature": block["signature"]}
+            signed = _event("content_block_delta", index=index, delta=delta)
+        return signed + _event("content_block_stop", index=index)
 
     @property
     def _block(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class GenerationFields(Wire):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: Probability | None = None
     presence_penalty: Penalty | None = None
@@ -179,8 +179,10 @@ class GenerationFields(Wire):
 
     @property
     def wants_running_usage(self) -> bool:
-        """Whether each chunk of a stream is to have the usage so far."""
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        """Whether each chunk of a stream is to have the usage so far: only with that at its end, as
+        at vLLM."""
+        options = self.stream_options
+        return self.wants_usage and bool(options and options.continuous_usage_stats)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -462,7 +464,7 @@ def invalid_fields(
 
     Without the names of fields the path of an error would hold those of a union's branches too.
     """
-    errors = error.errors(include_url=False, include_context=False)
+    errors = error.errors(include_url=False)
     # Of a union every branch complains. What is no matter of type comes from the branch meant.
     first = next((e for e in errors if not e["type"].endswith("_type")), errors[0])
     if first["type"] == "json_invalid":
@@ -474,12 +476,36 @@ def invalid_fields(
         return InvalidRequest("the body must be a JSON object", code="invalid_json")
     steps = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     param = f"{at}{steps}" if at else steps[1:]
+    code = _code_of(first)
     if first["type"] == "missing":
-        return InvalidRequest(f"{param} is missing", param=param)
+        return InvalidRequest(f"{param} is missing", param=param, code=code)
     last_name = next(part for part in reversed(path) if isinstance(part, str))
     is_branch = last_name in expected and first["type"].endswith("_type")
     says = expected[last_name] if is_branch else _as_predicate(first["msg"])
-    return InvalidRequest(f"{param} {says}", param=param)
+    return InvalidRequest(f"{param} {says}", param=param, code=code)
+
+
+# OpenAI's codes for what is wrong with a value, by pydantic's.
+_CODES = {
+    "missing": "missing_required_parameter",
+    "too_short": "empty_array",  # no list of ours needs more than one item, and no text
+    "string_too_short": "empty_string",  # more than one character
+    "string_too_long": "string_above_max_length",
+}
+
+
+def _code_of(error: Mapping[str, Any]) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind.endswith("_type"):
+        return "invalid_type"
+    if kind == "too_long":
+        is_list = context["field_type"] == "List"
+        return "array_above_max_length" if is_list else "object_above_max_properties"
+    for begins, side in (("greater_than", "below_min"), ("less_than", "above_max")):
+        if kind.startswith(begins):
+            is_decimal = any(isinstance(limit, float) for limit in context.values())
+            return f"{'decimal' if is_decimal else 'integer'}_{side}_value"
+    return _CODES.get(kind, "invalid_value")
 
 
 def _as_predicate(message: str) -> str:

@@ -32,6 +32,9 @@ class Reply(Protocol):
 
     object: str
     chunk_object: str
+    # Whether a choice's last text and its end share a chunk: in completions as at vLLM, whose
+    # clients take each chunk for a token; not in chats, as at OpenAI.
+    ends_with_text: bool
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         """A whole choice of a plain body."""
@@ -88,6 +91,7 @@ class ChatReply:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    ends_with_text = False
 
     def __init__(
         self,
@@ -160,6 +164,7 @@ class CompletionReply:
 
     object = "text_completion"
     chunk_object = "text_completion"
+    ends_with_text = True
 
     def __init__(
         self,
@@ -312,8 +317,8 @@ class ChunkWriter:
         return b"".join(self._event(_encode(choice), after) for choice in openings if choice)
 
     def piece(self, piece: Piece) -> bytes:
-        """Its text, if it has any, in one event, and its end in one of its own."""
-        events = b""
+        """Its text, if it has any, in one event, and its end there or in one of its own."""
+        events, reason = b"", piece.finish_reason
         if piece.parts is not None:
             events = self._of_parts(piece, piece.parts)
         elif piece.text or piece.logprobs or piece.token_ids or piece.echoed:
@@ -325,9 +330,12 @@ class ChunkWriter:
             if piece.token_ids:
                 extras = self._reply.delta_extras(piece, is_first)
                 logprobs += b"," + _encode(extras)[1:-1]
-            events = before + _encode(piece.text) + after + logprobs + self._unended()
-        if piece.finish_reason:
-            events += self._event(_encode(self._reply.closing(piece.choice, piece.finish_reason)))
+            events = before + _encode(piece.text) + after + logprobs
+            if reason and self._reply.ends_with_text:
+                return events + self._ended(reason)
+            events += self._unended()
+        if reason:
+            events += self._event(_encode(self._reply.closing(piece.choice, reason)))
         return events
 
     def _of_parts(self, piece: Piece, parts: Sequence[Part]) -> bytes:
@@ -361,6 +369,9 @@ class ChunkWriter:
         if self._running_usage is None:
             return self._plain_unended
         return b',"finish_reason":null}]' + self._usage() + b"}\n\n"
+
+    def _ended(self, reason: str) -> bytes:
+        return b',"finish_reason":' + _encode(reason) + b"}]" + self._usage() + b"}\n\n"
 
     def _usage(self) -> bytes:
         if self._running_usage is None:

@@ -62,11 +62,11 @@ class ResponseStore:
             _, idlest = self._responses.popitem(last=False)
             self.num_bytes -= idlest.num_bytes
 
-    def get(self, tenant: str, response_id: str, *, param: str = "response_id") -> StoredResponse:
-        """Raises ResponseNotFound, with the field that named it."""
+    def get(self, tenant: str, response_id: str) -> StoredResponse:
+        """Raises ResponseNotFound."""
         response = self._responses.get((tenant, response_id))
         if response is None:
-            raise ResponseNotFound(response_id, param)
+            raise ResponseNotFound(response_id)
         self._responses.move_to_end((tenant, response_id))
         return response
 

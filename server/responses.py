@@ -18,7 +18,7 @@ from server.endpoint import (
     unless_gone,
     written,
 )
-from server.errors import InvalidRequest, UnsupportedParameter
+from server.errors import InvalidRequest, ResponseNotFound, UnsupportedParameter
 from server.replies import ChatReply
 from server.response_store import ResponseStore, StoredResponse, items_of
 from server.responses_protocol import (
@@ -151,11 +151,14 @@ async def _ask(
 
 
 def _history(service: Service, fields: ResponsesRequest, tenant: str) -> tuple[bytes, ...]:
-    """The turns before this one. Raises ResponseNotFound."""
+    """The turns before this one. Raises InvalidRequest."""
     if fields.previous_response_id is None:
         return ()
-    name = "previous_response_id"
-    return service.responses.get(tenant, fields.previous_response_id, param=name).conversation
+    try:
+        return service.responses.get(tenant, fields.previous_response_id).conversation
+    except ResponseNotFound as error:
+        code = "previous_response_not_found"
+        raise InvalidRequest(str(error), param="previous_response_id", code=code) from error
 
 
 def _writer(
@@ -177,9 +180,7 @@ def _writer(
             )
             service.responses.put(tenant, response_id, stored)
 
-    sampling = ask.requests[0].sampling
-    name, top_p = service.model.name, sampling.top_p
-    head = response_head(fields, response_id, name, temperature=sampling.temperature, top_p=top_p)
+    head = response_head(fields, response_id, service.model.name, ask.requests[0].sampling)
     logprobs = ChatReply(service.model.encoder.vocabulary, fields.num_logprobs)
     return ResponseWriter(head, logprobs, keep)
 

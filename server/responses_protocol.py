@@ -24,6 +24,19 @@ from server.protocol import (
 
 Item = dict[str, Any]
 Items = Annotated[list[Item], Field(fail_fast=True)]
+# All but the last ask for what no response of ours has: results of tools that a server runs,
+# pictures, and thoughts that only their maker can read.
+Includable = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 _CHAT_ONLY = frozenset(ChatCompletionRequest.model_fields) - SAME_IN_CHAT
@@ -110,7 +123,7 @@ class ResponsesRequest(Wire):
     model_config = ConfigDict(extra="allow")  # kept to be looked through
 
     model: str
-    input: str | Items
+    input: str | Items | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Items | None = None
@@ -126,12 +139,12 @@ class ResponsesRequest(Wire):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: Probability | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    include: list[str] | None = None
+    include: list[Includable] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None  # has but the padding of events, which we never do
     store: bool | None = None
     # Echoed, or for a provider's books: of no effect on an answer.
-    metadata: Annotated[dict[str, MetadataValue], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -147,6 +160,9 @@ class ResponsesRequest(Wire):
             raise invalid_fields(error, cls) from error
         for name, value in (fields.model_extra or {}).items():
             _check_extra(name, value)
+        if fields.input is None and fields.previous_response_id is None:
+            message = "input is missing; only behind a previous_response_id it may be left out"
+            raise InvalidRequest(message, param="input", code="missing_required_parameter")
         return fields
 
     @property
@@ -154,7 +170,7 @@ class ResponsesRequest(Wire):
         """A plain text is the message of a user."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
-        return self.input
+        return self.input or []
 
     @property
     def functions(self) -> list[Item]:

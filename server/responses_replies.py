@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from scheduler.types import SamplingParams
 from server.errors import reply_to
 from server.generation import LogprobEntry, Piece, Usage
 from server.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
@@ -273,9 +274,9 @@ def _item_for(part: Part, writer: ResponseWriter) -> _OpenItem:
 
 
 def response_head(
-    fields: ResponsesRequest, response_id: str, model: str, *, temperature: float, top_p: float
+    fields: ResponsesRequest, response_id: str, model: str, sampling: SamplingParams
 ) -> Item:
-    """What is known of a response before its answer. temperature, top_p: as they are in effect."""
+    """What is known of a response before its answer. sampling: what is in effect."""
     form = fields.text.format if fields.text and fields.text.format else {"type": "text"}
     return {
         "id": response_id,
@@ -285,6 +286,7 @@ def response_head(
         "status": "in_progress",
         "background": False,
         "error": None,
+        "frequency_penalty": sampling.frequency_penalty,
         "incomplete_details": None,
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
@@ -293,6 +295,7 @@ def response_head(
         "model": model,
         "output": [],
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "presence_penalty": sampling.presence_penalty,
         "previous_response_id": fields.previous_response_id,
         "prompt_cache_key": fields.prompt_cache_key,
         "reasoning": {
@@ -302,12 +305,12 @@ def response_head(
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
         "store": fields.store is not False,
-        "temperature": temperature,
+        "temperature": sampling.temperature,
         "text": {"format": form, "verbosity": fields.text.verbosity if fields.text else None},
         "tool_choice": fields.tool_choice or "auto",
         "tools": [_tool(tool) for tool in fields.functions],
         "top_logprobs": fields.top_logprobs or 0,
-        "top_p": top_p,
+        "top_p": sampling.top_p,
         "truncation": fields.truncation or "disabled",
         "usage": None,
         "user": fields.user,

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import time
+from datetime import UTC, datetime
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
@@ -36,6 +37,9 @@ from server.sse import EventStream
 from server.version import version
 
 router = APIRouter()
+
+# Of tokens whose logprobs an answer tells: more are written in a thread.
+_MAX_TOLD_ON_LOOP = 1000
 
 Fields = TypeVar("Fields", bound=GenerationFields)
 
@@ -73,8 +77,10 @@ async def chat_completions(request: Request) -> Response:
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
     service = service_of(request)
-    cards = [_model_card(service, name) for name in service.model.names]
-    return json_response({"object": "list", "data": cards})
+    names = service.model.names
+    cards = [_model_card(service, name) for name in names]
+    page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # Anthropic's fields
+    return json_response({"object": "list", "data": cards, **page})
 
 
 @router.get("/v1/models/{name:path}")
@@ -137,8 +143,9 @@ async def _answer(service: Service, fields: GenerationFields, ask: Ask, reply: R
         prompts = _prompt_logprobs(service, fields, generation)
         return plain_body(envelope, reply, pieces, generation.usage, prompts)
 
-    # What is told of a long prompt are a hundred thousand small objects.
-    is_long = fields.num_prompt_logprobs is not None
+    # What is told of many tokens are a hundred thousand small objects.
+    num_told = sum(len(piece.logprobs) + len(piece.echoed) for piece in pieces)
+    is_long = fields.num_prompt_logprobs is not None or num_told > _MAX_TOLD_ON_LOOP
     content = await asyncio.to_thread(body) if is_long else body()
     return Response(content, media_type="application/json")
 
@@ -175,6 +182,7 @@ async def _parse(request: Request, kind: type[Fields]) -> Fields:
 
 
 def _model_card(service: Service, name: str) -> dict[str, object]:
+    """Of OpenAI's and of Anthropic's fields, since both ask at the same path."""
     model = service.model
     return {
         "id": name,
@@ -182,4 +190,9 @@ def _model_card(service: Service, name: str) -> dict[str, object]:
         "created": model.created_s,
         "owned_by": "penstock",
         "max_model_len": model.info.max_model_len,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(model.created_s, UTC),
+        "lifecycle": "active",
+        "max_input_tokens": model.info.max_model_len,
     }

@@ -128,7 +128,7 @@ class Service:
         await self._until_idle(self.config.server.shutdown_timeout_s)
         await self.close()
         await self._until_idle(_LAST_WORDS_S)
-        self._end(EXIT_DRAINED)
+        self._end(EXIT_DRAINED if self.state is State.DRAINING else EXIT_ENGINE_DIED)
 
     async def close(self) -> None:
         """Ends the engine; what is open hears of it."""
@@ -243,8 +243,8 @@ class Service:
         return max(last_step_s, self._busy_since_s)
 
     async def _fail(self, message: str, code: int) -> None:
-        if self.state is State.DRAINING:
-            return  # we are ending it ourselves
+        if self.state is State.DRAINING and code == EXIT_CANNOT_START:
+            return  # it was told to end before it could start
         self.state = State.DEAD
         if self.config.server.log_format is LogFormat.JSON:
             logger.error("%s", message)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
@@ -92,7 +92,8 @@ class EventStream(Response):
         self._opening = b""  # until it has been told
         self._unsent: list[bytes] = []
         self._all_taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._slow_send: asyncio.Task[None] | None = None  # waits for the client to read
+        self._slow_send: asyncio.Task[None] | None = None  # waits for the client, or a thread
+        self._is_writing = False  # in a thread
         self._send_direct: Callable[[Message], Coroutine[Any, Any, None]]  # as ASGI's `send` is
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,9 +142,13 @@ class EventStream(Response):
 
     def _take(self) -> None:
         generation = self._generation
-        if self._slow_send and generation.num_waiting < _MAX_WAITING:
+        if self._slow_send and (self._is_writing or generation.num_waiting < _MAX_WAITING):
             return
         if pieces := generation.take():
+            if not self._slow_send and any(piece.echoed for piece in pieces):
+                self._is_writing = True
+                self._slow_send = asyncio.create_task(self._finish(self._write_aside(pieces)))
+                return
             self._unsent += map(self._writer.piece, pieces)
             if self._opening:
                 self._unsent.insert(0, self._opening)
@@ -161,7 +166,16 @@ class EventStream(Response):
         if rest := begin(self._send_direct(message)):
             self._slow_send = asyncio.create_task(self._finish(rest))
 
-    async def _finish(self, sending: "Begun") -> None:
+    async def _write_aside(self, pieces: list[Piece]) -> None:
+        """All that is said of a long prompt's tokens would keep the event loop for too long."""
+        try:
+            events = await asyncio.to_thread(lambda: [*map(self._writer.piece, pieces)])
+        finally:
+            self._is_writing = False
+        self._unsent += [self._opening, *events]
+        self._opening = b""
+
+    async def _finish(self, sending: Awaitable[None]) -> None:
         """Waits until the client has read; then sends what has come meanwhile."""
         try:
             await sending

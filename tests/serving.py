@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,13 +27,14 @@ class RunningServer:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "server", "serve", "--port", str(self.port), *flags]
+        # A pipe that nobody reads is full at 64 KiB, and stops a server that writes more.
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=self._errors,
         )
 
     def get(self, path: str, **options: Any) -> httpx.Response:
@@ -78,13 +80,16 @@ class RunningServer:
 
     def exit_code(self, timeout_s: float = 15.0) -> tuple[int, str]:
         """Waits for its end; the code, and what it wrote to stderr."""
-        _, errors = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, errors
+        code = self.process.wait(timeout_s)
+        with self._errors as errors:
+            errors.seek(0)
+            return code, errors.read()
 
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        self._errors.close()
 
 
 @contextlib.contextmanager

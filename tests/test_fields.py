@@ -248,6 +248,21 @@ def test_continuous_usage_counts_up_to_the_last_chunk(server: RunningServer) -> 
     assert chunks[-1]["choices"] == []
 
 
+def test_continuous_usage_goes_only_with_usage_at_the_end(server: RunningServer) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    chunks = chunks_of(server, COMPLETIONS, stream_options=options, max_tokens=5, ignore_eos=True)
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_a_completions_last_text_and_its_end_share_a_chunk(server: RunningServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(server, COMPLETIONS, stream_options=options, max_tokens=5, ignore_eos=True)
+    last = chunks[-2]["choices"][0]
+    assert last["text"] and last["finish_reason"] == "length"
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks[:-1]]
+    assert len(set(counts)) == len(counts) and counts[-1] == 5
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_fields_for_a_providers_books_are_taken_and_change_nothing(
     server: RunningServer, path: str

@@ -194,6 +194,22 @@ def test_a_bad_field_is_refused_by_its_name_in_anthropics_shape(
         raise ValueError(body["error"]["message"])
 
 
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue"}])
+def test_a_thread_is_refused_so_that_clients_send_the_whole_conversation(
+    server: RunningServer, thread: dict[str, Any]
+) -> None:
+    fields = {"model": MODEL, "messages": [USER], "max_tokens": 4, "thread": thread}
+    response = server.post(PATH, fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+    assert error["message"].startswith("thread is not supported")
+    assert server.post(PATH, fields | {"thread": None}).status_code == 200
+
+
 def test_claude_codes_wish_to_keep_all_thoughts_is_no_reason_to_refuse(
     server: RunningServer,
 ) -> None:
@@ -211,6 +227,25 @@ def test_a_model_that_is_not_here_and_a_wrong_method_have_anthropics_errors(
     assert caught.value.type == "not_found_error"
     assert server.get(PATH).json()["type"] == "error"
     assert server.get(f"{PATH}/nothing").json()["error"]["type"] == "not_found_error"
+
+
+def test_a_requests_id_is_where_anthropics_clients_read_it(
+    server: RunningServer, client: anthropic.Anthropic
+) -> None:
+    assert (ask(client)._request_id or "").startswith("req-")
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        ask(client, model="nobody")
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.request_id == caught.value.body["request_id"]
+    assert "request-id" not in server.get("/v1/models").headers
+
+
+def test_anthropics_clients_can_list_the_models(client: anthropic.Anthropic) -> None:
+    page = client.models.list()
+    assert (page.first_id, page.has_more) == (MODEL, False)
+    card = client.models.retrieve(MODEL)
+    assert (card, card.display_name, card.type) == (page.data[0], MODEL, "model")
+    assert card.created_at.tzinfo is not None
 
 
 def test_anthropics_header_holds_the_key_too() -> None:
@@ -313,6 +348,15 @@ def test_output_config_holds_the_answer_to_its_schema(demo: Any) -> None:
 
 def piece(*parts: Part, end: str | None = None) -> Piece:
     return Piece(0, "", [], end, (), parts)
+
+
+def test_thoughts_are_signed_before_their_block_ends() -> None:
+    writer = MessageWriter(MODEL, Usage(4))
+    writer.piece(piece(ReasoningPart("Well")))
+    events = writer.piece(piece(TextPart("I ask."))).split(b"\n\n")
+    assert b'"delta":{"type":"signature_delta","signature":""}' in events[0]
+    assert b'"type":"content_block_stop","index":0' in events[1]
+    assert b"signature" not in b"".join(events[2:]) + writer.end(Usage(4, 9))
 
 
 def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:

@@ -200,9 +200,32 @@ def test_what_is_not_stored_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.responses.retrieve(unstored.id)
     assert caught.value.code == "response_not_found"
-    with pytest.raises(openai.NotFoundError) as caught:
-        respond(client, previous_response_id=unstored.id)
-    assert caught.value.param == "previous_response_id"
+
+
+def test_to_go_on_from_what_is_not_stored_is_a_bad_request(server: RunningServer) -> None:
+    error = refusal(server, previous_response_id="resp_nothing")
+    assert error["param"] == "previous_response_id"
+    assert error["code"] == "previous_response_not_found"
+
+
+def test_input_may_be_left_out_only_behind_a_previous_response(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
+    first = respond(client)
+    assert respond(client, input=openai.omit, previous_response_id=first.id).output_text
+    assert refusal(server, input=None)["code"] == "missing_required_parameter"
+
+
+def test_a_response_tells_the_penalties_that_were_in_effect(server: RunningServer) -> None:
+    body = {"model": MODEL, "input": "Hi", "max_output_tokens": 4, "presence_penalty": 0.5}
+    told = server.post(PATH, body).json()
+    assert (told["presence_penalty"], told["frequency_penalty"]) == (0.5, 0.0)
+
+
+def test_what_cannot_be_included_is_refused_by_its_place(server: RunningServer) -> None:
+    misspelt = ["reasoning.encrypted_content", "message.output_text.logprob"]
+    error = refusal(server, include=misspelt)
+    assert (error["param"], error["code"]) == ("include[1]", "invalid_value")
 
 
 def test_another_key_finds_nothing(server: RunningServer, client: openai.OpenAI) -> None:

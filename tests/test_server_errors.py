@@ -78,6 +78,37 @@ def test_a_wrong_value_is_refused_with_the_fields_name(
     assert param.partition("[")[0] in error["message"]
 
 
+# As OpenAI's own API has them.
+CODES = [
+    ({"model": None}, "invalid_type"),
+    ({"temperature": 3}, "decimal_above_max_value"),
+    ({"top_p": -1}, "decimal_below_min_value"),
+    ({"n": 0}, "integer_below_min_value"),
+    ({"n": 129}, "integer_above_max_value"),
+    ({"seed": 2**63}, "integer_above_max_value"),
+    ({"seed": -(2**63) - 1}, "integer_below_min_value"),
+    ({"stop": ["a"] * 17}, "array_above_max_length"),
+    ({"stop": ""}, "empty_string"),
+    ({"stop": "a" * 1025}, "string_above_max_length"),
+    ({"allowed_token_ids": []}, "empty_array"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "object_above_max_properties"),
+    ({"request_id": " "}, "invalid_value"),
+]
+
+
+@pytest.mark.parametrize(("fields", "code"), CODES, ids=lambda value: str(value)[:40])
+def test_an_errors_code_says_in_openais_words_what_is_wrong(
+    server: RunningServer, fields: dict[str, Any], code: str
+) -> None:
+    error = error_of(server.complete(**fields), 400)
+    assert (error["param"], error["code"]) == (next(iter(fields)), code)
+
+
+def test_what_is_missing_is_told_by_its_code_too(server: RunningServer) -> None:
+    error = error_of(server.post(CHAT, {"model": MODEL}), 400)
+    assert (error["param"], error["code"]) == ("messages", "missing_required_parameter")
+
+
 BAD_MESSAGES = [
     ([], "messages"),
     ("hello", "messages"),
@@ -204,7 +235,7 @@ def test_an_unknown_path_and_a_wrong_method_have_the_same_shape(server: RunningS
     assert error_of(server.get("/v1/nothing"), 404)["code"] == "unknown_url"
     assert error_of(server.get("/nothing"), 404)["code"] == "unknown_url"
     response = server.get(COMPLETIONS)
-    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert error_of(response, 405)["code"] == "method_not_supported"
     assert response.headers["allow"] == "POST"
 
 

@@ -175,6 +175,21 @@ def test_a_dead_engine_is_an_error_to_everyone_and_a_non_zero_exit() -> None:
         assert code == 1 and "engine" in errors and "Traceback" not in errors
 
 
+def test_an_engine_that_dies_amid_a_drain_is_no_clean_end() -> None:
+    with running_server() as server:
+        body = LONG | {"stream": True}
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30) as response:
+            parts = response.iter_text()
+            next(parts)
+            engine = engine_pid(server)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: server.get("/ready").status_code == 503)
+            os.kill(engine, signal.SIGKILL)
+            assert '"code":"engine_failed"' in "".join(parts)
+        code, errors = server.exit_code()
+        assert code == 1 and "the engine ended" in errors
+
+
 def engine_pid(server: RunningServer) -> int:
     pid = server.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
