@@ -47,8 +47,11 @@ _POINTERS = {
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 # Programs of the sampler's kernels: rows of a step, and chunks of a vocabulary.
 _SAMPLING = dict.fromkeys(("_scan", "_finish", "_coarse", "_gather", "_select"), ((2**13, 2**8),))
-# Instructions that read or write memory, by how they begin, but for constants: LDC.
-_TOUCHES_MEMORY = re.compile(r"LD(?!C)|ST|ATOM|RED\b|RED\.|UTMA|UBLKCP|UBLKRED|CCTL|SULD|SUST|TEX")
+# Instructions that read or write memory, by how they begin, but for constants (LDC) and the
+# thread's own stack (LDL, STL).
+_TOUCHES_MEMORY = re.compile(
+    r"LD(?!C|L\b)|ST(?!L\b)|ATOM|RED\b|RED\.|UTMA|UBLKCP|UBLKRED|CCTL|SULD|SUST|TEX"
+)
 
 
 class Launch:

@@ -97,6 +97,7 @@ MACHINE_CODE = """
 .L_x_0:
         /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0010*/              @UP0 UBLKPF.L2 [UR8], UR4 ;
+        /*0018*/                   STL [R1], R5 ;
         /*0020*/              @P1 BRA.U.ANY `(.L_x_0) ;
         /*0030*/                   ACQBULK ;
         /*0040*/                   LDG.E R9, desc[UR12][R4.64] ;
