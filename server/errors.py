@@ -91,8 +91,12 @@ class ResponseNotFound(PenstockError):
 
 
 class InvalidApiKey(PenstockError):
-    def __init__(self) -> None:
-        super().__init__("send the header 'Authorization: Bearer KEY' with the key of this server")
+    def __init__(self, *, is_given: bool) -> None:
+        # OpenAI's words, by which LiteLLM tells it from another bad request.
+        what = "Incorrect API key provided" if is_given else "You didn't provide an API key"
+        super().__init__(
+            f"{what}; send the header 'Authorization: Bearer KEY' with the key of this server"
+        )
 
 
 class RequestTimedOut(PenstockError):

@@ -90,10 +90,11 @@ class Gate:
     def _check_key(self, headers: Headers) -> None:
         if not self._key_digests:
             return
-        given = _digest((api_key_of(headers) or "").encode("latin-1"))  # the bytes that were sent
+        key = api_key_of(headers) or ""
+        given = _digest(key.encode("latin-1"))  # the bytes that were sent
         # Every one is compared, so that the time does not tell which was right.
         if not sum(hmac.compare_digest(given, digest) for digest in self._key_digests):
-            raise InvalidApiKey
+            raise InvalidApiKey(is_given=bool(key))
 
     async def _answer(
         self, error: Exception, scope: Scope, receive: Receive, outgoing: "_Outgoing"

@@ -52,8 +52,12 @@ def test_anything_else_is_a_401_that_says_how_to_send_a_key(
     for path in ("/v1/models", "/tokenize", "/metrics", "/version", "/docs", "/nothing"):
         response = httpx.get(server.url + path, headers=headers)
         assert response.status_code == 401
-        assert response.json()["error"]["code"] == "invalid_api_key"
+        error = response.json()["error"]
+        assert error["code"] == "invalid_api_key"
+        assert error["message"].startswith("Incorrect API key provided; send the header")
         assert response.headers["www-authenticate"] == "Bearer"
+    message = server.get("/v1/models").json()["error"]["message"]
+    assert message.startswith("You didn't provide an API key; send the header")
 
 
 @pytest.mark.parametrize("path", OPEN_PATHS)
