@@ -313,6 +313,7 @@ HARMLESS_HERE: dict[str, dict[str, Any]] = {
         "truncation": "disabled",
         "parallel_tool_calls": True,
         "reasoning": {"effort": "low"},
+        "background_options": {"completion_window": "soonest"},  # of `background`, which is refused
     },
 }
 # What other tests see: test_responses.py.
