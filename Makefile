@@ -23,9 +23,9 @@ test: .venv/installed-dev
 # another shape than promised, none later than five seconds. Takes five minutes.
 test-fuzz: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
-	$(BIN)/python -m tests.fuzz_schema
-	$(BIN)/python -m tests.fuzz_bodies 120
-	$(BIN)/python -m tests.fuzz_http 60
+	$(BIN)/python -m tests.fuzz.schema
+	$(BIN)/python -m tests.fuzz.bodies 120
+	$(BIN)/python -m tests.fuzz.http 60
 
 # Other people's clients, installed from their registries into build/clients; node is needed for
 # those in JavaScript. CLIENTS="langchain litellm" runs some of them alone.
@@ -34,7 +34,7 @@ test-clients: .venv/installed-dev
 
 # 200 JSON schemas, asked of the demo model and of random weights: what ends, validates.
 test-schemas: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.many_schemas
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.many_schemas
 
 # What runs beside the server, with the real programs. OPS="tests/ops/test_dashboards.py" runs a part:
 # a minute with Prometheus, which is had from Debian if it is not installed, a minute each with
@@ -46,9 +46,9 @@ test-ops: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[ops]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OPS)
 
-# The Grafana dashboard, after a change in server/dashboard.py.
+# The Grafana dashboard, after a change in configs/grafana/dashboard.py.
 dashboard: .venv/installed
-	$(BIN)/python -m server.dashboard > configs/grafana/penstock.json
+	$(BIN)/python -m penstock.configs.grafana.dashboard > configs/grafana/penstock.json
 
 # configs/grafana/dashboard.png: the dashboard on a demo server under five minutes of load, drawn by
 # Grafana's own components, without Grafana. Needs nodejs, npm and chromium (apt-get install them).
@@ -66,35 +66,35 @@ lint: .venv/installed-dev
 
 # The README's tables, made from the code; a test tells when they are due.
 readme: .venv/installed
-	$(BIN)/python -m server.reference --write
+	$(BIN)/python -m tests.docs.tables --write
 
 bench-batching: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m loadtest.batching
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.server.batching
 
 bench-scheduler: .venv/installed
-	$(BIN)/python -m loadtest.scheduler_step
+	$(BIN)/python -m tests.bench.scheduler_step
 
 bench-front-end: .venv/installed
-	$(BIN)/python -m loadtest.front_end
+	$(BIN)/python -m tests.bench.server.front_end
 
 # What a JSON schema costs, as a share of the plain throughput.
 bench-structured: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m loadtest.structured
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.server.structured
 
 # What one streamed token costs the server, by part.
 bench-event: .venv/installed
-	$(BIN)/python -m server.bench
+	$(BIN)/python -m tests.bench.server.sse_event
 
 # What metrics cost a step, a request and a scrape.
 bench-metrics: .venv/installed
-	$(BIN)/python -m server.bench_metrics
+	$(BIN)/python -m tests.bench.server.metrics
 
 bench-cpu: .venv/installed
-	$(BIN)/python -m engine.bench cpu-decode --threads $$(nproc)
+	$(BIN)/python -m tests.bench.engine cpu-decode --threads $$(nproc)
 
 # All that is to be known on one GPU, in 9 minutes; ARGS=--tiny tries it out without one.
 bench-gpu: .venv/installed-dev
-	$(BIN)/python -m loadtest.gpu_suite $(ARGS)
+	$(BIN)/python -m tests.bench.gpu.suite $(ARGS)
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from scheduler.config import SchedulerConfig
-from scheduler.errors import InvalidConfig
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.errors import InvalidConfig
 
 
 class Device(StrEnum):
@@ -40,7 +40,7 @@ class LoadFormat(StrEnum):
 class AttentionBackend(StrEnum):
     """What computes attention on a GPU; on CPU there is but one."""
 
-    AUTO = "auto"  # the fastest by what was measured: see engine.attention.backends
+    AUTO = "auto"  # the fastest by what was measured: see penstock.engine.attention.backends
     TRITON = "triton"  # our own kernels
     FLASH_ATTN = "flash_attn"  # FlashAttention 2 or 3, which must be installed
     TORCH = "torch"  # slow and plain, to tell a kernel's fault from a model's

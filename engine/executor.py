@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from scheduler.stats import StepWork
-from scheduler.types import SampledTokens, SamplingParams, ScheduledBatch
+from penstock.scheduler.stats import StepWork
+from penstock.scheduler.types import SampledTokens, SamplingParams, ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

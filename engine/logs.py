@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from engine.config import LogFormat
+from penstock.engine.config import LogFormat
 
 _TEXT = "%(asctime)s %(levelname)s %(message)s"
 

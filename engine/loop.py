@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from engine.executor import Executor, PendingTokens
-from engine.messages import Abort, Refused, StepReport, ToEngine
-from scheduler.errors import PenstockError
-from scheduler.scheduler import Scheduler
-from scheduler.stats import NO_WORK, StepWork, work_of
-from scheduler.types import Request, RequestOutput
+from penstock.engine.executor import Executor, PendingTokens
+from penstock.engine.ipc.messages import Abort, Refused, StepReport, ToEngine
+from penstock.scheduler.errors import PenstockError
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.stats import NO_WORK, StepWork, work_of
+from penstock.scheduler.types import Request, RequestOutput
 
 # Work is waiting, but its batch is not due yet (static and dynamic batching), or a grammar is still
 # being compiled: look again so soon.

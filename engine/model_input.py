@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from scheduler.types import ScheduledBatch
+from penstock.scheduler.types import ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

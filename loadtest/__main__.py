@@ -1,7 +1,7 @@
-"""`python -m loadtest` is `penstock bench`."""
+"""`python -m penstock.loadtest` is `penstock bench`."""
 
 import sys
 
-from loadtest.cli import main
+from penstock.loadtest.bench.cli import main
 
 sys.exit(main(sys.argv[1:]))

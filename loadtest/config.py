@@ -6,8 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from loadtest.arrivals import Ramp
-from scheduler.errors import InvalidConfig
+from penstock.loadtest.workload.arrivals import Ramp
+from penstock.scheduler.errors import InvalidConfig
 
 # Ids below 3 are <unk>, <s> and </s> in many vocabularies, and every model we know has 500 more.
 FIRST_TOKEN_ID = 3

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from scheduler.errors import InvalidConfig
+from penstock.scheduler.errors import InvalidConfig
 
 
 class Policy(StrEnum):

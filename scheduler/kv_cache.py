@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from scheduler.blocks import BlockAllocator
-from scheduler.prefix import PrefixIndex, block_digest, root_digest
-from scheduler.sequence import Sequence, Status
-from scheduler.types import BlockCopy
+from penstock.scheduler.blocks import BlockAllocator
+from penstock.scheduler.prefix import PrefixIndex, block_digest, root_digest
+from penstock.scheduler.sequence import Sequence, Status
+from penstock.scheduler.types import BlockCopy
 
 
 @dataclass(frozen=True, slots=True)

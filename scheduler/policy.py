@@ -3,8 +3,8 @@
 import heapq
 from collections.abc import Iterable
 
-from scheduler.config import Batching, Policy
-from scheduler.sequence import Sequence, Status
+from penstock.scheduler.config import Batching, Policy
+from penstock.scheduler.sequence import Sequence, Status
 
 # Static and dynamic batching close a batch when it is full. So that nobody waits for ever, it also
 # leaves when its oldest request has waited this long. 50 ms is a usual maximum delay of dynamic

@@ -14,13 +14,13 @@ Time is an argument; nothing here reads a clock, and a simulation runs this very
 
 from collections import deque
 
-from scheduler.config import Batching, SchedulerConfig
-from scheduler.errors import ContextTooLong, DuplicateRequest, InvalidConfig, PromptTooLong
-from scheduler.kv_cache import KVCache
-from scheduler.policy import WaitingQueue, may_start_batch, victim
-from scheduler.sequence import Sequence, Status
-from scheduler.stats import SchedulerStats
-from scheduler.types import (
+from penstock.scheduler.config import Batching, SchedulerConfig
+from penstock.scheduler.errors import ContextTooLong, DuplicateRequest, InvalidConfig, PromptTooLong
+from penstock.scheduler.kv_cache import KVCache
+from penstock.scheduler.policy import WaitingQueue, may_start_batch, victim
+from penstock.scheduler.sequence import Sequence, Status
+from penstock.scheduler.stats import SchedulerStats
+from penstock.scheduler.types import (
     BlockCopy,
     Finish,
     FinishReason,

@@ -10,8 +10,8 @@ An abort finishes it from any status, and so does an end that comes to light aft
 from dataclasses import dataclass, field
 from enum import Enum
 
-from scheduler.blocks import BlockTable
-from scheduler.types import FinishReason, Pooling, PromptAsk, Request
+from penstock.scheduler.blocks import BlockTable
+from penstock.scheduler.types import FinishReason, Pooling, PromptAsk, Request
 
 # Samples of one request get seeds that are far apart: the golden ratio of 2^64, as splitmix64 does.
 _SEED_STRIDE = 0x9E3779B97F4A7C15

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from scheduler.types import ScheduledBatch
+from penstock.scheduler.types import ScheduledBatch
 
 
 class SchedulerStats(NamedTuple):

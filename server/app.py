@@ -18,16 +18,20 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from engine import logs
-from scheduler.errors import InvalidConfig
-from server import embeddings, messages, openapi, page, responses, routes, tokenize
-from server.config import CorsConfig, ServeConfig, ServerConfig
-from server.errors import reply_to
-from server.gate import Gate, route_path
-from server.http_protocol import HttpProtocol
-from server.request_context import request_id
-from server.service import EXIT_DRAINED, Service
-from server.version import version
+from penstock.engine import logs
+from penstock.scheduler.errors import InvalidConfig
+from penstock.server.api import openapi, page, tokenize
+from penstock.server.api.anthropic import routes as anthropic
+from penstock.server.api.embeddings import routes as embeddings
+from penstock.server.api.openai import routes as openai
+from penstock.server.api.responses import routes as responses
+from penstock.server.config import CorsConfig, ServeConfig, ServerConfig
+from penstock.server.errors import reply_to
+from penstock.server.http.connection import HttpProtocol
+from penstock.server.http.middleware import Gate, route_path
+from penstock.server.observability.request_context import request_id
+from penstock.server.observability.version import version
+from penstock.server.service import EXIT_DRAINED, Service
 
 # After the last request has ended, connections that are kept alive are given no more than this.
 _CLOSE_TIMEOUT_S = 3
@@ -58,7 +62,7 @@ def build_app(service: Service) -> FastAPI:
         root_path=service.config.server.root_path,
     )
     app.state.service = service
-    for module in (embeddings, messages, openapi, responses, routes, tokenize):
+    for module in (embeddings, anthropic, openapi, responses, openai, tokenize):
         app.include_router(module.router)
     if service.config.server.has_page:
         app.include_router(page.router)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 
-from engine.config import (
+from penstock.engine.config import (
     AttentionBackend,
     Device,
     Dtype,
@@ -17,15 +17,15 @@ from engine.config import (
     LoadFormat,
     LogFormat,
 )
-from scheduler.config import Batching, Policy, SchedulerConfig
-from scheduler.errors import InvalidConfig, PenstockError
-from scheduler.types import Pooling
-from server.chat_format import NO_PARSER
-from server.config import MIB, CorsConfig, MetricsAlias, ServeConfig, ServerConfig
-from server.pooling import PoolerConfig
-from server.reasoning import ReasoningFormat
-from server.tool_parsers import ToolFormat
-from server.version import version
+from penstock.scheduler.config import Batching, Policy, SchedulerConfig
+from penstock.scheduler.errors import InvalidConfig, PenstockError
+from penstock.scheduler.types import Pooling
+from penstock.server.config import MIB, CorsConfig, MetricsAlias, ServeConfig, ServerConfig
+from penstock.server.observability.version import version
+from penstock.server.output.pooling import PoolerConfig
+from penstock.server.output.reasoning import ReasoningFormat
+from penstock.server.tools.chat_format import NO_PARSER
+from penstock.server.tools.parsers import ToolFormat
 
 TOOL_PARSERS = tuple(form.value for form in ToolFormat)
 REASONING_PARSERS = tuple(form.value for form in ReasoningFormat)
@@ -41,17 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code; a mistake of the person who typed is one sentence on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"]:  # it has a command line of its own
-        from loadtest.cli import main as bench
+        from penstock.loadtest.bench.cli import main as bench
 
         return bench(arguments[1:])
     if arguments[:1] == ["top"]:
-        from server.top import main as top
+        from penstock.loadtest.top.cli import main as top
 
         return top(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         config = _config(options)
-        from server.app import serve  # not at the top: `--help` should not wait for a web framework
+        from penstock.server.app import (
+            serve,  # not at the top: `--help` should not wait for a web framework
+        )
 
         return serve(config)
     except PenstockError as error:
@@ -95,7 +97,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             otlp_traces_endpoint=options.otlp_traces_endpoint,
         ),
         engine=EngineConfig(
-            model=options.model or str(files("engine") / "demo_model"),
+            model=options.model or str(files("penstock.engine") / "demo_model"),
             device=Device(options.device),
             dtype=Dtype(options.dtype),
             load_format=LoadFormat(options.load_format),

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from engine.config import EngineConfig, LogFormat
-from scheduler.errors import InvalidConfig
-from server.pooling import PoolerConfig
+from penstock.engine.config import EngineConfig, LogFormat
+from penstock.scheduler.errors import InvalidConfig
+from penstock.server.output.pooling import PoolerConfig
 
 MIB = 1 << 20
 

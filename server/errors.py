@@ -8,9 +8,9 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from engine.client import EngineFailed, QueueFull, RequestRefused
-from scheduler.errors import PenstockError
-from server.request_context import request_id
+from penstock.engine.ipc.client import EngineFailed, QueueFull, RequestRefused
+from penstock.scheduler.errors import PenstockError
+from penstock.server.observability.request_context import request_id
 
 # How long to stay away where nothing better is known: while the model loads, or when draining.
 RETRY_SOON_S = 2

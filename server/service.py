@@ -11,25 +11,25 @@ from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
-from engine.client import EngineClient, EngineState, OutputStream
-from engine.config import EngineConfig, LogFormat
-from engine.grammar import Grammars
-from engine.models.hub import resolve_model
-from scheduler.config import Policy
-from scheduler.errors import PenstockError
-from scheduler.types import Request
-from server.activity import Activity
-from server.ask import Ask, ServedModel
-from server.chat_format import ChatFormat
-from server.config import ServeConfig
-from server.errors import NotServing
-from server.generation import Generation
-from server.metrics import Metrics
-from server.pooling import Pooler
-from server.prompt import GenerationDefaults, PromptEncoder
-from server.replies import system_fingerprint
-from server.response_store import ResponseStore
-from server.tracing import RequestTrace, Tracer
+from penstock.engine.config import EngineConfig, LogFormat
+from penstock.engine.ipc.client import EngineClient, EngineState, OutputStream
+from penstock.engine.models.hub import resolve_model
+from penstock.engine.sampling.grammar import Grammars
+from penstock.scheduler.config import Policy
+from penstock.scheduler.errors import PenstockError
+from penstock.scheduler.types import Request
+from penstock.server.api.openai.writer import system_fingerprint
+from penstock.server.api.responses.store import ResponseStore
+from penstock.server.config import ServeConfig
+from penstock.server.errors import NotServing
+from penstock.server.observability.activity import Activity
+from penstock.server.observability.metrics import Metrics
+from penstock.server.observability.tracing import RequestTrace, Tracer
+from penstock.server.output.generation import Generation
+from penstock.server.output.pooling import Pooler
+from penstock.server.prompt.generation_request import Ask, ServedModel
+from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
+from penstock.server.tools.chat_format import ChatFormat
 
 logger = logging.getLogger("penstock")
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.serving import RunningServer
+from tests.support.serving import RunningServer
 
 settings.register_profile("penstock", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("penstock")

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.model_input import ModelInput
+from penstock.engine.model_input import ModelInput
 
 
 class Attention(Protocol):

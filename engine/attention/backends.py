@@ -2,13 +2,13 @@
 
 import torch
 
-from engine.attention.flash import FlashAttention, find_flash_library
-from engine.attention.host_planned import TorchAttention
-from engine.attention.paged import AttentionShape, PagedAttention
-from engine.config import AttentionBackend, EngineConfig
-from engine.models.config import ModelConfig
-from engine.models.fused import DeviceAttention
-from scheduler.errors import InvalidConfig
+from penstock.engine.attention.flash import FlashAttention, find_flash_library
+from penstock.engine.attention.host_planned import TorchAttention
+from penstock.engine.attention.paged import AttentionShape, PagedAttention
+from penstock.engine.config import AttentionBackend, EngineConfig
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.fused import DeviceAttention
+from penstock.scheduler.errors import InvalidConfig
 
 
 def make_attention(

@@ -1,9 +1,9 @@
 """FlashAttention as a backend, where it is installed: version 2, or version 3 on Hopper.
 
-It reads the same pool as the kernels of `engine.attention.paged`. Two calls a layer: the decodes,
-one token each, then the chunks. Nothing waits for the device: where its interface asks for a
-largest length, it is given what the block table can hold, and the lengths themselves lie on the
-device. So a captured CUDA graph holds for any lengths.
+It reads the same pool as the kernels of `penstock.engine.attention.paged`. Two calls a layer: the
+decodes, one token each, then the chunks. Nothing waits for the device: where its interface asks
+for a largest length, it is given what the block table can hold, and the lengths themselves lie on
+the device. So a captured CUDA graph holds for any lengths.
 
 Interfaces read: flash-attn 2.8.3 (flash_attn/flash_attn_interface.py, and flash_api.cpp for what a
 block table must be), FlashAttention 3 (hopper/flash_attn_interface.py of the same), and vLLM's
@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.paged import AttentionShape
-from engine.models.fused import DeviceStep
-from scheduler.errors import InvalidConfig
+from penstock.engine.attention.paged import AttentionShape
+from penstock.engine.models.fused import DeviceStep
+from penstock.scheduler.errors import InvalidConfig
 
 # Partial results of FlashAttention 3 take this many query tokens' room (of float32), which 64 rows
 # fill in 32 pieces each: 32 MiB for 32 heads of 128.
@@ -90,7 +90,7 @@ class FlashLibrary(Protocol):
 
 
 class FlashAttention:
-    """`engine.models.fused.DeviceAttention` by an installed FlashAttention."""
+    """`penstock.engine.models.fused.DeviceAttention` by an installed FlashAttention."""
 
     is_capturable = True
     takes_decode_lens = False

@@ -1,7 +1,7 @@
 """Attention in plain torch: keys and values are gathered by block table, then go through SDPA.
 
 Runs on every device. The gather copies the context once more, which a kernel that reads blocks in
-place does not; see `engine.models.native` for that one on CPU.
+place does not; see `penstock.engine.native.model` for that one on CPU.
 """
 
 from collections import defaultdict
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.reference import visible
-from engine.model_input import ModelInput
+from penstock.engine.attention.reference import visible
+from penstock.engine.model_input import ModelInput
 
 
 def gathered_attention(

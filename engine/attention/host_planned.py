@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from engine.attention.gathered import gathered_attention
-from engine.model_input import ModelInput
-from engine.models.fused import DeviceStep
+from penstock.engine.attention.gathered import gathered_attention
+from penstock.engine.model_input import ModelInput
+from penstock.engine.models.fused import DeviceStep
 
 
 class TorchAttention:
-    """`engine.models.fused.DeviceAttention` by `gathered_attention`.
+    """`penstock.engine.models.fused.DeviceAttention` by `gathered_attention`.
 
     It must know every length on the host, so each step waits for the device once, and no CUDA
     graph can hold it.

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.launch import overlapped, wait_for_kernels_before
-from engine.kernels.sizes import power_of_2_from
-from engine.models.fused import DeviceStep
+from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
+from penstock.engine.kernels.sizes import power_of_2_from
+from penstock.engine.models.fused import DeviceStep
 
 # Keys that are looked at together. Where blocks are as large or larger, a tile crosses none.
 _TILE = 64
@@ -283,7 +283,8 @@ class PagedPrefill:
 
 
 class PagedAttention:
-    """`engine.models.fused.DeviceAttention` by the kernels below: decodes first, chunks behind."""
+    """`penstock.engine.models.fused.DeviceAttention` by the kernels below: decodes first, chunks
+    behind."""
 
     is_capturable = True
     takes_decode_lens = True

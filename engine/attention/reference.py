@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.model_input import ModelInput
+from penstock.engine.model_input import ModelInput
 
 
 def reference_attention(

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.sizes import ceil_div
+from penstock.engine.kernels.sizes import ceil_div
 
 _BLOCK = 2048
 

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.activation import silu
-from engine.kernels.launch import overlapped, wait_for_kernels_before
-from engine.kernels.sizes import ceil_div, power_of_2_from
+from penstock.engine.kernels.activation import silu
+from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
+from penstock.engine.kernels.sizes import ceil_div, power_of_2_from
 
 # Twice the smallest row count that the matrix units take is the largest that this is meant for.
 MAX_ROWS = 16

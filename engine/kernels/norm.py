@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.launch import overlapped, wait_for_kernels_before
-from engine.kernels.sizes import power_of_2_from
+from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
+from penstock.engine.kernels.sizes import power_of_2_from
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, normed: Tensor) -> None:

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.launch import overlapped, wait_for_kernels_before
-from engine.kernels.sizes import ceil_div, power_of_2_from
+from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
+from penstock.engine.kernels.sizes import ceil_div, power_of_2_from
 
 # Heads that one program turns: 16 KiB of them would be too few programs at batch 1.
 _HEADS = 4

@@ -1,4 +1,5 @@
-"""Logits to ids in a captured graph: what `engine.sampler` says, but for the draw, in few passes.
+"""Logits to ids in a captured graph: what `penstock.engine.sampling.sampler` says, but for the
+draw, in few passes.
 
 `DeviceSampler` owns what each slot's request asked for, in tables of fixed memory on the device.
 A step reads them there by the row's slot; nothing of it passes through the host.
@@ -41,12 +42,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.forbidden import forbids_anything
-from engine.kernels.launch import overlapped, wait_for_kernels_before
-from engine.kernels.sizes import power_of_2_from
-from engine.memory import sent, to_device
-from engine.sampler import MIN_TEMPERATURE, mixed_seed
-from scheduler.types import SamplingParams
+from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
+from penstock.engine.kernels.sizes import power_of_2_from
+from penstock.engine.memory.host import sent, to_device
+from penstock.engine.sampling.sampler import MIN_TEMPERATURE, mixed_seed
+from penstock.engine.sampling.token_bans import forbids_anything
+from penstock.scheduler.types import SamplingParams
 
 # Logits of one program of a pass over the row: 32 programs for 128,256, which one row has to
 # occupy the device with, and 16 to a thread of 8 warps, all read before the first is needed.
@@ -108,7 +109,7 @@ class Mode(IntEnum):
 
 
 def can_fuse(sampling: SamplingParams) -> bool:
-    """Whether `DeviceSampler` does it; the rest is for `engine.sampler.Sampler`.
+    """Whether `DeviceSampler` does it; the rest is for `penstock.engine.sampling.sampler.Sampler`.
 
     Not: bad words of several tokens, more than 20 stop ids that min_tokens holds back, and what is
     forbidden beside a grammar, whose end comes whatever forbids it. Of logprobs, the sampled id's.
@@ -280,7 +281,7 @@ def _encode(
     sampling: SamplingParams, seed: int, num_prompt: int, size: int
 ) -> tuple[list[int], bool]:
     """A slot's words, and whether it has a row of bias."""
-    # As engine.sampler has it: top_k 1 is an argmax even where two logits tie.
+    # As penstock.engine.sampling.sampler has it: top_k 1 is an argmax even where two logits tie.
     draws = sampling.temperature >= MIN_TEMPERATURE and sampling.top_k != 1
     penalties = (
         sampling.repetition_penalty,

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.launch import overlapped, wait_for_kernels_before
-from engine.kernels.sizes import ceil_div
+from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
+from penstock.engine.kernels.sizes import ceil_div
 
 _BLOCK = 256
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.models.errors import InvalidModel
+from penstock.engine.models.errors import InvalidModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What the person who names a model can mend."""
 
-from scheduler.errors import PenstockError
+from penstock.scheduler.errors import PenstockError
 
 
 class InvalidModel(PenstockError):

@@ -11,13 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels.activation import silu_mul
-from engine.kernels.linear import MAX_ROWS, skinny_linear
-from engine.kernels.norm import add_rms_norm, embed, rms_norm
-from engine.kernels.rope import rotate_and_store
-from engine.kv_pool import KVPool
-from engine.models.layers import PlainLinear
-from engine.models.llama import Layer, LlamaModel
+from penstock.engine.kernels.activation import silu_mul
+from penstock.engine.kernels.linear import MAX_ROWS, skinny_linear
+from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
+from penstock.engine.kernels.rope import rotate_and_store
+from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.llama import Layer, LlamaModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

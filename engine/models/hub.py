@@ -5,7 +5,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
-from engine.models.errors import InvalidModel
+from penstock.engine.models.errors import InvalidModel
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 

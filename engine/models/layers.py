@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.models.config import RopeConfig
+from penstock.engine.models.config import RopeConfig
 
 
 class Linear(Protocol):

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention import Attention
-from engine.kv_pool import KVPool
-from engine.model_input import ModelInput
-from engine.models.config import ModelConfig
-from engine.models.layers import Linear, rotary_table, rotate
-from engine.models.weights import WeightSource
+from penstock.engine.attention import Attention
+from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.model_input import ModelInput
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers import Linear, rotary_table, rotate
+from penstock.engine.models.weights import WeightSource
 
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.models.errors import InvalidModel
+from penstock.engine.models.errors import InvalidModel
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.serving import ROOT, RunningServer
+from tests.support.paths import ROOT
+from tests.support.serving import RunningServer
 
 HERE = Path(__file__).parent
 BUILD = ROOT / "build" / "clients"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import wait_until
+from tests.support.serving import wait_until
 
 _PATIENCE_S = 60.0
 _PREFERENCES = {

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.serving import ROOT, free_port
+from tests.support.paths import ROOT
+from tests.support.serving import free_port
 
 WORKSHOP = ROOT / "build" / "docker"
 _BASES = {"debian:12.12-slim": "bookworm"}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 
-from tests.serving import MODEL
+from tests.support.serving import MODEL
 
 _TEXT = "Once upon a time there was a server that kept its keys and values in blocks. "
 _TIMEOUT_S = 60.0

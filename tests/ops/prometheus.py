@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.serving import ROOT, free_port, wait_until
+from tests.support.paths import ROOT
+from tests.support.serving import free_port, wait_until
 
 CONFIG = ROOT / "configs" / "prometheus" / "prometheus.yml"
 _UNPACKED = ROOT / "build" / "prometheus"

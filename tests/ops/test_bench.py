@@ -12,11 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.cli import main
-from loadtest.lengths import tokenizer_count
+from penstock.loadtest.bench.cli import main
+from penstock.loadtest.workload.lengths import tokenizer_count
+from tests.loadtest.bench.test_http_target import Exchange, stub
 from tests.ops.browser import Page, running_browser
-from tests.serving import ROOT, free_port, running_server
-from tests.test_loadtest_http import Exchange, stub
+from tests.support.paths import ROOT
+from tests.support.serving import free_port, running_server
 
 NewPage = Callable[[], Page]
 MODEL = str(ROOT / "engine" / "demo_model")

@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.ops.load import load_on
 from tests.ops.prometheus import CONFIG, Prometheus, program, running_prometheus
-from tests.serving import ROOT, RunningServer
+from tests.support.paths import ROOT
+from tests.support.serving import RunningServer
 
 DASHBOARD = ROOT / "configs" / "grafana" / "penstock.json"
 _LOAD_S = 40.0

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from server.config import ServerConfig
-from server.metrics import Metrics
-from tests.serving import MODEL, ROOT
+from penstock.server.config import ServerConfig
+from penstock.server.observability.metrics import Metrics
+from tests.support.paths import ROOT
+from tests.support.serving import MODEL
 
 DOCKER = ROOT / "docker"
 CHART, MANIFESTS = DOCKER / "helm" / "penstock", DOCKER / "k8s"

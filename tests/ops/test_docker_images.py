@@ -21,7 +21,8 @@ from tests.ops.image import (
     running,
     stand_in_torch,
 )
-from tests.serving import ROOT, wait_until
+from tests.support.paths import ROOT
+from tests.support.serving import wait_until
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 _START_TIMEOUT_S = 240.0
@@ -29,7 +30,7 @@ _LOAD_BRIDGE = """
 from triton.backends.nvidia.driver import CudaUtils
 print(CudaUtils().launch.__name__)
 """
-_COUNT_CORES = "from engine.machine import num_cores; print(num_cores())"
+_COUNT_CORES = "from penstock.engine.memory.machine import num_cores; print(num_cores())"
 _ASK_PTXAS = """
 import subprocess, triton
 print(subprocess.check_output([triton.knobs.nvidia.ptxas.path, "--version"], text=True))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.paths import ROOT
 
 _DASHBOARD = ROOT / "configs" / "grafana" / "penstock.json"
 _BUILD = ROOT / "build" / "grafana"

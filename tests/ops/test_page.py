@@ -11,7 +11,7 @@ import pytest
 
 from tests.ops.browser import Page, running_browser
 from tests.ops.load import load_on
-from tests.serving import RunningServer, running_server, wait_until
+from tests.support.serving import RunningServer, running_server, wait_until
 
 KEY = "a-key-of-ours"
 _DESKTOP, _PHONE = (1440, 900), (360, 740)

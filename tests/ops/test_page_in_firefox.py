@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ops.firefox import Firefox, running_firefox
-from tests.serving import RunningServer, running_server
+from tests.support.serving import RunningServer, running_server
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.cli import add_serve_flags
-from tests.serving import ROOT, RunningServer, running_server
+from penstock.server.cli import add_serve_flags
+from tests.support.paths import ROOT
+from tests.support.serving import RunningServer, running_server
 
 _TABLE = (ROOT / "README.md").read_text().partition("## When something is wrong")[2]
 ROWS = [line for line in _TABLE.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
@@ -38,7 +39,7 @@ def test_every_metric_that_it_greps_for_is_there(server: RunningServer) -> None:
 
 
 def test_what_it_reads_off_penstock_top_is_shown_there(server: RunningServer) -> None:
-    command = [sys.executable, "-m", "server", "top", server.url, "--once", "--interval", "0.1"]
+    command = [sys.executable, "-m", "penstock", "top", server.url, "--once", "--interval", "0.1"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     words = (
         "waiting queue preemptions recomputed length stop TTFT ITL p99 mixed MBU decode idle batch"
@@ -53,7 +54,7 @@ def test_what_it_reads_off_penstock_top_is_shown_there(server: RunningServer) ->
 def test_a_start_that_fails_says_what_the_table_says(row: str) -> None:
     found = re.search(r"`penstock (serve [^`]+)` → `([^`]+)`", row)
     assert found, row
-    command = [sys.executable, "-m", "server", *found[1].split()]
+    command = [sys.executable, "-m", "penstock", *found[1].split()]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert ended.returncode == 2
     last_line = ended.stderr.splitlines()[-1]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ops.browser import running_browser
-from tests.serving import ROOT
+from tests.support.paths import ROOT
 
 WIDTH = 1600
 _HERE = Path(__file__).parent

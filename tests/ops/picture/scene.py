@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 
 from tests.ops.prometheus import Prometheus, running_prometheus
-from tests.serving import MODEL, ROOT, RunningServer
+from tests.support.paths import ROOT
+from tests.support.serving import MODEL, RunningServer
 
 DASHBOARD = ROOT / "configs" / "grafana" / "penstock.json"
 _STEP_S = 2
@@ -99,7 +100,7 @@ def _demo_server() -> Iterator[RunningServer]:
 def _load(url: str, load_s: float) -> None:
     for seed, (share, rate, flags) in enumerate(_PHASES):
         requests = max(1, round(load_s * share * rate))
-        command = [sys.executable, "-m", "loadtest", f"--base-url={url}", f"--seed={seed}"]
+        command = [sys.executable, "-m", "penstock.loadtest", f"--base-url={url}", f"--seed={seed}"]
         command += [f"--num-prompts={requests}", "--ignore-eos"]
         run = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr

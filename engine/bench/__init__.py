@@ -1,5 +1,0 @@
-"""Times kernels and steps against what the hardware can do: `python -m engine.bench PART`.
-
-`__main__` says which parts there are. Each prints one JSON object a line for what it measured, and
-`python -m loadtest.gpu_suite` runs those of a GPU one after the other.
-"""

@@ -1,0 +1,200 @@
+"""`CpuExecutor`: a transformer over a paged KV pool, on this machine's processor.
+
+It holds what a step needs of every sequence: its token ids and its block table,
+one row per slot. A batch brings only differences. Sampled ids are written back to the token table
+where they are made, so the next step reads them there and nothing has to pass through the host.
+"""
+
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.attention.gathered import gathered_attention
+from penstock.engine.config import AttentionBackend, EngineConfig
+from penstock.engine.executor import ModelInfo
+from penstock.engine.executors.loading import Ledger, Phases, choose_dtype, describe, weight_source
+from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
+from penstock.engine.memory.host import Arena
+from penstock.engine.memory.kv_pool import KVPool, kv_bytes_per_token, size_cpu_pool
+from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
+from penstock.engine.model_input import ModelInput, build_model_input
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers import PackedLinear, PlainLinear, can_pack
+from penstock.engine.models.llama import LlamaModel, Model
+from penstock.engine.models.weights import Empty
+from penstock.engine.native.model import NativeModel, load_library
+from penstock.engine.sampling.grammar import Grammars, GrammarTable
+from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
+from penstock.engine.sampling.sampler import Sampler
+from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.types import PromptOutput, SampledTokens, SamplingParams, ScheduledBatch
+
+_CPU = torch.device("cpu")
+_DEFAULT_BLOCK_SIZE = 16
+# Read once at start for the metrics: larger than any last-level cache we know, and 30 ms long.
+_BANDWIDTH_PROBE_BYTES = 256 * 2**20
+
+
+class CpuExecutor:
+    """See `penstock.engine.executor.Executor`."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path) -> None:
+        if config.attention_backend is not AttentionBackend.AUTO:
+            raise InvalidConfig(
+                f"--attention-backend {config.attention_backend} is for a GPU, and the model is to "
+                "run on the CPU, which has but one; leave the flag out"
+            )
+        phases = Phases()
+        self._dtype = choose_dtype(config.dtype, _CPU)
+        # One core is left to the server process.
+        num_threads = config.num_threads or max(1, num_cores() - 1)
+        model = ModelConfig.from_dir(model_dir)
+        block_size = config.block_size or _DEFAULT_BLOCK_SIZE
+
+        # Before the weights are read: what does not fit is told at once.
+        size = size_cpu_pool(config, model, block_size, self._dtype)
+        available = available_memory_bytes()
+        with phases.timed("compile"):
+            library = load_library()
+        with phases.timed("weights"), torch.inference_mode():
+            # The threads that read are Python's; each of torch's calls inside them uses one.
+            torch.set_num_threads(1)
+            self._model: Model
+            empty = self._empty(in_arena=library is not None)
+            self._model = llama = LlamaModel(
+                model,
+                weight_source(config.load_format, model_dir, empty),
+                PackedLinear if can_pack(_CPU) and library is None else PlainLinear,
+                gathered_attention,
+                max_model_len=size.max_model_len,
+                device=_CPU,
+                num_load_threads=num_threads,
+            )
+            torch.set_num_threads(num_threads)
+        with phases.timed("kv_pool"):
+            self._pool = KVPool(model, size.num_blocks, block_size, self._dtype, _CPU)
+            if library is not None:
+                self._model = NativeModel(library, llama, self._pool, num_threads)
+        with phases.timed("bandwidth"):
+            measured = read_bandwidth(_BANDWIDTH_PROBE_BYTES)
+        with phases.timed("flops"):
+            flops = matmul_flops(self._dtype)
+
+        max_num_seqs = config.scheduler.max_num_seqs
+        max_blocks = -(-size.max_model_len // block_size)
+        self._token_table = torch.zeros(max_num_seqs, size.max_model_len + 1, dtype=torch.int64)
+        self._block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
+        self._prompt_lengths = [0] * max_num_seqs
+        grammars = Grammars.of_model(
+            model_dir, model.vocab_size, model.eos_token_ids, config.load_format
+        )
+        self._grammars = GrammarTable(grammars, max_num_seqs, model.vocab_size)
+        self._sampler = Sampler(max_num_seqs, model.vocab_size, _CPU, self._grammars)
+        self._prompts = PromptReader(model.vocab_size, self._model.logits)
+        self._info = describe(
+            model, self._dtype, "cpu", size, block_size, measured, phases.seconds, flops
+        )
+        total = total_memory_bytes()
+        Ledger(
+            total=total,
+            others=total - available,
+            weights=model.num_parameters * self._dtype.itemsize,
+            kv_pool=size.num_blocks * block_size * kv_bytes_per_token(model, self._dtype),
+        ).log(size, block_size)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def runs_ahead(self) -> bool:
+        return False
+
+    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
+        return self._grammars.compile(sampling)
+
+    def execute(self, batch: ScheduledBatch) -> "Done":
+        with torch.inference_mode():
+            self._apply(batch)
+            return Done(self._run(batch))
+
+    def _apply(self, batch: ScheduledBatch) -> None:
+        """Brings the tables up to date, in the order that `ScheduledBatch` states."""
+        for assignment in batch.assignments:
+            slot, token_ids, num_prompt_tokens, block_ids, sampling, seed, _ = assignment
+            self._token_table[slot, : len(token_ids)] = self._tensor(token_ids)
+            self._block_tables[slot, : len(block_ids)] = self._tensor(block_ids)
+            self._prompt_lengths[slot] = num_prompt_tokens
+            self._sampler.assign(slot, sampling, seed)
+            self._grammars.assign(assignment)
+            self._prompts.assign(assignment)
+        if batch.table_updates:
+            slots, indices, blocks = self._tensor(batch.table_updates).unbind(1)
+            self._block_tables[slots, indices] = blocks.to(torch.int32)
+        if batch.copies:
+            self._pool.copy(batch.copies)
+
+    def _run(self, batch: ScheduledBatch) -> SampledTokens:
+        if not batch.slots:
+            return SampledTokens(step=batch.step, token_ids=[])
+        block_size = self._info.block_size
+        step = build_model_input(batch, self._token_table, self._block_tables, block_size)
+        rows = [row for row, samples in enumerate(batch.samples) if samples]
+        slots = [batch.slots[row] for row in rows]
+        self._grammars.start(slots)
+        prompts: tuple[PromptOutput, ...] = ()
+        if parts := self._prompts.parts(batch, step.query_starts):
+            logits, prompts = self._compute_and_read(step, parts)
+        else:
+            logits = self._model(step, self._pool)
+        lengths = [step.context_lens[row] for row in rows]
+        if not rows:
+            return SampledTokens(step=batch.step, token_ids=[], prompts=prompts)
+        prompt_lengths = [self._prompt_lengths[slot] for slot in slots]
+        ids, logprobs = self._sampler.sample(
+            logits, slots, lengths, self._token_table, prompt_lengths
+        )
+        self._token_table[self._tensor(slots), self._tensor(lengths)] = ids
+        token_ids = ids.tolist()
+        failed = self._grammars.advance(slots, token_ids)
+        return SampledTokens(
+            step=batch.step,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            failed=failed,
+            prompts=prompts,
+        )
+
+    def _compute_and_read(
+        self, step: ModelInput, parts: list[PromptPart]
+    ) -> tuple[Tensor, tuple[PromptOutput, ...]]:
+        """The logits of a step in which something is asked of prompts, and what is told of them."""
+        num_sampling = len(step.sample_rows)
+        asked = self._tensor([row for part in parts for row in part.rows])
+        rows = torch.cat((step.sample_rows, asked))
+        states = self._model.states(step, self._pool, rows)
+        prompts = self._prompts.read(parts, states[num_sampling:], self._token_table)
+        return self._model.logits(states[:num_sampling]), prompts
+
+    def _empty(self, *, in_arena: bool) -> Empty:
+        """An arena is for weights that stay as they are read, and not for those to be packed."""
+        if in_arena:
+            return partial(Arena().empty, dtype=self._dtype)
+        return partial(torch.empty, dtype=self._dtype)
+
+    def _tensor(self, values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
+
+class Done:
+    """`PendingTokens` of a device that has computed when `execute` returns."""
+
+    def __init__(self, sampled: SampledTokens) -> None:
+        self._sampled = sampled
+
+    def wait(self) -> SampledTokens:
+        return self._sampled

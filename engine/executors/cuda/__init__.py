@@ -1,0 +1,1 @@
+"""The CUDA executor: how it is built, its graphs, and the tables it keeps on the device."""

@@ -1,0 +1,115 @@
+"""Steps with prefill chunks as CUDA graphs: padded to a few sizes, whatever rows they have.
+
+Launching such a step kernel by kernel takes the host some 100 us a layer; up to the sizes here the
+device needs less. So one graph for each number of tokens holds any mix of decodes and chunks: which
+row is what is written on the device before it runs.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from penstock.engine.executors.cuda.device_tables import DeviceTables
+from penstock.engine.executors.cuda.graphs import StepGraphs
+from penstock.engine.kernels.tables import gather_chunks, store_lengths
+from penstock.engine.models.fused import DeviceStep, FusedModel
+from penstock.scheduler.types import ScheduledBatch
+
+# Below about 200 tokens a product is bound by reading its weight, so that padding costs nothing;
+# above 500 the device has enough to do to hide the launches.
+CHUNK_SIZES = (64, 128, 192, 256, 384, 512)
+
+
+class ChunkGraphs:
+    """Owns the fixed memory that its graphs read their rows from."""
+
+    def __init__(
+        self, model: FusedModel, tables: DeviceTables, sizes: Sequence[int], max_rows: int
+    ) -> None:
+        """sizes: of tokens, ascending; none turns it off. max_rows: of a step."""
+        self._model = model
+        self._tables = tables
+        self._sizes = sizes
+        self._max_rows = max_rows
+        device, largest = tables.lengths.device, max(sizes, default=0)
+        self._inputs = torch.zeros(5 * max_rows + 2, dtype=torch.int32, device=device)
+        self._split()[0].fill_(tables.padding_slot)
+        self._token_ids, self._positions = self._inputs.new_zeros(2, largest).unbind()
+        self._kv_slots = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._context_lens = self._inputs.new_zeros(max_rows)
+        self._graphs = StepGraphs(self._run, device)
+
+    def takes(self, num_tokens: int) -> bool:
+        return any(num_tokens <= size for size in self._sizes)
+
+    def capture(self) -> None:
+        self._graphs.capture(reversed(self._sizes))
+
+    def __call__(
+        self, batch: ScheduledBatch, query_starts: list[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The states of all tokens and some behind them, slots and lengths of all rows and some.
+
+        query_starts: each row's offset into the tokens, and their number. All three hold until the
+        next call.
+        """
+        self._inputs.copy_(self._tables.upload(self._padded(batch, query_starts)))
+        size = next(size for size in self._sizes if size >= query_starts[-1])
+        return self._graphs(size), self._split()[0], self._context_lens
+
+    def _padded(self, batch: ScheduledBatch, query_starts: list[int]) -> list[int]:
+        """What `_split` takes apart. Rows that are not there have the padding slot and no token."""
+        num_rows, num_decodes, num_tokens = len(batch.slots), batch.num_decodes, query_starts[-1]
+        absent = self._max_rows - num_rows
+        decode_lens = [start + 1 for start in batch.starts[:num_decodes]]
+        return list(
+            chain(
+                (*batch.slots, *(self._tables.padding_slot,) * absent),
+                (*batch.starts, *(0,) * absent),
+                (*query_starts, *(num_tokens,) * absent),
+                # To the prefill kernel, decodes are rows without a token.
+                (max(start, num_decodes) for start in query_starts),
+                (num_tokens,) * absent,
+                (*decode_lens, *(0,) * (self._max_rows - num_decodes)),
+            )
+        )
+
+    def _split(self) -> tuple[Tensor, ...]:
+        """Slots, starts, offsets of all rows, those of the chunks, lengths of the decodes."""
+        rows = self._max_rows
+        return torch.split(self._inputs, [rows, rows, rows + 1, rows + 1, rows])
+
+    def _run(self, size: int) -> Tensor:
+        tables, kv_slots = self._tables, self._kv_slots[:size]
+        slots, starts, offsets, chunk_starts, decode_lens = self._split()
+        kv_slots.fill_(tables.padding_kv_slot)
+        num_decodes = min(size, self._max_rows)
+        step = DeviceStep(
+            token_ids=self._token_ids[:size],
+            positions=self._positions[:size],
+            kv_slots=kv_slots,
+            slots=slots,
+            context_lens=self._context_lens,
+            num_decodes=num_decodes,
+            chunk_starts=chunk_starts,
+            block_tables=tables.block_tables,
+            decode_lens=decode_lens[:num_decodes],
+        )
+        gather_chunks(
+            slots,
+            starts,
+            offsets,
+            tables.token_table,
+            tables.block_tables,
+            tables.block_size,
+            size,
+            step.token_ids,
+            step.positions,
+            kv_slots,
+            self._context_lens,
+        )
+        states = self._model(step)
+        store_lengths(slots, self._context_lens, tables.lengths)
+        return states

@@ -1,0 +1,106 @@
+"""The GPU as the setup sees it: its name, its memory, its bandwidth. Knows nothing of models."""
+
+from typing import Protocol
+
+import torch
+
+from penstock.engine.memory.hardware import copy_bandwidth, gpu_matmul_flops
+from penstock.engine.memory.machine import available_memory_bytes, total_memory_bytes
+from penstock.scheduler.errors import InvalidConfig
+
+# Ampere, the first whose matrix units know bfloat16.
+_MIN_CAPABILITY = (8, 0)
+_LARGEST_PROBE_BYTES = 2**31
+
+
+class Gpu(Protocol):
+    device: torch.device
+    name: str
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    def used_bytes(self) -> int:
+        """By everybody, what torch keeps for its next use included."""
+        ...
+
+    def release(self) -> None:
+        """Gives back what torch keeps for its next use."""
+        ...
+
+    def copy_bandwidth(self) -> float | None:
+        """Bytes read and written per second, or None where that means nothing."""
+        ...
+
+    def matmul_flops(self, dtype: torch.dtype) -> float | None:
+        """Operations per second in a large product, or None where that means nothing."""
+        ...
+
+
+class CudaGpu:
+    """See `Gpu`."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises InvalidConfig for a GPU that is too old."""
+        self.device = device
+        self.name = torch.cuda.get_device_name(device)
+        check_capability(self.name, torch.cuda.get_device_capability(device))
+
+    @property
+    def total_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[1]
+
+    def used_bytes(self) -> int:
+        torch.cuda.synchronize(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    def copy_bandwidth(self) -> float | None:
+        free = self.total_bytes - self.used_bytes()
+        bandwidth = copy_bandwidth(self.device, min(_LARGEST_PROBE_BYTES, free // 4))
+        self.release()
+        return bandwidth
+
+    def matmul_flops(self, dtype: torch.dtype) -> float | None:
+        flops = gpu_matmul_flops(self.device, dtype)
+        self.release()
+        return flops
+
+
+class Interpreter:
+    """This machine's processor in a GPU's place, where Triton's interpreter runs the kernels.
+
+    See `Gpu`. It computes what a GPU would, thousands of times slower: to try things out.
+    """
+
+    device = torch.device("cpu")
+    name = "cpu, by Triton's interpreter"
+
+    @property
+    def total_bytes(self) -> int:
+        return total_memory_bytes()
+
+    def used_bytes(self) -> int:
+        return total_memory_bytes() - available_memory_bytes()
+
+    def release(self) -> None:
+        """Nothing is kept."""
+
+    def copy_bandwidth(self) -> float | None:
+        return None
+
+    def matmul_flops(self, dtype: torch.dtype) -> float | None:
+        return None
+
+
+def check_capability(name: str, capability: tuple[int, int]) -> None:
+    """Raises InvalidConfig."""
+    if capability < _MIN_CAPABILITY:
+        raise InvalidConfig(
+            f"{name} has compute capability {capability[0]}.{capability[1]}, and penstock's "
+            "kernels need 8.0 (Ampere) or later; use another GPU, or --device cpu"
+        )

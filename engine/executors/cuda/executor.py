@@ -1,0 +1,315 @@
+"""`CudaExecutor`: a transformer on one GPU, with the host always a step ahead of it.
+
+A step of decodes alone is a CUDA graph, from the gather of its tokens to the ids that it samples:
+what it reads and writes lies in the per-slot tables (`DeviceTables`, `StepSampler`), so between two
+steps of the same sequences nothing is sent at all. A step with
+prefill chunks is a graph too while it is small (`ChunkGraphs`); else it is launched kernel by
+kernel, and has enough to do to hide that.
+
+Nothing here waits for the device but `LaunchedStep.wait`, for the ids that it copies out; and where
+a sequence has a grammar or asks for logprobs, its own step does, because the host must see ids.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.executor import ModelInfo
+from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES, ChunkGraphs
+from penstock.engine.executors.cuda.device_tables import DeviceTables
+from penstock.engine.executors.cuda.graphs import StepGraphs, captured_sizes
+from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES, StepSampler
+from penstock.engine.kernels.blocks import copy_blocks
+from penstock.engine.kernels.sample import Mode
+from penstock.engine.kernels.tables import (
+    gather_chunks,
+    gather_decodes,
+    store_lengths,
+    store_sampled,
+)
+from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.models.fused import DeviceStep, FusedModel
+from penstock.engine.sampling.grammar import GrammarTable
+from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
+from penstock.scheduler.types import (
+    PromptOutput,
+    SampledTokens,
+    SamplingParams,
+    ScheduledBatch,
+    TokenLogprobs,
+)
+
+
+class LaunchedStep:
+    """`PendingTokens` of a step that the device may not have finished."""
+
+    def __init__(
+        self,
+        step: int,
+        ids: Tensor,
+        slots: list[int],
+        logprobs: list[TokenLogprobs | None] | None,
+        prompts: tuple[PromptOutput, ...],
+        grammars: GrammarTable,
+    ) -> None:
+        """ids: (S,) on the device, of the sampling rows, whose slots these are."""
+        self._step = step
+        self._slots = slots
+        self._logprobs = logprobs
+        self._prompts = prompts
+        self._grammars = grammars
+        self._sampled: SampledTokens | None = None
+        on_gpu = ids.is_cuda
+        self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=on_gpu)
+        self._ids.copy_(ids, non_blocking=True)
+        self._event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        if self._event:
+            self._event.record()
+
+    def wait(self) -> SampledTokens:
+        """Also tells the grammars of what was sampled, the first time."""
+        if self._sampled is None:
+            if self._event:
+                self._event.synchronize()
+            ids = self._ids.tolist()
+            self._sampled = SampledTokens(
+                step=self._step,
+                token_ids=ids,
+                logprobs=self._logprobs,
+                failed=self._grammars.advance(self._slots, ids),
+                prompts=self._prompts,
+            )
+        return self._sampled
+
+
+class CudaExecutor:
+    """See `penstock.engine.executor.Executor`. `penstock.engine.executors.cuda.setup` builds
+    one."""
+
+    def __init__(
+        self,
+        model: FusedModel,
+        pool: KVPool,
+        tables: DeviceTables,
+        grammars: GrammarTable,
+        info: ModelInfo,
+        *,
+        max_num_seqs: int,
+        use_graphs: bool = True,
+        chunk_sizes: Sequence[int] | None = None,
+    ) -> None:
+        """use_graphs: where the model's attention can be captured. chunk_sizes: of `ChunkGraphs`;
+        None stands for its own on a GPU, and for none on CPU, where nothing pays for the padding.
+        """
+        self._model = model
+        self._pool = pool
+        self._tables = tables
+        self._grammars = grammars
+        self._info = info
+        device = tables.lengths.device
+        self._device = device
+        self._sampler = StepSampler(max_num_seqs, info.vocab_size, device, grammars)
+        self._prompts = PromptReader(info.vocab_size, model.logits_of_normed)
+        self._decode_slots: tuple[int, ...] = ()
+        self._launched: LaunchedStep | None = None
+
+        def buffer(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(max_num_seqs, dtype=dtype, device=device)
+
+        self._slots = torch.full_like(buffer(torch.int32), tables.padding_slot)
+        self._token_ids, self._positions = buffer(torch.int32), buffer(torch.int32)
+        self._context_lens, self._kv_slots = buffer(torch.int32), buffer(torch.int64)
+        self._sizes = captured_sizes(max_num_seqs)
+        self._graphs = StepGraphs(
+            self._run_decodes, device, enabled=use_graphs and model.is_capturable
+        )
+        if chunk_sizes is None:
+            chunk_sizes = CHUNK_SIZES if device.type == "cuda" else ()
+        if not (use_graphs and model.is_capturable and model.takes_decode_lens):
+            chunk_sizes = ()
+        self._chunk_graphs = ChunkGraphs(model, tables, chunk_sizes, max_num_seqs)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def runs_ahead(self) -> bool:
+        return True
+
+    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
+        return self._grammars.compile(sampling)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Records the graphs of all batch sizes; each takes some 20 ms. None is left for later, to
+        keep requests waiting."""
+        self._chunk_graphs.capture()
+        self._graphs.capture((size, mode) for size in reversed(self._sizes) for mode in GRAPH_MODES)
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> LaunchedStep:
+        self._apply(batch)
+        rows = [row for row, samples in enumerate(batch.samples) if samples]
+        slots = [batch.slots[row] for row in rows]
+        if self._grammars.constrains_any(slots):
+            if self._launched:
+                self._launched.wait()  # a mask depends on the id before it
+            self._grammars.start(slots)
+        prompts: tuple[PromptOutput, ...] = ()
+        ids: Tensor | None = None
+        if batch.num_decodes == len(batch.slots):
+            mode = self._sampler.graph_mode(slots)
+            logits, ids = self._decode(batch.slots, Mode.PLAIN if mode is None else mode)
+            ids = None if mode is None else ids
+            device_slots, lengths = self._slots[: len(slots)], self._context_lens[: len(slots)]
+        else:
+            logits, prompts, device_slots, lengths = self._run_chunks(batch, rows)
+        if ids is None:
+            ids = self._sample(batch, rows, logits, device_slots, lengths)
+        logprobs = self._sampler.logprobs(logits, slots, ids) if rows else None
+        self._launched = LaunchedStep(batch.step, ids, slots, logprobs, prompts, self._grammars)
+        return self._launched
+
+    def _sample(
+        self,
+        batch: ScheduledBatch,
+        rows: list[int],
+        logits: Tensor,
+        device_slots: Tensor,
+        device_lengths: Tensor,
+    ) -> Tensor:
+        """The ids of these rows of the batch, behind what computed their logits."""
+        if not rows:
+            return device_slots.new_empty(0)
+        slots = [batch.slots[row] for row in rows]
+        lengths = [batch.starts[row] + batch.num_tokens[row] for row in rows]
+        table = self._tables.token_table
+        ids = self._sampler.sample_behind(
+            logits, slots, lengths, device_slots, device_lengths, table
+        )
+        store_sampled(ids, device_slots, device_lengths, table)
+        return ids
+
+    def _apply(self, batch: ScheduledBatch) -> None:
+        """Brings the tables up to date, in the order that `ScheduledBatch` states."""
+        self._tables.apply(batch)
+        for assignment in batch.assignments:
+            self._sampler.assign(assignment)
+            self._grammars.assign(assignment)
+            self._prompts.assign(assignment)
+        self._sampler.flush()
+        if batch.copies:
+            copies = self._tables.upload(batch.copies)
+            copy_blocks(copies, self._pool.keys, self._pool.values)
+
+    def _decode(self, slots: tuple[int, ...], mode: Mode) -> tuple[Tensor, Tensor]:
+        """Logits of one token for each slot, (len(slots), vocab_size), and the ids sampled so."""
+        size = next(size for size in self._sizes if size >= len(slots))
+        if slots != self._decode_slots:
+            padding = (self._tables.padding_slot,) * (len(self._slots) - len(slots))
+            self._slots.copy_(self._tables.upload((*slots, *padding)))
+            self._decode_slots = slots
+        logits, ids = self._graphs((size, mode))
+        return logits[: len(slots)], ids[: len(slots)]
+
+    def _run_decodes(self, key: tuple[int, Mode]) -> tuple[Tensor, Tensor]:
+        """A whole step of so many decodes, in fixed memory; the graph is made of this."""
+        size, mode = key
+        tables = self._tables
+        slots, context_lens = self._slots[:size], self._context_lens[:size]
+        step = DeviceStep(
+            token_ids=self._token_ids[:size],
+            positions=self._positions[:size],
+            kv_slots=self._kv_slots[:size],
+            slots=slots,
+            context_lens=context_lens,
+            num_decodes=size,
+            chunk_starts=None,
+            block_tables=tables.block_tables,
+        )
+        gather_decodes(
+            slots,
+            tables.lengths,
+            tables.token_table,
+            tables.block_tables,
+            tables.block_size,
+            step.token_ids,
+            step.positions,
+            step.kv_slots,
+            context_lens,
+        )
+        logits = self._model.logits(self._model(step))
+        store_lengths(slots, context_lens, tables.lengths)
+        ids = self._sampler.sample(logits, slots, context_lens, mode)
+        store_sampled(ids, slots, context_lens, tables.token_table)
+        return logits, ids
+
+    def _run_chunks(
+        self, batch: ScheduledBatch, rows: list[int]
+    ) -> tuple[Tensor, tuple[PromptOutput, ...], Tensor, Tensor]:
+        """A step with prefill chunks: the sampling rows' logits, what is told of the prompts, and
+        the slots and lengths of the sampling rows."""
+        query_starts = [0]
+        for count in batch.num_tokens:
+            query_starts.append(query_starts[-1] + count)
+        last_tokens = [query_starts[row + 1] - 1 for row in rows]
+        parts = self._prompts.parts(batch, query_starts)
+        asked = [token for part in parts for token in part.rows]
+        compute = self._chunk_graphs if self._chunk_graphs.takes(query_starts[-1]) else self._launch
+        states, slots, lengths = compute(batch, query_starts)
+        # One transfer for all.
+        indices = self._tables.upload((*rows, *last_tokens, *asked)).long()
+        sampling, wanted = indices[: len(rows)], indices[len(rows) :]
+        states = states[wanted]
+        prompts = self._read_prompts(parts, states[len(rows) :])
+        logits = self._model.logits(states[: len(rows)]) if rows else states.new_empty(0)
+        return logits, prompts, slots[sampling], lengths[sampling]
+
+    def _launch(
+        self, batch: ScheduledBatch, query_starts: list[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The states of all tokens, slots and lengths of all rows; kernel by kernel."""
+        tables, num_rows = self._tables, len(batch.slots)
+        values = tables.upload((*batch.slots, *batch.starts, *query_starts))
+        slots, starts, offsets = torch.split(values, [num_rows, num_rows, num_rows + 1])
+        num_tokens = query_starts[-1]
+        token_ids, positions = values.new_empty(2, num_tokens).unbind()
+        kv_slots = torch.empty(num_tokens, dtype=torch.int64, device=self._device)
+        context_lens = torch.empty_like(slots)
+        gather_chunks(
+            slots,
+            starts,
+            offsets,
+            tables.token_table,
+            tables.block_tables,
+            tables.block_size,
+            max(batch.num_tokens),
+            token_ids,
+            positions,
+            kv_slots,
+            context_lens,
+        )
+        states = self._model(
+            DeviceStep(
+                token_ids=token_ids,
+                positions=positions,
+                kv_slots=kv_slots,
+                slots=slots,
+                context_lens=context_lens,
+                num_decodes=batch.num_decodes,
+                chunk_starts=offsets[batch.num_decodes :] - batch.num_decodes,
+                block_tables=tables.block_tables,
+            )
+        )
+        store_lengths(slots, context_lens, tables.lengths)
+        return states, slots, context_lens
+
+    def _read_prompts(self, parts: list[PromptPart], states: Tensor) -> tuple[PromptOutput, ...]:
+        if not parts:
+            return ()
+        normed = self._model.normed(states)
+        return self._prompts.read(parts, normed, self._tables.token_table)

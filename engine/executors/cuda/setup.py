@@ -1,0 +1,326 @@
+"""From a config to a `CudaExecutor`: the weights, the memory left beside them, the graphs.
+
+The KV pool gets what `--gpu-memory-utilization` leaves after the weights, the largest step's
+activations (measured by running one) and what else is on the device. The ledger in the log says
+where every byte went, and an error which flag to change to what.
+"""
+
+import gc
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from penstock.engine.attention.backends import make_attention
+from penstock.engine.attention.gathered import gathered_attention
+from penstock.engine.config import EngineConfig
+from penstock.engine.executor import ModelInfo
+from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
+from penstock.engine.executors.cuda.device import CudaGpu, Gpu
+from penstock.engine.executors.cuda.device_tables import DeviceTables
+from penstock.engine.executors.cuda.executor import CudaExecutor
+from penstock.engine.executors.cuda.graphs import captured_sizes
+from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES
+from penstock.engine.executors.loading import (
+    Ledger,
+    Phases,
+    choose_device,
+    choose_dtype,
+    describe,
+    weight_source,
+)
+from penstock.engine.kernels.linear import MAX_ROWS
+from penstock.engine.memory.gpu_budget import (
+    Room,
+    check_weights,
+    graph_bytes,
+    out_of_memory,
+    pool_advice,
+    pool_bytes,
+)
+from penstock.engine.memory.kv_pool import (
+    KVPool,
+    PoolSize,
+    kv_bytes_per_token,
+    longest_sequence,
+    size_pool,
+)
+from penstock.engine.memory.machine import num_cores
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.llama import LlamaModel
+from penstock.engine.sampling.grammar import Grammars, GrammarTable
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.types import (
+    BlockCopy,
+    PromptAsk,
+    SamplingParams,
+    ScheduledBatch,
+    SlotAssignment,
+    TableUpdate,
+)
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_BLOCK_SIZE = 64
+# The scheduler's lists of them cost the host some 50 bytes each; no model of use needs so many.
+_MAX_BLOCKS = 2**20
+# Reading is bound by the disk and by page faults, and more threads only take turns at those.
+_MAX_LOAD_THREADS = 16
+# All that a row may ask of the sampler at once, for the largest step; filters alone; and nothing.
+_COSTLY = SamplingParams(
+    max_tokens=1,
+    temperature=1.0,
+    top_k=100,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    num_logprobs=20,
+)
+_FILTERED = SamplingParams(max_tokens=1, top_p=0.9)
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+def build_cuda_executor(
+    config: EngineConfig, model_dir: Path, gpu: Gpu | None = None
+) -> CudaExecutor:
+    """Loads, measures, captures. Raises InvalidConfig for what does not fit, or no such GPU."""
+    gpu = gpu or CudaGpu(choose_device(config.device))
+    phases = Phases()
+    try:
+        return _Setup(config, model_dir, gpu, phases).build()
+    except RuntimeError as error:
+        # torch.OutOfMemoryError, or the driver's own where torch was not asked.
+        if "out of memory" not in str(error).lower():
+            raise
+        logger.exception("the GPU's memory ran out")
+        raise InvalidConfig(out_of_memory(config, phases.current)) from error
+    except OutOfResources as error:  # large heads on a small GPU, in float32 above all
+        raise InvalidConfig(
+            f"{gpu.name} allows a kernel {error.limit} bytes of {error.name}, and with this "
+            f"model's head size and type ours needs {error.required}; use --dtype bfloat16, or "
+            "--attention-backend torch"
+        ) from error
+
+
+class _Setup:
+    """What the steps of the setup share."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path, gpu: Gpu, phases: Phases) -> None:
+        self._config = config
+        self._model_dir = model_dir
+        self._gpu = gpu
+        self._phases = phases
+        self._model = ModelConfig.from_dir(model_dir)
+        self._dtype = choose_dtype(config.dtype, gpu.device)
+        self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
+        self._block_bytes = self._block_size * kv_bytes_per_token(self._model, self._dtype)
+        self._max_len = longest_sequence(config.max_model_len, self._model.max_model_len)
+        self._bandwidth: float | None = None
+        self._flops: float | None = None
+        grammars = Grammars.of_model(
+            model_dir, self._model.vocab_size, self._model.eos_token_ids, config.load_format
+        )
+        self._grammars = GrammarTable(
+            grammars, config.scheduler.max_num_seqs, self._model.vocab_size
+        )
+
+    @torch.inference_mode()
+    def build(self) -> CudaExecutor:
+        gpu, phases = self._gpu, self._phases
+        self._check_weights(gpu.total_bytes - gpu.used_bytes())
+        with phases.timed("bandwidth"):
+            self._bandwidth = gpu.copy_bandwidth()
+        with phases.timed("flops"):
+            self._flops = gpu.matmul_flops(self._dtype)
+        used_before = gpu.used_bytes()
+        with phases.timed("weights"):
+            llama = self._load()
+            used = gpu.used_bytes()
+        weights = max(0, used - used_before)
+        with phases.timed("activations"):
+            activations = self._measure_step(llama, used)
+        with phases.timed("kv_pool"):
+            graphs = graph_bytes(self._num_graphs, activations)
+            room = Room(total=gpu.total_bytes, used=used, reserved=activations + graphs)
+            size = self._size_pool(room)
+            executor = self._executor(llama, size, use_graphs=self._uses_graphs)
+            used = gpu.used_bytes()
+        with phases.timed("graphs"):
+            executor.capture()
+            gpu.release()
+        pool = (size.num_blocks + 1) * self._block_bytes
+        Ledger(
+            total=gpu.total_bytes,
+            others=max(0, used - weights - pool),
+            weights=weights,
+            kv_pool=pool,
+            activations=activations,
+            graphs=max(0, gpu.used_bytes() - used),
+        ).log(size, self._block_size)
+        return executor
+
+    @property
+    def _uses_graphs(self) -> bool:
+        return not self._config.enforce_eager
+
+    @property
+    def _num_graphs(self) -> int:
+        if not self._uses_graphs:
+            return 0
+        num_sizes = len(captured_sizes(self._config.scheduler.max_num_seqs))
+        return num_sizes * len(GRAPH_MODES) + len(CHUNK_SIZES)
+
+    def _check_weights(self, free: int) -> None:
+        num_bytes = self._model.num_parameters * self._dtype.itemsize
+        dtype = str(self._dtype).removeprefix("torch.")
+        check_weights(self._gpu.name, self._gpu.total_bytes, free, num_bytes, dtype)
+
+    def _load(self) -> LlamaModel:
+        """Each weight is read once, by one of several threads, to where it stays."""
+        torch.set_num_threads(1)  # the threads that read are Python's
+        empty = partial(torch.empty, dtype=self._dtype, device=self._gpu.device)
+        config = self._config
+        return LlamaModel(
+            self._model,
+            weight_source(config.load_format, self._model_dir, empty),
+            PlainLinear,
+            gathered_attention,
+            max_model_len=self._max_len,
+            device=self._gpu.device,
+            num_load_threads=config.num_threads or min(_MAX_LOAD_THREADS, num_cores()),
+        )
+
+    def _measure_step(self, llama: LlamaModel, used: int) -> int:
+        """The bytes that the largest step takes beside weights and pool.
+
+        Runs one, with all its keys and values in a pool of one block; and before it small ones, so
+        that whatever is asked later no kernel has to be compiled while requests wait.
+        """
+        size = PoolSize(num_blocks=0, max_model_len=self._max_len)
+        executor = self._executor(llama, size, use_graphs=False)
+        if self._gpu.device.type == "cuda" and self._max_len > 1:
+            for batch in small_steps(self._config.scheduler.max_num_seqs):
+                executor.execute(batch).wait()
+        batch = largest_step(self._config.scheduler, self._max_len, self._block_size)
+        executor.execute(batch).wait()
+        # Torch gives nothing back by itself, so this is the peak; kernels' code is in it too.
+        peak = self._gpu.used_bytes()
+        del executor
+        gc.collect()
+        self._gpu.release()
+        return max(0, peak - used)
+
+    def _size_pool(self, room: Room) -> PoolSize:
+        config = self._config
+        return size_pool(
+            # One block is kept for the rows that only fill a graph.
+            budget=pool_bytes(config, room) - self._block_bytes,
+            most_blocks=_MAX_BLOCKS,
+            block_size=self._block_size,
+            block_bytes=self._block_bytes,
+            max_len=self._max_len,
+            may_cut=config.max_model_len is None,
+            advice=lambda needed: pool_advice(config, room)(needed + self._block_bytes),
+        )
+
+    def _executor(self, llama: LlamaModel, size: PoolSize, *, use_graphs: bool) -> CudaExecutor:
+        scheduler, device = self._config.scheduler, self._gpu.device
+        num_blocks, block_size = size.num_blocks, self._block_size
+        pool = KVPool(self._model, num_blocks + 1, block_size, self._dtype, device)
+        attention = make_attention(
+            self._config,
+            self._model,
+            block_size=block_size,
+            dtype=self._dtype,
+            device=device,
+            max_rows=scheduler.max_num_seqs,
+            max_tokens=scheduler.max_num_batched_tokens,
+        )
+        tables = DeviceTables(
+            scheduler.max_num_seqs, size.max_model_len, block_size, num_blocks, device
+        )
+        return CudaExecutor(
+            FusedModel(llama, pool, attention, scheduler.max_num_seqs),
+            pool,
+            tables,
+            self._grammars,
+            self._describe(size),
+            max_num_seqs=scheduler.max_num_seqs,
+            use_graphs=use_graphs,
+        )
+
+    def _describe(self, size: PoolSize) -> ModelInfo:
+        return describe(
+            self._model,
+            self._dtype,
+            self._gpu.name,
+            size,
+            self._block_size,
+            self._bandwidth,
+            self._phases.seconds,
+            self._flops,
+        )
+
+
+def small_steps(max_num_seqs: int) -> Iterator[ScheduledBatch]:
+    """One of prompts and one of decodes for each way to sample, with so many rows that each way
+    through a layer is taken."""
+    for num_rows in sorted({1, min(MAX_ROWS, max_num_seqs), max_num_seqs}):
+        for sampling in (_COSTLY, _FILTERED, _GREEDY):
+            assignments = tuple(_assignment(slot, 1, 1, sampling) for slot in range(num_rows))
+            yield _batch([1] * num_rows, assignments, num_decodes=0)
+            yield _batch([1] * num_rows, (), num_decodes=num_rows)
+
+
+def largest_step(scheduler: SchedulerConfig, max_model_len: int, block_size: int) -> ScheduledBatch:
+    """As many tokens and sampling rows as a step may have, all in block 0, asking all they can."""
+    num_rows = scheduler.max_num_seqs
+    counts = [1] * num_rows
+    left = scheduler.max_num_batched_tokens - num_rows
+    for row in range(num_rows):
+        more = min(left, max_model_len - 1)
+        counts[row] += more
+        left -= more
+    assignments = tuple(
+        _assignment(slot, count, -(-count // block_size), _COSTLY)
+        for slot, count in enumerate(counts)
+    )
+    return _batch(counts, assignments, num_decodes=0)
+
+
+def _assignment(
+    slot: int, num_tokens: int, num_blocks: int, sampling: SamplingParams
+) -> SlotAssignment:
+    return SlotAssignment(
+        slot=slot,
+        token_ids=(0,) * num_tokens,
+        num_prompt_tokens=num_tokens,
+        block_ids=(0,) * num_blocks,
+        sampling=sampling,
+        seed=0,
+        ask=PromptAsk(1, None) if slot == 0 else None,
+    )
+
+
+def _batch(
+    counts: list[int], assignments: tuple[SlotAssignment, ...], *, num_decodes: int
+) -> ScheduledBatch:
+    num_rows = len(counts)
+    return ScheduledBatch(
+        step=0,
+        assignments=assignments,
+        table_updates=(TableUpdate(0, 0, 0),),
+        copies=(BlockCopy(0, 0),),
+        slots=tuple(range(num_rows)),
+        # Of decodes the device knows it: in `small_steps` they stand behind one token.
+        starts=(1 if num_decodes else 0,) * num_rows,
+        num_tokens=tuple(counts),
+        samples=(True,) * num_rows,
+        num_decodes=num_decodes,
+    )

@@ -1,0 +1,123 @@
+"""What the start of every executor has in common: where the model goes, from where, and at what
+cost in time and memory."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from penstock.engine.config import Device, Dtype, LoadFormat
+from penstock.engine.executor import ModelInfo
+from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
+from penstock.engine.memory.kv_pool import PoolSize, kv_bytes_per_token
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
+from penstock.scheduler.errors import InvalidConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Phases:
+    """How long each phase of a start took, in seconds. current: the last that began."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    current: str = ""
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        self.current = phase
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = time.perf_counter() - start
+        logger.info("%s: %.2f s", phase, self.seconds[phase])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Where a device's memory goes, in bytes.
+
+    others: what was taken when we came. activations: the most that a step needs beside the rest.
+    None: not measured on this device, or not a part of it.
+    """
+
+    total: int
+    others: int
+    weights: int
+    kv_pool: int
+    activations: int | None = None
+    graphs: int | None = None
+
+    @property
+    def free(self) -> int:
+        parts = (self.others, self.weights, self.kv_pool, self.activations, self.graphs)
+        return self.total - sum(part or 0 for part in parts)
+
+    def log(self, size: PoolSize, block_size: int) -> None:
+        notes = {"kv_pool": f"{size.num_blocks} blocks, {size.num_blocks * block_size} tokens"}
+        logger.info("memory, in GiB:")
+        for name in ("weights", "kv_pool", "activations", "graphs", "others", "free", "total"):
+            num_bytes = getattr(self, name)
+            if num_bytes is not None:
+                note = f"  ({notes[name]})" if name in notes else ""
+                logger.info("%12s %9.3f%s", name, num_bytes / 2**30, note)
+
+
+def choose_device(wanted: Device) -> torch.device:
+    """Raises InvalidConfig where there is no such device."""
+    has_cuda = torch.cuda.is_available()
+    if wanted is Device.CUDA and not has_cuda:
+        raise InvalidConfig("--device is cuda, but torch finds no GPU here; use --device cpu")
+    on_cuda = has_cuda if wanted is Device.AUTO else wanted is Device.CUDA
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+
+
+def choose_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
+    if wanted is Dtype.AUTO:
+        return torch.bfloat16 if computes_bfloat16(device) else torch.float32
+    return {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}[wanted]
+
+
+def weight_source(load_format: LoadFormat, model_dir: Path, empty: Empty) -> WeightSource:
+    if load_format is LoadFormat.DUMMY:
+        return RandomWeights(empty)
+    return Checkpoint(model_dir, empty)
+
+
+def describe(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device_name: str,
+    size: PoolSize,
+    block_size: int,
+    measured_bandwidth: float | None,
+    load_seconds: dict[str, float],
+    measured_flops: float | None = None,
+) -> ModelInfo:
+    """load_seconds may still grow; it is kept, not copied."""
+    return ModelInfo(
+        architecture=model.family,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device_name,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        max_model_len=size.max_model_len,
+        block_size=block_size,
+        num_blocks=size.num_blocks,
+        eos_token_ids=model.eos_token_ids,
+        num_parameters=model.num_parameters,
+        weight_bytes=model.num_step_weights * dtype.itemsize,
+        kv_bytes_per_token=kv_bytes_per_token(model, dtype),
+        flops_per_token=2 * model.num_layers * model.num_layer_weights,
+        flops_per_sampled_token=2 * model.vocab_size * model.hidden_size,
+        flops_per_attention_pair=4 * model.num_layers * model.num_heads * model.head_dim,
+        peak_bandwidth_bytes_per_s=peak_bandwidth(device_name),
+        measured_bandwidth_bytes_per_s=measured_bandwidth,
+        peak_flops_per_s=peak_flops(device_name, dtype),
+        measured_flops_per_s=measured_flops,
+        load_seconds=load_seconds,
+    )

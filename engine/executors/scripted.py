@@ -1,0 +1,281 @@
+"""`ScriptedExecutor`: deterministic tokens without a model, through a real paged KV pool.
+
+The pool holds, where a model keeps keys and values, each position's token id and a digest of all
+tokens up to it. A sampled id is a function of the seed and of what lies in the pool, read through
+the block table as attention would. So a block that is shared, copied, reused or forgotten at the
+wrong moment changes the output, and a test that compares ids has seen it.
+
+What it tells of a prompt comes from the pool too. At a position where a greedy answer would have
+the id b, the id (b + i) modulo the vocabulary has rank i + 1 and the logprob -i, so that the
+script's own choice has rank 1 and the logprob 0. The state of a position is `HIDDEN_SIZE` numbers
+in [-0.5, 0.5), made of the digest of all ids up to it.
+"""
+
+import struct
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from penstock.engine.executor import ModelInfo, PendingTokens
+from penstock.engine.sampling.grammar import GrammarTable
+from penstock.scheduler.types import (
+    Pooling,
+    PromptLogprobs,
+    PromptOutput,
+    SampledTokens,
+    SamplingParams,
+    ScheduledBatch,
+    SlotAssignment,
+    TokenLogprobs,
+)
+
+HIDDEN_SIZE = 16  # numbers in an embedding
+_MIX = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def _mix(state: int, value: int) -> int:
+    """A round of splitmix64 over both. Source: Steele et al. 2014 (doi:10.1145/2660193.2660195)."""
+    z = (state ^ (value * _MIX)) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+class _Slot:
+    """The per-slot tables of a device, for one slot."""
+
+    def __init__(self, assignment: SlotAssignment) -> None:
+        self.token_ids = dict(enumerate(assignment.token_ids))
+        self.block_ids = list(assignment.block_ids)
+        self.num_prompt_tokens = assignment.num_prompt_tokens
+        self.sampling = assignment.sampling
+        self.seed = assignment.seed
+        self.ask = assignment.ask
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        self.state_sums = [0.0] * HIDDEN_SIZE
+
+
+class ScriptedExecutor:
+    """Runs batches by arithmetic on token ids.
+
+    token_at: (digest of seed and context, position of the new token) -> its id; by default spread
+    over the vocabulary without the first three ids, where special tokens usually are. paranoid:
+    read the whole context for every id and not only its end. step_s: from a step to the next, at
+    least.
+    grammars: without it there is no structured output.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        *,
+        runs_ahead: bool = False,
+        paranoid: bool = False,
+        step_s: float = 0.0,
+        token_at: Callable[[int, int], int] | None = None,
+        grammars: GrammarTable | None = None,
+    ) -> None:
+        self._info = info
+        self._runs_ahead = runs_ahead
+        self._paranoid = paranoid
+        self._step_s = step_s
+        self._next_step_s = 0.0  # in time.monotonic()
+        self._grammars = grammars
+        num_words = max(1, info.vocab_size - 3)
+        self._token_at = token_at or (lambda digest, _: 3 % info.vocab_size + digest % num_words)
+        num_positions = info.num_blocks * info.block_size
+        self._pool_ids = [-1] * num_positions
+        self._pool_digests = [0] * num_positions
+        self._slots: dict[int, _Slot] = {}
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._runs_ahead
+
+    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
+        return self._grammars.compile(sampling) if self._grammars else None
+
+    def execute(self, batch: ScheduledBatch) -> PendingTokens:
+        if self._step_s:
+            now_s = time.monotonic()
+            time.sleep(max(0.0, self._next_step_s - now_s))
+            # On from when it was due, so that sleeping too long is made good; a late one is not.
+            self._next_step_s = max(self._next_step_s, now_s) + self._step_s
+        self._apply(batch)
+        sampling_slots = [
+            s for s, samples in zip(batch.slots, batch.samples, strict=True) if samples
+        ]
+        if self._grammars:
+            self._grammars.start(sampling_slots)
+            self._grammars.wait()
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        prompts: list[PromptOutput] = []
+        rows = zip(batch.slots, batch.starts, batch.num_tokens, batch.samples, strict=True)
+        for slot_id, start, num_tokens, samples in rows:
+            slot = self._slots[slot_id]
+            self._write(slot, start, num_tokens)
+            if slot.ask:
+                prompts += self._read_prompt(slot, start, start + num_tokens)
+            if samples:
+                allowed = self._allowed_ids(slot_id)
+                token_ids.append(self._sample(slot, start + num_tokens, allowed))
+                logprobs.append(self._logprobs(slot, token_ids[-1]))
+        wants_logprobs = any(entry is not None for entry in logprobs)
+        advance = self._grammars.advance if self._grammars else None
+        return _Done(
+            SampledTokens(
+                step=batch.step,
+                token_ids=token_ids,
+                logprobs=logprobs if wants_logprobs else None,
+                failed=advance(sampling_slots, token_ids) if advance else frozenset(),
+                prompts=tuple(prompts),
+            )
+        )
+
+    def _allowed_ids(self, slot_id: int) -> list[int] | None:
+        """Those that its grammar allows, where it has one."""
+        if self._grammars is None or not self._grammars.is_constrained(slot_id):
+            return None
+        return self._grammars.allowed_ids(slot_id)
+
+    def _apply(self, batch: ScheduledBatch) -> None:
+        size = self._info.block_size
+        for assignment in batch.assignments:
+            self._slots[assignment.slot] = _Slot(assignment)
+            if self._grammars:
+                self._grammars.assign(assignment)
+        for slot_id, index, block_id in batch.table_updates:
+            block_ids = self._slots[slot_id].block_ids
+            block_ids[index : index + 1] = [block_id]
+        for source, target in batch.copies:
+            for pool in (self._pool_ids, self._pool_digests):
+                pool[target * size : (target + 1) * size] = pool[
+                    source * size : (source + 1) * size
+                ]
+
+    def _write(self, slot: _Slot, start: int, num_tokens: int) -> None:
+        """As a forward pass writes keys and values: each depends on all positions before it."""
+        for position in range(start, start + num_tokens):
+            before = self._pool_digests[self._place(slot, position - 1)] if position else 0
+            place = self._place(slot, position)
+            self._pool_ids[place] = slot.token_ids[position]
+            self._pool_digests[place] = _mix(before, slot.token_ids[position] + 1)
+
+    def _sample(self, slot: _Slot, length: int, allowed: list[int] | None) -> int:
+        digest = self._digest(slot, length)
+        if slot.sampling.temperature > 0:
+            digest = _mix(digest, slot.seed)
+        token_id = self._token_at(digest, length)
+        if allowed and token_id not in allowed:
+            token_id = allowed[digest % len(allowed)]
+        slot.token_ids[length] = token_id
+        return token_id
+
+    def _digest(self, slot: _Slot, length: int) -> int:
+        """Of its first `length` tokens, as the pool has them."""
+        if not self._paranoid:
+            return self._pool_digests[self._place(slot, length - 1)]
+        digest = 0
+        for position in range(length):
+            digest = _mix(digest, self._pool_ids[self._place(slot, position)] + 1)
+        return digest
+
+    def _read_prompt(self, slot: _Slot, start: int, end: int) -> list[PromptOutput]:
+        """Gathers what is asked of the positions just written; gives it where they end a prompt."""
+        assert slot.ask
+        num_prompt, (num_top, pooling) = slot.num_prompt_tokens, slot.ask
+        if num_top is not None:
+            slot.prompt_logprobs += [
+                self._score(slot, position, num_top)
+                for position in range(start + 1, min(end, num_prompt - 1) + 1)
+            ]
+        for position in range(start, end):
+            if pooling is Pooling.MEAN or (pooling and position == num_prompt - 1):
+                state = _state(self._digest(slot, position + 1))
+                slot.state_sums = [a + b for a, b in zip(slot.state_sums, state, strict=True)]
+        if end < num_prompt:
+            return []
+        slot.ask = None
+        count = num_prompt if pooling is Pooling.MEAN else 1
+        return [
+            PromptOutput(
+                slot.prompt_logprobs if num_top is not None else None,
+                _floats([x / count for x in slot.state_sums]) if pooling else None,
+            )
+        ]
+
+    def _score(self, slot: _Slot, position: int, num_top: int) -> PromptLogprobs:
+        """Of the token at `position`, given those before it."""
+        vocab_size = self._info.vocab_size
+        best = self._token_at(self._digest(slot, position), position)
+        distance = (slot.token_ids[position] - best) % vocab_size
+        top = tuple(((best + i) % vocab_size, float(-i)) for i in range(min(num_top, vocab_size)))
+        return PromptLogprobs(float(-distance), distance + 1, top)
+
+    def _place(self, slot: _Slot, position: int) -> int:
+        size = self._info.block_size
+        return slot.block_ids[position // size] * size + position % size
+
+    def _logprobs(self, slot: _Slot, token_id: int) -> TokenLogprobs | None:
+        """The script is certain of what it says: probability 1."""
+        num_top = slot.sampling.num_logprobs
+        if num_top is None:
+            return None
+        return TokenLogprobs(0.0, ((token_id, 0.0),) if num_top else ())
+
+
+def _state(digest: int) -> list[float]:
+    return [_mix(digest, i) / 2**64 - 0.5 for i in range(HIDDEN_SIZE)]
+
+
+def _floats(values: list[float]) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+class _Done:
+    """A step that has run already."""
+
+    def __init__(self, sampled: SampledTokens) -> None:
+        self._sampled = sampled
+
+    def wait(self) -> SampledTokens:
+        return self._sampled
+
+
+def scripted_info(
+    *,
+    vocab_size: int = 512,
+    max_model_len: int = 2048,
+    block_size: int = 16,
+    num_blocks: int = 4096,
+    eos_token_ids: tuple[int, ...] = (2,),
+) -> ModelInfo:
+    """The `ModelInfo` of a model that is not there: vocabulary and blocks, and no weights."""
+    return ModelInfo(
+        architecture="scripted",
+        dtype="none",
+        device="cpu",
+        vocab_size=vocab_size,
+        hidden_size=HIDDEN_SIZE,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        eos_token_ids=eos_token_ids,
+        num_parameters=0,
+        weight_bytes=0,
+        kv_bytes_per_token=0,
+        flops_per_token=0,
+        flops_per_sampled_token=0,
+        flops_per_attention_pair=0,
+        peak_bandwidth_bytes_per_s=None,
+        measured_bandwidth_bytes_per_s=None,
+        peak_flops_per_s=None,
+        load_seconds={},
+    )

@@ -1,0 +1,1 @@
+"""The engine as a process of its own: the client in the server, the messages, the process."""

@@ -1,0 +1,161 @@
+"""The engine process: `python -m penstock.engine.ipc.process ENDPOINT < config`.
+`penstock.engine.ipc.client` starts it.
+
+It dies with its parent, in two ways: the kernel kills it (PR_SET_PDEATHSIG), and where that does
+not reach (another system, or the moment before it is set) it sees its standard input end. Its last
+word to the parent says why it ends.
+"""
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import zmq
+
+from penstock.engine import logs
+from penstock.engine.config import EngineConfig
+from penstock.engine.executor import Executor
+from penstock.engine.ipc.messages import Failed, FromEngine, Ready, ToEngine
+from penstock.engine.loop import EngineLoop
+from penstock.scheduler.errors import PenstockError
+from penstock.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+BuildExecutor = Callable[[EngineConfig], Executor]
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Pipe:
+    """Both directions of the socket to the server process."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop, never block: the server reads always
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 1000)  # ms for the last word to get out
+        self._socket.connect(endpoint)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
+        """See `penstock.engine.loop.Inbox`."""
+        if timeout_s != 0:
+            timeout_ms = None if timeout_s is None else round(timeout_s * 1000)
+            if not self._socket.poll(timeout_ms):
+                return
+        while True:
+            try:
+                yield self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+
+    def close(self) -> None:
+        self._socket.close()
+        zmq.Context.instance().term()
+
+
+def build_executor(config: EngineConfig) -> Executor:
+    """The executor that the config asks for, its model loaded. Raises PenstockError."""
+    if config.scripted:
+        from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
+        from penstock.engine.models.config import ModelConfig
+        from penstock.engine.sampling.grammar import Grammars, GrammarTable
+
+        model = ModelConfig.from_dir(Path(config.model))
+        info = scripted_info(
+            vocab_size=model.vocab_size,
+            max_model_len=config.max_model_len or model.max_model_len,
+            block_size=config.block_size or 16,
+            eos_token_ids=model.eos_token_ids,
+        )
+        grammars = Grammars.of_model(
+            Path(config.model), info.vocab_size, info.eos_token_ids, config.load_format
+        )
+        table = GrammarTable(grammars, config.scheduler.max_num_seqs, info.vocab_size)
+        return ScriptedExecutor(info, grammars=table, step_s=config.scripted_step_s)
+    from penstock.engine.executors.loading import choose_device
+
+    if choose_device(config.device).type == "cuda":
+        from penstock.engine.executors.cuda.setup import build_cuda_executor
+
+        return build_cuda_executor(config, Path(config.model))
+    from penstock.engine.executors.cpu import CpuExecutor
+
+    return CpuExecutor(config, Path(config.model))
+
+
+def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
+    """Loads, says so, and steps until the process is ended from outside or by an error."""
+    executor = build(config)
+    info = executor.info
+    scheduler = Scheduler(
+        config.scheduler,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+    )
+    gc.collect()
+    gc.freeze()  # what is loaded stays: no collection has to walk it again in the middle of a step
+    pipe.send(Ready(info))
+    EngineLoop(scheduler, executor, pipe, pipe.send).run()
+
+
+def main(build: BuildExecutor = build_executor) -> None:
+    """Never returns."""
+    _die_with_parent()
+    # The terminal and some service managers signal the whole group. The server decides when the
+    # engine ends, because it may have requests to finish first.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    pipe = Pipe(sys.argv[1])
+    try:
+        config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+        threading.Thread(target=_exit_at_end_of_input, daemon=True).start()
+        logs.configure(config.log_level, config.log_format)
+        serve(config, pipe, build)
+    except PenstockError as error:
+        _end(pipe, str(error), 2)
+    except BaseException as error:
+        logger.exception("the engine ends")
+        # A CUDA error goes on for lines, of use to who reads the log only.
+        first_line = str(error).strip().partition("\n")[0]
+        _end(pipe, f"{type(error).__name__}: {first_line}", 1)
+
+
+def _end(pipe: Pipe, why: str, code: int) -> NoReturn:
+    """At once: what Python would free and wait for on its way out may hang on a GPU that failed."""
+    pipe.send(Failed(why))
+    pipe.close()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def _exit_at_end_of_input() -> None:
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

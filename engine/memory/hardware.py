@@ -1,0 +1,117 @@
+"""What the device can do at most: the datasheet's peaks, and what is measured here."""
+
+import statistics
+import time
+import tomllib
+from collections.abc import Callable
+from importlib import resources
+from itertools import pairwise
+
+import torch
+
+from penstock.engine.memory.host import zeros_on_touch
+
+
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 is computed by the hardware, and not emulated at the price of speed."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    # Private, but the only way to ask; where torch has renamed them, float32 is always right.
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in names)
+
+
+def peak_bandwidth(device_name: str) -> float | None:
+    """Bytes per second by the datasheet, or None for a device that configs/ does not list."""
+    return _datasheet(device_name).get("bandwidth_bytes_per_s")
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Operations per second by the datasheet, without sparsity. None where it is not listed.
+
+    Only of bfloat16: what float32 is multiplied in depends on torch's settings.
+    """
+    return _datasheet(device_name).get("bf16_flops") if dtype is torch.bfloat16 else None
+
+
+def _datasheet(device_name: str) -> dict[str, float]:
+    try:
+        text = (
+            resources.files("penstock.configs")
+            .joinpath("hardware.toml")
+            .read_text(encoding="utf-8")
+        )
+    except (ModuleNotFoundError, FileNotFoundError):
+        return {}
+    for entry in tomllib.loads(text)["device"]:
+        if entry["name"] in device_name:
+            return {key: float(value) for key, value in entry.items() if key != "name"}
+    return {}
+
+
+def read_bandwidth(num_bytes: int, repeats: int = 3) -> float:
+    """Bytes per second that this process's torch threads read from memory: the best of a few.
+
+    num_bytes should be far more than the last cache holds. Integers are summed, whose additions
+    cost so little that the memory is what is measured.
+    """
+    buffer = zeros_on_touch((num_bytes // 8,), torch.int64).fill_(1)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        buffer.sum()
+        best = min(best, time.perf_counter() - start)
+    return num_bytes / best
+
+
+def matmul_flops(dtype: torch.dtype, size: int = 768, repeats: int = 3) -> float:
+    """Operations per second of this process's torch threads in a large product: the best of a few.
+
+    size: of the square matrices, large enough to be bound by arithmetic, and a few ms long.
+    """
+    left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
+    torch.mm(left, right)  # the first one also sets up
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.mm(left, right)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def gpu_matmul_flops(
+    device: torch.device, dtype: torch.dtype, size: int = 8192, repeats: int = 9
+) -> float:
+    """Operations per second of a GPU in a large product: the median, as `copy_bandwidth`'s is.
+
+    size: of the square matrices. At 8,192 one takes 1.4 ms of an H200 in bfloat16.
+    """
+    # Random with both signs: a GPU multiplies zeros faster, for it draws less power.
+    left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    out = torch.mm(left, right)
+    times_s = _gpu_times_s(lambda: torch.mm(left, right, out=out), repeats)
+    return 2 * size**3 / statistics.median(times_s)
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int = 2**31, repeats: int = 9) -> float:
+    """Bytes per second that a GPU reads and writes when it copies: the median of some copies.
+
+    num_bytes: of each of the two buffers, far more than its caches hold; both are given back.
+    """
+    # Random, because zeros are copied faster than data is.
+    source = torch.empty(num_bytes // 4, dtype=torch.int32, device=device).random_()
+    target = torch.empty_like(source)
+    target.copy_(source)  # the first use of memory costs more
+    times_s = _gpu_times_s(lambda: target.copy_(source), repeats)
+    return 2 * source.nbytes / statistics.median(times_s)
+
+
+def _gpu_times_s(run: Callable[[], object], repeats: int) -> list[float]:
+    """The device's time of each of so many runs, one behind the other."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    marks[-1].synchronize()
+    return [float(a.elapsed_time(b)) / 1e3 for a, b in pairwise(marks)]

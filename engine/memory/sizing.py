@@ -1,0 +1,203 @@
+"""How many sequences a device carries: arithmetic on a model's config.json, no device needed.
+
+    python -m penstock.engine.memory.sizing configs/models/Llama-3.1-8B --device H100 --memory-gb 80
+
+Memory sets how many sequences of a length fit; the memory's bandwidth, how long a step of all of
+them takes at least. What a start then really takes is in the ledger that the server logs.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.engine.memory.hardware import peak_bandwidth
+from penstock.engine.memory.kv_pool import kv_bytes_per_token
+from penstock.engine.models.config import ModelConfig
+from penstock.scheduler.errors import InvalidConfig, PenstockError
+
+GB = 10**9
+# The largest step's activations, the graphs, and what CUDA itself holds: an estimate.
+OTHER_BYTES = 3 * GB
+CONTEXTS = (2_048, 8_192, 32_768)
+# Memory as the devices are called by; they have a few percent more.
+DEVICES = (("H100", 80), ("H200", 141))
+_DTYPE = torch.bfloat16
+_BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One device. utilization: as `--gpu-memory-utilization`."""
+
+    name: str
+    memory_bytes: int
+    utilization: float = 0.9
+    other_bytes: int = OTHER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """One model, in bfloat16, on one machine."""
+
+    model: ModelConfig
+    machine: Machine
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.num_parameters * _DTYPE.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token."""
+        return kv_bytes_per_token(self.model, _DTYPE)
+
+    @property
+    def kv_tokens(self) -> int:
+        """That the KV cache holds. 0 where the weights alone do not fit."""
+        machine = self.machine
+        share = int(machine.memory_bytes * machine.utilization)
+        return max(0, share - self.weight_bytes - machine.other_bytes) // self.token_bytes
+
+    def num_sequences(self, context: int) -> int:
+        """Of so many tokens each, prompt and answer, that are in the cache at the same time."""
+        return self.kv_tokens // context
+
+    def least_tpot_s(self, num_sequences: int, context: int) -> float | None:
+        """A decode step of so many, at the datasheet's bandwidth: no server can be faster.
+
+        None for a device that configs/hardware.toml does not list.
+        """
+        bandwidth = peak_bandwidth(self.machine.name)
+        if not bandwidth:
+            return None
+        weights = self.model.num_step_weights * _DTYPE.itemsize
+        return (weights + num_sequences * context * self.token_bytes) / bandwidth
+
+    def slot_bytes(self, max_model_len: int) -> int:
+        """What one more of `--max-num-seqs` costs on the device: its rows of the tables of tokens
+        and blocks, and one row of logits in float32."""
+        blocks = -(-max_model_len // _BLOCK_SIZE)
+        return 4 * (max_model_len + 1 + blocks + 1 + self.model.vocab_size)
+
+    def num_within(self, tpot_s: float, context: int, mbu: float) -> int:
+        """Sequences that run together at this TPOT where steps reach this share of the peak
+        bandwidth, memory set aside. 0 where the weights alone take longer."""
+        bandwidth = peak_bandwidth(self.machine.name) or 0.0
+        spare = tpot_s * bandwidth * mbu - self.model.num_step_weights * _DTYPE.itemsize
+        return max(0, int(spare / (context * self.token_bytes)))
+
+
+def table(sizings: Sequence[Sizing], names: Sequence[str], contexts: Sequence[int]) -> str:
+    """Markdown: for each context, how many sequences fit and the least TPOT with all of them."""
+    head = ["model", "device", "weights", "KV bytes a token", "KV cache holds"]
+    head += [f"fit at {context:,} tokens each, TPOT" for context in contexts]
+    rows = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
+    for name, sizing in zip(names, sizings, strict=True):
+        machine = sizing.machine
+        rows.append(
+            [
+                name,
+                f"{machine.name}, {machine.memory_bytes / GB:.0f} GB",
+                f"{sizing.weight_bytes / GB:.1f} GB",
+                f"{sizing.token_bytes:,}",
+                f"{sizing.kv_tokens:,} tokens",
+                *(_fit(sizing, context) for context in contexts),
+            ]
+        )
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _fit(sizing: Sizing, context: int) -> str:
+    num = sizing.num_sequences(context)
+    tpot_s = sizing.least_tpot_s(num, context)
+    if not num or tpot_s is None:
+        return f"{num:,}"
+    return f"{num:,}, {tpot_s * 1e3:.1f} ms"
+
+
+def example_table() -> str:
+    """The README's: two models of configs/models on two devices."""
+    models = Path(__file__).parents[2] / "configs" / "models"
+    names = [name for name in ("Llama-3.1-8B", "Qwen3-8B") for _ in DEVICES]
+    sizings = [
+        Sizing(
+            ModelConfig.from_dir(models / name),
+            Machine(name=device, memory_bytes=memory_gb * GB),
+        )
+        for name in ("Llama-3.1-8B", "Qwen3-8B")
+        for device, memory_gb in DEVICES
+    ]
+    return table(sizings, names, CONTEXTS)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        sizing = Sizing(ModelConfig.from_dir(options.model), _machine(options))
+    except PenstockError as error:
+        print(f"penstock: error: {error}", file=sys.stderr)
+        return 2
+    print(table([sizing], [options.model.name], options.context), end="")
+    max_len = sizing.model.max_model_len
+    print(
+        f"one sequence of {max_len:,} tokens, the model's longest: "
+        f"{max_len * sizing.token_bytes / GB:.1f} GB of the KV cache\n"
+        f"one more of --max-num-seqs at that length: {sizing.slot_bytes(max_len) / 1e6:.2f} MB"
+    )
+    if options.tpot_ms:
+        for context in options.context:
+            num = sizing.num_within(options.tpot_ms / 1e3, context, options.mbu)
+            fit = min(num, sizing.num_sequences(context))
+            print(
+                f"TPOT {options.tpot_ms:g} ms at MBU {options.mbu:g}, {context:,} tokens each: "
+                f"{fit:,} together"
+            )
+    return 0
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    """Raises InvalidConfig."""
+    if options.memory_gb <= 0 or not 0 < options.gpu_memory_utilization <= 1:
+        raise InvalidConfig("--memory-gb must be positive, --gpu-memory-utilization a share")
+    if any(context < 1 for context in options.context):
+        raise InvalidConfig("--context must be at least 1")
+    if not 0 < options.mbu <= 1 or (options.tpot_ms is not None and options.tpot_ms <= 0):
+        raise InvalidConfig("--mbu must be a share, --tpot-ms positive")
+    if options.tpot_ms and not peak_bandwidth(options.device):
+        raise InvalidConfig(
+            f"--tpot-ms needs the bandwidth of --device {options.device}, which is not in "
+            "configs/hardware.toml; add it there"
+        )
+    return Machine(
+        name=options.device,
+        memory_bytes=int(options.memory_gb * GB),
+        utilization=options.gpu_memory_utilization,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.engine.memory.sizing",
+        description="How many sequences of a model fit a GPU, and what TPOT they have at best.",
+    )
+    flag = parser.add_argument
+    flag("model", type=Path, help="a directory with a config.json, as configs/models/Qwen3-8B")
+    flag("--device", default="H200", help="as in configs/hardware.toml (default: %(default)s)")
+    flag("--memory-gb", type=float, default=141, metavar="GB", help="(default: %(default)s)")
+    flag("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
+         help="the server's flag (default: %(default)s)")  # fmt: skip
+    flag("--context", type=int, nargs="+", default=CONTEXTS, metavar="TOKENS",
+         help="of one sequence, prompt and answer (default: 2048 8192 32768)")  # fmt: skip
+    flag("--tpot-ms", type=float, metavar="MS", help="also: how many meet this (default: none)")
+    flag("--mbu", type=float, default=0.66, metavar="SHARE",
+         help="of the peak bandwidth that decode steps reach, for --tpot-ms; /metrics tells a "
+         "server's own (default: %(default)s)")  # fmt: skip
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

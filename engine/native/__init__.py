@@ -1,0 +1,1 @@
+"""The CPU step in C++, compiled for the processor it finds."""

@@ -1,0 +1,1 @@
+"""From logits to token ids: samplers, token bans, grammars, and what is read of prompts."""

@@ -1,0 +1,149 @@
+"""What is asked of a prompt: logprobs of its tokens, and one state that stands for all of it.
+
+A prompt may run in many steps. What each of them gives is gathered here, per slot, until the prompt
+ends; a preempted one starts again with a new assignment. Where a row's logits and states depend on
+its own sequence alone, so does what is told: both are taken in one order, however it is cut.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.engine.sampling.sampler import raw_logprobs
+from penstock.scheduler.types import (
+    Pooling,
+    PromptAsk,
+    PromptLogprobs,
+    PromptOutput,
+    ScheduledBatch,
+    SlotAssignment,
+)
+
+# Logits that are held together: 32 MiB of them, and as much again of their logprobs. At 151,936 ids
+# that is 55 rows, enough for the output layer's weights to be read seldom.
+_MAX_LOGITS = 2**23
+# States are added as integers, whose sum is the same in any order. One behind the norm is seldom
+# above 1,000: a million tokens of that fit, and what is cut off, 2e-10, float32 would not resolve.
+_INTEGER_ONE = 2.0**32
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """What is known so far of the prompt in `slot`. state: of LAST float64, of MEAN `_INTEGER_ONE`
+    times the sum."""
+
+    ask: PromptAsk
+    slot: int
+    num_tokens: int
+    logprobs: list[PromptLogprobs] = field(default_factory=list)
+    state: Tensor | None = None
+
+
+class PromptPart(NamedTuple):
+    """Tokens [start, end) of a prompt, which are a step's rows from first_row on."""
+
+    gathered: _Gathered
+    start: int
+    end: int
+    first_row: int
+
+    @property
+    def rows(self) -> range:
+        return range(self.first_row, self.first_row + self.end - self.start)
+
+
+class PromptReader:
+    """Per-slot records of what is asked and gathered."""
+
+    def __init__(self, vocab_size: int, to_logits: Callable[[Tensor], Tensor]) -> None:
+        """to_logits: (R, hidden_size) to (R, vocab_size) float32."""
+        self._vocab_size = vocab_size
+        self._to_logits = to_logits
+        self._gathered: dict[int, _Gathered] = {}
+
+    def assign(self, assignment: SlotAssignment) -> None:
+        """A sequence enters a slot."""
+        self._gathered.pop(assignment.slot, None)
+        if assignment.ask:
+            self._gathered[assignment.slot] = _Gathered(
+                assignment.ask, assignment.slot, assignment.num_prompt_tokens
+            )
+
+    def parts(self, batch: ScheduledBatch, query_starts: list[int]) -> list[PromptPart]:
+        """What of this step has to be read: the rows whose states `read` wants, in this order."""
+        if not self._gathered:
+            return []
+        parts = []
+        rows = zip(batch.slots, batch.starts, batch.num_tokens, query_starts[:-1], strict=True)
+        for slot, start, num_tokens, first_row in rows:
+            gathered = self._gathered.get(slot)
+            if gathered is None:
+                continue
+            end = start + num_tokens
+            if gathered.ask == (None, Pooling.LAST):  # only the prompt's last token is of interest
+                first_row, start = first_row + num_tokens - 1, end - 1
+                if end < gathered.num_tokens:
+                    continue
+            parts.append(PromptPart(gathered, start, end, first_row))
+        return parts
+
+    def read(
+        self, parts: list[PromptPart], states: Tensor, token_table: Tensor
+    ) -> tuple[PromptOutput, ...]:
+        """Takes in the states of the parts' rows; gives what is told of the prompts that end."""
+        outputs = []
+        of_parts = torch.split(states, [part.end - part.start for part in parts])
+        for part, part_states in zip(parts, of_parts, strict=True):
+            gathered = part.gathered
+            self._take(part, part_states, token_table)
+            if part.end == gathered.num_tokens:
+                del self._gathered[gathered.slot]
+                outputs.append(_output(gathered))
+        return tuple(outputs)
+
+    def _take(self, part: PromptPart, states: Tensor, token_table: Tensor) -> None:
+        gathered = part.gathered
+        num_logprobs, pooling = gathered.ask
+        if num_logprobs is not None:
+            # The prompt's last row tells of the answer's first token, which is not of the prompt.
+            next_ids = token_table[gathered.slot, part.start + 1 : gathered.num_tokens]
+            next_ids = next_ids[: len(states)]
+            if len(next_ids):
+                self._score(gathered.logprobs, states[: len(next_ids)], next_ids, num_logprobs)
+        if pooling is Pooling.LAST and part.end == gathered.num_tokens:
+            gathered.state = states[-1].double()
+        elif pooling is Pooling.MEAN:
+            part_sum = (states.double() * _INTEGER_ONE).long().sum(0)
+            gathered.state = part_sum if gathered.state is None else gathered.state + part_sum
+
+    def _score(
+        self, report: list[PromptLogprobs], states: Tensor, next_ids: Tensor, num_top: int
+    ) -> None:
+        """Appends, for each state, what it says of the id that comes next."""
+        size = max(1, _MAX_LOGITS // self._vocab_size)
+        slices = zip(torch.split(states, size), torch.split(next_ids, size), strict=True)
+        for some, ids in slices:
+            x = raw_logprobs(self._to_logits(some))
+            own = x.gather(1, ids.unsqueeze(1))
+            ranks = (x > own).sum(-1) + 1
+            best = x.topk(min(num_top, self._vocab_size))
+            columns = (own.squeeze(1), ranks, best.indices, best.values)
+            rows = zip(*(column.tolist() for column in columns), strict=True)
+            for logprob, rank, top_ids, top in rows:
+                pairs = zip(top_ids, top, strict=True)
+                report.append(PromptLogprobs(logprob, rank, tuple(pairs)))
+
+
+def _output(gathered: _Gathered) -> PromptOutput:
+    num_logprobs, pooling = gathered.ask
+    embedding = None
+    if pooling:
+        assert gathered.state is not None
+        count = gathered.num_tokens * _INTEGER_ONE if pooling is Pooling.MEAN else 1
+        values = (gathered.state.double() / count).tolist()
+        embedding = struct.pack(f"<{len(values)}f", *values)
+    return PromptOutput(gathered.logprobs if num_logprobs is not None else None, embedding)

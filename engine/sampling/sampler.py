@@ -1,0 +1,478 @@
+"""Logits to token ids: penalties, bias, temperature, filters, and one counter-based draw a row.
+
+The sampler owns what a slot's request asked for (`assign`), and knows nothing of models, blocks or
+text. It never writes to the caller's logits.
+
+**Order**, vLLM's but for the third: bias; repetition, frequency and presence penalties; what the
+grammar does not allow, and what else is forbidden (but where a grammar has come to its end, that
+end comes whatever forbids it); temperature; min-p and top-k; top-p of what those leave. Logprobs
+are of the raw logits, before all of it.
+
+**A filter is a threshold**, never a ranking: every token at least as likely as the last one that
+must stay, stays. Of tokens tied at the edge of a top-k or a nucleus all survive, so the survivors
+depend neither on a sort's order nor on the device.
+
+**The draw** is an inverse CDF in two levels (a block of 64 ids by the blocks' sums, then an id of
+the block), on two uniforms of the row's (seed, position) and nothing else: the same ids whatever
+shares the batch, in any row and slot, and after a preemption. Sums are compared as integers, which
+add up exactly in any order: u near 1 cannot run off the end, and weight 0 is never drawn. Gumbel
+noise would need 151,936 random numbers a row where this needs two: on one AVX-512 core (torch 2.13,
+batch 1) torch's own exponential noise takes 2.8 ms, the draw below 0.09 ms, the softmax 0.09 ms.
+
+**The generator** is SplitMix64 (Steele, Lea, Flood 2014; constants of Vigna's public-domain code):
+position p gets outputs 2p and 2p+1 of the stream that starts at mix(seed). It can be entered at any
+point, and is some 20 torch operations on 64-bit integers, 0.04 ms a step whatever the batch;
+Philox4x32-10 would serve as well, but its ten rounds of 32-bit words are 0.16 ms.
+
+**What cannot be sampled**: a NaN logit counts as -inf, and +inf as the largest float. A row in
+which nothing is above -inf gives id 0.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.engine.memory.host import sent, to_device
+from penstock.engine.sampling.grammar import GrammarTable
+from penstock.engine.sampling.token_bans import Forbidden, forbids_anything
+from penstock.scheduler.types import SamplingParams, TokenLogprobs
+
+# Ids that are summed, or whose maximum is taken, together. At 151,936 ids, 64 balances the two
+# levels: a row's block maxima cost 0.02 ms and leave 2,374 numbers for the second level.
+_BLOCK = 64
+# A lower temperature is greedy (vLLM's bound): its reciprocal would outgrow what float32 resolves.
+MIN_TEMPERATURE = 1e-5
+# Logits that are worked on together. On a CPU, 2 MiB of them are still cached when they are read
+# again; on CUDA few launches count for more, and 64 MiB, three times, bounds the memory.
+_CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**24}
+# Most nuclei are smaller than this; a larger one is found by bisection, some 20 times as slow.
+_NUCLEUS_GUESS = 128
+# Weights are compared as integers with the largest at 2**38: 2**14 of them sum to less than 2**53.
+_INTEGER_ONE = 2.0**38
+
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+
+
+class _Plan(NamedTuple):
+    """What a row needs beyond an argmax. Rows of one plan are chosen together."""
+
+    draws: bool
+    biased: bool
+    penalised: bool
+    constrained: bool
+    forbids: bool
+    min_p: bool
+    top_k: bool
+    top_p: bool
+
+
+class _Step(NamedTuple):
+    """What `sample` was called with, and two tensors of it: slot_ids (S,) and uniforms (S, 2)."""
+
+    logits: Tensor
+    slots: list[int]
+    lengths: list[int]
+    token_table: Tensor
+    prompt_lengths: list[int]
+    slot_ids: Tensor
+    uniforms: Tensor
+
+
+class Sampler:
+    """Per-slot tables of sampling parameters, and the one `sample` that reads them."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        grammars: GrammarTable | None = None,
+    ) -> None:
+        """grammars: the executor's own, which it starts and advances. None: there are none."""
+
+        def table(dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(max_num_seqs, 1, dtype=dtype, device=device)
+
+        self._vocab_size = vocab_size
+        self._device = device
+        self._chunk = max(1, _CHUNK_LOGITS[device.type] // vocab_size)
+        self._buffers = torch.empty(3, 0, 0)
+        self._plans: list[_Plan | None] = [None] * max_num_seqs
+        self._bias: list[tuple[Tensor, Tensor] | None] = [None] * max_num_seqs
+        self._forbidden: list[Forbidden | None] = [None] * max_num_seqs
+        self._grammars = grammars
+        self._masks = _GrammarMasks(grammars, device) if grammars else None
+        self._num_logprobs: dict[int, int] = {}
+        self._max_top_k = [0] * max_num_seqs
+        self._seed = table(torch.int64)
+        self._top_k = table(torch.int64)
+        self._inverse_temperature, self._top_p, self._log_min_p = table(), table(), table()
+        self._repetition, self._presence, self._frequency = table(), table(), table()
+
+    def assign(self, slot: int, sampling: SamplingParams, seed: int) -> None:
+        """A sequence enters `slot`. Bias on ids that the model does not have is ignored."""
+        # top_k 1 is an argmax even where two logits tie, which a threshold would keep both.
+        draws = sampling.temperature >= MIN_TEMPERATURE and sampling.top_k != 1
+        top_k = sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0
+        bias = [(i, value) for i, value in sampling.logit_bias if 0 <= i < self._vocab_size]
+        plan = _Plan(
+            draws=draws,
+            biased=bool(bias),
+            penalised=sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty != 0.0
+            or sampling.frequency_penalty != 0.0,
+            constrained=sampling.grammar is not None and self._grammars is not None,
+            forbids=forbids_anything(sampling),
+            min_p=draws and sampling.min_p > 0.0,
+            top_k=draws and top_k > 0,
+            top_p=draws and sampling.top_p < 1.0,
+        )
+        self._plans[slot] = plan if any(plan) else None
+        self._num_logprobs.pop(slot, None)
+        if sampling.num_logprobs is not None:
+            self._num_logprobs[slot] = sampling.num_logprobs
+        if plan.biased:
+            ids, values = zip(*bias, strict=True)
+            weights = to_device(values, torch.float32, self._device)
+            self._bias[slot] = (self._tensor(ids), weights)
+        if plan.forbids:
+            self._forbidden[slot] = Forbidden(sampling, self._vocab_size, self._device)
+        self._seed[slot] = _signed(mixed_seed(seed))
+        self._top_k[slot] = self._max_top_k[slot] = top_k
+        self._inverse_temperature[slot] = 1.0 / sampling.temperature if draws else 1.0
+        self._top_p[slot] = sampling.top_p
+        self._log_min_p[slot] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+        self._repetition[slot] = sampling.repetition_penalty
+        self._presence[slot] = sampling.presence_penalty
+        self._frequency[slot] = sampling.frequency_penalty
+
+    def sample(
+        self,
+        logits: Tensor,
+        slots: list[int],
+        lengths: list[int],
+        token_table: Tensor,
+        prompt_lengths: list[int],
+    ) -> tuple[Tensor, list[TokenLogprobs | None] | None]:
+        """What `sample_ids` gives, and logprobs, which wait for the device, where a row asks."""
+        ids = self.sample_ids(logits, slots, lengths, token_table, prompt_lengths)
+        if self._num_logprobs.keys().isdisjoint(slots):
+            return ids, None
+        return ids, self.logprobs(logits, slots, ids)
+
+    def sample_ids(
+        self,
+        logits: Tensor,
+        slots: list[int],
+        lengths: list[int],
+        token_table: Tensor,
+        prompt_lengths: list[int],
+    ) -> Tensor:
+        """One id per row, (S,) int64 on the device; nothing waits for it.
+
+        logits: (S, V) float32. Row i belongs to slots[i], whose first lengths[i] tokens are in
+        token_table[slots[i]], the first prompt_lengths[i] of them the prompt; so lengths[i] is the
+        position that is sampled.
+        """
+        plans = [self._plans[slot] for slot in slots]
+        if any(plans):
+            slot_ids = self._tensor(slots)
+            uniforms = self._uniforms_of(plans, slot_ids, lengths)
+            step = _Step(logits, slots, lengths, token_table, prompt_lengths, slot_ids, uniforms)
+            return self._sample_by_plan(step, plans)
+        return _argmax(logits)
+
+    def _uniforms_of(
+        self, plans: list[_Plan | None], slot_ids: Tensor, lengths: list[int]
+    ) -> Tensor:
+        """Of no rows where none draws."""
+        if not any(plan and plan.draws for plan in plans):
+            return torch.empty(0, 2)
+        return _uniforms(self._seed.index_select(0, slot_ids), self._tensor(lengths))
+
+    def _sample_by_plan(self, step: _Step, plans: list[_Plan | None]) -> Tensor:
+        """Rows of one plan go together, so that no row pays for what its neighbour asked."""
+        rows_by_plan: dict[_Plan, list[int]] = {}
+        for row, plan in enumerate(plans):
+            if plan is not None:
+                rows_by_plan.setdefault(plan, []).append(row)
+        order: list[int] = []
+        chosen: list[Tensor] = []
+        for plan, rows in rows_by_plan.items():
+            order += rows
+            parts = (rows[i : i + self._chunk] for i in range(0, len(rows), self._chunk))
+            chosen += [self._choose(plan, step, part) for part in parts]
+        if len(rows_by_plan) == 1 and len(order) == len(plans):
+            return torch.cat(chosen)
+        # Where some rows are greedy, all get an argmax: it costs less than gathering those.
+        ids = _argmax(step.logits) if len(order) < len(plans) else torch.empty_like(step.slot_ids)
+        return ids.index_copy_(0, self._tensor(order), torch.cat(chosen))
+
+    def _choose(self, plan: _Plan, step: _Step, rows: list[int]) -> Tensor:
+        """One id for each of these rows, which share the plan: (R,)."""
+        index = self._tensor(rows)
+        slots = step.slot_ids.index_select(0, index)
+        x, weights, kept = self._scratch(len(rows))
+        torch.index_select(step.logits, 0, index, out=x[:, : self._vocab_size])
+        if plan.biased:
+            self._add_bias(x, [step.slots[row] for row in rows])
+        if plan.penalised:
+            self._add_penalties(x, step, rows, slots)
+        if plan.constrained:
+            assert self._masks
+            self._masks.apply(x[:, : self._vocab_size], [step.slots[row] for row in rows])
+        if plan.forbids:
+            self._forbid(x, step, rows)
+        if not plan.draws:
+            return _argmax(x)
+        max_top_k = max(self._max_top_k[step.slots[row]] for row in rows)
+        self._weigh(plan, x, slots, max_top_k, weights, kept)
+        return _draw(weights, step.uniforms.index_select(0, index))
+
+    def _scratch(self, num_rows: int) -> Tensor:
+        """Logits, weights and a mask: (3, R, V in whole blocks), past V always -inf.
+
+        Kept from step to step: new memory comes as page faults, which can cost more than the work.
+        """
+        if self._buffers.shape[1] < num_rows:
+            num_ids = -(-self._vocab_size // _BLOCK) * _BLOCK
+            size = (3, min(2 * num_rows, self._chunk), num_ids)
+            self._buffers = torch.full(size, -torch.inf, device=self._device)
+        return self._buffers[:, :num_rows]
+
+    def _add_bias(self, x: Tensor, slots: list[int]) -> None:
+        for row, slot in zip(x, slots, strict=True):
+            bias = self._bias[slot]
+            assert bias is not None, slot
+            row.index_add_(0, *bias)
+
+    def _add_penalties(self, x: Tensor, step: _Step, rows: list[int], slots: Tensor) -> None:
+        lengths = [step.lengths[row] for row in rows]
+        _penalise(
+            x,
+            step.token_table[:, : max(lengths)].index_select(0, slots).long(),
+            self._tensor(lengths).unsqueeze(1),
+            self._tensor([step.prompt_lengths[row] for row in rows]).unsqueeze(1),
+            self._repetition[slots],
+            self._presence[slots],
+            self._frequency[slots],
+        )
+
+    def _forbid(self, x: Tensor, step: _Step, rows: list[int]) -> None:
+        for x_row, row in zip(x, rows, strict=True):
+            slot = step.slots[row]
+            if self._grammars and self._grammars.must_end(slot):
+                continue
+            forbidden = self._forbidden[slot]
+            assert forbidden is not None, slot
+            tokens = step.token_table[slot]
+            forbidden.apply(
+                x_row[: self._vocab_size], tokens, step.lengths[row], step.prompt_lengths[row]
+            )
+
+    def _weigh(
+        self, plan: _Plan, x: Tensor, slots: Tensor, max_top_k: int, weights: Tensor, kept: Tensor
+    ) -> None:
+        """Writes what each id is drawn in proportion to, 0 where a filter forbids it, to `weights`.
+
+        x: (R, V), overwritten. kept: like x, to work in.
+        """
+        peak = x.amax(-1, keepdim=True)
+        if x.is_cuda or not bool(peak.isfinite().all()):
+            peak = _repair(x).amax(-1, keepdim=True)
+        # First the shift, then the scale: the other way round a large logit could overflow.
+        x.sub_(peak).mul_(self._inverse_temperature.index_select(0, slots))
+        torch.softmax(x, -1, out=weights)
+        if plan.min_p or plan.top_k:
+            floor = self._log_min_p[slots]
+            if plan.top_k:
+                floor = floor.maximum(_largest(x, max_top_k).gather(1, self._top_k[slots] - 1))
+            # A mask of floats: six times as fast as masked_fill.
+            weights.mul_(torch.ge(x, floor, out=kept))
+        if plan.top_p:
+            floor = _nucleus_floor(weights, self._top_p[slots])
+            weights.mul_(torch.ge(weights, floor, out=kept))
+
+    def logprobs(self, logits: Tensor, slots: list[int], ids: Tensor) -> list[TokenLogprobs | None]:
+        """Of the raw logits, for the rows that ask; ids: (S,) int64. Waits for the device."""
+        report: list[TokenLogprobs | None] = [None] * len(slots)
+        asking = [row for row, slot in enumerate(slots) if slot in self._num_logprobs]
+        for start in range(0, len(asking), self._chunk):
+            part = asking[start : start + self._chunk]
+            rows = self._tensor(part)
+            x = raw_logprobs(logits.index_select(0, rows).float())
+            nums = [min(self._num_logprobs[slots[row]], self._vocab_size) for row in part]
+            own = x.gather(1, ids[rows].unsqueeze(1)).squeeze(1).tolist()
+            best = x.topk(max(nums))
+            tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            for row, num, logprob, (top_ids, top) in zip(part, nums, own, tops, strict=True):
+                pairs = zip(top_ids[:num], top[:num], strict=True)
+                report[row] = TokenLogprobs(logprob, tuple(pairs))
+        return report
+
+    def _tensor(self, values: list[int] | tuple[int, ...]) -> Tensor:
+        return to_device(values, torch.int64, self._device)
+
+
+class _GrammarMasks:
+    """A `GrammarTable`'s bits as what is added to logits: 0 where an id may come, else -inf.
+
+    By a table of all bytes, which takes a third of the time of shifting each word by 32 counts.
+    """
+
+    def __init__(self, grammars: GrammarTable, device: torch.device) -> None:
+        self._grammars = grammars
+        self._bytes = torch.frombuffer(grammars.memory, dtype=torch.uint8)
+        self._bytes = self._bytes.view(-1, 4 * grammars.words_per_row)
+        bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+        self._of_byte = torch.where(bits > 0, 0.0, -torch.inf).to(device)
+
+    def apply(self, x: Tensor, slots: list[int]) -> None:
+        """In place. x: (R, V), row i of slots[i]."""
+        self._grammars.wait()
+        masks = sent(self._bytes[slots].to(torch.int32), x.device)
+        x += self._of_byte.index_select(0, masks.view(-1)).view(len(slots), -1)[:, : x.shape[1]]
+
+
+def raw_logprobs(logits: Tensor) -> Tensor:
+    """log_softmax: never NaN, and -inf only of what could not be sampled. Overwrites the logits."""
+    return _repair(logits).log_softmax(-1)
+
+
+def _repair(x: Tensor) -> Tensor:
+    """In place: see the module's last paragraph."""
+    x.nan_to_num_(nan=-torch.inf, posinf=_LARGEST_FLOAT, neginf=-torch.inf)
+    x[:, 0].masked_fill_(x.amax(-1) == -torch.inf, 0.0)
+    return x
+
+
+def _penalise(
+    x: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    prompt_lengths: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """In place. Repetition makes every token seen less likely; the others count the outputs.
+
+    x: (R, V). tokens: (R, L), of which the first lengths[i] of row i count. The rest: (R, 1).
+    Every occurrence of a token writes the same value, so it does not matter which is last.
+    """
+    positions = torch.arange(tokens.shape[1], device=x.device)
+    is_known = positions < lengths
+    is_output = (is_known & (positions >= prompt_lengths)).float()
+    ids = torch.where(is_known, tokens, tokens[:, :1])
+    counts = torch.zeros_like(x).scatter_add_(1, ids, is_output).gather(1, ids)
+    seen = x.gather(1, ids)
+    seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+    seen -= frequency * counts + presence * (counts > 0)
+    x.scatter_(1, ids, seen)
+
+
+def _argmax(x: Tensor) -> Tensor:
+    """The first of each row's largest: (S,). By blocks, four times as fast on CPU as argmax."""
+    if x.is_cuda:
+        return _repair(x.clone()).argmax(-1)
+    if x.shape[1] % _BLOCK:
+        best, ids = x.max(-1)
+    else:
+        best, block = _blocks(x).amax(-1).max(-1)
+        ids = block * _BLOCK + _block_of(x, block).argmax(-1)
+    return _repair(x.clone()).argmax(-1) if bool(best.isnan().any()) else ids
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """A view: (R, V) as (R, V / 64, 64)."""
+    return x.view(x.shape[0], x.shape[1] // _BLOCK, _BLOCK)
+
+
+def _block_of(x: Tensor, block: Tensor) -> Tensor:
+    """Block block[i] of row i: (R, 64)."""
+    first = torch.arange(0, x.numel() // _BLOCK, x.shape[1] // _BLOCK, device=x.device)
+    return x.reshape(-1, _BLOCK).index_select(0, first + block)
+
+
+def _largest(x: Tensor, n: int) -> Tensor:
+    """Each row's n largest values in falling order. They lie in the n blocks of largest maximum."""
+    num_blocks = x.shape[1] // _BLOCK
+    if n * 2 >= num_blocks:
+        return x.topk(min(n, x.shape[1])).values
+    blocks = _blocks(x).amax(-1).topk(n, sorted=False).indices
+    blocks += torch.arange(x.shape[0], device=x.device).unsqueeze(1) * num_blocks
+    candidates = x.view(-1, _BLOCK).index_select(0, blocks.view(-1)).view(x.shape[0], -1)
+    return candidates.topk(n).values
+
+
+def _nucleus_floor(weights: Tensor, top_p: Tensor) -> Tensor:
+    """The largest weight t such that the ids of weight t or more hold top_p of the mass: (R, 1)."""
+    mass = top_p * _block_sums(weights).sum(-1, keepdim=True, dtype=torch.float64)
+    if weights.is_cuda:
+        return _bisect_floor(weights, mass)
+    best = _largest(weights, _NUCLEUS_GUESS)
+    index = (best.cumsum(-1, dtype=torch.float64) < mass).sum(-1, keepdim=True)
+    floor = best.gather(1, index.clamp(max=best.shape[1] - 1))
+    larger = (index.squeeze(1) == best.shape[1]).nonzero().squeeze(1)
+    if len(larger):
+        floor[larger] = _bisect_floor(weights[larger], mass[larger])
+    return floor
+
+
+def _bisect_floor(weights: Tensor, mass: Tensor) -> Tensor:
+    """`_nucleus_floor` without a sort, on the bits of the floats, which order as the floats do."""
+    high = weights.amax(-1, keepdim=True).view(torch.int32)
+    low, kept = torch.zeros_like(high), torch.empty_like(weights)
+    for _ in range(31):
+        middle = low + (high - low + 1) // 2
+        torch.ge(weights, middle.view(torch.float32), out=kept)
+        enough = kept.mul_(weights).sum(-1, keepdim=True) >= mass
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle - 1)
+    return low.view(torch.float32)
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    return _blocks(weights).sum(-1)
+
+
+def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """One id per row in proportion to its weight: (R,). uniforms: (R, 2) float64 in [0, 1)."""
+    block = _pick(_block_sums(weights), uniforms[:, :1])
+    return block * _BLOCK + _pick(_block_of(weights, block), uniforms[:, 1:])
+
+
+def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
+    """One index per row in proportion to its weight, never one of weight 0: (R,).
+
+    weights: (R, n) with something above 0 in every row. uniform: (R, 1) float64 in [0, 1).
+    """
+    scale = _INTEGER_ONE / weights.amax(-1, keepdim=True).double()
+    reached = (weights * scale).long().cumsum(-1)
+    target = (uniform * reached[:, -1:]).long()
+    return torch.searchsorted(reached, target, right=True).squeeze(1)
+
+
+def _uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Two numbers in [0, 1) per row: (R, 2) float64. keys: (R, 1), mixed seeds. positions: (R,)."""
+    z = 2 * positions.unsqueeze(1) + torch.arange(1, 3, device=positions.device)
+    z = keys + z * _signed(_GOLDEN)
+    for shift, factor in _MIX:
+        z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
+    return (z >> 11 & (1 << 53) - 1).double() * 2.0**-53
+
+
+def mixed_seed(seed: int) -> int:
+    """SplitMix64's output function on one Python integer, of which it takes the low 64 bits."""
+    z = seed % 2**64
+    for shift, factor in _MIX:
+        z = (z ^ z >> shift) * factor % 2**64
+    return z
+
+
+def _signed(word: int) -> int:
+    """The int64 of the same 64 bits, which is what torch can hold."""
+    return word - 2**64 if word >= 2**63 else word

@@ -1,0 +1,1 @@
+"""`penstock bench`: replays a workload against a server and measures what comes back."""

@@ -1,0 +1,186 @@
+"""One streamed answer: from body bytes to arrival times, text and usage.
+
+This is what a load generator does once per token, so it decides how fast a server can be measured:
+one split, one msgspec decode of the fields that count, one append.
+"""
+
+import contextlib
+from typing import Any
+
+import msgspec
+
+from penstock.loadtest.bench.http1 import HttpFailed
+
+
+class _Delta(msgspec.Struct):
+    """Thoughts go by two names."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Any = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Event(msgspec.Struct):
+    """The parts of a streamed event that are measured; msgspec skips over all others."""
+
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+# An error is an object of its own in some servers, and not under "error".
+_PLAIN_ERRORS = ("error", "exception")
+
+
+class Answer:
+    """Takes in one streamed answer: a sink of `penstock.loadtest.bench.http1`."""
+
+    __slots__ = (
+        "_buffer",
+        "arrivals_s",
+        "error",
+        "has_empty_end",
+        "is_done",
+        "status",
+        "texts",
+        "usage",
+    )
+
+    def __init__(self) -> None:
+        self.arrivals_s: list[float] = []
+        self.texts: list[str] = []
+        self.usage: Usage | None = None
+        self.status = 0
+        self.error: str | None = None
+        self.is_done = False
+        self.has_empty_end = False  # its last event brought a finish reason and no text
+        self._buffer = b""
+
+    def on_head(self, status: int, now: float) -> None:
+        self.status = status
+
+    def on_body(self, data: bytes, now: float) -> None:
+        data = self._buffer + data
+        if self.status != 200:
+            self._buffer = data
+            return
+        if b"\r" in data:
+            data = data.replace(b"\r", b"")  # of a CRLF: JSON has no bare one
+        *events, self._buffer = data.split(b"\n\n")
+        for event in events:
+            self._on_event(event, now)
+
+    def on_end(self, now: float) -> None:
+        """The stream is over: its last event may lack the blank line after it."""
+        if self.status == 200 and self._buffer.lstrip().startswith(b"data:"):
+            event, self._buffer = self._buffer.strip(), b""
+            self._on_event(event, now)
+
+    def _on_event(self, event: bytes, now: float) -> None:
+        if not event.startswith(b"data:") or b"\n" in event:
+            event = self._data_of(event)
+            if not event:
+                return  # a comment, sent to keep the connection alive
+        payload = event[5:]
+        try:
+            parsed = _decode_event(payload)
+        except msgspec.MsgspecError as problem:
+            if payload.strip() == b"[DONE]":
+                self.is_done = True
+                return
+            raise HttpFailed(f"the server streamed what is no event: {problem}") from problem
+        if parsed.usage is not None:
+            self.usage = parsed.usage
+        if parsed.choices:
+            self._on_choice(parsed.choices[0], now)
+        elif parsed.usage is None:
+            self.error = self.error or _plain_error(payload)
+        if parsed.error is not None:
+            self.error = _error_message(parsed.error)
+
+    def _on_choice(self, choice: _Choice, now: float) -> None:
+        delta = choice.delta
+        text = choice.text if delta is None else _said(delta)
+        if choice.finish_reason is not None:
+            self.is_done, self.has_empty_end = True, not text
+        if text:
+            self.texts.append(text)
+        elif (
+            delta is not None
+            and delta.role
+            and choice.finish_reason is None
+            and not self.arrivals_s
+            and delta.tool_calls is None
+        ):
+            return  # a chat's opening event: it names the role and holds no token
+        # An event without text is a token too: half a character, or one that ended the answer.
+        self.arrivals_s.append(now)
+
+    def problem(self) -> str | None:
+        """Why this is no complete answer, or None if it is."""
+        if self.error is not None:
+            return self.error
+        if self.status != 200:
+            return f"HTTP {self.status}: {body_message(self._buffer)}"
+        if not self.is_done:
+            return self._why_not_done()
+        return None if self.arrivals_s else "the answer has no tokens"
+
+    def _why_not_done(self) -> str:
+        rest = self._buffer.strip()
+        if not self.arrivals_s and rest.startswith((b"{", b"<")):
+            begin = rest[:80].decode(errors="replace")
+            return f"the answer is no event stream; it begins with {begin}"
+        return "the stream ended without [DONE] or a finish reason"
+
+    def _data_of(self, event: bytes) -> bytes:
+        """An event of several lines, or none of data, as one data line; empty without data."""
+        lines = event.split(b"\n")
+        data = [line[5:] for line in lines if line.startswith(b"data:")]
+        if data and any(line.replace(b" ", b"") == b"event:error" for line in lines):
+            self.error = body_message(b"\n".join(data))
+        return b"data:" + b"\n".join(data) if data else b""
+
+
+def _said(delta: _Delta) -> str | None:
+    return delta.content or delta.reasoning_content or delta.reasoning
+
+
+def _plain_error(payload: bytes) -> str | None:
+    """What an event without choices and usage says, if it is an error."""
+    with contextlib.suppress(msgspec.MsgspecError):
+        parsed = msgspec.json.decode(payload)
+        if isinstance(parsed, dict) and (
+            parsed.get("object") in _PLAIN_ERRORS or parsed.get("type") in _PLAIN_ERRORS
+        ):
+            return _error_message(parsed)
+    return None
+
+
+def body_message(body: bytes) -> str:
+    """What an error's body says: OpenAI's message, else FastAPI's detail, else its beginning."""
+    with contextlib.suppress(msgspec.MsgspecError):
+        parsed = msgspec.json.decode(body)
+        if isinstance(parsed, dict) and (found := parsed.get("error") or parsed.get("detail")):
+            return _error_message(found)
+        if isinstance(parsed, dict) and isinstance(parsed.get("message"), str):
+            return _error_message(parsed)
+    return body[:200].decode(errors="replace").strip() or "(an empty body)"
+
+
+def _error_message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -1,0 +1,220 @@
+"""HTTP/1.1 as a load generator needs it: few copies, a time stamp on every arrival, keep-alive.
+
+A client of general use spends more on one streamed event (httpx four to five times as much, see
+LOG.md) than a fast server does. Here an arrival costs one callback from the event loop, one pass
+of httptools, and the sink's own work. It knows nothing of SSE or OpenAI.
+"""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping
+from typing import Protocol, cast
+from urllib.parse import SplitResult, urlsplit
+
+import httptools
+
+from penstock.scheduler.errors import InvalidConfig, PenstockError
+
+
+class HttpFailed(PenstockError):
+    """A request that got no complete answer; the message says how far it came."""
+
+
+class _ClosedBeforeAnswer(HttpFailed):
+    """The connection ended before the first byte of the answer: harmless if it had been idle."""
+
+
+class Sink(Protocol):
+    """What takes in one answer. `now` is time.perf_counter() when the bytes were read."""
+
+    def on_head(self, status: int, now: float) -> None: ...
+
+    def on_body(self, data: bytes, now: float) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """One TCP or TLS connection, one exchange at a time."""
+
+    def __init__(self, connected: "set[Connection]") -> None:
+        self._connected = connected  # holds this one from when it is made until its end
+        # httptools finds the on_... methods below by their names.
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._sink: Sink | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._now = 0.0
+        self._status = 0
+        self._is_delimited = False  # by a length or chunks; else the end of the connection ends it
+        self._is_keep_alive = False
+
+    @property
+    def is_reusable(self) -> bool:
+        return self._is_keep_alive and self._done is None and self._transport is not None
+
+    async def exchange(self, request: bytes, sink: Sink) -> None:
+        """Sends one request; returns when its answer is complete. Raises HttpFailed."""
+        if self._transport is None:
+            raise _ClosedBeforeAnswer("the server closed the connection")
+        self._sink = sink
+        self._status, self._is_delimited, self._is_keep_alive = 0, False, False
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            await self._done
+        finally:
+            self._done = None
+
+    def close(self) -> None:
+        self._connected.discard(self)
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
+        self._connected.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._now = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if not isinstance(cause, PenstockError):
+                cause = HttpFailed(f"the answer is not HTTP/1.1: {error}")
+            self._end(cause)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._connected.discard(self)
+        if exc is None and self._status and not self._is_delimited:
+            self._end(None)
+        elif self._status:
+            self._end(HttpFailed("the server closed the connection in the middle of its answer"))
+        else:
+            self._end(_ClosedBeforeAnswer("the server closed the connection without an answer"))
+
+    # What httptools calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._is_delimited = True
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+        if self._sink is not None and self._status >= 200:
+            self._sink.on_head(self._status, self._now)
+
+    def on_body(self, data: bytes) -> None:
+        if self._sink is not None:
+            self._sink.on_body(data, self._now)
+
+    def on_message_complete(self) -> None:
+        if self._status >= 200:  # a 100 Continue announces the answer and is not it
+            self._is_keep_alive = self._parser.should_keep_alive()
+            self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        self._sink = None
+        if self._done is None or self._done.done():
+            return
+        if error is None:
+            self._done.set_result(None)
+        else:
+            self._done.set_exception(error)
+
+
+class ConnectionPool:
+    """Connections to one server; a request takes an idle one or opens another, without limit.
+
+    headers: of every request. is_insecure: take any certificate, such as a self-signed one.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        is_insecure: bool = False,
+    ) -> None:
+        parts = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidConfig(
+                f"--base-url {base_url!r} is not a URL; write one like http://127.0.0.1:8000"
+            )
+        self._host = parts.hostname
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        if self._ssl and is_insecure:
+            self._ssl.check_hostname, self._ssl.verify_mode = False, ssl.CERT_NONE
+        self._port = _port(parts) or (443 if self._ssl else 80)
+        self._host_header = parts.netloc.rpartition("@")[2]
+        # People paste the base URL that OpenAI's clients take, which ends in /v1.
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = dict(headers or {})
+        self._idle: list[Connection] = []
+        self._connected: set[Connection] = set()
+
+    def encode(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> bytes:
+        """A request's bytes. Made ahead of the replay, so that sending costs next to nothing."""
+        head = f"{method} {self._path}{path} HTTP/1.1\r\nHost: {self._host_header}\r\n"
+        for name, value in {**self._headers, **(headers or {})}.items():
+            head += f"{name}: {value}\r\n"
+        if body:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        return head.encode("latin-1") + b"\r\n" + body
+
+    async def request(self, request: bytes, sink: Sink) -> None:
+        """One exchange, on a new connection if an idle one turns out to be dead.
+
+        Raises HttpFailed. Cancelling closes the connection, which tells the server to stop.
+        """
+        while True:
+            connection, was_idle = await self._take()
+            try:
+                await connection.exchange(request, sink)
+                return
+            except _ClosedBeforeAnswer:
+                if not was_idle:
+                    raise
+            finally:
+                if connection.is_reusable:
+                    self._idle.append(connection)
+                else:
+                    connection.close()
+
+    async def close(self) -> None:
+        self._idle.clear()
+        # uvloop does not tell every connection of its loss where a connect was cancelled, so none
+        # is waited for: one round of the event loop lets the aborts through.
+        for connection in list(self._connected):
+            connection.close()
+        await asyncio.sleep(0)
+
+    async def _take(self) -> tuple[Connection, bool]:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_reusable:
+                return connection, True
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(
+                lambda: Connection(self._connected), self._host, self._port, ssl=self._ssl
+            )
+        except OSError as error:
+            refused = isinstance(error, ConnectionRefusedError)
+            why = "connection refused" if refused else error.strerror or str(error)
+            raise HttpFailed(f"cannot connect to {self._host}:{self._port}: {why}") from error
+        return connection, False
+
+
+def _port(parts: SplitResult) -> int | None:
+    try:
+        return parts.port
+    except ValueError as error:
+        raise InvalidConfig(f"--base-url {parts.geturl()!r} has no port: {error}") from error

@@ -1,0 +1,328 @@
+"""The highest request rate at which a server still meets its SLO: bracket it, then bisect.
+
+Each rate is a replay of its own, long enough that the share of good requests means something, of a
+seed of its own, so that no rate finds the prompts of another one cached. A rate that can no longer
+pass is left at once.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock.loadtest.bench.http_target import HttpTarget, replay
+from penstock.loadtest.bench.progress import Progress
+from penstock.loadtest.config import ReportConfig, WorkloadConfig
+from penstock.loadtest.report.report import (
+    Replay,
+    RequestResult,
+    Summary,
+    complaints,
+    is_good,
+    summarize,
+)
+from penstock.loadtest.workload.lengths import Count
+from penstock.loadtest.workload.workload import TimedRequest, make_requests
+from penstock.scheduler.errors import InvalidConfig
+
+# Fewer cannot tell 99 % good from 97 %. A slow rate may take some times its seconds to ask them.
+MIN_REQUESTS, MAX_STRETCH = 100, 3
+# Where all this many rates passed, or this many failed, there is no limit worth the wait.
+MAX_DOUBLINGS, MAX_HALVINGS = 16, 6
+# What was hung up on has left the server's batch by then, before the next rate starts.
+PAUSE_S = 0.5
+# So many times as long as an answer takes, a rate should be asked for.
+MIN_ANSWERS_LONG = 3
+Z_95 = 1.96  # standard deviations on each side that hold 95 % of a normal distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepConfig:
+    """min_ratio: share of good requests that a rate needs. precision: of the answer, as a share.
+
+    seconds: for which each rate is asked, or up to MAX_STRETCH times that for MIN_REQUESTS.
+    """
+
+    goodput_ms: dict[str, float]
+    start_rate: float = 1.0
+    min_ratio: float = 0.99
+    seconds: float = 20.0
+    precision: float = 0.05
+
+    def num_requests(self, rate: float) -> int:
+        wanted = max(MIN_REQUESTS, math.ceil(rate * self.seconds))
+        return max(1, min(wanted, math.ceil(rate * self.seconds * MAX_STRETCH)))
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_ratio <= 1:
+            raise InvalidConfig(
+                f"--sweep-goodput-ratio is {self.min_ratio:g}; it must be in (0, 1]"
+            )
+        if not 0 < self.seconds < math.inf:
+            raise InvalidConfig(f"--sweep-seconds is {self.seconds:g}; it must be more than 0")
+        if not 0.001 <= self.precision < 1:
+            raise InvalidConfig(
+                f"--sweep-precision is {self.precision:g}; it must be in [0.001, 1)"
+            )
+
+
+@dataclass(slots=True)
+class Bracket:
+    """What is known of the limit: it is at least `met` and below `missed`."""
+
+    met_rates: list[float] = field(default_factory=list)
+    missed: float | None = None
+
+    @property
+    def met(self) -> float | None:
+        return max(self.met_rates, default=None)
+
+    def record(self, rate: float, *, is_met: bool) -> None:
+        """A miss is believed over what passed before, there or at a higher rate."""
+        if is_met:
+            self.met_rates.append(rate)
+        else:
+            self.missed = rate
+            self.met_rates = [met for met in self.met_rates if met < rate]
+
+    def next_rate(self, start: float, precision: float) -> float | None:
+        """None when the limit is known this well."""
+        if self.met is None and self.missed is None:
+            return start
+        if self.missed is None:
+            assert self.met is not None
+            return self.met * 2 if self.met < start * 2**MAX_DOUBLINGS else None
+        if self.met is None:
+            return self.missed / 2 if self.missed > start / 2**MAX_HALVINGS else None
+        if self.missed <= self.met * (1 + precision):
+            return None
+        return math.sqrt(self.met * self.missed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateResult:
+    """One rate of a sweep. num_asked: planned, of which a hopeless replay has fewer."""
+
+    rate: float
+    is_met: bool
+    num_asked: int
+    summary: Summary
+    observed: Replay
+
+    @property
+    def num_good(self) -> int:
+        ratio: float = self.summary["goodput_ratio"]
+        return round(ratio * len(self.observed.results))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepResult:
+    """met, missed: the rates that the limit lies between, None where no run showed one."""
+
+    rates: list[RateResult]
+    met: float | None
+    missed: float | None
+    is_interrupted: bool
+
+    @property
+    def best(self) -> list[RateResult]:
+        """The runs at the rate that is the answer."""
+        return [row for row in self.rates if row.rate == self.met]
+
+
+async def sweep(
+    target: HttpTarget,
+    workload: WorkloadConfig,
+    config: SweepConfig,
+    report: ReportConfig,
+    *,
+    count: Count,
+    shows_progress: bool,
+    say: Callable[[str], None],
+) -> SweepResult:
+    """Asks at one rate after another until the limit is known; Ctrl-C gives what is known."""
+    results: list[RateResult] = []
+
+    async def measure(rate: float) -> bool | None:
+        number = len(results) + 1
+        asked = replace(
+            workload,
+            request_rate=rate,
+            seed=workload.seed + number,
+            num_prompts=config.num_requests(rate),
+        )
+        requests = make_requests(asked, count)
+        progress = Progress(len(requests)) if shows_progress else None
+        result = await _measure(target, requests, rate, config, report, progress)
+        if result is None:
+            return None
+        results.append(result)
+        say(f"rate {number}: {_verdict(result)}")
+        for line in complaints(result.observed, has_due_times=True):
+            say(f"rate {number}: {line}")
+        await asyncio.sleep(PAUSE_S)
+        return result.is_met
+
+    bracket, is_complete = await search(measure, config.start_rate, config.precision)
+    return SweepResult(
+        rates=results, met=bracket.met, missed=bracket.missed, is_interrupted=not is_complete
+    )
+
+
+async def search(
+    measure: Callable[[float], Awaitable[bool | None]], start: float, precision: float
+) -> tuple[Bracket, bool]:
+    """The bracket of the limit, and whether it is as narrow as asked: not if `measure` gave None.
+
+    What is taken as the answer has been measured twice: a rate that passed once by luck is no
+    answer.
+    """
+    bracket, confirmed = Bracket(), None
+    while True:
+        rate = bracket.next_rate(start, precision)
+        if rate is None:
+            if bracket.met is None or confirmed == bracket.met:
+                return bracket, True
+            rate = confirmed = bracket.met
+        is_met = await measure(rate)
+        if is_met is None:
+            return bracket, False
+        bracket.record(rate, is_met=is_met)
+
+
+async def _measure(
+    target: HttpTarget,
+    requests: list[TimedRequest],
+    rate: float,
+    config: SweepConfig,
+    report: ReportConfig,
+    progress: Progress | None,
+) -> RateResult | None:
+    """None: interrupted."""
+    num_bad_allowed = math.floor(len(requests) * (1 - config.min_ratio) + 1e-9)
+    num_bad = 0
+
+    def judge(result: RequestResult) -> None:
+        nonlocal num_bad
+        if is_good(result, config.goodput_ms):
+            return
+        num_bad += 1
+        if num_bad == num_bad_allowed + 1:
+            task.cancel()
+
+    task = asyncio.create_task(replay(target, requests, progress=progress, on_result=judge))
+    observed = await task
+    is_met = num_bad <= num_bad_allowed
+    if observed.is_interrupted and is_met:
+        return None
+    return RateResult(
+        rate=rate,
+        is_met=is_met,
+        num_asked=len(requests),
+        summary=summarize(observed, report) | {"request_rate": rate},
+        observed=observed,
+    )
+
+
+def wilson_interval(num_good: int, num: int) -> tuple[float, float]:
+    """Where the true share lies with 95 %. Source: Wilson 1927 (doi:10.2307/2276774)."""
+    if not num:
+        return 0.0, 1.0
+    share, z2 = num_good / num, Z_95 * Z_95
+    centre = (share + z2 / (2 * num)) / (1 + z2 / num)
+    half = Z_95 / (1 + z2 / num) * math.sqrt(share * (1 - share) / num + z2 / (4 * num * num))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+_COLUMNS = (
+    ("req/s out", "request_throughput", 10, 2),
+    ("tok/s", "output_throughput", 9, 0),
+    ("TTFT p50", "median_ttft_ms", 10, 1),
+    ("TPOT p50", "median_tpot_ms", 10, 2),
+    ("E2EL p50", "median_e2el_ms", 10, 0),
+)
+
+
+def sweep_table(result: SweepResult) -> str:
+    """The rates in their order, latencies in ms, and the share of good requests with its range."""
+    head = f"{'rate':>8} {'requests':>9} {'good':>7} {'95 % interval':>15}"
+    head += "".join(f"{title:>{width + 1}}" for title, _, width, _ in _COLUMNS)
+    lines = [f"{' Sweep ':=^{len(head) + 8}}", f"{head}  SLO"]
+    lines += [_table_row(row) for row in sorted(result.rates, key=lambda row: row.rate)]
+    return "\n".join([*lines, "=" * (len(head) + 8), answer(result)])
+
+
+def _table_row(row: RateResult) -> str:
+    num = len(row.observed.results)
+    low, high = wilson_interval(row.num_good, num)
+    line = f"{row.rate:>8.2f} {num:>9} {row.summary['goodput_ratio']:>7.1%}"
+    line += f" {f'{low:.1%}-{high:.1%}':>15}"
+    for _, key, width, digits in _COLUMNS:
+        value = row.summary[key]
+        line += f" {'-' if value is None else f'{value:.{digits}f}':>{width}}"
+    return f"{line}  {'met' if row.is_met else 'missed'}"
+
+
+def answer(result: SweepResult) -> str:
+    """The answer in a sentence, and how sure it is."""
+    unsure = "; interrupted before it was narrower" if result.is_interrupted else ""
+    if result.met is None:
+        lowest = f"{result.missed:.2f} req/s" if result.missed is not None else "any rate asked"
+        return f"no rate met the SLO: {lowest} missed it{unsure}"
+    at = result.best
+    num, num_good = sum(len(row.observed.results) for row in at), sum(row.num_good for row in at)
+    low, high = wilson_interval(num_good, num)
+    sure = f"{num_good} of {num} requests good there, {low:.1%} to {high:.1%} with 95 % certainty"
+    if result.missed is None:
+        return (
+            f"at least {result.met:.2f} req/s meet the SLO, and no rate missed it ({sure}){unsure}"
+        )
+    return (
+        f"the highest rate that meets the SLO is {result.met:.2f} req/s; {result.missed:.2f} "
+        f"missed it ({sure}){unsure}"
+    )
+
+
+def doubts(result: SweepResult, workload: WorkloadConfig) -> list[str]:
+    """Why the answer may be wrong, each with what to change."""
+    lines = []
+    latencies_ms = [row.summary["median_e2el_ms"] or 0.0 for row in result.best]
+    durations_s = [row.num_asked / row.rate for row in result.best]
+    # A batch is full, and a queue as long as it gets, some answers after the first request.
+    if result.best and max(latencies_ms) / 1000 * MIN_ANSWERS_LONG > min(durations_s):
+        lines.append(
+            f"an answer took {max(latencies_ms) / 1000:.1f} s and each rate was asked for "
+            f"{min(durations_s):.0f} s, which may be too short to fill the server: raise "
+            "--sweep-seconds"
+        )
+    if any(row.num_asked < MIN_REQUESTS for row in result.best):
+        lines.append(
+            f"fewer than {MIN_REQUESTS} requests were asked at {result.met:.2f} req/s, too few to "
+            "tell shares near 100 % apart: raise --sweep-seconds"
+        )
+    if workload.dataset.is_file and not workload.dataset.is_trace:
+        lines.append(
+            "every rate asked prompts of the same file, which a prefix cache answers faster the "
+            "second time: compare with the server's prefix cache off"
+        )
+    return lines
+
+
+def sweep_summary(result: SweepResult, config: SweepConfig) -> dict[str, Any]:
+    rates = [
+        row.summary | {"slo_met": row.is_met, "num_asked": row.num_asked} for row in result.rates
+    ]
+    return {
+        "max_request_rate": result.met,
+        "missed_request_rate": result.missed,
+        "is_interrupted": result.is_interrupted,
+        "min_goodput_ratio": config.min_ratio,
+        "sweep": rates,
+    }
+
+
+def _verdict(result: RateResult) -> str:
+    num = len(result.observed.results)
+    word = "meets" if result.is_met else "misses"
+    return f"{result.rate:.2f} req/s {word} the SLO ({result.num_good} of {num} requests good)"

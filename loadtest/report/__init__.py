@@ -1,0 +1,1 @@
+"""From observed requests to numbers, figures and pages."""

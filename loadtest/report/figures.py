@@ -1,0 +1,238 @@
+"""What the report draws, as data: lines, and a timeline. How they look is for those who draw.
+
+Times of a replay count from when its first request was due.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.loadtest.report.report import (
+    METRIC_TITLES,
+    Replay,
+    RequestResult,
+    Summary,
+    metric_values,
+    percentile,
+)
+
+NUM_CDF_POINTS = 200
+CDF_METRICS = ("ttft", "tpot", "itl", "e2el")
+NUM_TIME_BINS = 120
+# Narrower than an arrival's gap, a bin shows the gaps and not the rate.
+MIN_BIN_S = 0.05
+MAX_TIMELINE_ROWS = 300
+# The parts of a request's life that its client can tell apart.
+UNSENT, FIRST_TOKEN, DECODE = "waiting to be sent", "queue and prefill", "decode"
+FAILED = "failed"  # all of a failed request's life, once it was sent
+PARTS = (UNSENT, FIRST_TOKEN, DECODE, FAILED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One replay and its summary."""
+
+    summary: Summary
+    observed: Replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    has_marks: bool = False  # each point is a measurement of its own
+    has_line: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    slug: str
+    title: str
+    x_label: str
+    y_label: str
+    series: list[Series]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    part: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One row a request, in order of arrival."""
+
+    slug: str
+    title: str
+    x_label: str
+    rows: list[list[Span]]
+
+
+Figure: TypeAlias = Lines | Timeline
+
+
+def figures(shown: Run, rates: list[Run]) -> list[Figure]:
+    """Those of one replay, after those of the sweep that it is from. Empty ones are left out."""
+    drawn: list[Figure] = []
+    if rates:
+        drawn += [_against_throughput(rates, metric) for metric in ("ttft", "tpot", "e2el")]
+    done = shown.observed.completed
+    drawn += [_cdf(done, metric) for metric in CDF_METRICS]
+    drawn += [_tokens_over_time(shown.observed), _in_flight_over_time(shown.observed)]
+    drawn.append(_timeline(shown.observed))
+    return [figure for figure in drawn if _has_data(figure)]
+
+
+def _has_data(figure: Figure) -> bool:
+    if isinstance(figure, Timeline):
+        return bool(figure.rows)
+    return any(any(series.ys) for series in figure.series)
+
+
+def _against_throughput(rates: list[Run], metric: str) -> Lines:
+    """In order of the rate, so that the line bends back where more load brings less.
+
+    One point a rate, its last whole run. A hopeless rate was left early: what was seen of it is
+    no point of the line.
+    """
+    short, title = METRIC_TITLES[metric]
+    in_order = sorted(rates, key=lambda run: float(run.summary["request_rate"]))
+    whole = {
+        run.summary["request_rate"]: run for run in in_order if not run.observed.is_interrupted
+    }
+    points = _points(list(whole.values()), metric)
+    left = _points([run for run in in_order if run.observed.is_interrupted], metric)
+    return Lines(
+        slug=f"{metric}-against-throughput",
+        title=f"{title} against throughput",
+        x_label="output tokens/s",
+        y_label=f"{short}, ms",
+        series=[
+            Series(
+                name=name,
+                xs=[point[0] for point in points],
+                ys=[point[column] for point in points],
+                has_marks=True,
+            )
+            for column, name in ((1, "p50"), (2, "p99"))
+        ]
+        + [
+            Series(
+                name="p99 of rates left early",
+                xs=[point[0] for point in left],
+                ys=[point[2] for point in left],
+                has_marks=True,
+                has_line=False,
+            )
+        ],
+    )
+
+
+def _points(runs: list[Run], metric: str) -> list[tuple[float, float, float]]:
+    """Throughput, p50 and p99 in ms of each run that has an answer."""
+    points = []
+    for run in runs:
+        if values := sorted(metric_values(run.observed.completed)[metric]):
+            p50, p99 = (percentile(values, percent) * 1000 for percent in (50, 99))
+            points.append((run.summary["output_throughput"], p50, p99))
+    return points
+
+
+def _cdf(done: list[RequestResult], metric: str) -> Lines:
+    short, title = METRIC_TITLES[metric]
+    values = sorted(metric_values(done)[metric])
+    shares = [index / NUM_CDF_POINTS for index in range(NUM_CDF_POINTS + 1)] if values else []
+    return Lines(
+        slug=f"{metric}-cdf",
+        title=f"{title}: distribution",
+        x_label=f"{short}, ms",
+        y_label="share of gaps" if metric == "itl" else "share of requests",
+        series=[
+            Series(
+                name=short,
+                xs=[percentile(values, share * 100) * 1000 for share in shares],
+                ys=shares,
+            )
+        ],
+    )
+
+
+def _start_s(observed: Replay) -> float:
+    return min((result.scheduled_s for result in observed.results), default=0.0)
+
+
+def _bins(observed: Replay) -> tuple[float, list[float]]:
+    """A bin's width in seconds, and where each has its middle."""
+    num = min(NUM_TIME_BINS, max(1, int(observed.duration_s / MIN_BIN_S)))
+    width = observed.duration_s / num
+    return width, [(index + 0.5) * width for index in range(num)]
+
+
+def _tokens_over_time(observed: Replay) -> Lines:
+    start_s, (width, middles) = _start_s(observed), _bins(observed)
+    tokens = [0.0] * len(middles)
+    for result in observed.completed:
+        weight = result.num_output_tokens / len(result.arrivals_s)
+        for arrival_s in result.arrivals_s:
+            index = min(int((arrival_s - start_s) / width), len(tokens) - 1)
+            tokens[index] += weight / width
+    return Lines(
+        slug="tokens-over-time",
+        title="Output tokens over time",
+        x_label="seconds",
+        y_label="tokens/s",
+        series=[Series(name="output tokens/s", xs=middles, ys=tokens, has_marks=len(middles) == 1)],
+    )
+
+
+def _in_flight_over_time(observed: Replay) -> Lines:
+    start_s, (_, middles) = _start_s(observed), _bins(observed)
+    changes = sorted(
+        change
+        for result in observed.results
+        for change in ((result.sent_s - start_s, 1), (result.ended_s - start_s, -1))
+    )
+    counts, running, index = [], 0, 0
+    for middle in middles:
+        while index < len(changes) and changes[index][0] <= middle:
+            running += changes[index][1]
+            index += 1
+        counts.append(float(running))
+    return Lines(
+        slug="in-flight-over-time",
+        title="Requests in flight over time",
+        x_label="seconds",
+        y_label="requests",
+        series=[Series(name="in flight", xs=middles, ys=counts, has_marks=len(middles) == 1)],
+    )
+
+
+def _timeline(observed: Replay) -> Timeline:
+    start_s = _start_s(observed)
+    results = sorted(observed.results, key=lambda result: result.scheduled_s)
+    step = -(-len(results) // MAX_TIMELINE_ROWS) or 1
+    every = "each request" if step == 1 else f"one in {step} requests"
+    return Timeline(
+        slug="timeline",
+        title=f"Timeline of {every}, in order of arrival",
+        x_label="seconds",
+        rows=[_spans(result, start_s) for result in results[::step]],
+    )
+
+
+def _spans(result: RequestResult, start_s: float) -> list[Span]:
+    scheduled_s, sent_s = result.scheduled_s, result.sent_s
+    parts = [(UNSENT, scheduled_s, sent_s)]
+    if result.error is not None:
+        parts.append((FAILED, sent_s, result.ended_s))
+    else:
+        first_s, last_s = result.arrivals_s[0], result.arrivals_s[-1]
+        parts += [(FIRST_TOKEN, sent_s, first_s), (DECODE, first_s, last_s)]
+    return [
+        Span(part=part, start_s=begin - start_s, end_s=end - start_s)
+        for part, begin, end in parts
+        if end > begin
+    ]

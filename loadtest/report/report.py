@@ -1,0 +1,304 @@
+"""From what was observed of each request to the numbers that people live by.
+
+    TTFT        request sent, or due in an open loop -> first token arrived
+    ITL         each gap between one arrival and the next
+    TPOT        (last token - first token) / (output tokens - 1), per request
+    E2EL        the same -> last token = TTFT + TPOT * (output tokens - 1): "latency"
+    client queue  request due -> sent: it waited for a place, or this client was late
+    throughput  output tokens of successful requests / duration of the replay
+    goodput     successful requests that meet every stated limit / duration
+
+An arrival is a streamed event. A server that falls behind may put several tokens into one, so ITL
+is the gap that a reader sees, while TPOT divides by the tokens that the server counted. Text and
+JSON keys are those of `vllm bench serve`, so that results can be laid side by side.
+"""
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, TypeAlias
+
+from penstock.loadtest.config import ReportConfig
+
+Summary: TypeAlias = dict[str, Any]
+
+METRIC_TITLES = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+    "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
+    "e2el_including_client_queue": (
+        "E2EL incl. Client Queue",
+        "Queue-inclusive End-to-end Latency",
+    ),
+}
+# Of failures that are told apart.
+MAX_REASONS = 5
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestResult:
+    """What was observed of one request. Times are in seconds on one monotonic clock.
+
+    scheduled_s: when the workload wanted it sent. arrivals_s: when events with tokens came.
+    error: None if the answer is complete. status: HTTP's, 0 where there was none.
+    is_open_loop: it was to be sent at a time of its own, and is timed from that one.
+    is_counted: the server said how many tokens the answer has; else its events are counted.
+    """
+
+    index: int
+    scheduled_s: float
+    sent_s: float
+    ended_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    arrivals_s: list[float] = field(default_factory=list)
+    text: str = ""
+    status: int = 0
+    error: str | None = None
+    is_open_loop: bool = False
+    is_counted: bool = True
+
+    @property
+    def start_s(self) -> float:
+        """From when it is timed."""
+        return self.scheduled_s if self.is_open_loop else self.sent_s
+
+    @property
+    def ttft_s(self) -> float:
+        return self.arrivals_s[0] - self.start_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None for a single token, which has no next."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def itls_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
+
+    @property
+    def latency_s(self) -> float:
+        return self.arrivals_s[-1] - self.start_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """All results of one run. duration_s: first request sent -> last answer ended.
+
+    client_cpu_share: CPU seconds of this process per second; near 1.0 the client is the bottleneck.
+    """
+
+    results: list[RequestResult]
+    duration_s: float
+    client_cpu_share: float
+    is_interrupted: bool = False
+
+    @property
+    def completed(self) -> list[RequestResult]:
+        return [result for result in self.results if result.error is None]
+
+    @property
+    def failed(self) -> list[RequestResult]:
+        return [result for result in self.results if result.error is not None]
+
+    @property
+    def max_send_delay_s(self) -> float:
+        """How late the latest request went out: this client's fault, if concurrency was free."""
+        return max((result.sent_s - result.scheduled_s for result in self.results), default=0.0)
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Linear between the two nearest ranks, as numpy's default. `values` must be sorted."""
+    position = (len(values) - 1) * percent / 100
+    below = math.floor(position)
+    above = min(below + 1, len(values) - 1)
+    return values[below] + (values[above] - values[below]) * (position - below)
+
+
+def summarize(replay: Replay, config: ReportConfig) -> Summary:
+    """The figures under vLLM's JSON keys; a metric without a single value is None."""
+    done, duration = replay.completed, replay.duration_s
+    num_input = sum(result.num_prompt_tokens for result in done)
+    num_output = sum(result.num_output_tokens for result in done)
+    summary: Summary = {
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(replay.failed),
+        "rejected": sum(result.status == 429 for result in replay.failed),
+        "failure_reasons": dict(_reasons(replay).most_common(MAX_REASONS)),
+        "uncounted": sum(not result.is_counted for result in done),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": len(done) / duration,
+        "request_goodput": None,
+        "goodput_ratio": None,
+        "output_throughput": num_output / duration,
+        "total_token_throughput": (num_input + num_output) / duration,
+        "max_output_tokens_per_s": _peak_tokens_per_s(done),
+        "max_concurrent_requests": _peak_concurrency(replay.results),
+        "max_send_delay_ms": replay.max_send_delay_s * 1000,
+        "client_cpu_share": replay.client_cpu_share,
+    }
+    if config.goodput_ms is not None:
+        limits = config.goodput_ms
+        num_good = sum(is_good(result, limits) for result in done)
+        summary["request_goodput"] = num_good / duration
+        summary["goodput_ratio"] = num_good / max(1, len(replay.results))
+    for metric, seconds in metric_values(done).items():
+        for name, value in _statistics(seconds, config.percentiles).items():
+            summary[f"{name}_{metric}_ms"] = None if value is None else value * 1000
+    return summary
+
+
+def metric_values(done: list[RequestResult]) -> dict[str, list[float]]:
+    """Every value of every metric of complete answers, in seconds."""
+    return {
+        "ttft": [result.ttft_s for result in done],
+        "tpot": [tpot for result in done if (tpot := result.tpot_s) is not None],
+        "itl": [gap for result in done for gap in result.itls_s],
+        "e2el": [result.latency_s for result in done],
+        "client_queue_time": [result.sent_s - result.scheduled_s for result in done],
+        "e2el_including_client_queue": [
+            result.arrivals_s[-1] - result.scheduled_s for result in done
+        ],
+    }
+
+
+def details(replay: Replay) -> Summary:
+    """Per request, in the workload's order: what --save-detailed adds."""
+    results = sorted(replay.results, key=lambda result: result.index)
+    return {
+        "input_lens": [result.num_prompt_tokens for result in results],
+        "output_lens": [result.num_output_tokens for result in results],
+        "ttfts": [result.ttft_s if result.arrivals_s else None for result in results],
+        "itls": [result.itls_s for result in results],
+        "generated_texts": [result.text for result in results],
+        "errors": [result.error or "" for result in results],
+        "start_times": [result.start_s for result in results],
+        "latencies": [result.latency_s if result.arrivals_s else None for result in results],
+        "queue_times": [result.sent_s - result.scheduled_s for result in results],
+    }
+
+
+def render(summary: Summary, config: ReportConfig) -> str:
+    """The layout of `vllm bench serve`; rows of our own appear only where they say something."""
+    rows: list[tuple[str, Any]] = [
+        ("Successful requests:", summary["completed"]),
+        ("Failed requests:", summary["failed"]),
+    ]
+    if summary["rejected"]:
+        rows.append(("  of these rejected (429):", summary["rejected"]))
+    if summary.get("max_concurrency"):
+        rows.append(("Maximum request concurrency:", summary["max_concurrency"]))
+    if isinstance(summary.get("request_rate"), float):
+        rows.append(("Request rate configured (RPS):", summary["request_rate"]))
+    rows += [
+        ("Benchmark duration (s):", summary["duration"]),
+        ("Total input tokens:", summary["total_input_tokens"]),
+        ("Total generated tokens:", summary["total_output_tokens"]),
+        ("Request throughput (req/s):", summary["request_throughput"]),
+    ]
+    if summary["request_goodput"] is not None:
+        rows.append(("Request goodput (req/s):", summary["request_goodput"]))
+        rows.append(("Share of good requests:", summary["goodput_ratio"]))
+    rows += [
+        ("Output token throughput (tok/s):", summary["output_throughput"]),
+        ("Peak output token throughput (tok/s):", summary["max_output_tokens_per_s"]),
+        ("Peak concurrent requests:", float(summary["max_concurrent_requests"])),
+        ("Total token throughput (tok/s):", summary["total_token_throughput"]),
+    ]
+    lines = [f"{' Serving Benchmark Result ':=^50}", *(_row(*row) for row in rows)]
+    for metric in config.metrics:
+        short, title = METRIC_TITLES[metric]
+        lines.append(f"{title:-^50}")
+        for name in ("mean", "median", *map(_percentile_name, config.percentiles)):
+            value = summary[f"{name}_{metric}_ms"]
+            lines.append(
+                _row(f"{name.capitalize()} {short} (ms):", "-" if value is None else value)
+            )
+    return "\n".join([*lines, "=" * 50])
+
+
+def complaints(replay: Replay, *, has_due_times: bool) -> list[str]:
+    """What a reader of the report must know to trust it: failures, and the client's own limits.
+
+    has_due_times: whether each request was to be sent at its own time, whatever else runs.
+    """
+    counts = _reasons(replay)
+    lines = [f"{count} x {error}" for error, count in counts.most_common(MAX_REASONS)]
+    if len(counts) > MAX_REASONS:
+        lines.append(f"... and {len(counts) - MAX_REASONS} other kinds of failure")
+    if num_uncounted := sum(not result.is_counted for result in replay.completed):
+        lines.append(
+            f"the server did not say how many tokens {num_uncounted} answers have, so their "
+            "events are counted; give --tokenizer to count tokens"
+        )
+    if replay.client_cpu_share > 0.8:
+        lines.append(
+            f"this client was busy {replay.client_cpu_share:.0%} of the time: the server may be "
+            "faster than these numbers"
+        )
+    # A person cannot see 50 ms, but a server is not to blame for them.
+    if replay.max_send_delay_s > 0.05 and has_due_times:
+        lines.append(
+            f"this client sent a request {replay.max_send_delay_s * 1000:.0f} ms later than the "
+            "workload asked for; latencies count from when it was due"
+        )
+    return lines
+
+
+def _reasons(replay: Replay) -> Counter[str]:
+    return Counter(str(result.error) for result in replay.failed)
+
+
+def _row(label: str, value: Any) -> str:
+    return f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}"
+
+
+def _percentile_name(percent: float) -> str:
+    return f"p{percent:g}"
+
+
+def _statistics(values: list[float], percentiles: tuple[float, ...]) -> dict[str, float | None]:
+    names = ["mean", "median", "std", *map(_percentile_name, percentiles)]
+    if not values:
+        return dict.fromkeys(names)
+    ordered = sorted(values)
+    mean = fmean(ordered)
+    std = math.sqrt(fmean((value - mean) ** 2 for value in ordered))
+    figures = [mean, percentile(ordered, 50), std, *(percentile(ordered, p) for p in percentiles)]
+    return dict(zip(names, figures, strict=True))
+
+
+def is_good(result: RequestResult, limits_ms: dict[str, float]) -> bool:
+    """Whether the answer is complete and meets every limit."""
+    if result.error is not None:
+        return False
+    observed = {"ttft": result.ttft_s, "tpot": result.tpot_s or 0.0, "e2el": result.latency_s}
+    return all(observed[metric] * 1000 <= limit for metric, limit in limits_ms.items())
+
+
+def _peak_tokens_per_s(results: list[RequestResult]) -> float:
+    """The best second, counting from the first request; tokens are spread evenly over events."""
+    tokens: defaultdict[int, float] = defaultdict(float)
+    start_s = min((result.sent_s for result in results), default=0.0)
+    for result in results:
+        weight = result.num_output_tokens / len(result.arrivals_s)
+        for arrival_s in result.arrivals_s:
+            tokens[int(arrival_s - start_s)] += weight
+    return max(tokens.values(), default=0.0)
+
+
+def _peak_concurrency(results: list[RequestResult]) -> int:
+    changes = [(result.sent_s, 1) for result in results]
+    changes += [(result.ended_s, -1) for result in results]
+    running = peak = 0
+    for _, change in sorted(changes):
+        running += change
+        peak = max(peak, running)
+    return peak

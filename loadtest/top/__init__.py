@@ -1,0 +1,1 @@
+"""`penstock top`: a live view in a terminal, read from /metrics alone."""

@@ -1,0 +1,335 @@
+"""`penstock top`: a Penstock server's metrics, live in a terminal, or once as plain text.
+
+Owns the command line and the terminal. A thread asks the server, so that a key is answered at once
+while the server is not.
+"""
+
+import argparse
+import codecs
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from penstock.loadtest.top import view
+from penstock.loadtest.top.scrape import (
+    History,
+    NotPenstock,
+    Scrape,
+    Scraper,
+    ServerAway,
+    Window,
+    base_url,
+)
+from penstock.loadtest.top.view import Line, View
+from penstock.scheduler.errors import InvalidConfig, PenstockError
+
+_DEFAULT_URL = "http://127.0.0.1:8000"
+_API_KEY_VARIABLE = "PENSTOCK_API_KEY"
+_FAILED, _MISTAKEN = 1, 2
+_QUIT_KEYS = b"qQ"
+_ONCE_WIDTH = 100
+_SGR = {"title": "1", "dim": "2", "good": "32", "fair": "33", "bad": "31"}
+# The second screen, without a cursor and without wrapping; and back.
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
+_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status; a mistake, or a server that is none, is one sentence on stderr."""
+    options = _parser().parse_args(argv)
+    try:
+        scraper = Scraper(
+            base_url(options.url), options.api_key or os.environ.get(_API_KEY_VARIABLE)
+        )
+        if options.once:
+            return _once(scraper, options.interval)
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            raise InvalidConfig(
+                "penstock top draws on a terminal, and this is none; add --once for one snapshot "
+                "as plain text"
+            )
+        return _live(scraper, options.interval)
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:  # `penstock top --once | head -3` has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except PenstockError as error:
+        print(f"penstock top: error: {error}", file=sys.stderr)
+        return _MISTAKEN if isinstance(error, InvalidConfig) else _FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock top",
+        description="Watch a Penstock server in the terminal: throughput, latencies, how near the "
+        "steps come to the hardware's limit, memory. q quits.",
+    )
+    parser.add_argument(
+        "url",
+        nargs="?",
+        default=_DEFAULT_URL,
+        metavar="URL",
+        help="the server's address (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--interval",
+        type=_interval,
+        default=1.0,
+        metavar="SECONDS",
+        help="look so often, from 0.1 to 60 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"where the server asks for one (default: ${_API_KEY_VARIABLE})",
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="look twice, an interval apart, print that as plain text and exit (default: off)",
+    )
+    return parser
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 60:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0.1 to 60")
+    return seconds
+
+
+def _once(scraper: Scraper, interval_s: float) -> int:
+    history = History(view.MINUTE_S)
+    try:
+        history.add(scraper.scrape())
+        time.sleep(interval_s)
+        history.add(scraper.scrape())
+    except ServerAway as error:
+        raise ServerAway(f"{scraper.url} is away: {error}") from error
+    for line in view.draw(_once_view(scraper.url, history), _ONCE_WIDTH):
+        print(view.text(line))
+    sys.stdout.flush()
+    return 0
+
+
+def _once_view(url: str, history: History) -> View:
+    latest, recent = history.latest, history.last_interval()
+    assert latest is not None
+    return View(
+        url=url,
+        history=history,
+        recent=(f"last {recent.seconds:.1f} s", recent) if recent else None,
+        long=("since its start", Window(Scrape(0.0), latest)),
+        glyphs=_glyphs(),
+    )
+
+
+def _glyphs() -> view.Glyphs:
+    try:
+        is_unicode = codecs.lookup(sys.stdout.encoding or "ascii").name.startswith("utf")
+    except LookupError:
+        is_unicode = False
+    return view.UNICODE if is_unicode else view.ASCII
+
+
+# The live view ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _News:
+    """What the thread saw last."""
+
+    scrape: Scrape | None = None
+    error: PenstockError | None = None
+
+
+class _Watcher(threading.Thread):
+    """Asks the server at every interval, and writes a byte to `wake_fd` when it has an answer.
+
+    A daemon: one that waits for a server's answer must not keep the program from ending.
+    """
+
+    def __init__(self, scraper: Scraper, interval_s: float, wake_fd: int) -> None:
+        super().__init__(daemon=True)
+        self._scraper = scraper
+        self._interval_s = interval_s
+        self._wake_fd = wake_fd
+        self._lock = threading.Lock()
+        self._news: list[_News] = []
+
+    def run(self) -> None:
+        while True:
+            begun_s = time.monotonic()
+            try:
+                news = _News(scrape=self._scraper.scrape())
+            except PenstockError as error:
+                news = _News(error=error)
+            with self._lock:
+                self._news.append(news)
+            with suppress(OSError):  # full of such bytes while we are suspended; gone at the end
+                os.write(self._wake_fd, b"\0")
+            time.sleep(max(0.05, self._interval_s - (time.monotonic() - begun_s)))
+
+    def take(self) -> list[_News]:
+        with self._lock:
+            news, self._news = self._news, []
+        return news
+
+
+class _Picture:
+    """What has been seen, and how it is drawn."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._history = History(view.MINUTE_S)
+        self._away: str | None = None
+        self._glyphs = _glyphs()
+        self._has_colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+    def take(self, news: _News) -> None:
+        """Raises NotPenstock where nothing has been seen yet: an address is wrong from the start.
+        One that was right and fails is away, and may come back."""
+        if isinstance(news.error, NotPenstock) and self._history.latest is None:
+            raise news.error
+        self._away = str(news.error) if news.error else None
+        if news.scrape:
+            self._history.add(news.scrape)
+
+    def draw(self, width: int, height: int) -> str:
+        """What to write to the terminal: every line over the old one, so that nothing flickers.
+
+        A line is cleared before it is written: after it, the cursor may stand on its last column,
+        which would be cleared too.
+        """
+        lines = view.draw(self._view(), width, height)
+        drawn = "\r\n".join(_CLEAR_LINE + self._styled(line) for line in lines)
+        return _HOME + drawn + ("\r\n" + _CLEAR_BELOW if len(lines) < height else "")
+
+    def _view(self) -> View:
+        recent, whole, latest = (
+            self._history.last_interval(),
+            self._history.whole(),
+            self._history.latest,
+        )
+        return View(
+            url=self._url,
+            history=self._history,
+            recent=(f"last {recent.seconds:.1f} s", recent) if recent else None,
+            long=(_name_of(whole.seconds), whole) if whole else None,
+            glyphs=self._glyphs,
+            away=self._away,
+            away_s=time.monotonic() - latest.time_s if latest else 0.0,
+            keys="q quits",
+        )
+
+    def _styled(self, line: Line) -> str:
+        if not self._has_colours:
+            return "".join(span.text for span in line)
+        return "".join(
+            f"\x1b[{_SGR[span.style]}m{span.text}\x1b[0m" if span.style in _SGR else span.text
+            for span in line
+        )
+
+
+def _name_of(seconds: float) -> str:
+    return "last minute" if seconds > view.MINUTE_S - 2 else f"last {seconds:.0f} s"
+
+
+def _live(scraper: Scraper, interval_s: float) -> int:
+    with _wake_pipe() as (wake_fd, wake_from_fd), _Screen() as screen:
+        watcher = _Watcher(scraper, interval_s, wake_from_fd)
+        picture = _Picture(scraper.url)
+        watcher.start()
+        screen.show(picture)
+        while True:
+            ready, _, _ = select.select([sys.stdin, wake_fd], [], [])
+            if sys.stdin in ready and not _goes_on(os.read(sys.stdin.fileno(), 1024)):
+                return 0
+            if wake_fd in ready:
+                # A signal writes its number here, the watcher a zero.
+                woken_by = os.read(wake_fd, 1024)
+                if any(number in woken_by for number in _ENDING):
+                    return 0
+                if signal.SIGTSTP in woken_by:
+                    screen.suspend()
+            for news in watcher.take():
+                picture.take(news)
+            screen.show(picture)
+
+
+def _goes_on(keys: bytes) -> bool:
+    """Not after q, and not when the terminal has gone."""
+    return bool(keys) and not any(key in _QUIT_KEYS for key in keys)
+
+
+@contextmanager
+def _wake_pipe() -> Iterator[tuple[int, int]]:
+    """A pipe for what interrupts the wait for a key: a resize, an end, an answer of the server."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    before_fd = signal.set_wakeup_fd(write_fd)
+    numbers = (*_ENDING, signal.SIGWINCH, signal.SIGTSTP)
+    before = {number: signal.signal(number, _only_wake) for number in numbers}
+    try:
+        yield read_fd, write_fd
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(before_fd)
+        # The write end stays: the watcher may be about to write, and the process is about to end.
+        os.close(read_fd)
+
+
+# Ctrl-C among them: as an exception it could strike anywhere.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _only_wake(number: int, frame: FrameType | None) -> None:
+    """The wake-up pipe has the signal's number; the loop does the rest."""
+
+
+class _Screen:
+    """The terminal while we draw on it. Whatever ends us, it is left as it was found."""
+
+    def __init__(self) -> None:
+        import termios  # not at the top: there is none on Windows, where --once works
+
+        self._termios = termios
+        self._fd = sys.stdin.fileno()
+        self._before = termios.tcgetattr(self._fd)
+
+    def __enter__(self) -> "_Screen":
+        import tty
+
+        tty.setcbreak(self._fd)
+        self._write(_ENTER)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._write(_LEAVE)
+        self._termios.tcsetattr(self._fd, self._termios.TCSADRAIN, self._before)
+
+    def suspend(self) -> None:
+        """Ctrl-Z: the shell gets its terminal back, until `fg`."""
+        self.__exit__()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.__enter__()
+
+    def show(self, picture: _Picture) -> None:
+        size = os.get_terminal_size(sys.stdout.fileno())
+        self._write(picture.draw(size.columns, size.lines))
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()

@@ -1,0 +1,299 @@
+"""Reads /metrics of a Penstock server from outside: scrapes, what changed between two, quantiles.
+
+Knows HTTP and Prometheus's text format; draws nothing. Standard library and prometheus_client's
+parser alone, so that it starts at once.
+"""
+
+import http.client
+import math
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.scheduler.errors import InvalidConfig, PenstockError
+
+PREFIX = "penstock_"
+_START_TIME = "process_start_time_seconds"
+_SCRAPE_TIMEOUT_S = 5.0
+_MAX_SCRAPE_BYTES = 32 << 20  # a server's own are some ten KB; what is longer is something else
+_COUNTER_ENDINGS = ("_total", "_count", "_bucket")
+
+Labels = frozenset[tuple[str, str]]
+
+
+class ServerAway(PenstockError):
+    """It does not answer now, and may later."""
+
+
+class NotPenstock(PenstockError):
+    """What answers there is no Penstock, or does not let us in: trying again is of no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """A histogram's upper bounds, ascending, and the counts up to each, both as floats."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[float, ...]
+    sum: float
+
+    @property
+    def count(self) -> float:
+        return self.counts[-1] if self.counts else 0.0
+
+    @property
+    def mean(self) -> float | None:
+        return self.sum / self.count if self.count else None
+
+    def since(self, earlier: "Buckets") -> "Buckets":
+        """What was seen after `earlier`, which may be empty but not of other bounds."""
+        if earlier.bounds != self.bounds:
+            return self
+        counts = tuple(b - a for a, b in zip(earlier.counts, self.counts, strict=True))
+        return Buckets(self.bounds, counts, self.sum - earlier.sum)
+
+    def quantile(self, q: float) -> float | None:
+        """As Prometheus's histogram_quantile: linear inside a bucket, the first begins at 0, and
+        past the last finite bound there is nothing but that bound. None where it says NaN.
+
+        q: from 0 to 1. Source: prometheus.io/docs/prometheus/latest/querying/functions.
+        """
+        if len(self.bounds) < 2 or not math.isinf(self.bounds[-1]) or not self.count:
+            return None
+        rank = q * self.count
+        index = next(i for i, count in enumerate(self.counts) if count >= rank)
+        if index == len(self.bounds) - 1:
+            return self.bounds[-2]
+        upper = self.bounds[index]
+        if index == 0 and upper <= 0:
+            return upper
+        lower, below = (self.bounds[index - 1], self.counts[index - 1]) if index else (0.0, 0.0)
+        inside = self.counts[index] - below
+        return lower + (upper - lower) * (rank - below) / inside if inside else None
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """The values of one answer of /metrics, by name and labels. time_s: by the monotonic clock."""
+
+    time_s: float
+    values: dict[str, dict[Labels, float]] = field(default_factory=dict)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The sum over the series of `name` that carry these labels; None where there is none.
+
+        A name without a prefix is one of ours.
+        """
+        found = [value for _, value in self._matching(name, labels)]
+        return sum(found) if found else None
+
+    def info(self, name: str) -> dict[str, str]:
+        """The labels of an info metric; empty where there is none."""
+        for key, _ in self._matching(name, {}):
+            return dict(key)
+        return {}
+
+    def histogram(self, name: str, **labels: str) -> Buckets:
+        """Summed over the series that carry these labels. Without any: empty."""
+        counts: dict[float, float] = {}
+        for key, value in self._matching(f"{name}_bucket", labels, "le"):
+            bound = float(dict(key)["le"])
+            counts[bound] = counts.get(bound, 0.0) + value
+        bounds = tuple(sorted(counts))
+        total = self.value(f"{name}_sum", **labels) or 0.0
+        return Buckets(bounds, tuple(counts[bound] for bound in bounds), total)
+
+    def restarted_since(self, earlier: "Scrape") -> bool:
+        """Whether a counter fell: the server, or the engine behind it, began anew."""
+        return any(
+            value < earlier.values.get(name, {}).get(labels, 0.0)
+            for name, series in self.values.items()
+            if name.endswith(_COUNTER_ENDINGS)
+            for labels, value in series.items()
+        )
+
+    def _matching(
+        self, name: str, labels: dict[str, str], *needed: str
+    ) -> Iterator[tuple[Labels, float]]:
+        wanted = frozenset(labels.items())
+        full_name = name if name == _START_TIME else PREFIX + name
+        for key, value in self.values.get(full_name, {}).items():
+            if wanted <= key and all(label in dict(key) for label in needed):
+                yield key, value
+
+    @property
+    def age_s(self) -> float | None:
+        """How long the server's process has run, by this machine's clock."""
+        started = self.value(_START_TIME)
+        return max(0.0, time.time() - started) if started else None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What happened between two scrapes. An `earlier` without values: since the server began."""
+
+    earlier: Scrape
+    later: Scrape
+
+    @property
+    def seconds(self) -> float:
+        return self.later.time_s - self.earlier.time_s
+
+    def increase(self, name: str, **labels: str) -> float | None:
+        """Of a counter; None where the server has none of that name."""
+        after = self.later.value(name, **labels)
+        if after is None:
+            return None
+        return after - (self.earlier.value(name, **labels) or 0.0)
+
+    def rate(self, name: str, **labels: str) -> float | None:
+        """The increase a second."""
+        increase = self.increase(name, **labels)
+        return increase / self.seconds if increase is not None and self.seconds > 0 else None
+
+    def share(self, part: str, whole: str) -> float | None:
+        """One counter's increase as a share of another's; None where neither moved."""
+        of = self.increase(whole)
+        return (self.increase(part) or 0.0) / of if of else None
+
+    def histogram(self, name: str, **labels: str) -> Buckets:
+        earlier = self.earlier.histogram(name, **labels)
+        return self.later.histogram(name, **labels).since(earlier)
+
+
+class History:
+    """The scrapes of the last while, oldest first. It forgets all when the server begins anew."""
+
+    def __init__(self, span_s: float) -> None:
+        self._span_s = span_s
+        self._scrapes: deque[Scrape] = deque()
+
+    def add(self, scrape: Scrape) -> None:
+        if self._scrapes and scrape.restarted_since(self._scrapes[-1]):
+            self._scrapes.clear()
+        self._scrapes.append(scrape)
+        # One that is as old as the span is kept: it is where the span begins.
+        while len(self._scrapes) > 2 and self._scrapes[1].time_s <= scrape.time_s - self._span_s:
+            self._scrapes.popleft()
+
+    @property
+    def latest(self) -> Scrape | None:
+        return self._scrapes[-1] if self._scrapes else None
+
+    def last_interval(self) -> Window | None:
+        """Between the last two scrapes."""
+        return Window(self._scrapes[-2], self._scrapes[-1]) if len(self._scrapes) > 1 else None
+
+    def whole(self) -> Window | None:
+        """Between the first scrape that is remembered and the last."""
+        return Window(self._scrapes[0], self._scrapes[-1]) if len(self._scrapes) > 1 else None
+
+    def intervals(self) -> Iterator[Window]:
+        """Each two neighbours, oldest first."""
+        for earlier, later in pairwise(self._scrapes):
+            yield Window(earlier, later)
+
+
+def parse(text: str, time_s: float) -> Scrape:
+    """Keeps our own series and the process's start. Raises ValueError for another format."""
+    values: dict[str, dict[Labels, float]] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name.startswith(PREFIX) or family.name == _START_TIME:
+            for sample in family.samples:
+                series = values.setdefault(sample.name, {})
+                series[frozenset(sample.labels.items())] = float(sample.value)
+    return Scrape(time_s, values)
+
+
+def base_url(given: str) -> str:
+    """An address as people type it, with a scheme and without what comes after the server's root.
+
+    Raises InvalidConfig.
+    """
+    url = given if "://" in given else f"http://{given}"
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise InvalidConfig(f"{given} is no server's address; write it like http://127.0.0.1:8000")
+    url = url.split("?")[0].split("#")[0].rstrip("/")
+    for ending in ("/metrics", "/v1"):
+        url = url.removesuffix(ending)
+    return url
+
+
+class Scraper:
+    """Asks one server for its metrics."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self.url = url
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # A redirect is not followed: the key would go wherever it points.
+        self._opener = urllib.request.build_opener(_NoRedirect)
+
+    def scrape(self) -> Scrape:
+        """Raises ServerAway or NotPenstock, each with a sentence."""
+        text = self._get()
+        try:
+            scrape = parse(text, time.monotonic())
+        except ValueError:
+            scrape = Scrape(0.0)
+        if not any(name.startswith(PREFIX) for name in scrape.values):
+            raise self._not_penstock("answers with something else than a Penstock's metrics")
+        return scrape
+
+    def _get(self) -> str:
+        request = urllib.request.Request(f"{self.url}/metrics", headers=self._headers)
+        try:
+            with self._opener.open(request, timeout=_SCRAPE_TIMEOUT_S) as response:
+                body: bytes = response.read(_MAX_SCRAPE_BYTES)
+                return body.decode("utf-8", "replace")
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise self._refusal(error.code) from error
+        except urllib.error.URLError as error:
+            raise self._unreachable(error.reason) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from error
+
+    def _refusal(self, status: int) -> PenstockError:
+        if status in (401, 403):
+            return NotPenstock(
+                f"{self.url} wants a key that it knows (status {status}); give it with --api-key, "
+                "or in $PENSTOCK_API_KEY"
+            )
+        if status in (429, 500, 502, 503, 504):
+            return ServerAway(f"it is loading or not well (status {status})")
+        return self._not_penstock(f"answers with status {status}")
+
+    def _unreachable(self, reason: object) -> PenstockError:
+        if isinstance(reason, socket.gaierror):
+            return NotPenstock(
+                f"{self.url}: no machine has that name; give the address that `penstock serve` "
+                "printed"
+            )
+        if isinstance(reason, ConnectionRefusedError):
+            return ServerAway("nothing listens there (connection refused)")
+        if isinstance(reason, TimeoutError):
+            return ServerAway(f"no answer in {_SCRAPE_TIMEOUT_S:.0f} s")
+        return ServerAway(str(reason) or type(reason).__name__)
+
+    def _not_penstock(self, what: str) -> NotPenstock:
+        return NotPenstock(
+            f"{self.url}/metrics {what}; give the address that `penstock serve` printed"
+        )
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: object) -> None:
+        """None: the redirect itself becomes the error."""

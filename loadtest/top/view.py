@@ -1,0 +1,418 @@
+"""Draws what `penstock top` shows: from a history of scrapes to lines of styled text.
+
+Knows no terminal and no clock. Every character it writes is one column wide; what the server says
+of itself is cleaned first, so that no server can write to a person's terminal.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from penstock.loadtest.top.scrape import History, Scrape, Window
+
+MINUTE_S = 60.0
+_DASH = "-"
+_CLASSES = ("decode", "prefill", "mixed")
+_OUTCOMES = ("stop", "length", "failed", "abandoned")
+_LATENCIES = (
+    ("TTFT", "time_to_first_token_seconds"),
+    ("TPOT", "time_per_output_token_seconds"),
+    ("ITL", "inter_token_latency_seconds"),
+    ("queue", "queue_time_seconds"),
+)
+_QUANTILES = (0.5, 0.95, 0.99)
+_LABEL_WIDTH = 9
+_HALF_SPARK_FROM = 60  # columns; in a narrower terminal there is no room for sparklines
+_BOTH_SPANS_FROM = 72  # columns
+_MOST_SPARK = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Glyphs:
+    """What bars and sparklines are made of, from empty to full."""
+
+    spark: str
+    bar: str
+    track: str
+    idle: str
+    dot: str
+
+
+UNICODE = Glyphs(spark=" ▁▂▃▄▅▆▇█", bar="█", track="░", idle="▒", dot="·")
+ASCII = Glyphs(spark=" .:-=+*#@", bar="#", track=".", idle="=", dot="|")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of a line. style: plain, title, dim, good, fair or bad."""
+
+    text: str
+    style: str = "plain"
+
+
+Line = list[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that one picture is made from.
+
+    away: why the server did not answer last time, or None. away_s: since when, in seconds.
+    recent, long: the two spans of time that latencies are shown of, with their names.
+    """
+
+    url: str
+    history: History
+    recent: tuple[str, Window] | None
+    long: tuple[str, Window] | None
+    glyphs: Glyphs = UNICODE
+    away: str | None = None
+    away_s: float = 0.0
+    keys: str = ""
+
+
+def draw(view: View, width: int, height: int | None = None) -> list[Line]:
+    """At most `height` lines of at most `width` columns; the most telling lines come first."""
+    lines = [_title(view, width)]
+    latest = view.history.latest
+    if view.away:
+        lines += _away(view)
+    elif latest is None:
+        lines.append([Span("waiting for the first answer", "dim")])
+    else:
+        lines += _panels(view, latest, width)
+    if height is not None and len(lines) > height:
+        lines = [line for line in lines if line]  # rather than what stands between the gaps
+    return [_cropped(line, width) for line in lines[:height]]
+
+
+def text(line: Line) -> str:
+    """Without styles, for what is no terminal."""
+    return "".join(span.text for span in line).rstrip()
+
+
+def _title(view: View, width: int) -> Line:
+    name = f"penstock top  {_clean(view.url)}"
+    keys = view.keys.rjust(width - len(name)) if len(name) + len(view.keys) < width else ""
+    return [Span(name, "title"), Span(keys, "dim")]
+
+
+def _away(view: View) -> Iterator[Line]:
+    yield [Span(f"The server is away: {_clean(view.away or '')}", "bad")]
+    if view.history.latest:
+        yield [Span(f"It last answered {_duration(view.away_s)} ago; still trying.", "dim")]
+    else:
+        yield [Span("It has not answered yet; still trying.", "dim")]
+
+
+def _panels(view: View, latest: Scrape, width: int) -> Iterator[Line]:
+    yield [Span(_about(latest, view.glyphs, width), "dim")]
+    yield []
+    yield from _throughput(view, latest, width)
+    yield []
+    yield from _latencies(view, width)
+    yield []
+    yield from _utilization(view, latest, width)
+    yield []
+    yield from _memory(view, latest, width)
+
+
+def _about(latest: Scrape, glyphs: Glyphs, width: int) -> str:
+    """The model, what it runs on, and since when: as much of it as fits, in whole words."""
+    model, build = latest.info("model_info"), latest.info("build_info")
+    words = [_clean(value) for _, value in sorted(model.items(), key=_model_label_order) if value]
+    if latest.age_s is not None:
+        words.append(f"up {_duration(latest.age_s)}")
+    if version := build.get("version"):
+        words.append(f"penstock {_clean(version)}")
+    if startup := latest.value("startup_seconds"):
+        words.append(f"started in {_seconds(startup)}")
+    between = f" {glyphs.dot} "
+    while len(words) > 1 and len(between.join(words)) > width:
+        words.pop()
+    return between.join(words) or "a Penstock server"
+
+
+def _model_label_order(item: tuple[str, str]) -> tuple[bool, str]:
+    """The model's name first."""
+    return "name" not in item[0], item[0]
+
+
+# Throughput ---------------------------------------------------------------------------------------
+
+
+def _throughput(view: View, latest: Scrape, width: int) -> Iterator[Line]:
+    recent = view.recent[1] if view.recent else None
+
+    def rate(name: str) -> str:
+        return _count(recent.rate(name) if recent else None)
+
+    def spark(pick: Callable[[Window], float | None], room: int) -> str:
+        return _sparkline([pick(window) for window in view.history.intervals()], room, view.glyphs)
+
+    half = max(1, (width - 2) // 2)
+    room = min(_MOST_SPARK, half - 18) if width >= _HALF_SPARK_FROM else 0
+    sides = (
+        (
+            ("output", rate("generated_tokens_total"), _rate_of("generated_tokens_total")),
+            ("prompt", rate("prompt_tokens_total"), _rate_of("prompt_tokens_total")),
+        ),
+        (
+            ("running", _count(latest.value("running_sequences")), _gauge("running_sequences")),
+            ("waiting", _count(latest.value("waiting_sequences")), _gauge("waiting_sequences")),
+        ),
+    )
+    for kind, side in zip(("tokens/s", "sequences"), sides, strict=True):
+        line: Line = []
+        for name, value, pick in side:
+            drawn = spark(pick, room) if room > 0 else ""
+            line += [
+                Span(f"{name:<{_LABEL_WIDTH}}", "dim"),
+                Span(f"{value:>8} "),
+                Span(drawn.ljust(max(0, half - 18)), "good"),
+                Span("  "),
+            ]
+        yield [*line[:-1], Span(f"  {kind}" if not room else "", "dim")]
+    yield _outcomes(recent, latest)
+
+
+def _rate_of(name: str) -> Callable[[Window], float | None]:
+    return lambda window: window.rate(name)
+
+
+def _gauge(name: str) -> Callable[[Window], float | None]:
+    return lambda window: window.later.value(name)
+
+
+def _outcomes(recent: Window | None, latest: Scrape) -> Line:
+    ended = recent.rate("requests_total") if recent else None
+    line = [Span(f"{'requests':<{_LABEL_WIDTH}}", "dim"), Span(f"{_count(ended):>8}/s ")]
+    for outcome in _OUTCOMES:
+        value = latest.value("requests_total", outcome=outcome)
+        style = "bad" if outcome == "failed" and value else "plain"
+        line += [Span(f"  {outcome} ", "dim"), Span(_whole(value), style)]
+    return line
+
+
+# Latencies ----------------------------------------------------------------------------------------
+
+
+def _latencies(view: View, width: int) -> Iterator[Line]:
+    spans = [span for span in (view.recent, view.long) if span]
+    if width < _BOTH_SPANS_FROM:
+        spans = spans[-1:]  # the longer: it has seen more requests
+    header = "".join(f"{name:>10}{'':23}" for name, _ in spans)
+    yield [Span(" " * _LABEL_WIDTH), Span(header.rstrip(), "title")]
+    quantiles = "".join(f"{f'p{q * 100:.0f}':>10}" for q in _QUANTILES) + "   "
+    yield [Span(" " * _LABEL_WIDTH), Span((quantiles * len(spans)).rstrip(), "dim")]
+    for label, name in _LATENCIES:
+        line = [Span(f"{label:<{_LABEL_WIDTH}}", "dim")]
+        for _, window in spans:
+            buckets = window.histogram(name)
+            cells = "".join(f"{_seconds(buckets.quantile(q)):>10}" for q in _QUANTILES)
+            line.append(Span(cells + "   "))
+        yield line
+
+
+# Utilization --------------------------------------------------------------------------------------
+
+
+def _utilization(view: View, latest: Scrape, width: int) -> Iterator[Line]:
+    """A row for each class of steps; a bar for each peak that the server knows."""
+    columns = [
+        (title, f"model_{resource}_utilization_ratio", peak, unit, f"peak_{resource}_{per}")
+        for title, resource, per, unit in (
+            ("MBU", "bandwidth", "bytes_per_second", "B/s"),
+            ("MFU", "flops", "per_second", "FLOP/s"),
+        )
+        for peak in ("datasheet", "measured")
+        if latest.value(f"peak_{resource}_{per}", peak=peak)
+    ]
+    room = max(0, (width - _LABEL_WIDTH - 9) // max(1, len(columns)) - 1)
+    header = [Span(f"{'step of':<{_LABEL_WIDTH}}", "dim"), Span(f"{'time':>8} ", "dim")]
+    for title, _, peak, unit, peak_name in columns:
+        of = f"{_si(latest.value(peak_name, peak=peak))}{unit}"
+        header.append(Span(f" {_fitting(title, peak, of, room):<{room}}", "title"))
+    if not columns:
+        header.append(Span(" MBU, MFU: the server knows no peak of this device", "dim"))
+    yield header
+    for step_class in (*_CLASSES, "all"):
+        of_class = {} if step_class == "all" else {"class": step_class}
+        window = view.recent[1] if view.recent else None
+        mean = window.histogram("step_time_seconds", **of_class).mean if window else None
+        line = [
+            Span(f"{step_class:<{_LABEL_WIDTH}}", "dim"),
+            Span(f"{_seconds(mean):>8} "),
+        ]
+        for _, name, peak, _, _ in columns:
+            ratio = latest.value(name, peak=peak, **{"class": step_class})
+            line += [Span(" "), *_ratio_bar(ratio, room, view.glyphs)]
+        yield line
+
+
+def _fitting(title: str, peak: str, of: str, room: int) -> str:
+    """As much of a bar's title as fits above it."""
+    for words in (f"{title} of {of} ({peak})", f"{title} {peak} {of}", f"{title} {peak}"):
+        if len(words) <= room:
+            return words
+    return f"{title} {peak}"[:room]
+
+
+def _ratio_bar(ratio: float | None, room: int, glyphs: Glyphs) -> Line:
+    bar_width = max(0, room - 7)
+    filled = round(min(1.0, ratio or 0.0) * bar_width)
+    share = f"{_percent(ratio):>7}"[-room:] if room > 0 else ""
+    return [
+        Span(glyphs.bar * filled, _ratio_style(ratio or 0.0)),
+        Span(glyphs.track * (bar_width - filled), "dim"),
+        Span(share),
+    ]
+
+
+def _ratio_style(ratio: float) -> str:
+    return "good" if ratio >= 0.6 else "fair" if ratio >= 0.3 else "bad"
+
+
+# Memory and steps ---------------------------------------------------------------------------------
+
+
+def _memory(view: View, latest: Scrape, width: int) -> Iterator[Line]:
+    recent = view.recent[1] if view.recent else None
+    yield _steps(recent)
+    yield _kv(latest, width, view.glyphs)
+    long = view.long[1] if view.long else None
+    hits = long.share("prefix_hit_tokens_total", "prefix_query_tokens_total") if long else None
+    yield [
+        Span(f"{'prefix':<{_LABEL_WIDTH}}", "dim"),
+        Span(f"{_percent(hits):>8}"),
+        Span(" of looked-up tokens", "dim"),
+        Span("    preemptions ", "dim"),
+        Span(_whole(latest.value("preemptions_total"))),
+        Span("  recomputed ", "dim"),
+        Span(_whole(latest.value("recomputed_tokens_total"))),
+    ]
+
+
+def _steps(recent: Window | None) -> Line:
+    batch = recent.histogram("batch_size_sequences").mean if recent else None
+    tokens = recent.histogram("step_tokens").mean if recent else None
+    steps = recent.histogram("step_time_seconds") if recent else None
+    idle = recent.later.value("engine_idle_ratio") if recent else None
+    return [
+        Span(f"{'step':<{_LABEL_WIDTH}}", "dim"),
+        Span(f"{_seconds(steps.quantile(0.5) if steps else None):>8}"),
+        Span(" p50  "),
+        Span(_seconds(steps.quantile(0.99) if steps else None)),
+        Span(" p99"),
+        Span("    batch ", "dim"),
+        Span(_count(batch)),
+        Span("  tokens ", "dim"),
+        Span(_count(tokens)),
+        Span("  idle ", "dim"),
+        Span(_percent(idle)),
+    ]
+
+
+def _kv(latest: Scrape, width: int, glyphs: Glyphs) -> Line:
+    kinds = ("used", "idle", "free")
+    blocks = {kind: latest.value(f"kv_{kind}_blocks") for kind in kinds}
+    total = sum(value or 0.0 for value in blocks.values())
+    share = (blocks["used"] or 0.0) / total if total else None
+    words: Line = []
+    for kind, value in blocks.items():
+        words += [Span(f"  {kind} ", "dim"), Span(_whole(value))]
+    if size := latest.value("kv_block_size_tokens"):
+        words.append(Span(f"  of {size:.0f} tokens", "dim"))
+    room = max(0, min(_MOST_SPARK, width - _LABEL_WIDTH - 9 - sum(len(w.text) for w in words)))
+    used = round((share or 0.0) * room)
+    idle = min(room - used, round((blocks["idle"] or 0.0) / total * room)) if total else 0
+    style = "bad" if (share or 0.0) > 0.95 else "fair" if (share or 0.0) > 0.8 else "good"
+    return [
+        Span(f"{'KV blocks':<{_LABEL_WIDTH}}", "dim"),
+        Span(f"{_percent(share):>8} "),
+        Span(glyphs.bar * used, style),
+        Span(glyphs.idle * idle),
+        Span(glyphs.track * (room - used - idle), "dim"),
+        *words,
+    ]
+
+
+# Words and numbers --------------------------------------------------------------------------------
+
+
+def _sparkline(values: list[float | None], room: int, glyphs: Glyphs) -> str:
+    """The newest at the right; where there are more than fit, each column is a mean of some."""
+    known = [value or 0.0 for value in values]
+    per_column = max(1, -(-len(known) // room))
+    # Groups are counted from the newest, so that the right-most is always a whole one.
+    ends = range(len(known), 0, -per_column)
+    means = [_mean(known[max(0, end - per_column) : end]) for end in ends][::-1]
+    top = max(means, default=0.0)
+    last = len(glyphs.spark) - 1
+    return "".join(
+        # What is not nothing is seen, however small.
+        glyphs.spark[max(1, round(value / top * last)) if value > 0 else 0]
+        for value in means
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _cropped(line: Line, width: int) -> Line:
+    kept: Line = []
+    for span in line:
+        kept.append(Span(span.text[: max(0, width)], span.style))
+        width -= len(span.text)
+    return [span for span in kept if span.text]
+
+
+def _clean(words: str) -> str:
+    """Without control characters, and without those that a terminal may draw two columns wide."""
+    return "".join(char if " " <= char < "\u0300" and char.isprintable() else "?" for char in words)
+
+
+def _seconds(value: float | None) -> str:
+    """Three digits and the unit that suits."""
+    if value is None:
+        return _DASH
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if value * factor < 999.5:
+            return f"{_three_digits(value * factor)} {unit}"
+    return f"{_three_digits(value)} s"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, whole_seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours}h"
+    if hours:
+        return f"{hours}h {minutes:02}m"
+    return f"{minutes}m {whole_seconds:02}s" if minutes else f"{whole_seconds}s"
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return _DASH
+    return f"{value:.1f}" if 0 < value < 99.95 and value != int(value) else f"{value:,.0f}"
+
+
+def _whole(value: float | None) -> str:
+    return _DASH if value is None else f"{value:,.0f}"
+
+
+def _percent(ratio: float | None) -> str:
+    return _DASH if ratio is None else f"{ratio * 100:.1f} %"
+
+
+def _si(value: float | None) -> str:
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value is not None and value >= size:
+            return f"{_three_digits(value / size)} {prefix}"
+    return _DASH if value is None else f"{value:.0f} "

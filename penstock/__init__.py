@@ -1,0 +1,1 @@
+"""Penstock as it is imported: the folders of the repository under one name (see pyproject.toml)."""

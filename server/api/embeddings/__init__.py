@@ -1,0 +1,1 @@
+"""Embeddings and similarity scores: routes, and many prompts through the engine at once."""

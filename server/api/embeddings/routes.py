@@ -1,0 +1,292 @@
+"""`/v1/embeddings`, as OpenAI has it, and vLLM's `/v1/score`: how alike two texts are."""
+
+import asyncio
+import base64
+import math
+import secrets
+import sys
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import mul
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import msgspec
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from pydantic import ConfigDict, Field, ValidationError
+from starlette.responses import Response
+
+from penstock.scheduler.errors import PromptTooLong
+from penstock.scheduler.types import Request, RequestId, SamplingParams
+from penstock.server.api.common import (
+    body_of,
+    check_model,
+    json_response,
+    service_of,
+    tenant_who_asks,
+    unless_gone,
+)
+from penstock.server.api.embeddings.batch import pooled
+from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.output.pooling import normalized
+from penstock.server.prompt.generation_request import (
+    ServedModel,
+    check_priority,
+    checked_prompt,
+    kept_end,
+    off_loop,
+    salted,
+    too_long,
+)
+from penstock.server.protocol.openai import (
+    CacheSalt,
+    Priority,
+    RequestName,
+    TokenId,
+    Wire,
+    invalid_fields,
+)
+
+MAX_INPUTS = 2048  # OpenAI's own limit
+
+router = APIRouter()
+_NO_ANSWER = SamplingParams(max_tokens=0, seed=0)
+_EXPECTED = {
+    "input": "must be a string, a list of strings, a list of token ids, or a list of such lists",
+    "text_1": "must be a string or a list of strings",
+    "text_2": "must be a string or a list of strings",
+}
+
+Texts = str | Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class PooledFields(Wire):
+    """What both endpoints take: how the texts become prompts, and how these are served."""
+
+    model_config = ConfigDict(extra="allow")
+    # Known, not served: field -> the values that change nothing.
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "normalize": (True,),
+        "use_activation": (True,),
+        "truncation_side": ("left",),
+        "mm_processor_kwargs": ({},),
+    }
+
+    model: str
+    user: str | None = None
+    # Beyond OpenAI, under vLLM's names.
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    add_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    request_id: RequestName | None = None
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
+        try:
+            fields = cls.model_validate_json(body)
+        except ValidationError as error:
+            raise invalid_fields(error, cls, expected=_EXPECTED) from error
+        for name, value in (fields.model_extra or {}).items():
+            if name in cls.neutral and value is not None and value not in cls.neutral[name]:
+                raise UnsupportedParameter(name)
+        if fields.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
+            raise InvalidRequest(message, param="truncate_prompt_tokens")
+        return fields
+
+
+class EmbeddingRequest(PooledFields):
+    """`POST /v1/embeddings`."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **PooledFields.neutral,
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "messages": (),
+        "chat_template": (),
+    }
+
+    input: Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+
+    @property
+    def inputs(self) -> dict[str, str | list[int]]:
+        """Where in the body each is -> its text, or its ids."""
+        given: Any = self.input
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return {"input": given}
+        return _numbered("input", given)
+
+
+class ScoreRequest(PooledFields):
+    """`POST /v1/score`: one text with each of the others, or as many pairs as there are."""
+
+    text_1: Texts
+    text_2: Texts
+
+    @property
+    def inputs(self) -> dict[str, str | list[int]]:
+        return self._texts("text_1") | self._texts("text_2")
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Of indices into the inputs. Raises InvalidRequest where they are not of one number."""
+        num_1, num_2 = len(self._texts("text_1")), len(self._texts("text_2"))
+        if num_1 not in (1, num_2):
+            message = f"text_1 has {num_1} texts and text_2 {num_2}; send one, or as many as text_2"
+            raise InvalidRequest(message, param="text_1")
+        return [(0 if num_1 == 1 else i, num_1 + i) for i in range(num_2)]
+
+    def _texts(self, name: str) -> dict[str, str | list[int]]:
+        given = getattr(self, name)
+        return {name: given} if isinstance(given, str) else _numbered(name, given)
+
+
+@router.post("/v1/embeddings")
+async def embeddings(request: HttpRequest) -> Response:
+    service, arrival_s = service_of(request), time.monotonic()
+    fields = EmbeddingRequest.parse(await body_of(request))
+    check_model(service, fields.model)
+    tenant, pooler = tenant_who_asks(request), service.model.pooler
+
+    def told(state: bytes) -> msgspec.Raw:
+        return _as_json(pooler.embedding(state, fields.dimensions), fields.encoding_format)
+
+    async def answer() -> Response:
+        pooler.check(fields.dimensions)
+        asked = await _requests(fields, fields.inputs, service.model, tenant, arrival_s)
+        values = await pooled(service, asked, told)
+        data = [
+            {"object": "embedding", "index": index, "embedding": value}
+            for index, value in enumerate(values)
+        ]
+        return json_response(_body("embd", fields, service.model, data, asked))
+
+    return await unless_gone(request, answer())
+
+
+@router.post("/v1/score")
+@router.post("/score")
+async def score(request: HttpRequest) -> Response:
+    service, arrival_s = service_of(request), time.monotonic()
+    fields = ScoreRequest.parse(await body_of(request))
+    check_model(service, fields.model)
+    tenant, pooler = tenant_who_asks(request), service.model.pooler
+
+    async def answer() -> Response:
+        pooler.check(None)
+        pairs = fields.pairs()
+        asked = await _requests(fields, fields.inputs, service.model, tenant, arrival_s)
+        vectors = await pooled(service, asked, lambda state: normalized(pooler.embedding(state)))
+        data = await asyncio.to_thread(_scores, vectors, pairs)
+        return json_response(_body("score", fields, service.model, data, asked))
+
+    return await unless_gone(request, answer())
+
+
+def _numbered(name: str, items: Sequence[Any]) -> dict[str, Any]:
+    if not items:
+        raise InvalidRequest(f"{name} is empty; send one text at least", param=name)
+    return {f"{name}[{i}]": item for i, item in enumerate(items)}
+
+
+async def _requests(
+    fields: PooledFields,
+    inputs: dict[str, str | list[int]],
+    model: ServedModel,
+    tenant: str,
+    arrival_s: float,
+) -> list[Request]:
+    """Raises InvalidRequest; `param` is the input that is at fault."""
+    check_priority(fields.priority, model)
+    _check_inputs(inputs)
+    num_chars = sum(len(text) for text in inputs.values() if isinstance(text, str))
+    adds_special = fields.add_special_tokens is not False
+    encode = partial(model.encoder.encode_all, add_special_tokens=adds_special)
+    prompts = await off_loop(encode, list(inputs.values()), num_chars)
+    own_id = secrets.token_hex(12)
+    return [
+        Request(
+            id=RequestId(f"embd-{own_id}-{i}"),
+            prompt_token_ids=_fitted(prompt, fields, model, param),
+            sampling=_NO_ANSWER,
+            arrival_s=arrival_s,
+            priority=fields.priority or 0,
+            cache_salt=salted(tenant, fields.cache_salt),
+            pooling=model.pooler.pooling,
+        )
+        for i, (param, prompt) in enumerate(zip(inputs, prompts, strict=True))
+    ]
+
+
+def _check_inputs(inputs: dict[str, str | list[int]]) -> None:
+    if len(inputs) > MAX_INPUTS:
+        message = f"{len(inputs)} texts are more than the {MAX_INPUTS} that a request may have"
+        raise InvalidRequest(f"{message}; send several requests", param=_field(inputs))
+    for param, given in inputs.items():
+        if not given:
+            raise InvalidRequest(f"{param} is empty; send a text or a token at least", param=param)
+        if isinstance(given, str) and "\0" in given:
+            message = f"{param} has a NUL character (U+0000), which is no text; take it out"
+            raise InvalidRequest(message, param=param)
+
+
+def _field(inputs: dict[str, str | list[int]]) -> str:
+    """The field that holds the last of them."""
+    return list(inputs)[-1].partition("[")[0]
+
+
+def _fitted(
+    prompt: tuple[int, ...], fields: PooledFields, model: ServedModel, param: str
+) -> tuple[int, ...]:
+    limit = model.info.max_model_len
+    prompt = checked_prompt(prompt, model.info.vocab_size, param)
+    prompt = kept_end(prompt, fields.truncate_prompt_tokens, limit)
+    if len(prompt) > limit:
+        raise too_long(PromptTooLong(len(prompt), limit, has_answer=False), param)
+    return prompt
+
+
+def _as_json(values: "array[float]", encoding_format: str | None) -> msgspec.Raw:
+    """Encoded one by one, since all of a large answer at once would hold up every stream."""
+    if encoding_format == "base64":
+        if sys.byteorder == "big":  # the clients read little-endian
+            values.byteswap()
+        return msgspec.Raw(b'"%b"' % base64.b64encode(values.tobytes()))
+    return msgspec.Raw(msgspec.json.encode(values.tolist()))
+
+
+def _scores(vectors: list["array[float]"], pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Of two thousand pairs, half a second's work."""
+    return [
+        {"object": "score", "index": index, "score": _cosine(vectors[a], vectors[b])}
+        for index, (a, b) in enumerate(pairs)
+    ]
+
+
+def _cosine(a: "array[float]", b: "array[float]") -> float:
+    """Of two vectors of length 1, but for rounding."""
+    return max(-1.0, min(1.0, math.fsum(map(mul, a, b))))
+
+
+def _body(
+    kind: str,
+    fields: PooledFields,
+    model: ServedModel,
+    data: list[dict[str, Any]],
+    asked: list[Request],
+) -> dict[str, Any]:
+    num_tokens = sum(len(request.prompt_token_ids) for request in asked)
+    return {
+        "id": f"{kind}-{fields.request_id or secrets.token_hex(12)}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model.name,
+        "data": data,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }

@@ -1,0 +1,1 @@
+"""OpenAI's completions and chat completions: routes, and the writer of their answers."""

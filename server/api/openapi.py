@@ -1,0 +1,211 @@
+"""`/openapi.json` and `/docs`: the routes as they are, with the bodies that they parse themselves.
+
+Routes read raw bytes, because a refusal has to be OpenAI's error object with a sentence; so FastAPI
+knows nothing of their fields, and what it would guess of answers and errors is not true. This
+table is.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
+
+from penstock.server.api.common import json_response
+from penstock.server.api.embeddings.routes import EmbeddingRequest, ScoreRequest
+from penstock.server.api.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from penstock.server.errors import ANTHROPIC_PATH
+from penstock.server.protocol.anthropic import CountTokensRequest, MessagesRequest
+from penstock.server.protocol.openai import ChatCompletionRequest, CompletionRequest
+from penstock.server.protocol.responses import ResponsesRequest
+from penstock.server.service import Service
+
+router = APIRouter(include_in_schema=False)
+
+_REF = "#/components/schemas/{model}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    """bodies: any of these. required: of its answer's members. streams: with `stream: true`."""
+
+    bodies: tuple[type[BaseModel], ...] = ()
+    required: tuple[str, ...] = ()
+    streams: bool = False
+
+
+_OPERATIONS = {
+    "/v1/completions": _Operation(
+        bodies=(CompletionRequest,),
+        required=("id", "object", "created", "model", "choices", "usage"),
+        streams=True,
+    ),
+    "/v1/chat/completions": _Operation(
+        bodies=(ChatCompletionRequest,),
+        required=("id", "object", "created", "model", "choices", "usage"),
+        streams=True,
+    ),
+    "/v1/responses": _Operation(
+        bodies=(ResponsesRequest,),
+        required=("id", "object", "created_at", "model", "status", "output"),
+        streams=True,
+    ),
+    "/v1/responses/input_tokens": _Operation(
+        bodies=(ResponsesRequest,), required=("input_tokens",)
+    ),
+    "/v1/messages": _Operation(
+        bodies=(MessagesRequest,),
+        required=("id", "type", "role", "content", "model", "stop_reason", "usage"),
+        streams=True,
+    ),
+    "/v1/messages/count_tokens": _Operation(
+        bodies=(CountTokensRequest,), required=("input_tokens",)
+    ),
+    "/v1/embeddings": _Operation(
+        bodies=(EmbeddingRequest,), required=("object", "model", "data", "usage")
+    ),
+    "/v1/score": _Operation(
+        bodies=(ScoreRequest,), required=("id", "object", "model", "data", "usage")
+    ),
+    "/score": _Operation(
+        bodies=(ScoreRequest,), required=("id", "object", "model", "data", "usage")
+    ),
+    "/tokenize": _Operation(
+        bodies=(TokenizeRequest, TokenizeChatRequest),
+        required=("count", "max_model_len", "tokens", "token_strs"),
+    ),
+    "/detokenize": _Operation(bodies=(DetokenizeRequest,), required=("prompt",)),
+    "/v1/models": _Operation(required=("object", "data")),
+    "/v1/models/{name}": _Operation(required=("id", "object", "created", "owned_by")),
+    "/health": _Operation(required=("status",)),
+    "/ready": _Operation(required=("status",)),
+    "/version": _Operation(required=("version",)),
+}
+_NOT_JSON = {"/metrics": "text/plain"}
+
+_ERRORS = {
+    400: "A field is not as it must be, or is not served; `param` names it",
+    401: "The key is missing or wrong",
+    404: "There is no such model, path or object",
+    413: "The body is larger than --max-body-bytes",
+    415: "The body is compressed; send it as it is",
+    429: "Too many requests wait; Retry-After says when to come back",
+    500: "The server's mistake, or the engine has ended",
+    503: "The model is loading, or the server is about to end; Retry-After says when to come back",
+    504: "It took longer than --request-timeout",
+}
+_ERRORS_OF_GET = (400, 401, 404, 500, 503)
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+}
+
+
+@router.get("/openapi.json")
+async def openapi(request: Request) -> Response:
+    return json_response(schema_of(request.app))
+
+
+@router.get("/docs")
+async def docs(request: Request) -> Response:
+    """Swagger's page, which a browser with a way to the internet can show."""
+    url = f"{request.scope.get('root_path', '')}/openapi.json"
+    return get_swagger_ui_html(openapi_url=url, title="Penstock")
+
+
+def schema_of(app: FastAPI) -> dict[str, Any]:
+    """Made once for each app."""
+    if app.openapi_schema is None:
+        app.openapi_schema = _schema_of(app)
+    return app.openapi_schema
+
+
+def _schema_of(app: FastAPI) -> dict[str, Any]:
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    if app.root_path:
+        schema["servers"] = [{"url": app.root_path}]
+    bodies = {body for operation in _OPERATIONS.values() for body in operation.bodies}
+    ordered = sorted(bodies, key=lambda body: body.__name__)
+    _, models = models_json_schema([(b, "validation") for b in ordered], ref_template=_REF)
+    for body in ordered:
+        _name_models(models["$defs"][body.__name__], app.state.service)
+    errors = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+    schema["components"] = {
+        "schemas": models["$defs"] | errors,
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+    }
+    for path, methods in schema["paths"].items():
+        for method, described in methods.items():
+            _describe(described, path, method)
+    return schema
+
+
+def _name_models(body: dict[str, Any], service: Service) -> None:
+    """Only these are not a 404."""
+    if "model" in body["properties"]:
+        names = list(service.config.server.served_model_names)
+        body["properties"]["model"] = {"type": "string", "enum": names}
+
+
+def _describe(described: dict[str, Any], path: str, method: str) -> None:
+    operation = _OPERATIONS.get(path, _Operation()) if _is_ours(path, method) else _Operation()
+    if operation.bodies:
+        refs = [{"$ref": _REF.format(model=body.__name__)} for body in operation.bodies]
+        body = refs[0] if len(refs) == 1 else {"anyOf": refs}
+        described["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": body}},
+        }
+    if path.startswith("/v1") or operation.bodies:
+        described["security"] = [{"key": []}]
+    answer: dict[str, Any] = {"type": "object", "required": list(operation.required)}
+    content = {_NOT_JSON.get(path, "application/json"): {"schema": answer}}
+    if path in _NOT_JSON:
+        content = {_NOT_JSON[path]: {"schema": {"type": "string"}}}
+    if operation.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    error = "AnthropicError" if path.startswith(ANTHROPIC_PATH) else "Error"
+    described["responses"] = {"200": {"description": "The answer", "content": content}} | {
+        str(status): {
+            "description": text,
+            "content": {"application/json": {"schema": {"$ref": _REF.format(model=error)}}},
+        }
+        for status, text in _ERRORS.items()
+        if method == "post" or status in _ERRORS_OF_GET
+    }
+
+
+def _is_ours(path: str, method: str) -> bool:
+    """The table is of POST where there is a body, else of GET."""
+    operation = _OPERATIONS.get(path)
+    return operation is not None and method == ("post" if operation.bodies else "get")

@@ -1,0 +1,120 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shapes: what a prompt is to the model, and back."""
+
+import asyncio
+from typing import Annotated, Self, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Request
+from pydantic import Field, ValidationError
+from starlette.responses import Response
+
+from penstock.server.api.common import body_of, check_model, json_response, service_of
+from penstock.server.errors import InvalidRequest
+from penstock.server.prompt.chat import chat_prompt
+from penstock.server.prompt.generation_request import ServedModel
+from penstock.server.protocol.openai import ChatCompletionRequest, TokenId, Wire, invalid_fields
+from penstock.server.tools.prompting import check_servable
+
+router = APIRouter()
+
+
+class _Fields(Wire):
+    model: str | None = None
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Raises InvalidRequest; `param` names the field."""
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            raise invalid_fields(error, cls) from error
+
+
+class TokenizeRequest(_Fields):
+    """A text, with the special tokens (BOS) around it unless they are not wanted."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(ChatCompletionRequest):
+    """A conversation, as `/v1/chat/completions` would read the same fields."""
+
+    model: str = ""  # none has to be named
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Fields):
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class _Peek(msgspec.Struct):
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+Fields = TypeVar("Fields", TokenizeRequest, TokenizeChatRequest, DetokenizeRequest)
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    """The ids of a prompt, or of a conversation under the chat template, and how many they are."""
+    model, body = service_of(request).model, await body_of(request)
+    fields: TokenizeRequest | TokenizeChatRequest
+    if _has_messages(body):
+        fields = chat = _checked(TokenizeChatRequest, body, request)
+        check_servable(chat, model.chat_format)
+        ids = (await chat_prompt(chat, model.encoder)).token_ids
+    else:
+        fields = text = _checked(TokenizeRequest, body, request)
+        ids = await asyncio.to_thread(_encode, text, model)
+    names_tokens = bool(fields.return_token_strs)
+    content = await asyncio.to_thread(_told, ids, model, names_tokens)
+    return Response(content, media_type="application/json")
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    """The text of ids, special tokens by name."""
+    model, body = service_of(request).model, await body_of(request)
+    fields = _checked(DetokenizeRequest, body, request)
+    highest = max(fields.tokens, default=0)
+    if highest >= model.info.vocab_size:
+        message = f"tokens has {highest}; this model's ids go from 0 to {model.info.vocab_size - 1}"
+        raise InvalidRequest(message, param="tokens")
+    text = await asyncio.to_thread(_decode, fields, model)
+    return json_response({"prompt": text})
+
+
+def _has_messages(body: bytes) -> bool:
+    try:
+        return msgspec.json.decode(body, type=_Peek).messages is not msgspec.UNSET
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False  # what is wrong with it is told by the other shape's parser
+
+
+def _checked(kind: type[Fields], body: bytes, request: Request) -> Fields:
+    fields = kind.parse(body)
+    if fields.model:
+        check_model(service_of(request), fields.model)
+    return fields
+
+
+def _encode(fields: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
+    return model.encoder.encode(fields.prompt, add_special_tokens=fields.add_special_tokens)
+
+
+def _told(ids: tuple[int, ...], model: ServedModel, names_tokens: bool) -> bytes:
+    """The body of the answer, which for a long text is large."""
+    return msgspec.json.encode(
+        {
+            "count": len(ids),
+            "max_model_len": model.info.max_model_len,
+            "tokens": ids,
+            "token_strs": model.encoder.token_names(ids) if names_tokens else None,
+        }
+    )
+
+
+def _decode(fields: DetokenizeRequest, model: ServedModel) -> str:
+    return model.encoder.vocabulary.text_of(fields.tokens, shows_special=True)

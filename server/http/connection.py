@@ -1,0 +1,139 @@
+"""uvicorn's HTTP parser, which answers what is no HTTP as all else here is answered.
+
+It also ends a connection whose head has no end, in bytes or in time, and says so where no more
+files may be open: uvicorn would keep all of the one, and drop the other without a word.
+"""
+
+import asyncio
+import logging
+import resource
+import secrets
+import time
+
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from penstock.server.errors import ErrorReply, malformed_http, too_many_connections
+
+logger = logging.getLogger("penstock")
+
+# Of a request's line and headers. Above what is read from the socket at once, which may begin with
+# the end of another request.
+MAX_HEAD_BYTES = 512 << 10
+# From the connection, or the request's first byte, to the end of its headers. Longer than balancers
+# leave a connection open that they made ahead of its first request.
+HEAD_TIMEOUT_S = 75.0
+# Files that the server itself may need to open while connections take all others.
+SPARE_FILES = 32
+_WARN_EVERY_S = 60.0
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    _is_in_head = True
+    _num_head_bytes = 0
+    _cycles: tuple[RequestResponseCycle, ...] = ()  # those that are not answered yet
+    _head_timer: asyncio.TimerHandle | None = None
+    _max_files: int | None = None  # where there are too many, how many may be open
+    _warned_s = -_WARN_EVERY_S  # of all connections
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # The kernel gives the lowest number that is free.
+        number = transport.get_extra_info("socket").fileno()
+        if max_files != resource.RLIM_INFINITY and number >= max_files - SPARE_FILES:
+            self._max_files = max_files
+            self._warn(max_files)
+        self._await_head()
+
+    def _warn(self, max_files: int) -> None:
+        now_s = time.monotonic()
+        if now_s - HttpProtocol._warned_s >= _WARN_EVERY_S:
+            HttpProtocol._warned_s = now_s
+            logger.warning(
+                "connections get status 503: this process may open %d files (ulimit -n); raise it",
+                max_files,
+            )
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._end_head)
+
+    def _stop_waiting(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _end_head(self) -> None:
+        self._head_timer = None
+        if any(not cycle.response_complete for cycle in self._cycles):
+            self._await_head()  # reading rests until the request before it is answered
+            return
+        if not self._num_head_bytes:
+            self.transport.close()  # it never asked for anything
+            return
+        message = f"the headers did not come within {HEAD_TIMEOUT_S:g} s; send them at once"
+        self._refuse(malformed_http(408, message, "request_timeout"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._max_files is not None:
+            self._refuse(too_many_connections(self._max_files))
+            return
+        super().data_received(data)
+        if self._is_in_head:
+            self._num_head_bytes += len(data)
+        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            message = f"the headers are larger than {MAX_HEAD_BYTES} bytes; send fewer"
+            self._refuse(malformed_http(431, message, "headers_too_large"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head = True
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._num_head_bytes = 0
+        self._stop_waiting()
+        super().on_headers_complete()
+        unanswered = (cycle for cycle in self._cycles if not cycle.response_complete)
+        self._cycles = (*unanswered, self.cycle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_waiting()
+        self._abandon()
+
+    def send_400_response(self, msg: str) -> None:
+        message = "this is no HTTP/1.1 request that can be read; check method, path and headers"
+        self._refuse(malformed_http(400, message, "invalid_http"))
+
+    def _refuse(self, reply: ErrorReply) -> None:
+        """Ends the connection, and whatever is still being answered on it."""
+        is_amid_answer = any(c.response_started and not c.response_complete for c in self._cycles)
+        self._abandon()
+        if not is_amid_answer:
+            self._write(reply)
+        self.transport.close()
+
+    def _abandon(self) -> None:
+        """Tells the app that the client is gone. uvicorn tells only the last pipelined request."""
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def _write(self, reply: ErrorReply) -> None:
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(reply.body)),
+            "connection": "close",
+            "x-request-id": f"req-{secrets.token_hex(12)}",
+        } | dict(reply.headers)
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[reply.status] + lines.encode() + b"\r\n" + reply.body)

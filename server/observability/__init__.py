@@ -1,0 +1,1 @@
+"""Metrics, logs, traces. They are told of what happens and change nothing."""

@@ -1,0 +1,450 @@
+"""Step snapshots and request times to Prometheus.
+
+What happens is added to plain numbers, and put into Prometheus's words when somebody scrapes. So a
+step costs one call, and a token an append, with no lock and no label look-up.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import attrgetter
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+
+from penstock.engine.executor import ModelInfo
+from penstock.engine.ipc.messages import StepReport
+from penstock.scheduler.stats import SchedulerStats
+from penstock.scheduler.types import RequestId, Started
+from penstock.server.config import MetricsAlias
+from penstock.server.observability.build_info import build_info
+from penstock.server.observability.exposition import Renderer
+from penstock.server.observability.histograms import (
+    LENGTHS,
+    REQUEST_SECONDS,
+    SIZES,
+    STEP_SECONDS,
+    Gaps,
+    Histogram,
+    HistogramFamily,
+)
+from penstock.server.observability.step_window import (
+    WINDOW_S,
+    RecentSteps,
+    StepClass,
+    Totals,
+    class_of,
+)
+from penstock.server.observability.vllm_names import (
+    HttpResponses,
+    aliased_histograms,
+    only_theirs,
+    with_alias,
+)
+
+_NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
+_OUTCOMES = ("stop", "length", "abandoned", "failed")
+_token_ids_of = attrgetter("token_ids")
+NO_HANDLER = "none"
+# A client may make up others, and each would be a series.
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+class RequestTimes:
+    """When a prompt arrived, and when each of its answers had its first step, in time.monotonic().
+
+    None where it has had none.
+    """
+
+    __slots__ = ("arrival_s", "num_prompt_tokens", "started_s")
+
+    def __init__(self, arrival_s: float, n: int, num_prompt_tokens: int) -> None:
+        self.arrival_s = arrival_s
+        self.num_prompt_tokens = num_prompt_tokens
+        self.started_s: list[float | None] = [None] * n
+
+
+class Metrics:
+    """Everything that `/metrics` shows. Lives on the event loop, written and read there."""
+
+    def __init__(self, model_name: str = "", alias: MetricsAlias | None = None) -> None:
+        """alias: show it a second time under the names of another server."""
+        self.ttft = Histogram(REQUEST_SECONDS)
+        self.tpot = Histogram(STEP_SECONDS)
+        self._itl = Histogram(STEP_SECONDS)
+        self.gaps = Gaps(self._itl, time.monotonic())
+        self.latency = Histogram(REQUEST_SECONDS)
+        self.queue_time = Histogram(REQUEST_SECONDS)
+        self.prefill_time = Histogram(REQUEST_SECONDS)
+        self.decode_time = Histogram(REQUEST_SECONDS)
+        self.inference_time = Histogram(REQUEST_SECONDS)
+        self.answers_asked = Histogram(SIZES)
+        self.max_tokens_asked = Histogram(LENGTHS)
+        self.prompt_lengths = Histogram(LENGTHS)
+        self._computed_lengths = Histogram(LENGTHS)
+        self.answer_lengths = Histogram(LENGTHS)
+        self.outcomes: Counter[str] = Counter()
+        self._responses: Counter[HttpResponses] = Counter()
+        self.model: ModelInfo | None = None
+        self._model_name = model_name
+        self._alias = alias
+        self._step_time = {kind: Histogram(STEP_SECONDS) for kind in StepClass}
+        self._batch_size = Histogram(SIZES)
+        self._step_tokens = Histogram(SIZES)
+        self._times: dict[RequestId, RequestTimes] = {}
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._generated_tokens = 0
+        self._prefill_tokens = 0
+        self._totals = {kind: Totals() for kind in StepClass}
+        self._stats = _NO_STATS
+        self._has_stats = False
+        self._recent = RecentSteps()
+        self._num_open: Callable[[], int] = lambda: 0
+        self._silence_s: Callable[[], float] = lambda: 0.0
+        self._engine_pid: Callable[[], int | None] = lambda: None
+        self._histograms = self._own_histograms()
+        if alias:
+            self._histograms += aliased_histograms(self._histograms, alias, model_name)
+        self._renderer = Renderer()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        # The engine's own, which computes. No process has the name it goes by before it starts.
+        ProcessCollector(
+            "penstock_engine", lambda: self._engine_pid() or "none", registry=self._registry
+        )
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+
+    # What it is told.
+
+    def watch(
+        self,
+        num_open: Callable[[], int],
+        silence_s: Callable[[], float],
+        engine_pid: Callable[[], int | None],
+    ) -> None:
+        """num_open: answers asked of the engine and not ended. silence_s: since its last step, with
+        work open. engine_pid: of its process, while there is one."""
+        self._num_open, self._silence_s, self._engine_pid = num_open, silence_s, engine_pid
+
+    def on_ready(self, model: ModelInfo) -> None:
+        self.model = model
+        self._recent.begin(time.monotonic())
+
+    def on_submit(
+        self, request_id: RequestId, num_prompt_tokens: int, arrival_s: float, n: int = 1
+    ) -> RequestTimes:
+        """What it returns is filled in as the answers start. `forget` it in any case."""
+        self._prompt_tokens += num_prompt_tokens
+        self.prompt_lengths.observe(num_prompt_tokens)
+        times = self._times[request_id] = RequestTimes(arrival_s, n, num_prompt_tokens)
+        return times
+
+    def on_response(self, handler: str, method: str, status: int) -> None:
+        """handler: its route as it is declared, or NO_HANDLER."""
+        known_method = method if method in _METHODS else "other"
+        self._responses[HttpResponses(handler, known_method, status)] += 1
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request has ended, however it did."""
+        self._times.pop(request_id, None)
+
+    def on_step(self, report: StepReport) -> None:
+        """Takes in one step's report, before its streams do; what only tells aborts is no step."""
+        self.gaps.look(time.monotonic())
+        self._stats, self._has_stats = report.stats, True
+        for started in report.started:
+            self._start(started)
+        self._generated_tokens += sum(map(len, map(_token_ids_of, report.outputs)))
+        if not report.step:
+            return
+        work = report.work
+        kind = class_of(work)
+        self._step_time[kind].observe(report.step_s)
+        self._batch_size.observe(work.num_sequences)
+        self._step_tokens.observe(work.num_prefill_tokens + work.num_decode_tokens)
+        self._prefill_tokens += work.num_prefill_tokens
+        self._totals[kind].add(report.step_s, report.model_bytes, report.model_flops)
+        self._recent.add(report, kind)
+
+    def _start(self, started: Started) -> None:
+        if started.index == 0:  # the other answers share the blocks of the first
+            self._cached_tokens += started.num_cached_tokens
+        if times := self._times.get(started.request_id):
+            times.started_s[started.index] = started.at_s
+            self.queue_time.observe(max(0.0, started.at_s - times.arrival_s))
+            if started.index == 0:
+                self._computed_lengths.observe(times.num_prompt_tokens - started.num_cached_tokens)
+
+    # What it tells.
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """As of the last step."""
+        return self._stats
+
+    @property
+    def num_waiting(self) -> int:
+        """Answers in the queue, those on their way to the engine included."""
+        return max(self._stats.num_waiting, self._num_open() - self._stats.num_running)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that steps have run."""
+        return self._prefill_tokens
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._generated_tokens
+
+    def recent(self) -> Totals:
+        """Of the steps of the last seconds, whatever their class."""
+        return _sum(self._recent.totals(time.monotonic()))
+
+    def text(self) -> bytes:
+        """Prometheus's text format."""
+        self.gaps.count()
+        histograms = "".join(family.text() for family in self._histograms)
+        return (histograms + self._renderer.text(self._registry.collect())).encode()
+
+    def families(self) -> Iterator[Metric]:
+        """All that is ours on it."""
+        self.gaps.count()
+        yield from (family.metric() for family in self._histograms)
+        yield from self.collect()
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry at a scrape: all but the histograms."""
+        if not self._alias:
+            return self._own()
+        theirs = only_theirs(
+            self._alias,
+            self._model_name,
+            self.model,
+            {
+                "local_compute": self._computed_lengths.sum,
+                "local_cache_hit": self._cached_tokens,
+            },
+            self._responses,
+        )
+        return chain(with_alias(self._own(), self._alias, self._model_name), theirs)
+
+    def _own(self) -> Iterator[Metric]:
+        yield from self._counters()
+        yield from self._counters_by_class()
+        yield from self._gauges()
+        yield InfoMetricFamily("penstock_build", "The build that runs", value=build_info())
+        if self.model:
+            yield from self._engine(self.model)
+            yield from self._hardware(self.model)
+
+    def _own_histograms(self) -> list[HistogramFamily]:
+        described = {
+            "time_to_first_token_seconds": (
+                self.ttft,
+                "Request received to first token of an answer",
+            ),
+            "time_per_output_token_seconds": (
+                self.tpot,
+                "Mean time of an answer's tokens after the first",
+            ),
+            "inter_token_latency_seconds": (self._itl, "Gap between two tokens of an answer"),
+            "request_latency_seconds": (self.latency, "Request received to its last token"),
+            "queue_time_seconds": (
+                self.queue_time,
+                "Request received to an answer's first step",
+            ),
+            "prefill_time_seconds": (self.prefill_time, "An answer's first step to first token"),
+            "decode_time_seconds": (self.decode_time, "An answer's first token to last token"),
+            "inference_time_seconds": (
+                self.inference_time,
+                "An answer's first step to last token",
+            ),
+            "batch_size_sequences": (self._batch_size, "Sequences in one step"),
+            "step_tokens": (self._step_tokens, "Tokens in one step, of prompts and of answers"),
+            "request_prompt_tokens": (self.prompt_lengths, "Tokens of one accepted prompt"),
+            "request_computed_prompt_tokens": (
+                self._computed_lengths,
+                "Tokens of one prompt that no prefix hit spared, at its first step",
+            ),
+            "request_answers": (self.answers_asked, "Answers that one accepted prompt asks for, n"),
+            "request_max_tokens": (
+                self.max_tokens_asked,
+                "Tokens that an answer to one accepted prompt may have, max_tokens",
+            ),
+            "request_generated_tokens": (
+                self.answer_lengths,
+                "Tokens of one answer that ended by itself",
+            ),
+        }
+        families = [
+            HistogramFamily(f"penstock_{name}", help_text, [({}, histogram)])
+            for name, (histogram, help_text) in described.items()
+        ]
+        step_time = HistogramFamily(
+            "penstock_step_time_seconds",
+            "Time of one step, by what it ran: decode, prefill, or both (mixed)",
+            [({"class": kind}, histogram) for kind, histogram in self._step_time.items()],
+        )
+        return [*families, step_time]
+
+    def _counters(self) -> Iterator[Metric]:
+        stats = self._stats
+        busy_s = sum(totals.step_s for totals in self._totals.values())
+        totals: dict[str, tuple[float, str]] = {
+            "prompt_tokens": (self._prompt_tokens, "Prompt tokens of accepted requests"),
+            "cached_prompt_tokens": (self._cached_tokens, "Prompt tokens that a prefix hit spared"),
+            "generated_tokens": (self._generated_tokens, "Tokens sampled"),
+            "recomputed_tokens": (
+                stats.recomputed_tokens_total,
+                "Tokens computed a second time because of preemptions",
+            ),
+            "preemptions": (stats.preemptions_total, "Sequences preempted"),
+            "prefix_query_tokens": (
+                stats.prefix_query_tokens_total,
+                "Prompt tokens looked up in the prefix cache",
+            ),
+            "prefix_hit_tokens": (
+                stats.prefix_hit_tokens_total,
+                "Prompt tokens found in the prefix cache",
+            ),
+            "engine_busy_seconds": (busy_s, "Time in which the engine ran a step"),
+        }
+        for name, (value, help_text) in totals.items():
+            yield CounterMetricFamily(f"penstock_{name}", help_text, value=value)
+        requests = CounterMetricFamily(
+            "penstock_requests", "Accepted requests that have ended, by outcome", labels=["outcome"]
+        )
+        for outcome in _OUTCOMES:
+            requests.add_metric([outcome], self.outcomes[outcome])
+        yield requests
+        responses = CounterMetricFamily(
+            "penstock_http_responses", "HTTP responses by status", labels=["status"]
+        )
+        by_status: Counter[int] = Counter()
+        for response, count in self._responses.items():
+            by_status[response.status] += count
+        for status, count in by_status.items():
+            responses.add_metric([str(status)], count)
+        yield responses
+
+    def _counters_by_class(self) -> Iterator[Metric]:
+        num_bytes = CounterMetricFamily(
+            "penstock_model_bytes", "The least bytes that the steps had to read", labels=["class"]
+        )
+        flops = CounterMetricFamily(
+            "penstock_model_flops", "Floating-point operations of the steps", labels=["class"]
+        )
+        for kind, totals in self._totals.items():
+            num_bytes.add_metric([kind], totals.model_bytes)
+            flops.add_metric([kind], totals.model_flops)
+        yield num_bytes
+        yield flops
+
+    def _gauges(self) -> Iterator[Metric]:
+        stats = self._stats
+        num_blocks = self.model.num_blocks if self.model else 0
+        gauges = {
+            "running_sequences": (stats.num_running, "Sequences in a slot"),
+            "waiting_sequences": (self.num_waiting, "Sequences in the queue"),
+            "kv_used_blocks": (stats.num_used_blocks, "KV blocks held by a sequence"),
+            "kv_idle_blocks": (stats.num_idle_blocks, "KV blocks cached and held by none"),
+            "kv_free_blocks": (
+                stats.num_free_blocks if self._has_stats else num_blocks,
+                "KV blocks that are empty",
+            ),
+        }
+        for name, (value, help_text) in gauges.items():
+            yield GaugeMetricFamily(f"penstock_{name}", help_text, value=value)
+
+    def _engine(self, model: ModelInfo) -> Iterator[Metric]:
+        """What there is from when the model is loaded."""
+        yield GaugeMetricFamily(
+            "penstock_kv_block_size_tokens", "Tokens of a KV block", value=model.block_size
+        )
+        yield GaugeMetricFamily(
+            "penstock_engine_idle_ratio",
+            f"Share of the last {WINDOW_S} seconds in which the engine ran no step",
+            value=self._recent.idle_ratio(
+                time.monotonic(), is_stepping=self._stats.num_running > 0
+            ),
+        )
+        yield GaugeMetricFamily(
+            "penstock_engine_last_step_age_seconds",
+            "Time since the engine's last step, or since work came if later; 0 without work",
+            value=self._silence_s(),
+        )
+        yield InfoMetricFamily(
+            "penstock_model",
+            "The model that is served",
+            value={
+                "architecture": model.architecture,
+                "dtype": model.dtype,
+                "device": model.device,
+                "name": self._model_name,
+            },
+        )
+        load = GaugeMetricFamily(
+            "penstock_startup_seconds", "Time of each phase of the start", labels=["phase"]
+        )
+        for phase, seconds in model.load_seconds.items():
+            load.add_metric([phase], seconds)
+        yield load
+
+    def _hardware(self, model: ModelInfo) -> Iterator[Metric]:
+        """What the hardware could do, and how much of it the steps of late have used."""
+        recent = self._recent.totals(time.monotonic())
+        by_class = {kind.value: totals for kind, totals in recent.items()} | {"all": _sum(recent)}
+        yield from _utilization(
+            "bandwidth",
+            "bytes_per_second",
+            {
+                "datasheet": model.peak_bandwidth_bytes_per_s,
+                "measured": model.measured_bandwidth_bytes_per_s,
+            },
+            {kind: totals.bytes_per_s for kind, totals in by_class.items()},
+        )
+        yield from _utilization(
+            "flops",
+            "per_second",
+            {"datasheet": model.peak_flops_per_s, "measured": model.measured_flops_per_s},
+            {kind: totals.flops_per_s for kind, totals in by_class.items()},
+        )
+
+
+def _sum(by_class: dict[StepClass, Totals]) -> Totals:
+    total = Totals()
+    for part in by_class.values():
+        total.add(part.step_s, part.model_bytes, part.model_flops)
+    return total
+
+
+def _utilization(
+    resource: str, unit: str, peaks: dict[str, float | None], rates: dict[str, float]
+) -> Iterator[Metric]:
+    """The peaks that are known, and each rate as a ratio of each: no peak, no ratio."""
+    peak_family = GaugeMetricFamily(
+        f"penstock_peak_{resource}_{unit}", f"The hardware's {resource}", labels=["peak"]
+    )
+    ratio_family = GaugeMetricFamily(
+        f"penstock_model_{resource}_utilization_ratio",
+        f"What the steps of the last {WINDOW_S} seconds had to use, of the hardware's {resource} "
+        "while they ran; 0 where there was none",
+        labels=["class", "peak"],
+    )
+    for source, peak in peaks.items():
+        if peak:
+            peak_family.add_metric([source], peak)
+            for kind, rate in rates.items():
+                ratio_family.add_metric([kind, source], rate / peak)
+    if any(peaks.values()):
+        yield peak_family
+        yield ratio_family

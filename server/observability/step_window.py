@@ -1,0 +1,134 @@
+"""What the engine did in the last ten seconds: for utilization, idle share and the log's line.
+
+Steps are added up by the second in which they ended, so a step costs a few additions and a look
+back some thirty, however many steps there were.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from penstock.engine.ipc.messages import StepReport
+from penstock.scheduler.stats import StepWork
+
+# Long enough to be steady, short enough to be live.
+WINDOW_S = 10
+
+
+class StepClass(StrEnum):
+    """What a step's rows are."""
+
+    DECODE = "decode"  # one token each
+    PREFILL = "prefill"  # parts of prompts
+    MIXED = "mixed"  # both
+
+
+def class_of(work: StepWork) -> StepClass:
+    if not work.num_prefill_tokens:
+        return StepClass.DECODE
+    return StepClass.MIXED if work.num_decode_tokens else StepClass.PREFILL
+
+
+@dataclass(slots=True)
+class Totals:
+    """Of some steps. model_bytes, model_flops: see `StepReport`."""
+
+    step_s: float = 0.0
+    model_bytes: int = 0
+    model_flops: int = 0
+
+    def add(self, step_s: float, model_bytes: int, model_flops: int) -> None:
+        self.step_s += step_s
+        self.model_bytes += model_bytes
+        self.model_flops += model_flops
+
+    @property
+    def bytes_per_s(self) -> float:
+        """While they ran; 0 where there was none."""
+        return self.model_bytes / self.step_s if self.step_s else 0.0
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.model_flops / self.step_s if self.step_s else 0.0
+
+
+@dataclass(slots=True)
+class _Second:
+    """busy_s: of this second, the part in which a step ran, wherever that step ended."""
+
+    number: int
+    busy_s: float = 0.0
+    totals: dict[StepClass, Totals] = field(
+        default_factory=lambda: {kind: Totals() for kind in StepClass}
+    )
+
+
+class RecentSteps:
+    """Times are in time.monotonic(), and those of the steps rise."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[_Second] = deque()
+        self._first_s = math.inf
+        self._last_end_s = -math.inf
+
+    def begin(self, now_s: float) -> None:
+        """The engine is ready: what comes before is no idleness."""
+        self._first_s = min(self._first_s, now_s)
+
+    def add(self, report: StepReport, kind: StepClass) -> None:
+        start_s, step_s = report.started_s, report.step_s
+        end_s = start_s + step_s
+        self._last_end_s = end_s
+        if start_s < self._first_s:
+            self._first_s = start_s
+        number = int(end_s)
+        if not self._seconds or self._seconds[-1].number < number:
+            self._begin_seconds(start_s, number)
+        second = self._seconds[-1]
+        second.totals[kind].add(step_s, report.model_bytes, report.model_flops)
+        if start_s >= number:
+            second.busy_s += step_s
+        else:
+            self._spread(start_s, end_s)
+
+    def totals(self, now_s: float) -> dict[StepClass, Totals]:
+        """Of the steps that ended in the window."""
+        sums = {kind: Totals() for kind in StepClass}
+        for second in self._window(now_s):
+            for kind, part in second.totals.items():
+                sums[kind].add(part.step_s, part.model_bytes, part.model_flops)
+        return sums
+
+    def idle_ratio(self, now_s: float, *, is_stepping: bool) -> float:
+        """Of the window, the share in which no step ran.
+
+        is_stepping: there is work, so a step has been running since the last one ended.
+        """
+        since_s = max(self._first_s, float(int(now_s) - WINDOW_S))
+        if now_s <= since_s:
+            return 1.0
+        busy_s = sum(second.busy_s for second in self._window(now_s))
+        if is_stepping:
+            busy_s += max(0.0, now_s - max(self._last_end_s, since_s))
+        return min(1.0, max(0.0, 1.0 - busy_s / (now_s - since_s)))
+
+    def _window(self, now_s: float) -> list[_Second]:
+        oldest = int(now_s) - WINDOW_S
+        return [second for second in self._seconds if second.number >= oldest]
+
+    def _begin_seconds(self, start_s: float, number: int) -> None:
+        """Those from the step's start to its end that are not there yet, the old ones dropped."""
+        oldest = number - WINDOW_S
+        first = max(int(start_s), oldest)
+        if self._seconds:
+            first = max(first, self._seconds[-1].number + 1)
+        self._seconds.extend(_Second(n) for n in range(first, number + 1))
+        while self._seconds[0].number < oldest:
+            self._seconds.popleft()
+
+    def _spread(self, start_s: float, end_s: float) -> None:
+        """A step that ran over the edge of a second is a part of each."""
+        for second in self._seconds:
+            overlap_s = min(end_s, second.number + 1) - max(start_s, second.number)
+            second.busy_s += max(0.0, overlap_s)

@@ -1,0 +1,175 @@
+"""Traces by OpenTelemetry: a span for each request, and in it queue, prefill and decode.
+
+Spans are made when a request has ended, from times that were known anyway: a token pays nothing.
+They are sent from a thread of OpenTelemetry's own, and dropped where the collector is away.
+Attributes have the names of OpenTelemetry's conventions for generative AI.
+"""
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.types import SamplingParams
+from penstock.server.observability.request_context import trace_headers
+from penstock.server.observability.version import version
+
+if TYPE_CHECKING:  # an extra: without --otlp-traces-endpoint it need not be installed
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import Span
+
+# W3C Trace Context: where in whose trace the caller stands.
+TRACE_HEADERS = ("traceparent", "tracestate")
+_DEFAULT_PATH = "/v1/traces"
+# At the server's end, for spans that have not been sent.
+_CLOSE_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedRequest:
+    """What is known of an HTTP request at its end.
+
+    operation: in the words of the conventions. sampling: None where nothing is sampled. Times are
+    in time.monotonic(), None for what did not come to pass; of many answers, the first to start
+    and the last token of all.
+    """
+
+    id: str
+    operation: str
+    sampling: SamplingParams | None
+    num_choices: int
+    arrival_s: float
+    started_s: float | None
+    first_token_s: float | None
+    last_token_s: float | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    finish_reasons: tuple[str, ...]
+    outcome: str
+
+
+class Tracer:
+    """Of one server."""
+
+    def __init__(self, processor: "SpanProcessor") -> None:
+        """Raises InvalidConfig where OpenTelemetry is not installed."""
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+        except ImportError as error:
+            raise _not_installed() from error
+        name = os.environ.get("OTEL_SERVICE_NAME", "penstock")
+        resource = Resource.create({"service.name": name, "service.version": version()})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("penstock", version())
+
+    @classmethod
+    def to_endpoint(cls, url: str) -> "Tracer":
+        """url: of a collector, with the path of traces or without any."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise _not_installed() from error
+        scheme, _, rest = url.partition("://")
+        host, _, path = rest.partition("/")
+        endpoint = url if path else f"{scheme}://{host}{_DEFAULT_PATH}"
+        return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+
+    def begin(self, model_name: str) -> "RequestTrace":
+        """For the HTTP request in whose task this is called."""
+        return RequestTrace(self, model_name, trace_headers.get() or {})
+
+    def record(self, request: TracedRequest, model_name: str, headers: dict[str, str]) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        end_s = time.monotonic()
+        span = self._tracer.start_span(
+            f"{request.operation} {model_name}",
+            TraceContextTextMapPropagator().extract(headers),
+            SpanKind.SERVER,
+            start_time=_wall_ns(request.arrival_s),
+        )
+        if span.is_recording():
+            span.set_attributes(_attributes(request, model_name))
+            if request.outcome == "failed":
+                span.set_status(Status(StatusCode.ERROR))
+            self._record_phases(request, end_s, set_span_in_context(span))
+        span.end(_wall_ns(end_s))
+
+    def close(self) -> None:
+        """Sends what is left, where that takes little time."""
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(_CLOSE_TIMEOUT_S)
+
+    def _record_phases(self, request: TracedRequest, end_s: float, context: Any) -> None:
+        """Each ends where the next begins; the last that began, with the request."""
+        edges = [("queue", request.arrival_s)]
+        if request.started_s is not None:
+            edges.append(("prefill", request.started_s))
+        if request.first_token_s is not None:
+            edges.append(("decode", request.first_token_s))
+        last_s = request.last_token_s if request.last_token_s is not None else end_s
+        ends_s = [*(start_s for _, start_s in edges[1:]), last_s]
+        for (name, start_s), phase_end_s in zip(edges, ends_s, strict=True):
+            span: Span = self._tracer.start_span(name, context, start_time=_wall_ns(start_s))
+            span.end(_wall_ns(phase_end_s))
+
+
+class RequestTrace:
+    """One HTTP request's trace, told at its end."""
+
+    def __init__(self, tracer: Tracer, model_name: str, headers: dict[str, str]) -> None:
+        self._tracer = tracer
+        self._model_name = model_name
+        self._headers = headers
+
+    def end(self, request: TracedRequest) -> None:
+        self._tracer.record(request, self._model_name, self._headers)
+
+
+def _attributes(request: TracedRequest, model_name: str) -> dict[str, Any]:
+    attributes: dict[str, Any] = {
+        "gen_ai.operation.name": request.operation,
+        "gen_ai.provider.name": "penstock",
+        "gen_ai.request.model": model_name,
+        "gen_ai.response.model": model_name,
+        "gen_ai.response.id": request.id,
+        "gen_ai.usage.input_tokens": request.num_prompt_tokens,
+        "penstock.outcome": request.outcome,
+    }
+    if sampling := request.sampling:
+        attributes |= {
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.request.choice.count": request.num_choices,
+            "gen_ai.usage.output_tokens": request.num_output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
+            "gen_ai.response.finish_reasons": request.finish_reasons,
+        }
+    if request.first_token_s is not None:
+        ttft_s = request.first_token_s - request.arrival_s
+        attributes["gen_ai.response.time_to_first_chunk"] = ttft_s
+    if request.outcome == "failed":
+        attributes["error.type"] = "server_error"
+    return attributes
+
+
+def _wall_ns(monotonic_s: float) -> int:
+    """A time of this process's clock on everybody's."""
+    return time.time_ns() - time.monotonic_ns() + round(monotonic_s * 1e9)
+
+
+def _not_installed() -> InvalidConfig:
+    return InvalidConfig(
+        "--otlp-traces-endpoint needs OpenTelemetry; install it with pip install 'penstock[otel]', "
+        "or leave the flag out"
+    )

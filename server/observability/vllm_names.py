@@ -1,0 +1,164 @@
+"""Our metrics a second time, under the names and labels of another server.
+
+Dashboards, autoscalers and gateways that were made for it then work with Penstock. Each sample is
+one of ours with another name, or a sum of such: nothing is measured twice, and buckets are ours.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.samples import Sample
+
+from penstock.engine.executor import ModelInfo
+from penstock.server.config import MetricsAlias
+from penstock.server.observability.histograms import HistogramFamily
+
+# Ours -> vLLM's (0.33), without the prefixes and without a counter's _total.
+_VLLM_NAMES = {
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "time_per_output_token_seconds": "request_time_per_output_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "request_latency_seconds": "e2e_request_latency_seconds",
+    "queue_time_seconds": "request_queue_time_seconds",
+    "prefill_time_seconds": "request_prefill_time_seconds",
+    "decode_time_seconds": "request_decode_time_seconds",
+    "request_prompt_tokens": "request_prompt_tokens",
+    "request_generated_tokens": "request_generation_tokens",
+    "inference_time_seconds": "request_inference_time_seconds",
+    "request_computed_prompt_tokens": "request_prefill_kv_computed_tokens",
+    "request_answers": "request_params_n",
+    "request_max_tokens": "request_params_max_tokens",
+    "step_tokens": "iteration_tokens_total",
+    "running_sequences": "num_requests_running",
+    "waiting_sequences": "num_requests_waiting",
+    "prompt_tokens": "prompt_tokens",
+    "cached_prompt_tokens": "prompt_tokens_cached",
+    "generated_tokens": "generation_tokens",
+    "preemptions": "num_preemptions",
+    "prefix_query_tokens": "prefix_cache_queries",
+    "prefix_hit_tokens": "prefix_cache_hits",
+    "requests": "request_success",
+}
+_VLLM_LABELS = {"outcome": "finished_reason"}
+_VLLM_VALUES = {"abandoned": "abort", "failed": "error"}  # of finished_reason
+# What asks for these is no client, and vLLM does not count it.
+_NOT_COUNTED = frozenset({"/metrics", "/health", "/ready", "/version"})
+_KV_BLOCKS = ("penstock_kv_used_blocks", "penstock_kv_idle_blocks", "penstock_kv_free_blocks")
+
+
+class HttpResponses(NamedTuple):
+    """Those that were alike. handler: the route as it is declared."""
+
+    handler: str
+    method: str
+    status: int
+
+
+def aliased_histograms(
+    own: Iterable[HistogramFamily], alias: MetricsAlias, model_name: str
+) -> list[HistogramFamily]:
+    """Those of ours that the other server has too."""
+    assert alias is MetricsAlias.VLLM, alias
+    labels = _labels(model_name)
+    return [
+        HistogramFamily(
+            f"vllm:{name}",
+            f"{family.help_text} ({family.name})",
+            [(labels | its_own, histogram) for its_own, histogram in family.members],
+        )
+        for family in own
+        if (name := _VLLM_NAMES.get(family.name.removeprefix("penstock_")))
+    ]
+
+
+def with_alias(metrics: Iterable[Metric], alias: MetricsAlias, model_name: str) -> Iterator[Metric]:
+    """All of ours, and behind them those that the other server has too."""
+    assert alias is MetricsAlias.VLLM, alias
+    own = list(metrics)
+    yield from own
+    labels = _labels(model_name)
+    for metric in own:
+        if name := _VLLM_NAMES.get(metric.name.removeprefix("penstock_")):
+            yield _renamed(metric, f"vllm:{name}", labels)
+    yield _kv_cache_usage(own, labels)
+
+
+def only_theirs(
+    alias: MetricsAlias,
+    model_name: str,
+    model: ModelInfo | None,
+    prompt_tokens: Mapping[str, float],
+    responses: Mapping[HttpResponses, int],
+) -> Iterator[Metric]:
+    """What the other server cuts in another way. prompt_tokens: by where they came from."""
+    assert alias is MetricsAlias.VLLM, alias
+    labels = _labels(model_name)
+    by_source = CounterMetricFamily(
+        "vllm:prompt_tokens_by_source",
+        "Tokens of prompts that have had their first step, by what they took",
+        labels=(*labels, "source"),
+    )
+    for source, num_tokens in prompt_tokens.items():
+        by_source.add_metric((*labels.values(), source), num_tokens)
+    yield by_source
+    yield _http_requests(responses)
+    if model:
+        sizes = {"block_size": str(model.block_size), "num_gpu_blocks": str(model.num_blocks)}
+        yield InfoMetricFamily("vllm:cache_config", "The KV cache", value=labels | sizes)
+
+
+def _http_requests(responses: Mapping[HttpResponses, int]) -> Metric:
+    """As prometheus-fastapi-instrumentator has it, which vLLM uses."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for response, count in responses.items():
+        if response.handler not in _NOT_COUNTED:
+            status = f"{response.status // 100}xx"
+            counts[response.handler, response.method, status] += count
+    family = CounterMetricFamily(
+        "http_requests", "HTTP responses by route", labels=("handler", "method", "status")
+    )
+    for labels, count in counts.items():
+        family.add_metric(labels, count)
+    return family
+
+
+def _labels(model_name: str) -> dict[str, str]:
+    return {"model_name": model_name, "engine": "0"}
+
+
+def _renamed(metric: Metric, name: str, labels: dict[str, str]) -> Metric:
+    copy = Metric(name, f"{metric.documentation} ({metric.name})", metric.type)
+    copy.samples = [
+        Sample(
+            name + sample.name.removeprefix(metric.name),
+            labels
+            | {
+                _VLLM_LABELS.get(key, key): _VLLM_VALUES.get(value, value)
+                for key, value in sample.labels.items()
+            },
+            sample.value,
+        )
+        for sample in metric.samples
+    ]
+    return copy
+
+
+def _kv_cache_usage(own: list[Metric], labels: dict[str, str]) -> Metric:
+    """From 0 to 1, in spite of its name."""
+    blocks = {metric.name: metric.samples[0].value for metric in own if metric.name in _KV_BLOCKS}
+    num_blocks = sum(blocks.values())
+    family = GaugeMetricFamily(
+        "vllm:kv_cache_usage_perc",
+        "Share of the KV blocks that sequences hold (penstock_kv_used_blocks of all)",
+        labels=tuple(labels),
+    )
+    used = blocks["penstock_kv_used_blocks"] / num_blocks if num_blocks else 0.0
+    family.add_metric(tuple(labels.values()), used)
+    return family

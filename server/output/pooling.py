@@ -1,0 +1,132 @@
+"""How a model's states become embeddings: what its directory says, and what the operator does.
+
+A directory in the layout of sentence-transformers says it in `modules.json` and in the pooling
+module's `config.json`. One that says nothing gets the last token's state, normalized, as in vLLM.
+"""
+
+import json
+import math
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.types import Pooling
+from penstock.server.errors import InvalidRequest, UnsupportedParameter
+
+# In sentence-transformers' words, the older (a flag for each mode) and the newer (one name).
+_MODES = {
+    "lasttoken": Pooling.LAST,
+    "mean": Pooling.MEAN,
+    "pooling_mode_lasttoken": Pooling.LAST,
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+}
+_SERVED_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolerConfig:
+    """What the operator says, as vLLM's `--pooler-config`; None where the model is to tell."""
+
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooler:
+    """From the states of a prompt to its embedding.
+
+    hidden_size: how many numbers a state has. matryoshka: the lengths to which an embedding may be
+    cut; None for none, empty for any. problem: why this model cannot make embeddings, if so.
+    """
+
+    pooling: Pooling = Pooling.LAST
+    normalizes: bool = True
+    hidden_size: int = 0
+    matryoshka: tuple[int, ...] | None = None
+    problem: str | None = None
+
+    @classmethod
+    def load(cls, directory: Path, asked: PoolerConfig, hidden_size: int) -> Self:
+        """Raises InvalidConfig where a file is not valid JSON."""
+        model = _read_json(directory / "config.json") or {}
+        pooling, normalizes, problem = _of_modules(directory)
+        return cls(
+            pooling=asked.pooling or pooling or Pooling.LAST,
+            normalizes=normalizes if asked.normalize is None else asked.normalize,
+            hidden_size=hidden_size,
+            matryoshka=_matryoshka(model),
+            problem=None if asked.pooling else problem,
+        )
+
+    def check(self, dimensions: int | None) -> None:
+        """Raises InvalidRequest where such embeddings cannot be made."""
+        if self.problem:
+            raise InvalidRequest(self.problem, code="pooling_not_served")
+        if dimensions is None:
+            return
+        if self.matryoshka is None:
+            hint = f"this model's embeddings have {self.hidden_size} numbers and cannot be cut"
+            raise UnsupportedParameter("dimensions", f"{hint}; leave it out")
+        allowed = self.matryoshka or range(1, self.hidden_size + 1)
+        if dimensions not in allowed:
+            lengths = " or ".join(map(str, self.matryoshka)) or f"from 1 to {self.hidden_size}"
+            message = f"dimensions is {dimensions}; this model's embeddings may have {lengths}"
+            raise InvalidRequest(message, param="dimensions")
+
+    def embedding(self, state: bytes, dimensions: int | None = None) -> "array[float]":
+        """What is told of a pooled state: float32, cut, and normalized where the model is so."""
+        values = array("f", state)[:dimensions]
+        return normalized(values) if self.normalizes else values
+
+
+def normalized(values: "array[float]") -> "array[float]":
+    """The same direction, of length 1."""
+    length = math.hypot(*values)
+    return array("f", [value / length for value in values]) if length else values
+
+
+def _of_modules(directory: Path) -> tuple[Pooling | None, bool, str | None]:
+    """Pooling, whether it is normalized, and what speaks against serving it."""
+    modules = _read_json(directory / "modules.json") or []
+    kinds = {str(module.get("type", "")).rpartition(".")[2]: module for module in modules}
+    pooling_path = kinds["Pooling"].get("path", "") if "Pooling" in kinds else "1_Pooling"
+    config = _read_json(directory / pooling_path / "config.json") if pooling_path else None
+    if config is None:
+        return None, True, None
+    if unknown := [kind for kind in kinds if kind not in _SERVED_MODULES]:
+        problem = f"this model's modules.json has {unknown[0]}, which this server does not run"
+        return None, True, f"{problem}; use another model for embeddings"
+    modes = _modes(config)
+    normalizes = "Normalize" in kinds or not kinds
+    if len(modes) == 1 and modes[0] in _MODES:
+        return _MODES[modes[0]], normalizes, None
+    problem = (
+        f"this model pools by {' and '.join(modes) or 'nothing'}; this server takes the last "
+        "token's state or the mean, which its operator can choose with --pooler-config"
+    )
+    return None, normalizes, problem
+
+
+def _modes(config: dict[str, Any]) -> list[str]:
+    if name := config.get("pooling_mode"):
+        return [str(name)]
+    return [key for key, on in config.items() if key.startswith("pooling_mode_") and on is True]
+
+
+def _matryoshka(model: dict[str, Any]) -> tuple[int, ...] | None:
+    """As models tell vLLM."""
+    if lengths := model.get("matryoshka_dimensions"):
+        return tuple(sorted(lengths))
+    return () if model.get("is_matryoshka") else None
+
+
+def _read_json(path: Path) -> Any:
+    """None where there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise InvalidConfig(f"{path} is not valid JSON: {error}") from error

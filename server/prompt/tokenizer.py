@@ -1,0 +1,263 @@
+"""Prompts to ids: the tokenizer and the chat template that lie beside a model.
+
+`tokenizer.json` is read with the tokenizers library itself, and chat templates are rendered as
+`transformers` renders them, but without it: importing that takes the server process six seconds
+and torch. Only a model without a tokenizer.json still needs its conversion.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateError, meta
+from tokenizers import Tokenizer
+
+from penstock.engine.config import LoadFormat
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
+from penstock.scheduler.errors import InvalidConfig
+from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.output.detokenizer import Vocabulary
+from penstock.server.prompt.infill import Infill
+from penstock.server.prompt.jinja_environment import RENDER_ERRORS, environment
+from penstock.server.prompt.sandboxed_template import TemplateFailed, render
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """What generation_config.json says where a client says nothing; None where it does not."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def load(cls, directory: Path) -> "GenerationDefaults":
+        values = _read_json(directory / "generation_config.json")
+        return cls(**{name: values.get(name) for name in cls.__slots__})
+
+
+class PromptEncoder:
+    """Text and conversations to token ids. Its methods may run in any thread."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: "ChatTemplate | None",
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._template = template
+        self._special_tokens = dict(special_tokens or {})
+        self.vocabulary = Vocabulary(tokenizer)
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
+        self.infill = Infill.detect(tokenizer, adds_space=self.vocabulary.num_stripped > 0)
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        chat_template: Path | None,
+        load_format: LoadFormat = LoadFormat.AUTO,
+    ) -> "PromptEncoder":
+        """chat_template: a file to use in place of the model's own. Raises InvalidConfig."""
+        settings = _read_json(directory / "tokenizer_config.json")
+        source = _template_source(directory, settings, chat_template)
+        special_tokens = _special_tokens(settings)
+        template = ChatTemplate(source, special_tokens) if source is not None else None
+        return cls(_load_tokenizer(directory, load_format), template, special_tokens)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """A plain text, with the special tokens (BOS) that the tokenizer puts around one."""
+        # The one that lets other threads run: with `encode` all streams would wait for a long text.
+        encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encodings[0].ids)
+
+    def encode_all(
+        self, prompts: list[str | list[int]], *, add_special_tokens: bool = True
+    ) -> list[tuple[int, ...]]:
+        """Texts, or ids as they are."""
+        return [
+            self.encode(prompt, add_special_tokens=add_special_tokens)
+            if isinstance(prompt, str)
+            else tuple(prompt)
+            for prompt in prompts
+        ]
+
+    def encode_infill(
+        self, prefixes: list[str], suffix: str, *, add_special_tokens: bool = True
+    ) -> list[tuple[int, ...]]:
+        """Prompts whose answers belong between each prefix and the suffix.
+
+        Raises UnsupportedParameter for a model that cannot fill in.
+        """
+        if self.infill is None:
+            hint = "the model's vocabulary has no tokens to fill in the middle; leave it out"
+            raise UnsupportedParameter("suffix", hint)
+        return [
+            self.infill.encode(
+                self._tokenizer, prefix, suffix, add_special_tokens=add_special_tokens
+            )
+            for prefix in prefixes
+        ]
+
+    def encode_within(self, word: str) -> set[tuple[int, ...]]:
+        """A word as it may stand in an answer: at its beginning, and behind a space."""
+        texts = (word.lstrip(), f" {word.lstrip()}")
+        return {self.encode(text, add_special_tokens=False) for text in texts} - {()}
+
+    def ids_of_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+        """Of those texts that are each a token of its own."""
+        ids = {text: self._tokenizer.token_to_id(text) for text in texts}
+        return {text: token_id for text, token_id in ids.items() if token_id is not None}
+
+    def token_names(self, token_ids: Iterable[int]) -> list[str]:
+        """As the tokenizer's own file spells them."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+    @property
+    def template_source(self) -> str | None:
+        return self._template.source if self._template else None
+
+    def encode_chat(self, messages: list[Message]) -> tuple[int, ...]:
+        """A conversation up to where the assistant's next turn begins. Raises InvalidRequest."""
+        return self.encode_rendered(self.chat_template().render(messages))
+
+    def encode_rendered(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
+        """What a chat template has made, which as a rule has its special tokens already."""
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def chat_template(self, source: str | None = None) -> "ChatTemplate | ForeignTemplate":
+        """The model's own, or the one that a client has sent. Raises InvalidRequest."""
+        if source is not None:
+            return ForeignTemplate(source, self._special_tokens)
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template, so it takes no conversations; use "
+                "/v1/completions, or start the server with --chat-template FILE",
+                code="no_chat_template",
+            )
+        return self._template
+
+
+class ChatTemplate:
+    """A Jinja template under the rules of `transformers.apply_chat_template`."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        """Raises InvalidConfig where the template is not valid Jinja."""
+        self.source = source
+        self._special_tokens = special_tokens
+        rules = environment()
+        try:
+            self._template: Template = rules.from_string(source)
+            self._known = meta.find_undeclared_variables(rules.parse(source))
+        except TemplateError as error:
+            raise InvalidConfig(f"the chat template is not valid: {error}") from error
+
+    def knows(self, name: str) -> bool:
+        """Whether a variable of this name can change what the template makes."""
+        return name in self._known
+
+    def render(
+        self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """Raises InvalidRequest with the template's own words where it refuses the messages."""
+        given = self._special_tokens | variables
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **given
+            )
+        except RENDER_ERRORS as error:
+            raise InvalidRequest(
+                f"this model's chat template does not take these messages: {error}",
+                param="messages",
+            ) from error
+
+
+class ForeignTemplate:
+    """One that a client has sent: as `ChatTemplate`, but it is never run in this process."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self.source = source
+        self._special_tokens = special_tokens
+
+    def knows(self, name: str) -> bool:
+        """Whether the name is in it; it is not read here more closely than that."""
+        return name in self.source
+
+    def render(
+        self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """Raises InvalidRequest."""
+        given = self._special_tokens | variables
+        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            return render(self.source, given)
+        except TemplateFailed as error:
+            message = f"chat_template cannot be rendered: {error}"
+            raise InvalidRequest(message, param="chat_template") from error
+
+
+def _load_tokenizer(directory: Path, load_format: LoadFormat) -> Tokenizer:
+    if needs_dummy_tokenizer(directory, load_format):
+        return dummy_tokenizer(ModelConfig.from_dir(directory).vocab_size)
+    path = directory / "tokenizer.json"
+    try:
+        if path.is_file():
+            return Tokenizer.from_file(str(path))
+        return _convert_tokenizer(directory)
+    except Exception as error:  # tokenizers raises plain Exception, transformers many kinds
+        raise InvalidConfig(f"{directory} has no tokenizer that can be read: {error}") from error
+
+
+def _convert_tokenizer(directory: Path) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(directory).backend_tokenizer
+    if not tokenizer.encode("a").ids:  # transformers makes an empty one up where there is none
+        raise ValueError("there is neither tokenizer.json nor what one can be made of")
+    return tokenizer
+
+
+def _template_source(
+    directory: Path, settings: dict[str, Any], override: Path | None
+) -> str | None:
+    beside = directory / "chat_template.jinja"
+    if override or beside.is_file():
+        return (override or beside).read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = next((t["template"] for t in template if t["name"] == "default"), None)
+    return template
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token ...: a string, or an object that holds one."""
+    tokens = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Raises InvalidConfig. A file that is not there says nothing."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InvalidConfig(f"{path} is not valid JSON: {error}") from error
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,270 @@
+"""Anthropic's `/v1/messages` on the wire: what it takes, and the same as a chat completion.
+
+What a chat completion takes too is checked there; its complaints then get the names of this API.
+"""
+
+import contextlib
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+from pydantic import ConfigDict, Field, ValidationError
+
+from penstock.server.errors import InvalidRequest, ThreadUnsupported, UnsupportedParameter
+from penstock.server.protocol.openai import (
+    MAX_STOPS,
+    ChatCompletionRequest,
+    Probability,
+    StopString,
+    Wire,
+    invalid_fields,
+)
+from penstock.server.protocol.translation import SAME_IN_CHAT, as_chat, checked, in_other_words
+
+Block = dict[str, Any]
+Blocks = Annotated[list[Block], Field(fail_fast=True)]
+
+# Claude Code sends it with every request. Thoughts are never cleared here.
+_KEEP_ALL_THOUGHTS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+# Known, not served: field -> the values that change nothing.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": ({}, {"edits": []}, _KEEP_ALL_THOUGHTS),
+}
+_CHAT_TO_MESSAGES = {
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "continue_final_message": "an assistant message at the end",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+    ".function.parameters": ".input_schema",
+    ".function.name": ".name",
+}
+
+
+class InputMessage(Wire):
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class TextBlock(Wire):
+    text: str
+
+
+class Thinking(Wire):
+    thinking: str
+
+
+class ToolUse(Wire):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResult(Wire):
+    tool_use_id: str
+    content: str | Blocks | None = None
+
+
+class Tool(Wire):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ToolChoice(Wire):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Wire):
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = Field(None, ge=0)
+
+    def check_disabled(self) -> None:
+        if self.budget_tokens is not None:
+            param = "thinking.budget_tokens"
+            raise InvalidRequest(f'{param} goes not with the type "disabled"', param=param)
+
+
+class OutputConfig(Wire):
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class CountTokensRequest(Wire):
+    """`POST /v1/messages/count_tokens`: what makes the prompt."""
+
+    model_config = ConfigDict(extra="allow")  # kept to be looked through
+
+    model: str
+    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
+    system: str | Blocks | None = None
+    tools: Blocks | None = None
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    thinking: ThinkingConfig | None = None
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Raises InvalidRequest or UnsupportedParameter."""
+        try:
+            fields = cls.model_validate_json(body)
+        except ValidationError as error:
+            raise invalid_fields(error, cls) from error
+        for name, value in (fields.model_extra or {}).items():
+            if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
+                raise UnsupportedParameter(name)
+        if (fields.model_extra or {}).get("thread") is not None:
+            raise ThreadUnsupported
+        if fields.thinking and fields.thinking.type == "disabled":
+            fields.thinking.check_disabled()
+        return fields
+
+    def chat_fields(self) -> dict[str, Any]:
+        messages = _system_messages(self.system)
+        for i, message in enumerate(self.messages):
+            messages += _chat_messages(message, f"messages[{i}].content")
+        fields = {k: v for k, v in (self.model_extra or {}).items() if k in SAME_IN_CHAT}
+        fields |= {"model": self.model, "messages": messages}
+        if self.messages[-1].role == "assistant":  # Anthropic's answer goes on where it ends
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
+        fields |= self._thinking_fields(fields.get("chat_template_kwargs") or {})
+        if self.tools:
+            fields["tools"] = [_chat_tool(t, f"tools[{i}]") for i, t in enumerate(self.tools)]
+        if self.tool_choice:
+            fields["tool_choice"] = _chat_tool_choice(self.tool_choice)
+            if self.tools and self.tool_choice.disable_parallel_tool_use:
+                fields["parallel_tool_calls"] = False
+        if self.output_config and self.output_config.format:
+            fields["response_format"] = _chat_format(self.output_config.format)
+        return fields
+
+    def _thinking_fields(self, template_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Whether, how hard and how long to think; a model that cannot pays no heed to the wish."""
+        thinking = self.thinking.type if self.thinking else None
+        if thinking == "disabled":  # the word for it in the templates of models that can do both
+            return {"chat_template_kwargs": {"enable_thinking": False} | template_kwargs}
+        effort = self.output_config.effort if self.output_config else None
+        return {
+            "reasoning_effort": effort or ("medium" if thinking == "enabled" else None),
+            "thinking_token_budget": self.thinking.budget_tokens if self.thinking else None,
+        }
+
+
+class MessagesRequest(CountTokensRequest):
+    """`POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: Probability | None = None
+    top_k: int | None = Field(None, ge=0)
+    stream: bool | None = None
+
+    def chat_fields(self) -> dict[str, Any]:
+        return super().chat_fields() | {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+
+
+def chat_request(fields: CountTokensRequest, *, thinks: bool) -> ChatCompletionRequest:
+    """thinks: whether the model does; one that does not keeps any limit of its thoughts.
+
+    Raises InvalidRequest, in the words of chat completions: see `in_words_of_messages`.
+    """
+    in_chat = fields.chat_fields()
+    if not thinks:
+        in_chat.pop("thinking_token_budget", None)
+    return as_chat(in_chat)
+
+
+def in_words_of_messages() -> contextlib.AbstractContextManager[None]:
+    """Around all that is asked of chat completions."""
+    return in_other_words(_CHAT_TO_MESSAGES)
+
+
+def _system_messages(system: str | list[Block] | None) -> list[dict[str, Any]]:
+    if isinstance(system, list):
+        system = "\n\n".join(_text_of(block, f"system[{i}]") for i, block in enumerate(system))
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _chat_messages(message: InputMessage, at: str) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own in a chat, ahead of what the user says to them."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    texts, thoughts, calls, results = [], [], [], []
+    for i, block in enumerate(message.content):
+        here = f"{at}[{i}]"
+        match block.get("type"):
+            case "tool_use":
+                calls.append(_chat_tool_call(checked(ToolUse, block, here)))
+            case "tool_result":
+                results.append(_chat_tool_message(checked(ToolResult, block, here), here))
+            case "thinking":
+                thoughts.append(checked(Thinking, block, here).thinking)
+            case "redacted_thinking":
+                pass  # it says nothing to us
+            case _:
+                texts.append(_text_of(block, here))
+    said: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
+    if thoughts and message.role == "assistant":
+        said["reasoning_content"] = "".join(thoughts)
+    if calls:
+        said["tool_calls"] = calls
+    return results + [said] * bool(texts or calls or not results)
+
+
+def _text_of(block: Block, at: str) -> str:
+    if block.get("type") != "text":
+        kind = str(block.get("type"))[:64]
+        raise UnsupportedParameter(f"{at}.type {kind!r}", "this server takes text")
+    text: str = checked(TextBlock, block, at).text
+    return text
+
+
+def _chat_tool_call(call: ToolUse) -> dict[str, Any]:
+    arguments = msgspec.json.encode(call.input).decode()
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _chat_tool_message(result: ToolResult, at: str) -> dict[str, Any]:
+    content = result.content or ""
+    if isinstance(content, list):
+        blocks = enumerate(content)
+        content = "".join(_text_of(block, f"{at}.content[{i}]") for i, block in blocks)
+    return {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
+
+
+def _chat_tool(tool: Block, at: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):  # those that Anthropic's own servers run
+        kind = str(tool["type"])[:64]
+        raise UnsupportedParameter(f"{at}.type {kind!r}", "offer tools that have an input_schema")
+    known = checked(Tool, tool, at)
+    function = {"name": known.name, "parameters": known.input_schema}
+    optional = {"description": known.description, "strict": known.strict}
+    function |= {name: value for name, value in optional.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def _chat_tool_choice(choice: ToolChoice) -> object:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _chat_format(form: dict[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema":
+        kind = str(form.get("type"))[:64]
+        raise UnsupportedParameter(f"output_config.format.type {kind!r}", "use json_schema")
+    schema = {"name": "output", "strict": True, "schema": form.get("schema")}
+    return {"type": "json_schema", "json_schema": schema}

@@ -1,0 +1,518 @@
+"""OpenAI's wire types, what we let in of them, and what they ask for in our own words.
+
+Three kinds of field: those we serve are declared; those that we know, do not serve, and that would
+change the answer are refused by name (`NEUTRAL`); all others are ignored.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+
+from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.protocol.tools import (
+    AllowedTool,
+    AllowedTools,
+    CalledFunction,
+    FunctionChoice,
+    FunctionSpec,
+    NamedToolChoice,
+    Tool,
+    ToolCall,
+    ToolFields,
+    call_for_template,
+)
+from penstock.server.protocol.unsupported_fields import HINTS, NOT_SERVED
+from penstock.server.structured.constraint import RENAMED, Constraint, constraint_of
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024  # each one costs memory for a table and time for every character
+MAX_N = 128
+MAX_PROMPTS = 2048
+MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_REQUEST_ID_CHARS = 128
+
+# Known, not served: field -> the values that change nothing. OpenAI's first, then those that users
+# of other servers send.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    **NOT_SERVED,
+    "tools": ([],),  # of a chat, as are the next
+    "tool_choice": ("none", "auto"),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "moderation": (),
+    "suffix": ("",),  # of a chat
+    **dict.fromkeys(RENAMED, ()),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "prompt_embeds": (),
+    "logits_processors": ([],),
+    "documents": ([],),
+}
+
+# What a field may be, where pydantic's own words would list the branches of a union.
+_EXPECTED = {
+    "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
+    "content": "must be a string or a list of text parts",
+    "stop": "must be a string or a list of strings",
+    "tool_choice": 'must be "none", "auto", "required", or an object that names a function',
+    "input": "must be a string or a list of items",
+    "output": "must be a string or a list of text parts",
+    "system": "must be a string or a list of text blocks",
+}
+_TOOL_MODELS = (
+    *(Tool, FunctionSpec, NamedToolChoice, AllowedTools, AllowedTool, FunctionChoice),
+    *(ToolCall, CalledFunction),
+)
+
+Probability = Annotated[float, Field(ge=0, le=1)]  # 0 keeps the best token alone
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenId = Annotated[int, Field(ge=0)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
+RequestName = Annotated[str, Field(max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[!-~]+$")]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+
+
+class Wire(BaseModel):
+    """Strict, as at OpenAI: "1" is no number, and 1 no boolean. NaN and infinity are no numbers."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Wire):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(Wire):
+    """What both endpoints take."""
+
+    model_config = ConfigDict(extra="allow")  # kept to be looked through, see `_refuse_unsupported`
+
+    model: str
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    max_tokens: int | None = Field(None, ge=1)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: Probability | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[int, Bias], Field(max_length=1024)] | None = None
+    user: str | None = None
+    # Beyond OpenAI, under vLLM's names.
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=1 << 18, fail_fast=True)] | None
+    ) = None
+    skip_special_tokens: bool | None = None
+    # Nothing to act on: the decoders that we serve never put spaces between tokens.
+    spaces_between_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    # One of these at most: see server/structured/constraint.py. The last two are llama.cpp's.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    request_id: RequestName | None = None
+    _num_bytes: int = PrivateAttr(0)
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
+        try:
+            fields = cls.model_validate_json(body)
+        except ValidationError as error:
+            raise invalid_fields(error, cls) from error
+        fields._num_bytes = len(body)
+        fields._refuse_unsupported()
+        fields._check()
+        return fields
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the body: whatever the prompt is made of, it cannot be much longer."""
+        return self._num_bytes
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_sampled(self) -> int:
+        """Answers to make of each prompt; more than `n` where the best are to be kept."""
+        return self.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream is to end with a chunk that has the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether each chunk of a stream is to have the usage so far: only with that at its end, as
+        at vLLM."""
+        options = self.stream_options
+        return self.wants_usage and bool(options and options.continuous_usage_stats)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As `SamplingParams.num_logprobs`."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As `SamplingParams.num_prompt_logprobs`."""
+        return self.prompt_logprobs
+
+    @property
+    def num_logprobs_to_sample(self) -> int | None:
+        """Those that the client wants to see, or those that tell which answers are the best."""
+        if self.num_logprobs is None and self.num_sampled > (self.n or 1):
+            return 0
+        return self.num_logprobs
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        """The limit that the client set, if it did."""
+        return self.max_tokens
+
+    def _refuse_unsupported(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
+                raise UnsupportedParameter(name, _hint(name))
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the answer must look like, or None for any text. Raises InvalidRequest."""
+        return constraint_of(
+            self.response_format, self.structured_outputs, self.grammar, self.json_schema
+        )
+
+    def _check(self) -> None:
+        """What concerns more than one field."""
+        _ = self.constraint  # raises where more than one is asked for
+        if self.stream_options and not self.stream:
+            message = "stream_options goes only with stream: true"
+            raise InvalidRequest(message, param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs goes not with stream: true; take one"
+            raise InvalidRequest(message, param="prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
+            raise InvalidRequest(message, param="truncate_prompt_tokens")
+        if self.asked_max_tokens is not None and (self.min_tokens or 0) > self.asked_max_tokens:
+            message = f"min_tokens must be at most max_tokens, {self.asked_max_tokens}"
+            raise InvalidRequest(message, param="min_tokens")
+
+
+class CompletionRequest(GenerationFields):
+    """`POST /v1/completions`."""
+
+    # One complaint is enough: a million of them would stop the server for a while.
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[TokenId], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    echo: bool | None = None
+    max_tokens: int | None = Field(None, ge=0)  # 0: only what is told of the prompt
+    suffix: str | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a prompt: its text, or its ids."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        return list(prompt)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_sampled(self) -> int:
+        return self.best_of or self.n or 1
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the logprobs begin with the prompt's."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        if self.echoes_logprobs:
+            return max(self.logprobs or 0, self.prompt_logprobs or 0)
+        return self.prompt_logprobs
+
+    def _check(self) -> None:
+        super()._check()
+        self._check_best_of()
+        if len(self.prompts) > MAX_PROMPTS:
+            message = f"prompt has {len(self.prompts)} prompts, more than the {MAX_PROMPTS} allowed"
+            raise InvalidRequest(message, param="prompt")
+        if not self.prompts or any(prompt == [] for prompt in self.prompts):
+            raise InvalidRequest("prompt is empty; it needs a token at least", param="prompt")
+        if any(isinstance(prompt, str) and "\0" in prompt for prompt in self.prompts):
+            raise _nul("prompt")
+        if self.suffix:
+            self._check_suffix(self.suffix)
+
+    def _check_suffix(self, suffix: str) -> None:
+        """Whether the model can fill in at all is known to server/prompt/infill.py."""
+        if not all(isinstance(prompt, str) for prompt in self.prompts):
+            message = "suffix needs a prompt of text; among token ids, place the markers yourself"
+            raise InvalidRequest(message, param="suffix")
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(self, name):
+                raise InvalidRequest(f"{name} goes not with suffix; take one", param=name)
+        if "\0" in suffix:
+            raise _nul("suffix")
+
+    def _check_best_of(self) -> None:
+        if self.num_sampled < (self.n or 1):
+            message = f"best_of must be at least n, {self.n}"
+            raise InvalidRequest(message, param="best_of")
+        if self.num_sampled > (self.n or 1) and self.stream:
+            message = "best_of goes not with stream: true, as the best is known at the end"
+            raise InvalidRequest(message, param="best_of")
+
+
+# What an assistant may have said other than in text and calls, and what to send in its place.
+_OTHER_SPEECH = {"function_call": "use tool_calls", "audio": "send what was said as text"}
+
+
+class ContentPart(Wire):
+    """A part of a message. Text and refusals are served; others are refused by their type."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class ChatMessage(Wire):
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, in vLLM's newer word
+    refusal: str | None = None
+
+    def for_template(self, param: str) -> dict[str, Any]:
+        """As chat templates know it. "developer" is OpenAI's newer word for "system"."""
+        for name, hint in _OTHER_SPEECH.items():
+            if (self.model_extra or {}).get(name):
+                raise UnsupportedParameter(f"{param}.{name}", hint)
+        role = "system" if self.role == "developer" else self.role
+        message = {"role": role, "content": self._text(f"{param}.content")}
+        calls = self._calls(f"{param}.tool_calls")
+        optional = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        return message | {key: value for key, value in optional.items() if value is not None}
+
+    def _calls(self, param: str) -> list[dict[str, Any]]:
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequest(f"{param} goes only with the role assistant", param=param)
+        calls = enumerate(self.tool_calls or ())
+        return [call_for_template(call, f"{param}[{i}]") for i, call in calls]
+
+    def _text(self, param: str) -> str:
+        if isinstance(self.content, list):
+            texts = [_text_of(part, f"{param}[{i}]") for i, part in enumerate(self.content)]
+        elif self.content is None and self.role != "assistant":
+            raise InvalidRequest(f"{param} is missing; it {_EXPECTED['content']}", param=param)
+        else:
+            texts = [self.content or self.refusal or ""]
+        text = "".join(texts)
+        if "\0" in text:
+            raise _nul(param)
+        return text
+
+
+def _text_of(part: ContentPart, param: str) -> str:
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    if part.type != "text":
+        raise UnsupportedParameter(f"{param}.type {part.type!r}", "this server takes text parts")
+    if part.text is None:
+        raise InvalidRequest(f"{param}.text is missing", param=f"{param}.text")
+    return part.text
+
+
+class ChatCompletionRequest(ToolFields, GenerationFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    reasoning_effort: ReasoningEffort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    thinking_token_budget: int | None = Field(None, ge=-1)  # vLLM's; -1: no limit
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """So many tokens may thoughts have; None where they may have any number."""
+        budget = self.thinking_token_budget
+        return None if budget is None or budget < 0 else budget
+
+    @property
+    def num_content_chars(self) -> int:
+        contents = (m.content or "" for m in self.messages)
+        texts = (c if isinstance(c, str) else "".join(p.text or "" for p in c) for c in contents)
+        return sum(map(len, texts))
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        return self.add_generation_prompt is not False and not self.continue_final_message
+
+    @property
+    def for_template(self) -> list[dict[str, Any]]:
+        return [m.for_template(f"messages[{i}]") for i, m in enumerate(self.messages)]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def _check(self) -> None:
+        super()._check()
+        if self.top_logprobs and not self.logprobs:
+            message = "top_logprobs goes only with logprobs: true"
+            raise InvalidRequest(message, param="top_logprobs")
+        self.check_tools()
+        if self.continue_final_message:
+            self._check_continued()
+
+    def _check_continued(self) -> None:
+        if self.add_generation_prompt:
+            message = "continue_final_message goes not with add_generation_prompt: true"
+            raise InvalidRequest(message, param="add_generation_prompt")
+        last = self.messages[-1]
+        if last.role != "assistant" or not last.content or last.tool_calls:
+            message = "continue_final_message needs a last message of the assistant with some text"
+            raise InvalidRequest(message, param="continue_final_message")
+
+
+def _hint(name: str) -> str:
+    new_name = RENAMED.get(name)
+    return f"use {new_name}" if new_name else HINTS.get(name, "leave it out")
+
+
+def _nul(param: str) -> InvalidRequest:
+    message = f"{param} has a NUL character (U+0000), which is no text; take it out"
+    return InvalidRequest(message, param=param)
+
+
+def invalid_fields(
+    error: ValidationError,
+    model: type[BaseModel],
+    *,
+    at: str = "",
+    expected: Mapping[str, str] = _EXPECTED,
+) -> InvalidRequest:
+    """The first thing that is wrong, in a sentence. at: where in the body the model's values are.
+    expected: what a field must be, where it may be several things.
+
+    Without the names of fields the path of an error would hold those of a union's branches too.
+    """
+    errors = error.errors(include_url=False)
+    # Of a union every branch complains. What is no matter of type comes from the branch meant.
+    first = next((e for e in errors if not e["type"].endswith("_type")), errors[0])
+    if first["type"] == "json_invalid":
+        detail = first["msg"].removeprefix("Invalid JSON: ")
+        return InvalidRequest(f"the body is not valid JSON: {detail}", code="invalid_json")
+    names = _field_names(model)
+    path = [part for part in first["loc"] if isinstance(part, int) or part in names]
+    if not path:
+        return InvalidRequest("the body must be a JSON object", code="invalid_json")
+    steps = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    param = f"{at}{steps}" if at else steps[1:]
+    code = _code_of(first)
+    if first["type"] == "missing":
+        return InvalidRequest(f"{param} is missing", param=param, code=code)
+    last_name = next(part for part in reversed(path) if isinstance(part, str))
+    is_branch = last_name in expected and first["type"].endswith("_type")
+    says = expected[last_name] if is_branch else _as_predicate(first["msg"])
+    return InvalidRequest(f"{param} {says}", param=param, code=code)
+
+
+# OpenAI's codes for what is wrong with a value, by pydantic's.
+_CODES = {
+    "missing": "missing_required_parameter",
+    "too_short": "empty_array",  # no list of ours needs more than one item, and no text
+    "string_too_short": "empty_string",  # more than one character
+    "string_too_long": "string_above_max_length",
+}
+
+
+def _code_of(error: Mapping[str, Any]) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind.endswith("_type"):
+        return "invalid_type"
+    if kind == "too_long":
+        is_list = context["field_type"] == "List"
+        return "array_above_max_length" if is_list else "object_above_max_properties"
+    for begins, side in (("greater_than", "below_min"), ("less_than", "above_max")):
+        if kind.startswith(begins):
+            is_decimal = any(isinstance(limit, float) for limit in context.values())
+            return f"{'decimal' if is_decimal else 'integer'}_{side}_value"
+    return _CODES.get(kind, "invalid_value")
+
+
+def _as_predicate(message: str) -> str:
+    """ "Input should be a valid list" and its like, to go after the field's name."""
+    return re.sub(r"^(Input|List|String|Dictionary) ", "", message).replace(" after validation", "")
+
+
+def _field_names(model: type[BaseModel]) -> set[str]:
+    models = (model, ChatMessage, ContentPart, StreamOptions, *_TOOL_MODELS)
+    return {name for each in models for name in each.model_fields}

@@ -1,0 +1,363 @@
+"""`/v1/responses` on the wire: what it takes, and the same as a chat completion.
+
+Everything that a chat completion takes too is checked there, not here; its complaints then get the
+names of this API's fields. A conversation is held as items, as the client sent them
+and as we answered, because that is what the store keeps and gives back.
+"""
+
+import contextlib
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.protocol.openai import (
+    MAX_LOGPROBS,
+    NEUTRAL,
+    ChatCompletionRequest,
+    Probability,
+    Wire,
+    invalid_fields,
+)
+from penstock.server.protocol.translation import SAME_IN_CHAT, as_chat, checked, in_other_words
+
+Item = dict[str, Any]
+Items = Annotated[list[Item], Field(fail_fast=True)]
+# All but the last ask for what no response of ours has: results of tools that a server runs,
+# pictures, and thoughts that only their maker can read.
+Includable = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+_CHAT_ONLY = frozenset(ChatCompletionRequest.model_fields) - SAME_IN_CHAT
+_HINTS = {
+    "messages": "use input",
+    "reasoning_effort": "use reasoning.effort",
+    "verbosity": "use text.verbosity",
+    "max_tokens": "use max_output_tokens",
+    "max_completion_tokens": "use max_output_tokens",
+    "response_format": "use text.format",
+    "background": "leave it out, and keep the connection open or stream",
+    "conversation": "use previous_response_id",
+    "logprobs": 'use include: ["message.output_text.logprobs"]',
+}
+# Known, not served: field -> the values that change nothing.
+_NEUTRAL_HERE: dict[str, tuple[object, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "moderation": (),
+    "access_programs": (),
+    "image": ({},),
+    "context_management": ([],),
+    "n": (1,),
+}
+# What a complaint about the chat completion is about here.
+_CHAT_TO_RESPONSES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    "tool_choice.allowed_tools.": "tool_choice.",
+    ".function.": ".",
+}
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class TextConfig(Wire):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(Wire):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class InputPart(Wire):
+    """A part of a message. Only text is served; others are refused by their type's name."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputMessage(Wire):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Annotated[list[InputPart], Field(fail_fast=True)]
+
+
+class Reasoning(Wire):
+    """What we thought, as the client gives it back; encrypted thoughts of others say nothing."""
+
+    content: Annotated[list[InputPart], Field(fail_fast=True)] | None = None
+
+
+class FunctionCall(Wire):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(Wire):
+    call_id: str
+    output: str | Annotated[list[InputPart], Field(fail_fast=True)]
+
+
+class ResponsesRequest(Wire):
+    """`POST /v1/responses`."""
+
+    model_config = ConfigDict(extra="allow")  # kept to be looked through
+
+    model: str
+    input: str | Items | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Items | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = Field(
+        None, ge=1, lt=2**31
+    )  # of tools that a server runs; we run none
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: Probability | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    include: list[Includable] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None  # has but the padding of events, which we never do
+    store: bool | None = None
+    # Echoed, or for a provider's books: of no effect on an answer.
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
+        try:
+            fields = cls.model_validate_json(body)
+        except ValidationError as error:
+            raise invalid_fields(error, cls) from error
+        for name, value in (fields.model_extra or {}).items():
+            _check_extra(name, value)
+        if fields.input is None and fields.previous_response_id is None:
+            message = "input is missing; only behind a previous_response_id it may be left out"
+            raise InvalidRequest(message, param="input", code="missing_required_parameter")
+        return fields
+
+    @property
+    def input_items(self) -> list[Item]:
+        """A plain text is the message of a user."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input or []
+
+    @property
+    def functions(self) -> list[Item]:
+        """The tools that we can serve. Others are skipped: Codex offers them wherever it goes."""
+        return [tool for tool in self.tools or () if tool.get("type") == "function"]
+
+    def chat_fields(self, history: list[Item], items: list[Item]) -> dict[str, Any]:
+        """As a chat completion has them. history: the items of the responses before this one.
+
+        items: those of `input_items` that the model is to know of.
+        """
+        fields = {k: v for k, v in (self.model_extra or {}).items() if k in SAME_IN_CHAT}
+        fields |= {
+            "model": self.model,
+            "messages": _messages(self.instructions, history, items),
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "logprobs": self.num_logprobs is not None,
+            "top_logprobs": self.num_logprobs,
+        }
+        if self.functions:
+            fields["tools"] = [_chat_tool(tool) for tool in self.functions]
+            fields["parallel_tool_calls"] = self.parallel_tool_calls
+        fields["tool_choice"] = _chat_tool_choice(self.tool_choice)
+        if self.reasoning and self.reasoning.effort:
+            fields["reasoning_effort"] = self.reasoning.effort
+        if self.text and self.text.verbosity:
+            fields["verbosity"] = self.text.verbosity
+        if self.text and self.text.format and self.text.format.get("type") != "text":
+            fields["response_format"] = _chat_format(self.text.format)
+        return fields
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As `SamplingParams.num_logprobs`."""
+        return (self.top_logprobs or 0) if _LOGPROBS in (self.include or ()) else None
+
+
+def chat_request(
+    fields: ResponsesRequest, history: list[Item], items: list[Item]
+) -> ChatCompletionRequest:
+    """See `chat_fields`. Raises InvalidRequest, in the words of chat completions: see
+    `in_words_of_responses`."""
+    return as_chat(fields.chat_fields(history, items))
+
+
+def in_words_of_responses(
+    fields: ResponsesRequest,
+) -> contextlib.AbstractContextManager[None]:
+    """Around all that is asked of chat completions."""
+    served = [id(tool) for tool in fields.functions]
+    indexes = [i for i, tool in enumerate(fields.tools or ()) if id(tool) in served]
+    return in_other_words(_CHAT_TO_RESPONSES, indexes)
+
+
+def _check_extra(name: str, value: object) -> None:
+    if value is None or name in SAME_IN_CHAT:
+        return
+    if name in _NEUTRAL_HERE:
+        is_harmless = value in _NEUTRAL_HERE[name]
+    else:
+        is_harmless = name not in _CHAT_ONLY and value in NEUTRAL.get(name, (value,))
+    if not is_harmless:
+        raise UnsupportedParameter(name, _HINTS.get(name, "leave it out"))
+
+
+def _messages(
+    instructions: str | None, history: list[Item], items: list[Item]
+) -> list[dict[str, Any]]:
+    """One system message at the front, where templates want it, then the conversation."""
+    messages: list[dict[str, Any]] = []
+    for item in history:
+        _add(messages, item, "previous_response_id")
+    for i, item in enumerate(items):
+        _add(messages, item, f"input[{i}]")
+    num_leading = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    leading = [message["content"] for message in messages[:num_leading]]
+    system = "\n\n".join(filter(None, (instructions, *leading)))
+    return [{"role": "system", "content": system}] * bool(system) + messages[num_leading:]
+
+
+def _add(messages: list[dict[str, Any]], item: Item, at: str) -> None:
+    """Adds what the item says to the chat. A turn's text and its calls are one message there."""
+    match item.get("type", "message"):
+        case "message":
+            said = _chat_message(checked(InputMessage, item, at), at)
+            if said["role"] == "assistant":
+                _turn(messages)["content"] = said["content"]
+            else:
+                messages.append(said)
+        case "function_call":
+            call = checked(FunctionCall, item, at)
+            _check_arguments(call, at)
+            turn = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+            turn = turn or _turn(messages)
+            turn.setdefault("tool_calls", []).append(_chat_tool_call(call))
+        case "function_call_output":
+            output = checked(FunctionCallOutput, item, at)
+            text = _text(output.output, f"{at}.output")
+            messages.append({"role": "tool", "tool_call_id": output.call_id, "content": text})
+        case "reasoning":
+            thoughts = checked(Reasoning, item, at).content or ()
+            text = "".join(part.text or "" for part in thoughts)
+            turn = _turn(messages)
+            before = turn.get("reasoning_content")
+            turn["reasoning_content"] = f"{before}\n{text}" if before else text
+        case other:
+            hint = "send messages, function_call and function_call_output items"
+            raise UnsupportedParameter(f"{at}.type {str(other)[:64]!r}", hint)
+
+
+def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """A new message of the assistant, or the one that has nothing but the thoughts before it."""
+    last = messages[-1] if messages else {}
+    if "reasoning_content" not in last or last["content"] is not None or "tool_calls" in last:
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _chat_message(message: InputMessage, at: str) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    return {"role": role, "content": _text(message.content, f"{at}.content")}
+
+
+def _text(content: str | list[InputPart], at: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(_text_of(part, f"{at}[{i}]") for i, part in enumerate(content))
+
+
+def _text_of(part: InputPart, at: str) -> str:
+    if part.type == "refusal":
+        return part.refusal or ""
+    if part.type not in ("input_text", "output_text", "text"):
+        raise UnsupportedParameter(f"{at}.type {part.type[:64]!r}", "this server takes text parts")
+    if part.text is None:
+        raise InvalidRequest(f"{at}.text is missing", param=f"{at}.text")
+    return part.text
+
+
+def _check_arguments(call: FunctionCall, at: str) -> None:
+    param = f"{at}.arguments"
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from error
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{param} must hold a JSON object", param=param)
+
+
+def _chat_tool_call(call: FunctionCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
+
+
+def _chat_tool(tool: Item) -> dict[str, Any]:
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {k: tool[k] for k in names if tool.get(k) is not None}}
+
+
+def _chat_tool_choice(choice: str | Item | None) -> object:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _chat_allowed_tools(choice)
+    if isinstance(choice, dict):
+        kind = str(choice.get("type"))[:64]
+        raise UnsupportedParameter(f"tool_choice.type {kind!r}", "name a function")
+    return choice
+
+
+def _chat_allowed_tools(choice: Item) -> Item:
+    tools = choice.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        param = "tool_choice.tools"
+        raise InvalidRequest(f"{param} must be a list of tools, by type and name", param=param)
+    allowed = [{"type": tool.get("type"), "function": {"name": tool.get("name")}} for tool in tools]
+    return {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": choice.get("mode"), "tools": allowed},
+    }
+
+
+def _chat_format(form: dict[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema":
+        return form
+    names = ("name", "description", "schema", "strict")
+    schema = {name: form[name] for name in names if form.get(name) is not None}
+    return {"type": "json_schema", "json_schema": schema}

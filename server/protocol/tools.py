@@ -1,0 +1,182 @@
+"""What a chat request says of functions that the model may call, as it comes over the wire."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.server.errors import InvalidRequest, UnsupportedParameter
+
+MAX_TOOLS = 128
+# A model that never stops calling would call until its context is full.
+MAX_REQUIRED_CALLS = 16
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class FunctionSpec(_Strict):
+    """parameters: a JSON schema of the arguments; None for a function without any."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    type: str
+    function: FunctionSpec | None = None
+
+    def checked(self, param: str) -> FunctionSpec:
+        if self.type != "function":
+            hint = 'this server takes tools of the type "function"'
+            raise UnsupportedParameter(f"{param}.type {self.type!r}", hint)
+        if self.function is None:
+            raise InvalidRequest(f"{param}.function is missing", param=f"{param}.function")
+        return self.function
+
+
+class FunctionChoice(_Strict):
+    name: str
+
+
+class AllowedTool(_Strict):
+    type: Literal["function"] = "function"
+    function: FunctionChoice
+
+
+class AllowedTools(_Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class NamedToolChoice(_Strict):
+    """The function that is to be called, or those of which the model may choose."""
+
+    type: str
+    function: FunctionChoice | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+class CalledFunction(_Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(_Strict):
+    """A call that the assistant made earlier in the conversation."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+def call_for_template(call: ToolCall, param: str) -> dict[str, Any]:
+    """With the arguments as an object, as Hugging Face's templates want them."""
+    field = f"{param}.function.arguments"
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field} is not valid JSON: {error}", param=field) from error
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{field} must hold a JSON object", param=field)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": call.type, "function": function}
+
+
+class ToolFields(BaseModel):
+    """A chat request's fields about tools, and what they come to."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """Those that the model is to know of: what it may not call it had better not hear of."""
+        if self.tool_choice == "none":
+            return []
+        if not self._allowed:
+            return self.tools or []
+        names = {tool.function.name for tool in self._allowed.tools}
+        return [t for t in self.tools or () if t.function and t.function.name in names]
+
+    @property
+    def _allowed(self) -> AllowedTools | None:
+        choice = self.tool_choice
+        if not isinstance(choice, NamedToolChoice) or choice.type != "allowed_tools":
+            return None
+        return choice.allowed_tools
+
+    @property
+    def functions(self) -> list[FunctionSpec]:
+        return [tool.function for tool in self.usable_tools if tool.function]
+
+    @property
+    def named_function(self) -> FunctionSpec | None:
+        """The one that must be called, where the client names one."""
+        if not isinstance(self.tool_choice, NamedToolChoice) or not self.tool_choice.function:
+            return None
+        name = self.tool_choice.function.name
+        return next((f for f in self.functions if f.name == name), None)
+
+    @property
+    def to_call(self) -> list[FunctionSpec]:
+        """Those of which one at least must be called, where one must."""
+        return [self.named_function] if self.named_function else self.functions
+
+    @property
+    def max_required_calls(self) -> int:
+        """So many may be made where one must be; the one that is named is called once."""
+        is_one = self.parallel_tool_calls is False or self.named_function is not None
+        return 1 if is_one else MAX_REQUIRED_CALLS
+
+    @property
+    def must_call(self) -> bool:
+        must_choose = self._allowed is not None and self._allowed.mode == "required"
+        return self.tool_choice == "required" or must_choose or self.named_function is not None
+
+    def check_tools(self) -> None:
+        """Raises InvalidRequest."""
+        names = [tool.checked(f"tools[{i}]").name for i, tool in enumerate(self.tools or ())]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                message = f"tools has two functions with the name {name!r}; give each its own"
+                raise InvalidRequest(message, param=f"tools[{i}].function.name")
+        if not names and self.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice goes only with tools", param="tool_choice")
+        if not names and self.parallel_tool_calls is not None:
+            message = "parallel_tool_calls goes only with tools"
+            raise InvalidRequest(message, param="parallel_tool_calls")
+        if isinstance(self.tool_choice, NamedToolChoice):
+            self._check_named(self.tool_choice, names)
+
+    @staticmethod
+    def _check_named(choice: NamedToolChoice, names: list[str]) -> None:
+        if choice.type == "allowed_tools":
+            ToolFields._check_allowed(choice.allowed_tools, names)
+            return
+        if choice.type != "function":
+            hint = 'name one function, or say "none", "auto" or "required"'
+            raise UnsupportedParameter(f"tool_choice.type {choice.type!r}", hint)
+        name = choice.function.name if choice.function else None
+        if name not in names:
+            message = f"tool_choice names the function {name!r}, which is not among tools"
+            raise InvalidRequest(message, param="tool_choice.function.name")
+
+    @staticmethod
+    def _check_allowed(allowed: AllowedTools | None, names: list[str]) -> None:
+        at = "tool_choice.allowed_tools"
+        if allowed is None:
+            raise InvalidRequest(f"{at} is missing; it holds mode and tools", param=at)
+        for i, tool in enumerate(allowed.tools):
+            if tool.function.name not in names:
+                param = f"{at}.tools[{i}].function.name"
+                message = f"{param} is {tool.function.name!r}, which is not among tools"
+                raise InvalidRequest(message, param=param)

@@ -1,0 +1,276 @@
+"""What an answer must look like: the fields that ask for it, as grammars in llguidance's notation.
+
+Why llguidance and not xgrammar: it computes each mask as it is needed, in some 50 us, and compiles
+next to nothing beforehand, so no request waits for a compilation; it is one small wheel that
+imports neither torch nor transformers; and what it cannot enforce of a JSON schema is an error
+with a sentence, not a silently weaker grammar.
+
+A grammar is a string here. `check_grammar` compiles it, as the engine will.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+from llguidance import LLMatcher, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+
+from penstock.engine.sampling.grammar import BadGrammar, Grammars
+from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.structured.json_schema import enforceable
+
+MAX_GRAMMAR_CHARS = 1 << 20
+MAX_GBNF_CHARS = 1 << 16  # translated in Python, some 4 us a character
+# Never reached but on a machine that does something else: compiling is bounded by fuel.
+COMPILE_DEADLINE_S = 5.0
+# Between the tokens of a JSON text: nothing, a space, or a line or two with some indentation. With
+# more freedom a model may write blanks for ever. Source: llama.cpp's `space` rule.
+_WHITESPACE = r"( |\n{1,2}[ \t]{0,20})?"
+# vLLM's older names, and SGLang's.
+RENAMED = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json_object": "structured_outputs.json_object",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+}
+
+
+class Constraint(NamedTuple):
+    """A field that constrains the answer. build: its grammar; it may take a while, and raises
+    InvalidRequest."""
+
+    param: str
+    build: Callable[[], str]
+
+
+def json_schema_grammar(
+    schema: dict[str, Any], *, whitespace: str = _WHITESPACE, leaves_out: bool = False
+) -> str:
+    """The JSON texts that validate against the schema. Not compiled: that is `check_grammar`.
+
+    whitespace: a regex of what may stand between tokens. leaves_out: what of the schema cannot be
+    enforced is not; else it is refused. Raises ValueError.
+    """
+    if len(text := json.dumps(schema, allow_nan=False)) > MAX_GRAMMAR_CHARS:
+        raise ValueError(
+            f"it has {len(text)} characters, more than the {MAX_GRAMMAR_CHARS} allowed"
+        )
+    enforced = enforceable(schema, leaves_out=leaves_out)
+    return grammar_of_schema(enforced, whitespace=whitespace, is_lenient=leaves_out)
+
+
+def grammar_of_schema(
+    schema: dict[str, Any], *, whitespace: str = _WHITESPACE, is_lenient: bool = False
+) -> str:
+    """The same for a schema that has already been made enforceable."""
+    options: Any = {"whitespace_pattern": whitespace, "lenient": is_lenient}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+
+
+def regex_grammar(regex: str) -> str:
+    """The texts that the regex matches from end to end, with or without anchors around it."""
+    regex = regex.removeprefix("^")
+    num_backslashes = len(regex[:-1]) - len(regex[:-1].rstrip("\\"))
+    if regex.endswith("$") and num_backslashes % 2 == 0:
+        regex = regex[:-1]
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def choice_grammar(choices: list[str]) -> str:
+    # One terminal, not a rule: then they are one automaton, whatever their number.
+    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+
+
+def gbnf_grammar(text: str) -> str:
+    """llama.cpp's notation, or Lark's. Raises ValueError."""
+    if len(text) > MAX_GBNF_CHARS:
+        raise ValueError(f"it has {len(text)} characters, more than the {MAX_GBNF_CHARS} allowed")
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(text))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except Exception as error:  # the translator raises plain Exception, and IndexError at its end
+        raise ValueError(str(error)) from error
+
+
+def structural_tag_grammar(value: dict[str, Any] | str) -> str:
+    """Free text in which each trigger begins one of the tags, and holds it to the tag's schema.
+
+    value: `structures` of begin, schema and end, and `triggers`, as vLLM took them first. Raises
+    ValueError.
+    """
+    value = json.loads(value) if isinstance(value, str) else value
+    try:
+        triggers = value["triggers"]
+        tags = [_tag(structure, triggers) for structure in value["structures"]]
+        grammar = StructTag.to_grammar(tags, assume_special=False)
+    except (KeyError, TypeError, AttributeError, AssertionError, StopIteration) as error:
+        raise ValueError(
+            'it must hold "structures", each with "begin", which begins with a trigger, "schema" '
+            'and "end", and "triggers"'
+        ) from error
+    return LLMatcher.grammar_from_lark(grammar)
+
+
+def _tag(structure: dict[str, Any], triggers: list[str]) -> StructTag:
+    begin, schema, end = structure["begin"], structure["schema"], structure["end"]
+    trigger = next(each for each in triggers if each and begin.startswith(each))
+    if not (isinstance(schema, dict) and isinstance(end, str)):
+        raise TypeError
+    schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+    return StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
+
+
+def constraint_of(
+    response_format: dict[str, Any] | None,
+    structured_outputs: dict[str, Any] | None,
+    grammar: str | None,
+    json_schema: dict[str, Any] | None,
+) -> Constraint | None:
+    """What these fields ask for, of which one at most may ask. Raises InvalidRequest."""
+    found = []
+    if response_format is not None and (asked := _from_response_format(response_format)):
+        found.append(asked)
+    if structured_outputs is not None:
+        found.append(_from_structured_outputs(structured_outputs))
+    if grammar:
+        found.append(_constraint("grammar", gbnf_grammar, grammar))
+    if json_schema is not None:
+        found.append(_constraint("json_schema", json_schema_grammar, json_schema))
+    if len(found) > 1:
+        names = " and ".join(constraint.param for constraint in found)
+        raise InvalidRequest(f"{names} go not together; send one of them", param=found[1].param)
+    return found[0] if found else None
+
+
+async def check_grammar(grammars: Grammars, grammar: str, param: str) -> None:
+    """Compiles it in a thread, with a deadline. Raises InvalidRequest."""
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        _refuse(param, f"it has more than {MAX_GRAMMAR_CHARS} characters")
+    compiling = asyncio.wrap_future(grammars.compile(grammar))
+    try:
+        # Shielded, since others may wait for the same.
+        await asyncio.wait_for(asyncio.shield(compiling), COMPILE_DEADLINE_S)
+    except TimeoutError:
+        _refuse(param, f"it took more than {COMPILE_DEADLINE_S:.0f} s; simplify it")
+    except BadGrammar as error:
+        _refuse(param, str(error))
+
+
+# llguidance's words where they name its own options, or nothing.
+_EXPLAINED = {
+    "oneOf constraints": "more than one branch of a oneOf may match; use anyOf, or give each "
+    "branch a required property with a const of its own",
+    "NoExtension": "no finite text meets it; does it refer to itself without an end?",
+    "Unimplemented keys": "it has keywords that cannot be enforced: ",
+    "Default retriever": "it refers to another document; put what it needs under $defs",
+}
+
+
+def _refuse(param: str, why: str) -> NoReturn:
+    for words, better in _EXPLAINED.items():
+        if words in why:
+            why = better + why.partition(": ")[2] if better.endswith(": ") else better
+            break
+    message = f"{param} cannot be compiled to a grammar: {why}"
+    raise InvalidRequest(message, param=param, code="invalid_grammar")
+
+
+def _constraint(param: str, convert: Callable[[Any], str], value: Any) -> Constraint:
+    def build() -> str:
+        try:
+            return convert(value)
+        except (ValueError, RecursionError) as error:
+            _refuse(param, str(error))
+
+    return Constraint(param, build)
+
+
+def _from_response_format(value: dict[str, Any]) -> Constraint | None:
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        # A schema beside it is llama.cpp's way.
+        beside = _object_at(value, "schema", "response_format.schema")
+        return _constraint("response_format", json_schema_grammar, beside or {"type": "object"})
+    if kind == "json_schema":
+        at = "response_format.json_schema"
+        described = _object_at(value, "json_schema", at)
+        if described is None:
+            raise InvalidRequest(f"{at} is missing; it holds name and schema", param=at)
+        schema = _object_at(described, "schema", f"{at}.schema")
+        if schema is None:
+            raise InvalidRequest(f"{at}.schema is missing", param=f"{at}.schema")
+        strict = _typed(f"{at}.strict", described.get("strict") or False, (bool,), "true or false")
+        # As OpenAI has it: unless it is strict, what cannot be enforced is no error.
+        convert = partial(json_schema_grammar, leaves_out=not strict)
+        return _constraint(f"{at}.schema", convert, schema)
+    if kind == "structural_tag":
+        return _constraint("response_format", structural_tag_grammar, value)
+    message = 'response_format.type must be "text", "json_object" or "json_schema"'
+    raise InvalidRequest(message, param="response_format.type")
+
+
+def _object_at(value: dict[str, Any], key: str, param: str) -> dict[str, Any] | None:
+    found = value.get(key)
+    if found is not None and not isinstance(found, dict):
+        raise InvalidRequest(f"{param} must be an object", param=param)
+    return found
+
+
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+def _from_structured_outputs(value: dict[str, Any]) -> Constraint:
+    """vLLM's field."""
+    asked = {key: each for key, each in value.items() if each not in (None, False)}
+    for key in asked:
+        if key not in _KINDS:
+            hint = f"this server takes one of {', '.join(_KINDS)}"
+            raise UnsupportedParameter(f"structured_outputs.{key[:64]}", hint)
+    if len(asked) != 1:
+        message = f"structured_outputs needs exactly one of {', '.join(_KINDS)}"
+        raise InvalidRequest(message, param="structured_outputs")
+    ((key, wanted),) = asked.items()
+    param = f"structured_outputs.{key}"
+    if key == "json":
+        return _constraint(param, _schema_grammar, _typed(param, wanted, (dict, str), "a schema"))
+    if key == "json_object":
+        _typed(param, wanted, (bool,), "true")
+        return _constraint(param, json_schema_grammar, {"type": "object"})
+    if key == "choice":
+        _check_choices(param, wanted)
+        return _constraint(param, choice_grammar, wanted)
+    if key == "structural_tag":
+        typed = _typed(param, wanted, (dict, str), "an object")
+        return _constraint(param, structural_tag_grammar, typed)
+    convert = regex_grammar if key == "regex" else gbnf_grammar
+    return _constraint(param, convert, _typed(param, wanted, (str,), "a string"))
+
+
+def _schema_grammar(schema: dict[str, Any] | str) -> str:
+    """Of an object, or of one as text. Raises ValueError."""
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+        if not isinstance(schema, dict):
+            raise ValueError("it is not a JSON object")
+    return json_schema_grammar(schema)
+
+
+def _typed(param: str, value: Any, kinds: tuple[type, ...], expected: str) -> Any:
+    if not isinstance(value, kinds):
+        raise InvalidRequest(f"{param} must be {expected}", param=param)
+    return value
+
+
+def _check_choices(param: str, value: Any) -> None:
+    is_fit = isinstance(value, list) and value and all(isinstance(each, str) for each in value)
+    if not is_fit:
+        raise InvalidRequest(f"{param} must be a list of one string at least", param=param)

@@ -1,0 +1,118 @@
+"""Text that a model writes to the parts of its answer: what is plain, and which functions it calls.
+
+One state machine for each way of writing calls, fed a little at a time. What may be the markup of
+a call is held back until that is certain; if it turns out to be none, it comes out as plain text.
+So the parts do not depend on how the text was cut, and no character of a plain text is lost.
+Whitespace around a call belongs to its markup. Once a call has started its arguments stream; should
+the markup break after that, what was sent stays and the rest is plain text.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from penstock.server.tools.parsers.base import ToolParser, new_call_id
+from penstock.server.tools.parsers.deepseek import DEEPSEEK_MARKUP, DeepSeekParser
+from penstock.server.tools.parsers.headed import KimiParser, MistralParser
+from penstock.server.tools.parsers.json_calls import (
+    HermesParser,
+    JsonParser,
+    Llama3JsonParser,
+    MarkedListParser,
+)
+from penstock.server.tools.parsers.named import NamedCallParser
+from penstock.server.tools.parsers.pythonic import PythonicParser
+from penstock.server.tools.parsers.tagged import GlmParser, MinimaxParser, QwenCoderParser
+
+__all__ = [
+    "MARKUP",
+    "DeepSeekParser",
+    "GlmParser",
+    "HermesParser",
+    "JsonParser",
+    "KimiParser",
+    "Llama3JsonParser",
+    "MarkedListParser",
+    "MinimaxParser",
+    "MistralParser",
+    "NamedCallParser",
+    "PythonicParser",
+    "QwenCoderParser",
+    "ToolFormat",
+    "ToolParser",
+    "make_tool_parser",
+    "new_call_id",
+]
+
+
+class ToolFormat(StrEnum):
+    """How a model writes calls. The names are vLLM's, but for the last."""
+
+    HERMES = "hermes"
+    LLAMA3_JSON = "llama3_json"
+    PYTHONIC = "pythonic"
+    MISTRAL = "mistral"
+    QWEN3_CODER = "qwen3_coder"
+    DEEPSEEK_V3 = "deepseek_v3"
+    DEEPSEEK_V31 = "deepseek_v31"
+    GLM45 = "glm45"
+    KIMI_K2 = "kimi_k2"
+    MINIMAX_M2 = "minimax_m2"
+    GRANITE = "granite"
+    PHI4_MINI_JSON = "phi4_mini_json"
+    JSON = "json"
+
+
+_PARSERS: dict[ToolFormat, type[ToolParser]] = {
+    ToolFormat.HERMES: HermesParser,
+    ToolFormat.LLAMA3_JSON: Llama3JsonParser,
+    ToolFormat.PYTHONIC: PythonicParser,
+    ToolFormat.MISTRAL: MistralParser,
+    ToolFormat.QWEN3_CODER: QwenCoderParser,
+    ToolFormat.DEEPSEEK_V3: DeepSeekParser,
+    ToolFormat.DEEPSEEK_V31: DeepSeekParser,
+    ToolFormat.GLM45: GlmParser,
+    ToolFormat.KIMI_K2: KimiParser,
+    ToolFormat.MINIMAX_M2: MinimaxParser,
+    ToolFormat.GRANITE: MarkedListParser,
+    ToolFormat.PHI4_MINI_JSON: MarkedListParser,
+    ToolFormat.JSON: JsonParser,
+}
+
+
+def make_tool_parser(
+    form: ToolFormat,
+    names: frozenset[str],
+    *,
+    schemas: Mapping[str, dict[str, Any]] | None = None,
+    max_calls: int | None = None,
+) -> ToolParser:
+    """See `ToolParser`."""
+    return _PARSERS[form](names, schemas=schemas, max_calls=max_calls)
+
+
+# What the parsers must see, though it may be special tokens.
+MARKUP = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "<|python_start|>",
+    "<|python_end|>",
+    "[TOOL_CALLS]",
+    "[CALL_ID]",
+    "[ARGS]",
+    *DEEPSEEK_MARKUP,
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    "<|tool_call|>",
+    "<|/tool_call|>",
+)

@@ -1,0 +1,28 @@
+"""An answer that is no more than the arguments of a call whose name the client has said."""
+
+from collections.abc import Callable
+
+from penstock.server.output.parts import CallArguments, CallStart, Part
+from penstock.server.tools.parsers.base import new_call_id
+
+
+class NamedCallParser:
+    """The whole answer is the arguments of one call, as a grammar has seen to."""
+
+    def __init__(self, name: str, make_id: Callable[[], str] = new_call_id) -> None:
+        self.num_calls = 0
+        self.is_over = False
+        self._name = name
+        self._make_id = make_id
+
+    def feed(self, text: str) -> list[Part]:
+        if not text:
+            return []
+        parts: list[Part] = [CallArguments(0, text)]
+        if not self.num_calls:
+            self.num_calls = 1
+            parts.insert(0, CallStart(0, self._make_id(), self._name))
+        return parts
+
+    def end(self) -> list[Part]:
+        return []

@@ -1,0 +1,155 @@
+"""Calls in Python's own notation."""
+
+import ast
+import json
+import warnings
+from typing import Any
+
+from penstock.server.output.json_scanner import WHITESPACE
+from penstock.server.tools.parsers.base import MAX_NAME_CHARS, ToolParser
+from penstock.server.tools.parsers.call_object import is_text
+
+
+class PythonicParser(ToolParser):
+    """`[f(a=1), g(b="x")]` at the beginning of a line: Llama 3.2's and 4's other way.
+
+    The arguments are Python, so each call comes whole, when it has been read to its end.
+    """
+
+    _BEGIN, _END = "<|python_start|>", "<|python_end|>"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._is_line_start = True
+        self._written_call = ""
+        self._depth = 0
+        self._quote = ""  # of the string that is open
+        self._is_escaped = False
+
+    def _in_text(self, char: str) -> None:
+        if char == "[" and self._is_line_start and not self._held:
+            self._held = char
+            self._state = self._before_call
+            return
+        self._is_line_start = char == "\n" or (self._is_line_start and char in WHITESPACE)
+        marker = self._match(char, (self._BEGIN, self._END) if self.num_calls else (self._BEGIN,))
+        if marker == self._BEGIN:
+            self._held = marker
+            self._state = self._behind_marker
+
+    def _behind_marker(self, char: str) -> None:
+        if char in WHITESPACE:
+            self._held += char
+        elif char == "[":
+            self._held += char
+            self._state = self._before_call
+        else:
+            self._give_up(char)
+
+    def _before_call(self, char: str) -> None:
+        if char in WHITESPACE:
+            self._held += char
+        elif char.isalpha() or char == "_":
+            self._held += char
+            self._written_call = char
+            self._state = self._in_name
+        else:
+            self._give_up(char)
+
+    def _in_name(self, char: str) -> None:
+        if char == "(" and self._written_call in self._names:
+            self._held += char
+            self._depth, self._quote, self._is_escaped = 1, "", False
+            self._name = self._written_call
+            self._written_call = "f("
+            self._state = self._in_call
+        elif (char.isalnum() or char in "_.-") and len(self._written_call) < MAX_NAME_CHARS:
+            self._held += char
+            self._written_call += char
+        else:
+            self._give_up(char)
+
+    def _in_call(self, char: str) -> None:
+        self._held += char
+        self._written_call += char
+        if self._quote:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif char == "\\":
+                self._is_escaped = True
+            elif char == self._quote:
+                self._quote = ""
+        elif char in "\"'":
+            self._quote = char
+        elif char in "([{":
+            self._depth += 1
+        elif char in ")]}":
+            self._depth -= 1
+            if not self._depth:
+                self._end_python_call()
+
+    def _end_python_call(self) -> None:
+        arguments = _keywords_as_json(self._written_call)
+        if arguments is None:
+            self._is_line_start = False
+            self._give_up("")
+            return
+        self.start_call(self._name)
+        self.add_arguments(arguments)
+        self._end_call(self._behind_python_call)
+
+    def _behind_python_call(self, char: str) -> None:
+        self._held += char
+        if char == ",":
+            self._state = self._before_call
+        elif char == "]":
+            self._held = ""
+            self._state = self._in_text
+        elif char not in WHITESPACE:
+            self._is_line_start = False
+            self._replay(self._release())
+
+    def _pass_over(self, plain: str) -> None:
+        if plain.strip(WHITESPACE):
+            self._is_line_start = False
+
+    def _give_up(self, char: str) -> None:
+        self._is_line_start = self._held.rstrip(" \t").endswith("\n")
+        super()._give_up(char)
+
+
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+
+
+def _keywords_as_json(call: str) -> str | None:
+    """`f(a=1, b="x")` to `{"a": 1, "b": "x"}`; None where it is no call with plain values."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "\\d" is the model's affair
+            body = ast.parse(call, mode="eval").body
+        if not isinstance(body, ast.Call) or body.args:
+            return None
+        values = {keyword.arg: _value_of(keyword.value) for keyword in body.keywords}
+        if None in values:  # **mapping
+            return None
+        arguments = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return arguments if is_text(arguments) else None
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _value_of(node: ast.expr) -> Any:
+    """A literal, in which JSON's own words may stand for Python's. Raises ValueError."""
+    for inner in ast.walk(node):
+        for field, child in ast.iter_fields(inner):
+            if isinstance(child, list):
+                setattr(inner, field, [_as_literal(each) for each in child])
+            else:
+                setattr(inner, field, _as_literal(child))
+    return ast.literal_eval(_as_literal(node))
+
+
+def _as_literal(node: Any) -> Any:
+    if isinstance(node, ast.Name) and node.id in _JSON_WORDS:
+        return ast.Constant(_JSON_WORDS[node.id])
+    return node

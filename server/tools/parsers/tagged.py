@@ -1,0 +1,235 @@
+"""The formats that look like XML: a name, and each argument between tags of its own.
+
+The values stand there bare, so the function's schema tells what they are. Strings stream; other
+values come when they are complete.
+"""
+
+import json
+import re
+
+from penstock.server.output.json_scanner import WHITESPACE
+from penstock.server.tools.parsers.base import MAX_NAME_CHARS, ToolParser
+from penstock.server.tools.parsers.schema_values import as_json, properties_of, types_of
+
+_NAME = re.compile(r"[\w.-]+")
+
+
+class TaggedParser(ToolParser):
+    """One machine for all of them; a subclass has the tags.
+
+    A call is _NAME_OPENING, its name, _NAME_CLOSING, its arguments, _CALL_CLOSING; an argument is
+    _KEY_OPENING, its name, _KEY_CLOSING, _VALUE_OPENING, the value, _VALUE_CLOSING. Whitespace may
+    stand between any two of them. Calls follow one of _BEGINS, and _ENDS may close them.
+    """
+
+    _BEGINS: tuple[str, ...]
+    _ENDS: tuple[str, ...]
+    _NAME_OPENING: str
+    _NAME_CLOSING: str
+    _KEY_OPENING: str
+    _KEY_CLOSING: str
+    _VALUE_OPENING = ""
+    _VALUE_CLOSING: str
+    _CALL_CLOSING: str
+    # Whether a value stands on lines of its own, whose ends do not belong to it.
+    _has_lines = False
+
+    def _in_text(self, char: str) -> None:
+        ends = self._ENDS if self.num_calls else ()
+        marker = self._match(char, self._BEGINS + ends)
+        if marker in self._BEGINS:
+            self._held = self._written = marker or ""
+            if marker == self._NAME_OPENING:
+                self._begin_name()
+            else:
+                self._written = ""
+                self._state = self._before_name
+
+    def _before_name(self, char: str) -> None:
+        self._hold(char)
+        begun = self._written.lstrip(WHITESPACE)
+        if not self._NAME_OPENING and begun:
+            self._begin_name()
+            self._written = begun
+        elif begun and begun == self._NAME_OPENING:
+            self._begin_name()
+        elif not self._NAME_OPENING.startswith(begun):
+            self._give_up_last()
+
+    def _begin_name(self) -> None:
+        self._written = ""
+        self._state = self._in_name
+
+    def _in_name(self, char: str) -> None:
+        self._hold(char)
+        if self._written.endswith(self._NAME_CLOSING):
+            self._start(self._written.removesuffix(self._NAME_CLOSING), behind="")
+        elif not self._NAME_OPENING and (char in WHITESPACE or char == "<"):
+            self._start(self._written[:-1], behind=char)
+        elif len(self._written) > MAX_NAME_CHARS:
+            self._give_up_last()
+
+    def _start(self, name: str, *, behind: str) -> None:
+        """behind: what has been read of what follows."""
+        name = name.strip(WHITESPACE + "\"'")
+        if not _NAME.fullmatch(name):
+            self._give_up_last()
+            return
+        self.start_call(name)
+        self._properties = properties_of(self._schemas.get(name, {}))
+        self._seen: set[str] = set()
+        self._arguments_begin = "{"
+        self._to_arguments()
+        for char in behind:
+            self._state(char)
+
+    def _to_arguments(self) -> None:
+        self._held = self._written = ""
+        self._state = self._between_arguments
+
+    def _between_arguments(self, char: str) -> None:
+        self._hold(char)
+        begun = self._written.lstrip(WHITESPACE)
+        if begun == self._CALL_CLOSING:
+            self._close_call()
+        elif begun == self._KEY_OPENING:
+            self._written = ""
+            self._state = self._in_key
+        elif not (self._CALL_CLOSING.startswith(begun) or self._KEY_OPENING.startswith(begun)):
+            self._break_off()
+
+    def _in_key(self, char: str) -> None:
+        self._hold(char)
+        if self._written.endswith(self._KEY_CLOSING):
+            key = self._written.removesuffix(self._KEY_CLOSING).strip(WHITESPACE + "\"'")
+            if key in self._seen:
+                self._break_off()
+                return
+            self._key = key
+            self._seen.add(key)
+            self._written = ""
+            self._state = self._before_value
+            if not self._VALUE_OPENING:
+                self._begin_value()
+        elif len(self._written) > MAX_NAME_CHARS:
+            self._break_off()
+
+    def _before_value(self, char: str) -> None:
+        self._hold(char)
+        begun = self._written.lstrip(WHITESPACE)
+        if begun == self._VALUE_OPENING:
+            self._begin_value()
+        elif not self._VALUE_OPENING.startswith(begun):
+            self._break_off()
+
+    def _begin_value(self) -> None:
+        self._held = self._written = ""
+        self._is_fresh = self._has_lines
+        self._types = types_of(self._properties.get(self._key))
+        self._is_string = self._types == {"string"}
+        key = json.dumps(self._key, ensure_ascii=False)
+        self.add_arguments(f"{self._arguments_begin}{key}: " + '"' * self._is_string)
+        self._arguments_begin = ", "
+        self._state = self._in_value
+
+    def _in_value(self, char: str) -> None:
+        if self._is_fresh:
+            self._is_fresh = False
+            if char == "\n":
+                return
+        self._written += char
+        if char == ">" and self._written.endswith(self._VALUE_CLOSING):
+            value = self._written.removesuffix(self._VALUE_CLOSING)
+            self._end_value(value.removesuffix("\n") if self._has_lines else value)
+        elif self._is_string:
+            certain = self._certain()
+            if certain:
+                self.add_arguments(_escaped(certain))
+                self._written = self._written[len(certain) :]
+
+    def _certain(self) -> str:
+        """What has been written but for what may be the end of the value."""
+        start = max(0, len(self._written) - len(self._VALUE_CLOSING))
+        for position in range(start, len(self._written)):
+            rest = self._written[position:]
+            if self._has_lines and rest[0] == "\n":
+                rest = rest[1:]
+            if self._VALUE_CLOSING.startswith(rest):
+                return self._written[:position]
+        return self._written
+
+    def _end_value(self, value: str) -> None:
+        if self._is_string:
+            self.add_arguments(_escaped(value) + '"')
+        else:
+            self.add_arguments(as_json(value, self._types))
+        self._to_arguments()
+
+    def _close_call(self) -> None:
+        self.add_arguments("{}" if self._arguments_begin == "{" else "}")
+        self._written = ""
+        self._end_call(self._behind_call)
+
+    def _behind_call(self, char: str) -> None:
+        """What closes the calls, which some models forget, or another call."""
+        self._hold(char)
+        begun = self._written.lstrip(WHITESPACE)
+        if begun in self._ENDS:
+            self._held = ""
+            self._state = self._in_text
+        elif begun and begun == self._NAME_OPENING:
+            self._begin_name()
+        elif not any(m.startswith(begun) for m in (*self._ENDS, self._NAME_OPENING)):
+            self._replay(self._release())
+
+    def _hold(self, char: str) -> None:
+        self._held += char
+        self._written += char
+
+    def _give_up_last(self) -> None:
+        """As `_give_up`, of what is held already, whose last character may be anything."""
+        char, self._held = self._held[-1], self._held[:-1]
+        self._give_up(char)
+
+    def _break_off(self) -> None:
+        """It has started, and goes on as none: its arguments end, and what follows is text."""
+        self.add_arguments("{}" if self._arguments_begin == "{" else "}")
+        self._replay(self._release())
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class QwenCoderParser(TaggedParser):
+    """`<function=name><parameter=key>value</parameter></function>`: Qwen3-Coder, Qwen3.5."""
+
+    _BEGINS = ("<tool_call>", "<function=")
+    _ENDS = ("</tool_call>",)
+    _NAME_OPENING, _NAME_CLOSING = "<function=", ">"
+    _KEY_OPENING, _KEY_CLOSING = "<parameter=", ">"
+    _VALUE_CLOSING = "</parameter>"
+    _CALL_CLOSING = "</function>"
+    _has_lines = True
+
+
+class GlmParser(TaggedParser):
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5."""
+
+    _BEGINS = ("<tool_call>",)
+    _ENDS = ()
+    _NAME_OPENING, _NAME_CLOSING = "", "\n"
+    _KEY_OPENING, _KEY_CLOSING = "<arg_key>", "</arg_key>"
+    _VALUE_OPENING, _VALUE_CLOSING = "<arg_value>", "</arg_value>"
+    _CALL_CLOSING = "</tool_call>"
+
+
+class MinimaxParser(TaggedParser):
+    """`<invoke name="f"><parameter name="key">value</parameter></invoke>`: MiniMax-M2."""
+
+    _BEGINS = ("<minimax:tool_call>",)
+    _ENDS = ("</minimax:tool_call>",)
+    _NAME_OPENING, _NAME_CLOSING = '<invoke name="', '">'
+    _KEY_OPENING, _KEY_CLOSING = '<parameter name="', '">'
+    _VALUE_CLOSING = "</parameter>"
+    _CALL_CLOSING = "</invoke>"

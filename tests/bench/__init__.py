@@ -1,0 +1,1 @@
+"""Micro-benchmarks, each a program. They may import everything."""

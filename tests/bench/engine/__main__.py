@@ -1,0 +1,99 @@
+"""The command line of `tests.bench.engine`. A part is imported when it is asked for."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.engine.config import Dtype
+from penstock.scheduler.errors import InvalidConfig, PenstockError
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        _run(args)
+    except PenstockError as error:
+        print(f"tests.bench.engine: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    import torch
+
+    if args.part == "cpu-decode":
+        from tests.bench.engine.cpu_decode import cpu_decode
+
+        torch.set_num_threads(args.threads)
+        cpu_decode(args.dtype, args.threads, args.num_seqs, args.rounds, args.steps)
+        return
+    if not torch.cuda.is_available():
+        if not args.tiny:
+            raise InvalidConfig(
+                "torch finds no GPU here; --tiny runs the same code on the CPU, in small"
+            )
+        # Before a kernel is imported: Triton then runs it in its interpreter.
+        os.environ["TRITON_INTERPRET"] = "1"
+    if args.part == "device":
+        from tests.bench.engine.device import measure_device
+
+        measure_device(args.tiny)
+    elif args.part == "kernels":
+        from tests.bench.engine.kernels import measure_kernels
+
+        measure_kernels(args.groups, args.tiny, args.flash_attn_3)
+    elif args.part == "steps":
+        from tests.bench.engine.steps import measure_steps
+
+        measure_steps(args.model, args.tiny)
+    elif args.part == "offline":
+        from tests.bench.engine.offline import measure_offline
+
+        measure_offline(args.model, args.tiny)
+    elif args.part == "model-dir":
+        from tests.bench.engine.models import write_model_dir
+
+        write_model_dir(args.model, args.tiny, args.directory, with_weights=args.weights)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.engine")
+    parts = parser.add_subparsers(dest="part", required=True)
+
+    cpu = parts.add_parser("cpu-decode", help="a decode step on the CPU against its memory")
+    cpu.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    cpu.add_argument("--dtype", type=Dtype, choices=list(Dtype), default=Dtype.BFLOAT16)
+    cpu.add_argument("--num-seqs", type=int, default=1)
+    cpu.add_argument("--rounds", type=int, default=7)
+    cpu.add_argument("--steps", type=int, default=20, help="decode steps in a round")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        part = parts.add_parser(name, help=text)
+        part.add_argument("--tiny", action="store_true", help="the same code at toy sizes")
+        return part
+
+    add("device", "copy bandwidth and matrix rate, versions")
+    kernels = add("kernels", "each kernel against its reference and the peak")
+    kernels.add_argument("groups", nargs="*", help="default: all", default=[])
+    kernels.add_argument(
+        "--flash-attn-3",
+        type=Path,
+        metavar="DIR",
+        help="holds _vllm_fa3_C.abi3.so and flash_attn_interface.py, to compare attention with",
+    )
+    for name, text in (
+        ("steps", "decode steps by batch and context, and the time to a first token"),
+        ("offline", "256 requests of mixed lengths through the scheduler and the executor"),
+    ):
+        add(name, text).add_argument("model", help="a folder of configs/models")
+    model_dir = add("model-dir", "writes a model's directory")
+    model_dir.add_argument("model", help="a folder of configs/models")
+    model_dir.add_argument("directory", type=Path)
+    model_dir.add_argument("--weights", action="store_true", help="random safetensors besides")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,218 @@
+"""Paged attention at the shapes of the models, beside FlashAttention where there is one.
+
+One large pool of random keys and values; each input set has blocks of its own, in random order.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from penstock.engine.attention.flash import (
+    FlashAttention,
+    FlashLibrary,
+    VllmFlashAttention3,
+    find_flash_library,
+)
+from penstock.engine.attention.paged import AttentionShape, PagedAttention
+from penstock.engine.models.fused import DeviceAttention, DeviceStep
+from penstock.scheduler.errors import InvalidConfig
+from tests.bench.engine.case import Bench, Case, MakeCase, size_of
+from tests.bench.engine.models import model_config
+from tests.bench.engine.timing import Call, num_input_sets, relative_error
+
+_MODELS = ("Llama-3.1-8B", "Qwen3-0.6B")
+_BLOCK_SIZE, _TINY_BLOCK_SIZE = 64, 16
+# The row of the table of goals comes first.
+_DECODES = ((32, 8192), (1, 1024), (1, 8192), (32, 1024), (256, 1024), (256, 8192))
+_TINY_DECODES = ((3, 200),)
+# Tokens of a chunk, and how many stand before it.
+_CHUNKS = ((1024, 0), (8192, 0), (1024, 7168))
+_TINY_CHUNKS = ((20, 12),)
+# Query rows whose scores are held at once by the reference.
+_REFERENCE_ROWS = 512
+
+
+def decode_attention(bench: Bench) -> Iterator[MakeCase]:
+    for model in _MODELS[: 1 if bench.tiny else None]:
+        for batch, context in _TINY_DECODES if bench.tiny else _DECODES:
+            at: dict[str, object] = {"model": model, "batch": batch, "context": context}
+            lengths = Lengths([context] * batch, [1] * batch)
+            yield partial(_case, bench, model, lengths, at, "decode attention")
+    if not bench.tiny:  # of unlike lengths
+        counts = [1 + 8191 * row // 63 for row in range(64)]
+        at = {"model": _MODELS[0], "batch": 64, "context": "1 to 8192"}
+        yield partial(_case, bench, _MODELS[0], Lengths(counts, [1] * 64), at, "decode attention")
+
+
+def prefill_attention(bench: Bench) -> Iterator[MakeCase]:
+    for model in _MODELS[: 1 if bench.tiny else None]:
+        for chunk, before in _TINY_CHUNKS if bench.tiny else _CHUNKS:
+            at: dict[str, object] = {"model": model, "chunk": chunk, "before": before}
+            lengths = Lengths([before + chunk], [chunk])
+            yield partial(_case, bench, model, lengths, at, "prefill attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of each row: tokens whose keys it sees, and how many of them ask (1: a decode)."""
+
+    contexts: list[int]
+    asking: list[int]
+
+    @property
+    def is_decode(self) -> bool:
+        return max(self.asking) == 1
+
+    @property
+    def num_pairs(self) -> int:
+        """(query, key) pairs."""
+        pairs = zip(self.contexts, self.asking, strict=True)
+        return sum(n * (c - n) + n * (n + 1) // 2 for c, n in pairs)
+
+
+class Inputs:
+    """A pool, and as many sets of rows on it as it takes to leave the cache behind."""
+
+    def __init__(self, bench: Bench, shape: AttentionShape, lengths: Lengths) -> None:
+        token_bytes = 2 * shape.num_kv_heads * shape.head_dim * bench.dtype.itemsize
+        num_sets = num_input_sets(sum(lengths.contexts) * token_bytes, bench.device)
+        num_rows, size = len(lengths.contexts), shape.block_size
+        per_row = -(-max(lengths.contexts) // size)
+        blocks = torch.randperm(num_sets * num_rows * per_row, device=bench.device).int()
+        pool = (len(blocks), size, shape.num_kv_heads, shape.head_dim)
+        self.keys, self.values = bench.random(*pool), bench.random(*pool)
+        num_tokens = sum(lengths.asking)
+        self.out = bench.poisoned(num_tokens, shape.num_heads, shape.head_dim)
+        self.queries = [bench.random(*self.out.shape) for _ in range(num_sets)]
+        offsets = torch.tensor([0, *lengths.asking]).cumsum(0).tolist()
+        empty = torch.empty(num_tokens, dtype=torch.int32, device=bench.device)
+        self.steps = [
+            DeviceStep(
+                token_ids=empty,
+                positions=empty,
+                kv_slots=empty,
+                slots=torch.arange(num_rows, dtype=torch.int32, device=bench.device),
+                context_lens=bench.ints(lengths.contexts),
+                num_decodes=num_rows if lengths.is_decode else 0,
+                chunk_starts=None if lengths.is_decode else bench.ints(offsets),
+                block_tables=tables,
+            )
+            for tables in blocks.view(num_sets, num_rows, per_row)
+        ]
+        self._lengths = lengths
+
+    def calls(self, make: Callable[[], DeviceAttention]) -> list[Call]:
+        """A layer's attention of each set. What is planned once a step is no part of it; for that
+        each set has a backend of its own."""
+        calls: list[Call] = []
+        for query, step in zip(self.queries, self.steps, strict=True):
+            attention = make()
+            attention.plan(step)
+            layer = (query, self.keys, self.values, step, None, self.out)
+            calls.append(partial(attention, *layer))
+        return calls
+
+    def error(self, call: Call) -> float:
+        """Of the first set."""
+        self.out.fill_(float("nan"))
+        call()
+        return relative_error(self.out, self._reference())
+
+    def _reference(self) -> Tensor:
+        reference = torch.empty(self.out.shape, dtype=torch.float64, device=self.out.device)
+        first = 0
+        tables = self.steps[0].block_tables.long()
+        for row, count in enumerate(self._lengths.asking):
+            context = self._lengths.contexts[row]
+            keys, values = (
+                pool[tables[row]].flatten(0, 1)[:context].double()
+                for pool in (self.keys, self.values)
+            )
+            for start in range(0, count, _REFERENCE_ROWS):
+                end = min(start + _REFERENCE_ROWS, count)
+                tokens = slice(first + start, first + end)
+                query = self.queries[0][tokens].double()
+                reference[tokens] = _attend(query, keys, values, context - count + start)
+            first += count
+        return reference
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, first_position: int) -> Tensor:
+    """One sequence's, in the type of its inputs. keys, values: (context, kv_heads, head_dim)."""
+    group = query.shape[1] // keys.shape[1]
+    positions = first_position + torch.arange(len(query), device=query.device)
+    unseen = torch.arange(len(keys), device=query.device) > positions[:, None]
+    heads = []
+    for head in range(query.shape[1]):
+        scores = query[:, head] @ keys[:, head // group].T * query.shape[2] ** -0.5
+        weights = scores.masked_fill_(unseen, float("-inf")).softmax(-1)
+        heads.append(weights @ values[:, head // group])
+    return torch.stack(heads, 1)
+
+
+def _case(bench: Bench, model: str, lengths: Lengths, at: dict[str, object], kernel: str) -> Case:
+    config = model_config(model, bench.tiny)
+    shape = AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=_TINY_BLOCK_SIZE if bench.tiny else _BLOCK_SIZE,
+    )
+    inputs = Inputs(bench, shape, lengths)
+    rows, tokens, sms = len(lengths.contexts), len(inputs.out), 1
+    if bench.device.type == "cuda":
+        sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
+    ours = partial(PagedAttention, shape, [None], rows, tokens, sms, bench.device, bench.dtype)
+    calls = inputs.calls(ours)
+    rivals = {
+        library.name: inputs.calls(partial(FlashAttention, library, shape, [None]))
+        for library in _rivals(bench, shape)
+    }
+    pair_bytes = 2 * shape.num_kv_heads * shape.head_dim * bench.dtype.itemsize
+    return Case(
+        kernel=kernel,
+        at=at,
+        calls=calls,
+        error=partial(inputs.error, calls[0]),
+        num_bytes=sum(lengths.contexts) * pair_bytes + 2 * size_of(inputs.out),
+        flops=4 * lengths.num_pairs * shape.num_heads * shape.head_dim,
+        rivals=dict(rivals),
+        rival_errors={name: partial(inputs.error, rival[0]) for name, rival in rivals.items()},
+    )
+
+
+def _rivals(bench: Bench, shape: AttentionShape) -> Iterator[FlashLibrary]:
+    """FlashAttention, as far as it is to be had here."""
+    if bench.flash_attn_3:
+        yield VllmFlashAttention3(interface_in(bench.flash_attn_3))
+    elif bench.device.type == "cuda":
+        with suppress(InvalidConfig):  # none is installed
+            library = find_flash_library(torch.cuda.get_device_capability(bench.device))
+            if shape.block_size % library.block_multiple == 0:
+                yield library
+
+
+def interface_in(folder: Path) -> ModuleType:
+    """The flash_attn_interface.py of a folder, which finds the shared library beside it.
+
+    Its imports are relative, so the folder stands for a package.
+    """
+    for file in ("flash_attn_interface.py", "_vllm_fa3_C.abi3.so"):
+        if not (folder / file).exists():
+            raise InvalidConfig(
+                f"--flash-attn-3 is {folder}, which has no {file}; name the folder "
+                "vllm/vllm_flash_attn of an unpacked vLLM wheel"
+            )
+    name = "flash_attn_3_of_a_folder"
+    package = ModuleType(name)
+    package.__path__ = [str(folder.resolve())]
+    sys.modules[name] = package
+    return import_module(f"{name}.flash_attn_interface")

@@ -1,0 +1,69 @@
+"""Every kernel against its reference, then against what the device can move or multiply.
+
+They are timed as they serve: one behind the other in a graph, where they may overlap
+(`penstock.engine.kernels.launch`); what is not ours does not.
+"""
+
+import math
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from penstock.scheduler.errors import InvalidConfig
+from tests.bench.engine.attention_cases import decode_attention, prefill_attention
+from tests.bench.engine.case import Bench, Case, MakeCases
+from tests.bench.engine.linear_cases import linear
+from tests.bench.engine.sampling_cases import sampling
+from tests.bench.engine.small_cases import small
+from tests.bench.engine.table_cases import tables
+from tests.bench.engine.timing import report, seconds_per_call, tolerance
+
+# By importance: where time runs out, the last ones are missing.
+GROUPS: dict[str, MakeCases] = {
+    "decode-attention": decode_attention,
+    "prefill-attention": prefill_attention,
+    "linear": linear,
+    "small": small,
+    "sampling": sampling,
+    "tables": tables,
+}
+
+
+def measure_kernels(groups: list[str], tiny: bool, flash_attn_3: Path | None) -> None:
+    for group in groups:
+        if group not in GROUPS:
+            raise InvalidConfig(f"there are no kernels {group!r}; choose from {', '.join(GROUPS)}")
+    bench = Bench(tiny=tiny, flash_attn_3=flash_attn_3)
+    for group in groups or GROUPS:
+        for make in GROUPS[group](bench):
+            try:
+                _measure(make(), group, bench)
+            except Exception as error:
+                traceback.print_exc(file=sys.stderr)
+                message = f"{type(error).__name__}: {error}"
+                report(part="kernel", group=group, failed=message[:2000])
+                if bench.device.type == "cuda":
+                    torch.cuda.synchronize()  # raises where the device is lost: no use to go on
+            if bench.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _measure(case: Case, group: str, bench: Bench) -> None:
+    error = case.error()
+    seconds = seconds_per_call(case.calls)
+    report(
+        part="kernel",
+        group=group,
+        kernel=case.kernel,
+        **case.at,
+        dtype=str(bench.dtype).removeprefix("torch."),
+        error=error if math.isfinite(error) else None,
+        is_right=error < tolerance(bench.dtype),
+        us=seconds * 1e6,
+        bytes_per_s=case.num_bytes / seconds,
+        flops_per_s=case.flops / seconds,
+        rivals={name: seconds_per_call(calls) * 1e6 for name, calls in case.rivals.items()},
+        rival_errors={name: error() for name, error in case.rival_errors.items()},
+    )

@@ -1,0 +1,132 @@
+"""The offline benchmark: requests of mixed lengths, all there at the start, in one process.
+
+Source: the workload of nano-vllm's bench.py (github.com/GeeeekExplorer/nano-vllm): 256 requests,
+prompt and output lengths uniform in 100 to 1,024, temperature 0.6, no end before the length.
+"""
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from penstock.engine.executor import Executor
+from penstock.engine.ipc.messages import Refused, StepReport, Submit, ToEngine
+from penstock.engine.loop import EngineLoop
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.types import Request, RequestId, SamplingParams
+from tests.bench.engine.executors import build_executor
+from tests.bench.engine.models import model_dir
+from tests.bench.engine.timing import report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Lengths are uniform in [shortest, longest], of prompts and of answers."""
+
+    num_requests: int
+    shortest: int
+    longest: int
+    max_batched_tokens: int
+    seed: int = 0
+
+
+FULL = Workload(num_requests=256, shortest=100, longest=1024, max_batched_tokens=8192)
+TINY = Workload(num_requests=2, shortest=3, longest=8, max_batched_tokens=32)
+
+
+def measure_offline(model: str, tiny: bool) -> None:
+    workload = TINY if tiny else FULL
+    scheduler = SchedulerConfig(
+        max_num_seqs=workload.num_requests, max_num_batched_tokens=workload.max_batched_tokens
+    )
+    with model_dir(model, tiny) as directory:
+        executor = build_executor(
+            directory,
+            max_model_len=2 * workload.longest,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        )
+    # Once in short, which compiles what is not compiled.
+    warm = replace(workload, num_requests=workload.num_requests // 2, longest=workload.shortest)
+    Run(executor, scheduler).of(_requests(warm, executor.info.vocab_size))
+    requests = _requests(workload, executor.info.vocab_size)
+    run = Run(executor, scheduler)
+    seconds = run.of(requests)
+    output = sum(request.sampling.max_tokens for request in requests)
+    assert run.num_tokens == output, (run.num_tokens, output)
+    report(
+        part="offline",
+        model=model,
+        requests=len(requests),
+        input_tokens=sum(len(request.prompt_token_ids) for request in requests),
+        output_tokens=output,
+        seconds=seconds,
+        tokens_per_s=output / seconds,
+        steps=run.num_steps,
+        bytes_per_s=run.model_bytes / seconds,
+        engine_idle_ratio=1 - run.busy_s / seconds,
+        preemptions=run.num_preemptions,
+    )
+
+
+def _requests(workload: Workload, vocab_size: int) -> list[Request]:
+    chosen = random.Random(workload.seed)
+
+    def length() -> int:
+        return chosen.randint(workload.shortest, workload.longest)
+
+    return [
+        Request(
+            id=RequestId(str(index)),
+            prompt_token_ids=tuple(chosen.choices(range(vocab_size), k=length())),
+            sampling=SamplingParams(max_tokens=length(), temperature=0.6, seed=index),
+            arrival_s=0.0,
+        )
+        for index in range(workload.num_requests)
+    ]
+
+
+class Run:
+    """One round of requests through an `EngineLoop` of their own, and what it says of its steps."""
+
+    def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
+        info = executor.info
+        scheduler = Scheduler(
+            config,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+        )
+        self._commands: deque[ToEngine] = deque()
+        self._loop = EngineLoop(scheduler, executor, self, self._note)
+        self._num_open = 0
+        self.num_tokens = self.num_steps = self.num_preemptions = self.model_bytes = 0
+        self.busy_s = 0.0
+
+    def of(self, requests: list[Request]) -> float:
+        """Seconds until the last of them has ended."""
+        self._commands.extend(Submit(request) for request in requests)
+        self._num_open = len(requests)
+        start = time.perf_counter()
+        while self._num_open:
+            self._loop.step()
+        seconds = time.perf_counter() - start
+        self._loop.step()  # collects the step that was ahead
+        return seconds
+
+    def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
+        """See `penstock.engine.loop.Inbox`."""
+        while self._commands:
+            yield self._commands.popleft()
+
+    def _note(self, message: StepReport | Refused) -> None:
+        assert isinstance(message, StepReport), message
+        self.num_steps += 1
+        self.busy_s += message.step_s
+        self.model_bytes += message.model_bytes
+        self.num_preemptions = message.stats.preemptions_total
+        for output in message.outputs:
+            self.num_tokens += len(output.token_ids)
+            self._num_open -= output.finish is not None

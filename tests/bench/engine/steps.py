@@ -1,0 +1,166 @@
+"""Decode steps by batch and context, and the time to a first token, through `CudaExecutor`.
+
+The pool's keys and values are those of a prompt, copied into every block: zeros would be read
+faster than what a server reads.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from penstock.engine.executors.cuda.executor import CudaExecutor
+from penstock.engine.kernels.launch import overlap
+from tests.bench.engine.driver import Driver
+from tests.bench.engine.executors import build_executor
+from tests.bench.engine.models import model_dir
+from tests.bench.engine.timing import report
+
+_PROFILED_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """num_steps: timed of each point, after warm_steps. first_prompt: tokens before a first one.
+
+    overlap_batches: at which decoding is timed again with kernels that start one by one.
+    """
+
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    profiled_batches: tuple[int, ...]
+    overlap_batches: tuple[int, ...]
+    warm_steps: int
+    num_steps: int
+    max_batched_tokens: int
+    first_prompt: int
+    first_repeats: int
+
+
+# Batch 256 at context 1,024 and batch 1 at 512 are rows of the table of goals.
+FULL = Sizes(
+    batches=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+    contexts=(512, 1024, 2048, 8192),
+    profiled_batches=(1, 64),
+    overlap_batches=(1, 8, 64),
+    warm_steps=6,
+    num_steps=40,
+    max_batched_tokens=8192,
+    first_prompt=1024,
+    first_repeats=20,
+)
+TINY = Sizes(
+    batches=(2, 5),
+    contexts=(150,),
+    profiled_batches=(1,),
+    overlap_batches=(1,),
+    warm_steps=2,
+    num_steps=2,
+    max_batched_tokens=32,
+    first_prompt=8,
+    first_repeats=1,
+)
+
+
+def measure_steps(model: str, tiny: bool) -> None:
+    sizes = TINY if tiny else FULL
+    room = sizes.warm_steps + sizes.num_steps + 1
+    start = time.perf_counter()
+    with model_dir(model, tiny) as directory:
+        executor = build_executor(
+            directory,
+            max_model_len=max(sizes.contexts) + room,
+            max_num_seqs=max(sizes.batches),
+            max_num_batched_tokens=sizes.max_batched_tokens,
+        )
+    info = executor.info
+    report(
+        part="load",
+        model=model,
+        seconds=time.perf_counter() - start,
+        phases=info.load_seconds,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        weight_bytes=info.weight_bytes,
+    )
+    driver = Driver(executor)
+    driver.fill(sizes.max_batched_tokens)
+    first = driver.seconds_to_first_token(sizes.first_prompt, sizes.first_repeats)
+    report(part="ttft", model=model, prompt=sizes.first_prompt, ttft_ms=first * 1e3)
+    for context in sizes.contexts:
+        for batch in sizes.batches:
+            _measure_decode(driver, model, batch, context, sizes)
+    _compare_overlap(executor, driver, model, sizes)
+    # At the end: the profiler slows launches for as long as the process lives.
+    for batch in sizes.profiled_batches:
+        driver.begin(batch, sizes.contexts[0], room)
+        driver.decode(sizes.warm_steps)
+        launches = _count_launches(driver)
+        report(part="launches", model=model, batch=batch, kernels_per_step=launches)
+
+
+def _measure_decode(driver: Driver, model: str, batch: int, context: int, sizes: Sizes) -> None:
+    info = driver.info
+    room = sizes.warm_steps + sizes.num_steps + 1
+    needed = batch * -(-(context + room) // info.block_size)
+    if needed > info.num_blocks:
+        reason = f"takes {needed} blocks of the pool's {info.num_blocks}"
+        report(part="decode", model=model, batch=batch, context=context, skipped=reason)
+        return
+    driver.begin(batch, context, room)
+    driver.decode(sizes.warm_steps)
+    times = driver.decode(sizes.num_steps)
+    mean_context = context + sizes.warm_steps + (sizes.num_steps + 1) / 2
+    step_bytes = info.weight_bytes + info.kv_bytes_per_token * batch * mean_context
+    report(
+        part="decode",
+        model=model,
+        batch=batch,
+        context=context,
+        tpot_ms=times.step_s * 1e3,
+        tokens_per_s=batch / times.step_s,
+        bytes_per_s=step_bytes / times.step_s,
+        host_ms=times.host_s * 1e3,
+        waited_ms=times.waited_s * 1e3,
+        late_steps_ratio=times.late_ratio,
+    )
+
+
+def _compare_overlap(executor: CudaExecutor, driver: Driver, model: str, sizes: Sizes) -> None:
+    """What `penstock.engine.kernels.launch` gains. Leaves graphs of kernels that start one by
+    one."""
+    context, room = sizes.contexts[0], sizes.warm_steps + sizes.num_steps + 1
+
+    def step_ms(batch: int) -> float:
+        driver.begin(batch, context, room)
+        driver.decode(sizes.warm_steps)
+        return driver.decode(sizes.num_steps).step_s * 1e3
+
+    before = {batch: step_ms(batch) for batch in sizes.overlap_batches}
+    with overlap(False):
+        executor.capture()
+        for batch, tpot_ms in before.items():
+            report(
+                part="overlap",
+                model=model,
+                batch=batch,
+                context=context,
+                tpot_ms=tpot_ms,
+                one_by_one_ms=step_ms(batch),
+            )
+
+
+def _count_launches(driver: Driver) -> int | None:
+    """Kernels of a step, with those in its graph; None where the profiler sees no device."""
+    on_gpu = torch.cuda.is_available()
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiled:
+        driver.decode(_PROFILED_STEPS)
+    kernels = [
+        event
+        for event in profiled.events() or ()
+        if str(event.device_type).endswith("CUDA")
+        and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+    return len(kernels) // _PROFILED_STEPS or None

@@ -1,0 +1,1 @@
+"""What the server costs: events, metrics, structured output, batching disciplines."""

@@ -1,0 +1,43 @@
+"""The measuring tools run, check what they measure, and end with one JSON document."""
+
+import json
+
+import pytest
+
+from tests.bench import receive_rate, scheduler_step
+from tests.bench.server import batching
+from tests.bench.server.batching import Measured
+
+
+def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
+    summary: dict[str, float] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return summary
+
+
+def test_a_scheduling_step_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--num-seqs 8 --context 60 --num-steps 40 --num-rounds 1 --num-prompts 5"
+    assert scheduler_step.main([*flags.split(), "--prompt-len", "70"]) == 0
+    summary = last_json(capsys)
+    assert summary["num_steps"] == 40
+    assert 0 < summary["median_step_us"] <= summary["p99_step_us"]
+
+
+def test_the_client_takes_in_every_event_of_many_streams(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert receive_rate.main(["--num-streams", "20", "--num-tokens", "200"]) == 0
+    assert last_json(capsys)["num_events"] == 4000
+
+
+def test_the_batching_table_shows_medians_and_ranges() -> None:
+    rounds = []
+    for figure in (100.0, 300.0, 200.0):
+        summary = {key: figure / 10 for _, key, _ in batching.COLUMNS}
+        measured = Measured(burst={"output_throughput": figure * 10}, arrivals=summary)
+        rounds.append(dict.fromkeys(batching.MODES, measured))
+    lines = batching.table(rounds).splitlines()
+    assert lines[0].startswith(
+        "| batching | capacity, output tokens/s | output tokens/s | TTFT p50"
+    )
+    assert lines[2].startswith("| continuous | 2,000 (1,000-3,000) | 20.0 (10.0-30.0) |")
+    assert [line.split()[1] for line in lines[2:]] == ["continuous", "dynamic", "static"]

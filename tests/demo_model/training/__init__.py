@@ -1,0 +1,1 @@
+"""The program that writes the demo model's text and trains it."""

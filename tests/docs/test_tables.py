@@ -1,0 +1,68 @@
+"""The README says what the code does: its tables are made from it, its metrics exist."""
+
+import argparse
+import re
+
+import pytest
+
+from penstock.server.cli import add_serve_flags
+from tests.docs.tables import README, TABLES, BadMarks, families, main, marks, with_tables
+from tests.docs.tables import split_default as split
+
+
+def test_the_readme_has_the_tables_that_the_code_makes() -> None:
+    text = README.read_text(encoding="utf-8")
+    for name in ("flags", "metrics"):
+        assert marks(name)[0] in text
+    assert with_tables(text) == text, "run `make readme`"
+
+
+def flags() -> list[argparse.Action]:
+    parser = argparse.ArgumentParser()
+    add_serve_flags(parser)
+    return [action for action in parser._actions if action.dest != "help"]
+
+
+@pytest.mark.parametrize("flag", flags(), ids=lambda flag: flag.dest)
+def test_the_help_of_every_flag_says_what_it_does_and_its_default(flag: argparse.Action) -> None:
+    what, default = split(flag)
+    assert what and default
+    if flag.default and not isinstance(flag.default, bool | list) and flag.type is not None:
+        assert default.startswith(str(flag.default)) or flag.dest == "pooler_config"
+
+
+def test_every_flag_is_in_the_table() -> None:
+    table = TABLES["flags"]()
+    for flag in flags():
+        for name in flag.option_strings:
+            assert re.search(rf"\| `[^`]*{name}\b", table), name
+
+
+def test_every_metric_that_the_readme_names_exists() -> None:
+    told = {sample.name for family in families() for sample in family.samples}
+    told |= {family.name for family in families()}
+    named = set(re.findall(r"\bpenstock_[a-z_]+\b(?![*`]?\*)", README.read_text(encoding="utf-8")))
+    assert len(named) > 30
+    assert named <= told
+
+
+def test_a_flag_whose_help_tells_no_default_is_refused() -> None:
+    parser = argparse.ArgumentParser()
+    flag = parser.add_argument("--silent", help="says nothing of it")
+    with pytest.raises(ValueError, match="the help of --silent must end with"):
+        split(flag)
+
+
+def test_a_readme_with_half_of_a_tables_marks_is_refused() -> None:
+    begin, end = marks("flags")
+    with pytest.raises(BadMarks, match="once each"):
+        with_tables(f"{begin}\n")
+    with pytest.raises(BadMarks, match="once each"):
+        with_tables(f"{begin}\n{begin}\n{end}\n")
+    assert with_tables("no table here") == "no table here"
+
+
+def test_each_table_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, make in TABLES.items():
+        assert main([name]) == 0
+        assert capsys.readouterr().out == make()

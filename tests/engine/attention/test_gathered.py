@@ -1,0 +1,36 @@
+"""The fast attention in torch agrees with the slow one."""
+
+import pytest
+import torch
+
+from penstock.engine.attention.gathered import gathered_attention
+from penstock.engine.attention.reference import reference_attention
+from penstock.engine.model_input import build_model_input
+from tests.support.tiny_models import make_batch
+
+NUM_SLOTS, BLOCKS_EACH = 12, 8
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_gathered_attention_is_the_references(
+    window: int | None, heads: int, kv_heads: int, block_size: int
+) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    num_blocks = NUM_SLOTS * BLOCKS_EACH
+    keys, values = torch.randn(2, num_blocks, block_size, kv_heads, 16, generator=generator)
+    tables = torch.randperm(num_blocks, generator=generator).view(NUM_SLOTS, BLOCKS_EACH)
+    starts = (0, 1, 3, 4, 15, 16, 17, 31, 0, 0, 13, 20)
+    counts = (1, 1, 1, 1, 1, 1, 1, 1, 1, 9, 7, 12)
+    step = build_model_input(
+        make_batch(tuple(range(NUM_SLOTS)), starts, counts, num_decodes=9),
+        torch.zeros(NUM_SLOTS, 200, dtype=torch.int64),
+        tables.to(torch.int32),
+        block_size,
+    )
+    query = torch.randn(sum(counts), heads, 16, generator=generator)
+    torch.testing.assert_close(
+        gathered_attention(query, keys, values, step, window),
+        reference_attention(query, keys, values, step, window),
+    )

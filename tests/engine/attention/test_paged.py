@@ -1,0 +1,129 @@
+"""The Triton attention kernels agree with the reference, for rows of all lengths side by side."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
+
+from penstock.engine.attention.paged import AttentionShape, PagedDecode, PagedPrefill
+from penstock.engine.attention.reference import reference_attention
+from penstock.engine.model_input import ModelInput
+from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, poisoned, random
+
+SHAPES = [
+    AttentionShape(num_heads=4, num_kv_heads=4, head_dim=16, block_size=16),
+    AttentionShape(num_heads=6, num_kv_heads=2, head_dim=24, block_size=64),
+    AttentionShape(num_heads=7, num_kv_heads=1, head_dim=8, block_size=128),
+]
+
+
+class Rows:
+    """Rows with these lengths, whose last `counts` tokens are asked for, in shuffled blocks."""
+
+    def __init__(
+        self, shape: AttentionShape, lengths: list[int], counts: list[int], dtype: torch.dtype
+    ) -> None:
+        size, num_rows = shape.block_size, len(lengths)
+        num_blocks = [-(-length // size) for length in lengths]
+        pool = (sum(num_blocks) + 3, size, shape.num_kv_heads, shape.head_dim)
+        self.keys, self.values = (random(*pool, dtype=dtype, seed=seed) for seed in (1, 2))
+        # What no row may look at: the blocks of nobody.
+        shuffled = torch.randperm(pool[0], generator=torch.Generator().manual_seed(0))
+        for unused in shuffled[sum(num_blocks) :].tolist():
+            self.keys[unused] = self.values[unused] = float("nan")
+        self.tables = torch.full((num_rows + 2, max(num_blocks)), pool[0] - 1, dtype=torch.int32)
+        slots = torch.randperm(num_rows + 2, generator=torch.Generator().manual_seed(1))[:num_rows]
+        owned = torch.split(shuffled[: sum(num_blocks)], num_blocks)
+        for slot, blocks in zip(slots, owned, strict=True):
+            self.tables[slot, : len(blocks)] = blocks.to(torch.int32)
+        offsets = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        self.query = random(offsets[-1], shape.num_heads, shape.head_dim, dtype=dtype)
+        positions = [torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]
+        step = ModelInput(
+            token_ids=torch.empty(0),
+            positions=torch.cat(positions),
+            kv_slots=torch.empty(0),
+            block_tables=self.tables[slots],
+            query_starts=offsets,
+            context_lens=lengths,
+            num_decodes=0,
+            sample_rows=torch.empty(0),
+        )
+        self._step = step
+        self.tables, self.slots = self.tables.to(DEVICE), slots.to(DEVICE, torch.int32)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        self.offsets = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
+        self.out = poisoned(*self.query.shape, dtype=dtype)
+
+    def error(self, window: int | None) -> float:
+        pool = (self.query.cpu().float(), self.keys.cpu().float(), self.values.cpu().float())
+        return error(self.out.cpu(), reference_attention(*pool, self._step, window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_agrees_with_the_reference(
+    shape: AttentionShape, window: int | None, dtype: torch.dtype
+) -> None:
+    lengths = [1, 5, 64, 65, 1100, 300]
+    rows = Rows(shape, lengths, [1] * len(lengths), dtype)
+    decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)
+    decode.plan(rows.lengths, window)
+    decode(
+        rows.query, rows.keys, rows.values, rows.tables, rows.slots, rows.lengths, window, rows.out
+    )
+    assert rows.error(window) < TOLERANCE[dtype]
+
+
+def test_rows_that_are_not_there_cost_and_change_nothing() -> None:
+    shape, dtype = SHAPES[0], torch.float32
+    rows = Rows(shape, [600, 70], [1, 1], dtype)
+    decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)
+    zeros = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    lengths, slots = torch.cat((rows.lengths, zeros)), torch.cat((rows.slots, zeros))
+    query = torch.cat((rows.query, poisoned(3, *rows.query.shape[1:])))
+    out = torch.cat((rows.out, torch.zeros_like(query[2:])))
+    decode.plan(lengths, None)
+    decode(query, rows.keys, rows.values, rows.tables, slots, lengths, None, out)
+    rows.out = out[:2]
+    assert rows.error(None) < TOLERANCE[dtype]
+    assert not out[2:].any()
+
+
+@pytest.mark.parametrize(
+    "lengths", [[1], [256], [257], [4096], [100, 4000, 3], [700] * 9, [63, 64, 65, 511, 512, 513]]
+)
+@pytest.mark.parametrize("window", [None, 70])
+def test_the_pieces_of_a_plan_cover_each_row_once(lengths: list[int], window: int | None) -> None:
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, block_size=16)
+    decode = PagedDecode(shape, max_rows=9, num_sms=4, device=DEVICE)
+    decode.plan(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), window)
+    work = decode.work_list(window)
+    first = work.first_item[: len(lengths) + 1].tolist()
+    items = work.items[: first[-1]].tolist()
+    assert len(items) <= len(work.items)
+    for row, length in enumerate(lengths):
+        pieces = items[first[row] : first[row + 1]]
+        assert [piece[0] for piece in pieces] == [row] * len(pieces)
+        seen_from = max(0, length - window) // 64 * 64 if window else 0
+        assert [piece[1] for piece in pieces] == [seen_from, *(piece[2] for piece in pieces[:-1])]
+        assert pieces[-1][2] == length
+        assert {piece[3] for piece in pieces} == {int(len(pieces) == 1)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prefill_agrees_with_the_reference(
+    shape: AttentionShape, window: int | None, dtype: torch.dtype
+) -> None:
+    lengths, counts = [70, 5, 200, 1], [70, 2, 133, 1]
+    rows = Rows(shape, lengths, counts, dtype)
+    prefill = PagedPrefill(shape, max_rows=8, max_tokens=300, device=DEVICE, dtype=dtype)
+    prefill.plan(rows.offsets)
+    prefill(
+        rows.query, rows.keys, rows.values, rows.tables, rows.slots, rows.offsets, rows.lengths,
+        window, rows.out,
+    )  # fmt: skip
+    assert rows.error(window) < TOLERANCE[dtype]

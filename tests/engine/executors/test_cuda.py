@@ -1,0 +1,188 @@
+"""The CUDA executor gives what the CPU's gives, ids and logprobs, on real weights."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.paths import STORIES
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
+
+from penstock.engine.attention.gathered import gathered_attention
+from penstock.engine.attention.paged import AttentionShape, PagedAttention
+from penstock.engine.config import Device, Dtype, EngineConfig
+from penstock.engine.executor import Executor, PendingTokens
+from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.executors.cuda.device_tables import DeviceTables
+from penstock.engine.executors.cuda.executor import CudaExecutor
+from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.llama import LlamaModel
+from penstock.engine.models.weights import Checkpoint
+from penstock.engine.sampling.grammar import Grammars, GrammarTable
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
+from tests.support.kernels import DEVICE
+
+pytestmark = pytest.mark.skipif(
+    not STORIES.exists(), reason="the stories260K weights are not beside the checkout"
+)
+BLOCK_SIZE, NUM_BLOCKS, MAX_SEQS, MAX_LEN = 16, 24, 3, 96
+CONFIG = SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=32)
+# Of logprobs: sums of float32 in another order, through five layers.
+TOLERANCE = 1e-4
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 0.5}
+
+
+def _cpu() -> CpuExecutor:
+    return CpuExecutor(
+        EngineConfig(
+            model=str(STORIES),
+            device=Device.CPU,
+            dtype=Dtype.FLOAT32,
+            max_model_len=MAX_LEN,
+            block_size=BLOCK_SIZE,
+            kv_cache_memory_bytes=2**22,
+            num_threads=1,
+            scheduler=CONFIG,
+        ),
+        STORIES,
+    )
+
+
+def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
+    """On the GPU where there is one, else on the CPU by Triton's interpreter."""
+    config = ModelConfig.from_dir(STORIES)
+
+    def empty(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=DEVICE)
+
+    with torch.inference_mode():
+        llama = LlamaModel(
+            config,
+            Checkpoint(STORIES, empty),
+            PlainLinear,
+            gathered_attention,
+            max_model_len=MAX_LEN,
+            device=DEVICE,
+        )
+    pool = KVPool(config, NUM_BLOCKS + 1, BLOCK_SIZE, torch.float32, DEVICE)
+    shape = AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=BLOCK_SIZE,
+    )
+    attention = PagedAttention(
+        shape, config.windows, MAX_SEQS, 32, num_sms=1, device=DEVICE, dtype=torch.float32
+    )
+    grammars = Grammars.of_model(STORIES, config.vocab_size, config.eos_token_ids)
+    return CudaExecutor(
+        FusedModel(llama, pool, attention, MAX_SEQS),
+        pool,
+        DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS, DEVICE),
+        GrammarTable(grammars, MAX_SEQS, config.vocab_size),
+        replace(like.info, num_blocks=NUM_BLOCKS),
+        max_num_seqs=MAX_SEQS,
+        chunk_sizes=chunk_sizes,
+    )
+
+
+def _run(executor: Executor, requests: list[Request], *, ahead: bool) -> list[RequestOutput]:
+    """All their outputs; `ahead`: each step is launched before the one before is waited for."""
+    scheduler = Scheduler(
+        CONFIG, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=MAX_LEN
+    )
+    for request in requests:
+        scheduler.add(request)
+    outputs: list[RequestOutput] = []
+    launched: PendingTokens | None = None
+    while scheduler.has_work or launched:
+        batch = scheduler.schedule(0.0)
+        pending = executor.execute(batch) if batch else None
+        if not ahead:
+            launched, pending = pending, None
+        if launched:
+            outputs += scheduler.update(launched.wait())
+        launched = pending
+    return outputs
+
+
+def _ids(outputs: list[RequestOutput]) -> dict[tuple[str, int], list[int]]:
+    ids: dict[tuple[str, int], list[int]] = {}
+    for output in outputs:
+        ids.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+    return ids
+
+
+def _logprobs(outputs: list[RequestOutput]) -> dict[tuple[str, int], list[float]]:
+    """Of answers, then of prompts (as answer -1)."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for output in outputs:
+        for entry in output.logprobs or ():
+            found.setdefault((output.request_id, output.index), []).append(entry.logprob)
+        if output.prompt and output.prompt.logprobs:
+            found[output.request_id, -1] = [entry.logprob for entry in output.prompt.logprobs]
+    return found
+
+
+def _requests() -> list[Request]:
+    """Prompts shorter and longer than a step's budget, sampled in several ways, one twice; none by
+    chance, since the two draw differently. The first still decodes when the last one's prompt
+    comes, and after it.
+    """
+    samplings = [
+        (35, 1, SamplingParams(max_tokens=7, temperature=0.0, num_prompt_logprobs=1)),
+        (5, 2, SamplingParams(max_tokens=3, temperature=0.8, top_k=1)),
+        (17, 1, SamplingParams(max_tokens=3, temperature=0.0, num_logprobs=2, **PENALTIES)),
+    ]
+    generator = torch.Generator().manual_seed(3)
+    return [
+        Request(
+            id=RequestId(f"request-{i}"),
+            prompt_token_ids=tuple(torch.randint(3, 512, (size,), generator=generator).tolist()),
+            sampling=sampling,
+            arrival_s=0.0,
+            n=n,
+        )
+        for i, (size, n, sampling) in enumerate(samplings)
+    ]
+
+
+@pytest.mark.parametrize("chunk_sizes", [(), (6, 24, 32)])
+def test_one_step_ahead_it_gives_what_the_cpu_executor_gives(chunk_sizes: tuple[int, ...]) -> None:
+    """chunk_sizes: steps with chunks are padded to these, or run as they are."""
+    cpu = _cpu()
+    expected = _run(cpu, _requests(), ahead=False)
+    found = _run(_cuda(cpu, chunk_sizes), _requests(), ahead=True)
+    assert _ids(found) == _ids(expected)
+    assert _logprobs(found).keys() == _logprobs(expected).keys()
+    for key, logprobs in _logprobs(expected).items():
+        assert _logprobs(found)[key] == pytest.approx(logprobs, abs=TOLERANCE)
+
+
+def test_what_is_drawn_does_not_depend_on_company() -> None:
+    sampling = SamplingParams(max_tokens=3, seed=5, temperature=1.0, top_p=0.95)
+    drawn = replace(_requests()[1], id=RequestId("drawn"), sampling=sampling)
+    executor = _cuda(_cpu())
+    alone = _ids(_run(executor, [drawn], ahead=True))
+    together = _ids(_run(executor, [_requests()[2], drawn], ahead=True))
+    assert {key: together[key] for key in alone} == alone
+
+
+def test_greedy_ids_are_the_golden_ones() -> None:
+    entry = json.loads((STORIES / "golden.json").read_text())[0]
+    request = Request(
+        id=RequestId("golden"),
+        prompt_token_ids=tuple(entry["prompt_ids"]),
+        sampling=SamplingParams(max_tokens=6, temperature=0.0),
+        arrival_s=0.0,
+    )
+    outputs = _run(_cuda(_cpu()), [request], ahead=True)
+    assert _ids(outputs)["golden", 0] == entry["new_ids"][:6]

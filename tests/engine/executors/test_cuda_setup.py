@@ -1,0 +1,281 @@
+"""From a config to a `CudaExecutor`, as far as it goes without a GPU: by Triton's interpreter."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
+
+from triton.runtime.errors import OutOfResources
+
+from penstock.engine.config import Dtype, EngineConfig, LoadFormat
+from penstock.engine.executors.cuda.device import Interpreter, check_capability
+from penstock.engine.executors.cuda.setup import build_cuda_executor, largest_step
+from penstock.engine.executors.loading import Ledger
+from penstock.engine.memory.gpu_budget import (
+    GIB,
+    Room,
+    check_weights,
+    graph_bytes,
+    out_of_memory,
+    pool_advice,
+    pool_bytes,
+)
+from penstock.engine.memory.kv_pool import PoolSize, size_pool
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.errors import InvalidConfig
+from tests.support.kernels import ON_GPU
+from tests.support.scheduling import make_request
+from tests.support.stepping import SteppedEngine, ids_of
+from tests.support.tiny_models import engine_config, make_model, save
+
+ROOM = Room(total=100 * GIB, used=30 * GIB, reserved=5 * GIB)
+BLOCK = 2**20
+
+
+def size(budget: int, max_len: int, *, may_cut: bool = False, block_size: int = 64) -> PoolSize:
+    return size_pool(
+        budget=budget,
+        most_blocks=1000,
+        block_size=block_size,
+        block_bytes=BLOCK,
+        max_len=max_len,
+        may_cut=may_cut,
+        advice=lambda needed: f"give it {needed} bytes",
+    )
+
+
+def interpreted(model_dir: Path, **changes: object) -> EngineConfig:
+    settings: dict[str, object] = {
+        "block_size": 16,
+        "kv_cache_memory_bytes": 2**20,
+        "scheduler": SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8),
+    }
+    return engine_config(model_dir, **(settings | changes))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("qwen3"), tmp_path_factory.mktemp("tiny"))
+
+
+# By the interpreter.
+
+
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
+def test_what_is_set_up_answers_as_the_cpu_executor(tiny: Path) -> None:
+    config = interpreted(tiny)
+    requests = [make_request("a", 5, max_tokens=2), make_request("b", 14, max_tokens=2)]
+    expected = SteppedEngine(config).run(requests)
+    engine = SteppedEngine(config, build_cuda_executor(config, tiny, Interpreter()))
+    found = engine.run(requests)
+    assert [ids_of(outputs) for outputs in found] == [ids_of(outputs) for outputs in expected]
+
+
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
+def test_the_log_says_where_the_memory_went(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    executor = build_cuda_executor(interpreted(tiny), tiny, Interpreter())
+    num_blocks = 2**20 // (16 * executor.info.kv_bytes_per_token) - 1  # one is for padding rows
+    assert executor.info.num_blocks == num_blocks
+    assert f"({num_blocks} blocks, {16 * num_blocks} tokens)" in caplog.text
+    for name in ("weights", "kv_pool", "activations", "graphs", "others", "free", "total"):
+        assert f" {name} " in caplog.text
+    assert list(executor.info.load_seconds) == [
+        "bandwidth",
+        "flops",
+        "weights",
+        "activations",
+        "kv_pool",
+        "graphs",
+    ]
+
+
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
+def test_a_context_that_does_not_fit_the_gpus_pool_is_refused_with_what_would(tiny: Path) -> None:
+    block_bytes = 24 * 2 * 3 * 2 * 24 * 4  # of 24 tokens: 5 for 120 of them, and one to spare
+    wishes = {"max_model_len": 120, "block_size": 24}
+    config = interpreted(tiny, kv_cache_memory_bytes=6 * block_bytes - 1, **wishes)
+    needed = f"--kv-cache-memory-bytes to at least {6 * block_bytes} or --max-model-len to at most "
+    with pytest.raises(InvalidConfig, match=f"{needed}96$"):
+        build_cuda_executor(config, tiny, Interpreter())
+
+
+class _Full(Interpreter):
+    """Its memory runs out when the largest step has been run."""
+
+    def release(self) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+class _Small(Interpreter):
+    def release(self) -> None:
+        raise OutOfResources(295424, 232448, "shared memory")
+
+
+class _Broken(Interpreter):
+    def copy_bandwidth(self) -> float | None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+class _Taken(Interpreter):
+    def used_bytes(self) -> int:
+        return self.total_bytes - 1000
+
+
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
+def test_memory_that_runs_out_during_the_setup_is_a_sentence(tiny: Path) -> None:
+    with pytest.raises(
+        InvalidConfig, match=r"largest step.*lower --max-num-batched-tokens \(now 8"
+    ):
+        build_cuda_executor(interpreted(tiny), tiny, _Full())
+
+
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
+def test_a_gpu_too_small_for_a_kernel_is_a_sentence(tiny: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"232448 bytes of shared .* needs 295424; use --dtype"):
+        build_cuda_executor(interpreted(tiny), tiny, _Small())
+
+
+def test_what_else_goes_wrong_on_the_gpu_is_not_taken_for_that(tiny: Path) -> None:
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        build_cuda_executor(interpreted(tiny), tiny, _Broken())
+
+
+def test_a_gpu_that_is_taken_is_told_before_anything_is_read(tiny: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"weights take 0.00 GiB.*only 0.00 are free"):
+        build_cuda_executor(interpreted(tiny), tiny, _Taken())
+
+
+# The arithmetic.
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_tokens", "max_len", "counts"),
+    [(4, 10, 100, (7, 1, 1, 1)), (3, 10, 4, (4, 4, 2)), (2, 100, 8, (8, 8)), (2, 2, 1, (1, 1))],
+)
+def test_the_largest_step_has_every_row_and_token_that_fits(
+    max_num_seqs: int, max_tokens: int, max_len: int, counts: tuple[int, ...]
+) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens)
+    batch = largest_step(scheduler, max_len, block_size=3)
+    assert batch.num_tokens == counts
+    assert [len(a.block_ids) for a in batch.assignments] == [-(-count // 3) for count in counts]
+    assert not any(block for a in batch.assignments for block in a.block_ids)
+
+
+def test_the_pool_gets_what_the_share_leaves() -> None:
+    config = EngineConfig(model="m", gpu_memory_utilization=0.8)
+    assert pool_bytes(config, ROOM) == 45 * GIB
+    assert pool_bytes(EngineConfig(model="m", kv_cache_memory_bytes=7), ROOM) == 7
+
+
+def test_a_pool_larger_than_what_is_free_is_refused() -> None:
+    fits = EngineConfig(model="m", kv_cache_memory_bytes=65 * GIB)
+    assert pool_bytes(fits, ROOM) == 65 * GIB
+    config = EngineConfig(model="m", kv_cache_memory_bytes=65 * GIB + 1)
+    with pytest.raises(InvalidConfig, match=f"has {65 * GIB} bytes free; set it to at most that"):
+        pool_bytes(config, ROOM)
+
+
+def test_advice_names_the_flag_that_was_used_and_a_value_that_fits() -> None:
+    by_share = EngineConfig(model="m", gpu_memory_utilization=0.4)
+    assert pool_advice(by_share, ROOM)(15 * GIB) == "set --gpu-memory-utilization to at least 0.5"
+    assert pool_advice(by_share, ROOM)(15 * GIB + 1).endswith("at least 0.501")
+    by_bytes = EngineConfig(model="m", kv_cache_memory_bytes=GIB)
+    assert (
+        pool_advice(by_bytes, ROOM)(2 * GIB) == f"set --kv-cache-memory-bytes to at least {2**31}"
+    )
+    assert "lacks 10.00 GiB" in pool_advice(by_share, ROOM)(75 * GIB)
+    assert "lacks 10.00 GiB" in pool_advice(by_bytes, ROOM)(75 * GIB)
+
+
+def test_a_pool_may_be_cut_only_where_nobody_asked_for_the_length() -> None:
+    assert size(10 * BLOCK, 640) == PoolSize(10, 640)
+    assert size(10 * BLOCK, 700, may_cut=True) == PoolSize(10, 640)
+    message = (
+        f"holds 640 tokens.*=700; give it {11 * BLOCK} bytes or --max-model-len to at most 640"
+    )
+    with pytest.raises(InvalidConfig, match=message):
+        size(10 * BLOCK, 700)
+    with pytest.raises(InvalidConfig, match=r"holds 0 tokens.* bytes$"):
+        size(-5, 700, may_cut=True)
+
+
+def test_a_last_block_that_is_not_full_counts_as_one() -> None:
+    assert size(3 * BLOCK, 50, block_size=24) == PoolSize(3, 50)
+    with pytest.raises(InvalidConfig, match=f"give it {3 * BLOCK} bytes or .* at most 48"):
+        size(2 * BLOCK, 50, block_size=24)
+
+
+def test_weights_larger_than_the_free_memory_are_refused_with_the_numbers() -> None:
+    check_weights("H200", 140 * GIB, 16 * GIB, 16 * GIB, "bfloat16")
+    with pytest.raises(InvalidConfig, match=r"take 16.00 GiB in bfloat16.*only 15.00 are free"):
+        check_weights("H200", 140 * GIB, 15 * GIB, 16 * GIB, "bfloat16")
+    with pytest.raises(InvalidConfig, match="halve them by --dtype bfloat16"):
+        check_weights("H200", 140 * GIB, 15 * GIB, 16 * GIB, "float32")
+
+
+def test_a_gpu_before_ampere_is_refused() -> None:
+    check_capability("A100", (8, 0))
+    with pytest.raises(InvalidConfig, match=r"T4 has compute capability 7.5.*--device cpu"):
+        check_capability("T4", (7, 5))
+
+
+def test_without_graphs_nothing_is_kept_for_them() -> None:
+    assert graph_bytes(0, GIB) == 0
+    assert graph_bytes(40, GIB) > 40 * 2**20 + 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("phase", "flag"),
+    [
+        ("bandwidth", "end what else"),
+        ("flops", "end what else"),
+        ("weights", "a smaller model"),
+        ("activations", "lower --max-num-batched-tokens"),
+        ("kv_pool", "lower --gpu-memory-utilization"),
+        ("graphs", "--enforce-eager"),
+    ],
+)
+def test_memory_that_runs_out_names_the_flag_to_change(phase: str, flag: str) -> None:
+    assert flag in out_of_memory(EngineConfig(model="m"), phase)
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.01])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(InvalidConfig, match="more than 0 and at most 1"):
+        EngineConfig(model="m", gpu_memory_utilization=share)
+    EngineConfig(model="m", gpu_memory_utilization=1.0)
+
+
+@pytest.mark.parametrize("flag", ["block_size", "max_model_len", "kv_cache_memory_bytes"])
+def test_sizes_below_one_are_refused(flag: str) -> None:
+    name = flag.replace("_", "-")
+    with pytest.raises(InvalidConfig, match=f"--{name} must be at least 1"):
+        EngineConfig(model="m", **{flag: 0})  # type: ignore[arg-type]
+
+
+def test_what_the_ledger_calls_free_is_what_nothing_holds() -> None:
+    ledger = Ledger(total=100, others=10, weights=20, kv_pool=30, activations=5, graphs=1)
+    assert ledger.free == 34
+    assert Ledger(total=100, others=10, weights=20, kv_pool=30).free == 40
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
+def test_on_the_gpu_dummy_weights_are_served_from_a_bare_config_json(tmp_path: Path) -> None:
+    make_model("qwen3").config.save_pretrained(tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path),
+        dtype=Dtype.BFLOAT16,
+        load_format=LoadFormat.DUMMY,
+        kv_cache_memory_bytes=2**24,
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+    )
+    engine = SteppedEngine(config, build_cuda_executor(config, tmp_path))
+    outputs = engine.run([make_request("a", 5, max_tokens=4)])
+    assert len(ids_of(outputs[0])) == 4
+    assert engine.executor.info.measured_bandwidth_bytes_per_s

@@ -1,0 +1,132 @@
+"""What our models' steps launch compiles for a Hopper GPU, with no spills, in few launches.
+
+No GPU is needed, only Triton's compiler: see `tests.support.compile_kernels`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.paths import MODEL_CONFIGS
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
+
+from tests.support.address_width import narrow_offsets
+from tests.support.compile_kernels import before_wait
+
+# What one block may have on an H100 or H200, by the CUDA programming guide.
+MAX_SHARED_BYTES = 227 * 1024
+# Outside the interpreter, which this process may have been started for.
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    """Of Qwen3-0.6B's steps: it has every kernel that the others have, and the QK-norm too."""
+    out = _run("-m", "tests.support.compile_kernels", str(MODEL_CONFIGS / "Qwen3-0.6B"))
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_every_kernel_compiles_for_hopper_and_fits_it(compiled: list[dict[str, Any]]) -> None:
+    names = {entry["kernel"] for entry in compiled}
+    assert {"_decode", "_prefill", "_combine", "_skinny", "_add_rms_norm", "_silu_mul"} <= names
+    assert [entry for entry in compiled if entry["shared_bytes"] > MAX_SHARED_BYTES] == []
+
+
+def test_no_kernel_spills_registers(compiled: list[dict[str, Any]]) -> None:
+    # Two or four words that are kept across a loop cost nothing; what is spilled in one does.
+    assert [entry for entry in compiled if entry["stack_bytes"] > 16] == []
+
+
+def test_kernels_that_start_early_touch_no_memory_before_they_wait(
+    compiled: list[dict[str, Any]],
+) -> None:
+    early = [entry for entry in compiled if entry["is_overlapped"]]
+    assert [entry for entry in early if entry["before_wait"] != []] == []
+    # These come first in a step or between two, behind copies: nothing of ours to overlap with.
+    alone = {entry["kernel"] for entry in compiled} - {entry["kernel"] for entry in early}
+    assert alone == {"_gather_decodes", "_update_block_tables"}
+
+
+def test_no_address_is_computed_in_fewer_bits_than_the_largest_pool_needs(
+    compiled: list[dict[str, Any]],
+) -> None:
+    narrow = {entry["kernel"]: entry["narrow_offsets"] for entry in compiled}
+    assert {name: lines for name, lines in narrow.items() if lines} == {}
+
+
+OFFSETS = """
+tt.func public @kernel(%table: !tt.ptr<i32> loc("table"(#loc)), %keys: !tt.ptr<bf16>) {
+    %c8192 = arith.constant 8192 : i32 loc(#loc1)
+    %row = tt.get_program_id x : i32 loc(#loc2)
+    %there = tt.addptr %table, %row : !tt.ptr<i32>, i32 loc(#loc3)
+    %block = tt.load %there : !tt.ptr<i32> loc(#loc4)
+    %wide = arith.extsi %block : i32 to i64 loc(#loc5)
+    %offset = arith.muli %wide, %c8192 : i64 loc(#loc6)
+    %key = tt.addptr %keys, %offset : !tt.ptr<bf16>, i64 loc(#loc7)
+"""
+
+
+def test_an_offset_that_somebody_left_in_32_bits_is_found() -> None:
+    assert narrow_offsets(OFFSETS) == []
+    narrow = OFFSETS.replace("%wide, %c8192 : i64", "%block, %c8192 : i32")
+    assert narrow_offsets(narrow) == ["%offset = arith.muli %block, %c8192 : i32"]
+    # Widened too late.
+    late = narrow.replace("%keys, %offset", "%keys, %late").replace(
+        "    %key", "    %late = arith.extsi %offset : i32 to i64\n    %key"
+    )
+    assert narrow_offsets(late) == ["%offset = arith.muli %block, %c8192 : i32"]
+    # And what is not known here is not passed over.
+    assert narrow_offsets(narrow.replace("arith.muli", "arith.unheard_of")) != []
+
+
+MACHINE_CODE = """
+.text._kernel:
+.L_x_0:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @UP0 UBLKPF.L2 [UR8], UR4 ;
+        /*0018*/                   STL [R1], R5 ;
+        /*0020*/              @P1 BRA.U.ANY `(.L_x_0) ;
+        /*0030*/                   ACQBULK ;
+        /*0040*/                   LDG.E R9, desc[UR12][R4.64] ;
+.L_x_1:
+        /*0050*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "LDG.E R9, desc[UR12][R4.64]",
+        "@!P0 STG.E desc[UR12][R2.64], R9",
+        "@P0 EXIT",
+        "@P0 BRA `(.L_x_1)",
+        "LDGSTS.E.BYPASS.128 [R43], desc[UR12][R2.64], P4",
+    ],
+)
+def test_what_a_kernel_does_too_early_is_found(instruction: str) -> None:
+    wait = "        /*0030*/                   ACQBULK ;"
+    assert before_wait(MACHINE_CODE) == []
+    spoilt = MACHINE_CODE.replace(wait, f"        /*0028*/   {instruction} ;\n{wait}")
+    assert before_wait(spoilt) == [instruction]
+    assert before_wait(MACHINE_CODE.replace("ACQBULK", "@P0 ACQBULK")) is None
+
+
+def test_a_decode_layer_is_seven_launches_for_a_handful_of_sequences() -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.support.compile_kernels import *;"
+        "print(launches_in_a_decode_layer(MetaModel(Path(sys.argv[1])), 8).total())"
+    )
+    assert int(_run("-c", code, str(MODEL_CONFIGS / "Llama-3.1-8B"))) == 7

@@ -1,0 +1,189 @@
+"""Each Triton kernel does what plain torch does: in the interpreter, or on a GPU where one is."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
+
+from penstock.engine.kernels.activation import silu_mul
+from penstock.engine.kernels.linear import MAX_ROWS, skinny_linear
+from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
+from penstock.engine.kernels.rope import rotate_and_store
+from penstock.engine.kernels.tables import (
+    gather_chunks,
+    gather_decodes,
+    store_lengths,
+    store_sampled,
+    update_block_tables,
+)
+from penstock.engine.models.layers import rotate
+from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, poisoned, random
+
+EPS = 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [8, 100, 1024])
+def test_rms_norm_is_torchs_with_and_without_the_residual(dtype: torch.dtype, hidden: int) -> None:
+    x, residual = random(5, hidden, dtype=dtype), random(5, hidden, dtype=dtype, seed=1)
+    weight = random(hidden, dtype=dtype)
+    expected_sum = residual + x
+    normed = poisoned(5, hidden, dtype=dtype)
+    add_rms_norm(x, residual, weight, EPS, normed)
+    expected = functional.rms_norm(expected_sum.float(), (hidden,), weight.float(), EPS)
+    assert error(residual, expected_sum) < TOLERANCE[dtype]
+    assert error(normed, expected) < TOLERANCE[dtype]
+    rms_norm(x, weight, EPS, normed)
+    expected = functional.rms_norm(x.float(), (hidden,), weight.float(), EPS)
+    assert error(normed, expected) < TOLERANCE[dtype]
+
+
+def test_embed_gathers_rows() -> None:
+    embedding, ids = random(50, 20), torch.tensor([3, 49, 0, 3], dtype=torch.int32, device=DEVICE)
+    residual = poisoned(4, 20)
+    embed(ids, embedding, residual)
+    torch.testing.assert_close(residual, embedding[ids.long()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul_is_torchs(dtype: torch.dtype) -> None:
+    gate_up, out = random(5, 2 * 1100, dtype=dtype), poisoned(5, 1100, dtype=dtype)
+    silu_mul(gate_up, out)
+    gate, up = gate_up.float().chunk(2, -1)
+    assert error(out, functional.silu(gate) * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("head_dim", [8, 24, 32])
+def test_queries_are_turned_and_keys_and_values_stored(
+    dtype: torch.dtype, with_norm: bool, head_dim: int
+) -> None:
+    num_tokens, heads, kv_heads, shape = 7, 6, 2, (4, 4, 2, head_dim)
+    qkv = random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    positions = torch.randint(0, 50, (num_tokens,), dtype=torch.int32).to(DEVICE)
+    kv_slots = torch.randperm(16)[:num_tokens].to(DEVICE)
+    angles = random(50, head_dim // 2)
+    query_norm = random(head_dim, dtype=dtype, seed=1) if with_norm else None
+    key_norm = random(head_dim, dtype=dtype, seed=2) if with_norm else None
+    keys, values = (torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in "kv")
+    query = poisoned(num_tokens, heads, head_dim, dtype=dtype)
+    rotate_and_store(
+        qkv, positions, kv_slots, angles.cos(), angles.sin(), query_norm, key_norm, EPS,
+        keys, values, query,
+    )  # fmt: skip
+    projected = qkv.float().view(num_tokens, -1, head_dim)
+    q, k, v = torch.split(projected, [heads, kv_heads, kv_heads], 1)
+    if query_norm is not None and key_norm is not None:
+        q = functional.rms_norm(q, (head_dim,), query_norm.float(), EPS)
+        k = functional.rms_norm(k, (head_dim,), key_norm.float(), EPS)
+    cos, sin = (f(angles[positions.long()]).unsqueeze(1) for f in (torch.cos, torch.sin))
+    expected_keys, expected_values = torch.zeros(2, *shape, device=DEVICE)
+    expected_keys.flatten(0, 1)[kv_slots] = rotate(k, cos, sin)
+    expected_values.flatten(0, 1)[kv_slots] = v
+    assert error(query, rotate(q, cos, sin)) < TOLERANCE[dtype]
+    assert error(keys, expected_keys) < TOLERANCE[dtype]
+    assert error(values, expected_values) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 3, MAX_ROWS])
+def test_skinny_linear_does_what_stands_around_a_linear_layer_too(
+    dtype: torch.dtype, num_rows: int
+) -> None:
+    columns, outputs = 300, 70
+    x, weight = random(num_rows, columns, dtype=dtype), random(outputs, columns, dtype=dtype)
+    norm, bias = random(columns, dtype=dtype, seed=1), random(outputs, dtype=dtype)
+    residual = random(num_rows, outputs, dtype=dtype)
+    wide, wide_norm = x.float(), norm.float()
+    product = wide @ weight.float().T
+    of_normed = functional.rms_norm(wide, (columns,), wide_norm, EPS) @ weight.float().T
+
+    out = poisoned(num_rows, outputs, dtype=dtype)
+    skinny_linear(x, weight, out)
+    assert error(out, product) < TOLERANCE[dtype]
+    skinny_linear(x, weight, out, norm=norm, eps=EPS, bias=bias)
+    assert error(out, of_normed + bias.float()) < TOLERANCE[dtype]
+    in_place = residual.clone()
+    skinny_linear(x, weight, in_place, bias=bias, residual=in_place)
+    assert error(in_place, product + bias.float() + residual.float()) < TOLERANCE[dtype]
+    gated = poisoned(num_rows, outputs // 2, dtype=dtype)
+    skinny_linear(x, weight, gated, norm=norm, eps=EPS, is_gated=True)
+    gate, up = of_normed.chunk(2, -1)
+    assert error(gated, functional.silu(gate) * up) < TOLERANCE[dtype]
+
+
+class Tables:
+    """Three sequences of random ids and blocks, in slots 4, 0 and 2 of five; slot 5 pads."""
+
+    block_size = 4
+
+    def __init__(self) -> None:
+        def of(values: object) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+        self.token_table = torch.randint(0, 1000, (6, 33), dtype=torch.int32).to(DEVICE)
+        self.block_tables = torch.randperm(48).view(6, 8).to(DEVICE, torch.int32)
+        self.lengths = of([7, 0, 16, 0, 31, 0])
+        self.slots = of([4, 0, 2])
+
+    def expected(self, slot: int, position: int) -> tuple[int, int, int]:
+        """Token id, position, and where its key and value go."""
+        block = int(self.block_tables[slot, position // self.block_size])
+        kv_slot = block * self.block_size + position % self.block_size
+        return int(self.token_table[slot, position]), position, kv_slot
+
+    def buffers(self, num_tokens: int, num_rows: int) -> list[torch.Tensor]:
+        def of(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full((size,), -1, dtype=dtype, device=DEVICE)
+
+        return [of(num_tokens), of(num_tokens), of(num_tokens, torch.int64), of(num_rows)]
+
+
+def test_a_decode_reads_the_token_behind_those_computed() -> None:
+    tables = Tables()
+    token_ids, positions, kv_slots, context_lens = tables.buffers(3, 3)
+    gather_decodes(
+        tables.slots, tables.lengths, tables.token_table, tables.block_tables, tables.block_size,
+        token_ids, positions, kv_slots, context_lens,
+    )  # fmt: skip
+    found = zip(token_ids.tolist(), positions.tolist(), kv_slots.tolist(), strict=True)
+    assert list(found) == [tables.expected(4, 31), tables.expected(0, 7), tables.expected(2, 16)]
+    assert context_lens.tolist() == [32, 8, 17]
+
+
+def test_a_chunk_reads_its_tokens_in_order() -> None:
+    tables = Tables()
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32, device=DEVICE)
+    offsets = torch.tensor([0, 9, 10, 15], dtype=torch.int32, device=DEVICE)
+    token_ids, positions, kv_slots, context_lens = tables.buffers(15, 3)
+    gather_chunks(
+        tables.slots, starts, offsets, tables.token_table, tables.block_tables, tables.block_size,
+        9, token_ids, positions, kv_slots, context_lens,
+    )  # fmt: skip
+    expected = [tables.expected(4, p) for p in range(9)] + [tables.expected(0, 5)]
+    expected += [tables.expected(2, p) for p in range(12, 17)]
+    found = zip(token_ids.tolist(), positions.tolist(), kv_slots.tolist(), strict=True)
+    assert list(found) == expected
+    assert context_lens.tolist() == [9, 6, 17]
+
+
+def test_what_a_step_writes_back_lands_in_its_slots_and_the_padding_slot_keeps_its_length() -> None:
+    tables = Tables()
+    slots = torch.tensor([4, 0, 5], dtype=torch.int32, device=DEVICE)
+    context_lens = torch.tensor([32, 8, 1], dtype=torch.int32, device=DEVICE)
+    ids = torch.tensor([111, 222, 333], device=DEVICE)
+    store_sampled(ids, slots, context_lens, tables.token_table)
+    store_lengths(slots, context_lens, tables.lengths)
+    assert [int(tables.token_table[s, n]) for s, n in ((4, 32), (0, 8), (5, 1))] == [111, 222, 333]
+    assert tables.lengths.tolist() == [8, 0, 16, 0, 32, 0]
+
+
+def test_updates_reach_their_entries_of_the_block_tables() -> None:
+    tables = Tables()
+    expected = tables.block_tables.clone()
+    expected[4, 7], expected[0, 2] = 100, 101
+    updates = torch.tensor([(4, 7, 100), (0, 2, 101)], dtype=torch.int32, device=DEVICE)
+    update_block_tables(updates, tables.block_tables)
+    assert tables.block_tables.tolist() == expected.tolist()

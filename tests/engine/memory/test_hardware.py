@@ -1,0 +1,115 @@
+"""What is known of the hardware, and how much of it the metrics say is used."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.engine.executors.scripted import scripted_info
+from penstock.engine.ipc.messages import StepReport
+from penstock.engine.memory.hardware import (
+    copy_bandwidth,
+    gpu_matmul_flops,
+    matmul_flops,
+    peak_bandwidth,
+    peak_flops,
+)
+from penstock.scheduler.stats import NO_WORK, SchedulerStats
+from penstock.server.observability.metrics import Metrics
+from tests.support.kernels import DEVICE, ON_GPU
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "flops", "bandwidth"),
+    [
+        ("NVIDIA H200", 989e12, 4.8e12),
+        ("NVIDIA H200 NVL", 835e12, 4.8e12),
+        ("NVIDIA GH200 480GB", 989e12, 4.0e12),
+        ("NVIDIA GH200 144G HBM3e", 989e12, 4.9e12),
+        ("NVIDIA H20", 148e12, 4.0e12),
+        ("NVIDIA GB200", 2.5e15, 8e12),
+        ("NVIDIA B200", 2.25e15, 8e12),
+        ("NVIDIA GB300", 2.5e15, 8e12),
+        ("NVIDIA L4", 121e12, 300e9),
+        ("NVIDIA L40S", 362.05e12, 864e9),
+        ("NVIDIA A10G", 70e12, 600e9),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 2.039e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12, 1.555e12),
+    ],
+)
+def test_a_device_gets_its_own_peaks_and_not_a_namesakes(
+    name: str, flops: float, bandwidth: float
+) -> None:
+    assert peak_flops(name, BF16) == flops
+    assert peak_bandwidth(name) == bandwidth
+
+
+def test_an_unknown_device_and_another_type_have_no_peak() -> None:
+    assert peak_flops("cpu", BF16) is None
+    assert peak_bandwidth("cpu") is None
+    assert peak_flops("NVIDIA H200", torch.float32) is None
+
+
+def _report(step: int, step_s: float, model_flops: int) -> StepReport:
+    return StepReport(
+        step=step,
+        outputs=[],
+        stats=SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0),
+        work=NO_WORK,
+        started_s=time.monotonic(),
+        step_s=step_s,
+        model_bytes=0,
+        model_flops=model_flops,
+    )
+
+
+def _metrics(peak_flops_per_s: float | None) -> Metrics:
+    """After a step of 2 ms that did 3e9 operations, and one of 1 ms that did 1e9."""
+    metrics = Metrics()
+    metrics.model = replace(scripted_info(), peak_flops_per_s=peak_flops_per_s)
+    for step, (step_s, flops) in enumerate([(0.002, 3 * 10**9), (0.001, 10**9)], start=1):
+        metrics.on_step(_report(step, step_s, flops))
+    return metrics
+
+
+def test_flops_utilization_is_of_the_time_that_the_steps_took() -> None:
+    text = _metrics(1e13).text().decode()
+    ratio = 4e9 / 0.003 / 1e13
+    line = 'penstock_model_flops_utilization_ratio{class="all",peak="datasheet"} '
+    (value,) = [entry for entry in text.splitlines() if entry.startswith(line)]
+    assert float(value.rpartition(" ")[2]) == pytest.approx(ratio)
+    assert 'penstock_peak_flops_per_second{peak="datasheet"} ' in text
+
+
+def test_without_a_known_peak_there_is_no_flops_utilization() -> None:
+    assert "flops_utilization" not in _metrics(None).text().decode()
+
+
+def test_the_measured_flops_are_those_of_a_product_timed_by_hand() -> None:
+    left = torch.rand(768, 768)
+    times_s = []
+    for _ in range(10):
+        started_s = time.perf_counter()
+        torch.mm(left, left)
+        times_s.append(time.perf_counter() - started_s)
+    # Far apart only where one of them is wrong: the machine has other work too.
+    assert 0.1 < matmul_flops(torch.float32) / (2 * 768**3 / min(times_s)) < 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
+def test_a_gpu_copies_faster_than_any_host_and_slower_than_its_datasheet_says() -> None:
+    measured = copy_bandwidth(DEVICE, 2**28)
+    peak = peak_bandwidth(torch.cuda.get_device_name(DEVICE)) or 1e14
+    assert 1e11 < measured <= peak
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
+def test_a_gpu_multiplies_at_a_third_of_its_datasheet_or_more() -> None:
+    measured = gpu_matmul_flops(DEVICE, torch.bfloat16)
+    peak = peak_flops(torch.cuda.get_device_name(DEVICE), torch.bfloat16) or 1e16
+    assert 1e13 < measured <= peak and (peak == 1e16 or measured > peak / 3)

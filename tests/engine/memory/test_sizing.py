@@ -1,0 +1,98 @@
+"""`python -m penstock.engine.memory.sizing`: what fits a device, and how fast it can be at most."""
+
+import pytest
+import torch
+
+from penstock.engine.executors.cuda.device_tables import DeviceTables
+from penstock.engine.memory.sizing import (
+    DEVICES,
+    GB,
+    OTHER_BYTES,
+    Machine,
+    Sizing,
+    example_table,
+    main,
+)
+from penstock.engine.models.config import ModelConfig
+from tests.support.paths import ROOT
+
+LLAMA = ROOT / "configs" / "models" / "Llama-3.1-8B"
+H100 = Machine(name="H100", memory_bytes=80 * GB)
+
+
+@pytest.fixture
+def sizing() -> Sizing:
+    return Sizing(ModelConfig.from_dir(LLAMA), H100)
+
+
+def test_llama_is_as_large_as_its_card_says(sizing: Sizing) -> None:
+    assert sizing.weight_bytes == 2 * 8_030_261_248
+    assert sizing.token_bytes == 2 * 32 * 8 * 128 * 2  # K and V, layers, heads, width, bfloat16
+
+
+def test_the_kv_cache_gets_what_weights_and_the_rest_leave(sizing: Sizing) -> None:
+    left = 72 * GB - 2 * 8_030_261_248 - OTHER_BYTES
+    assert sizing.kv_tokens == left // 131_072
+    assert sizing.num_sequences(2_048) == left // 131_072 // 2_048
+
+
+def test_a_step_takes_at_least_the_time_to_read_all_it_needs(sizing: Sizing) -> None:
+    embedding = 128_256 * 4_096  # its rows are gathered, not read
+    needed = 2 * (8_030_261_248 - embedding) + 64 * 2_048 * 131_072
+    assert sizing.least_tpot_s(64, 2_048) == pytest.approx(needed / 3.35e12)
+    # And so many meet that time where all of the bandwidth is used.
+    assert sizing.num_within(needed / 3.35e12 + 1e-9, 2_048, mbu=1.0) == 64
+    assert sizing.num_within(1e-3, 2_048, mbu=1.0) == 0  # the weights alone take longer
+
+
+def test_an_unknown_device_has_no_least_time() -> None:
+    machine = Machine(name="abacus", memory_bytes=80 * GB)
+    assert Sizing(ModelConfig.from_dir(LLAMA), machine).least_tpot_s(1, 1) is None
+
+
+def test_weights_that_do_not_fit_leave_no_cache() -> None:
+    small = Machine(name="L4", memory_bytes=16 * GB)
+    assert Sizing(ModelConfig.from_dir(LLAMA), small).kv_tokens == 0
+
+
+def test_one_more_sequence_costs_its_rows_of_the_device_tables(sizing: Sizing) -> None:
+    def num_bytes(max_num_seqs: int) -> int:
+        tables = DeviceTables(max_num_seqs, 4_096, 64, 0, torch.device("cpu"))
+        return sum(t.nbytes for t in (tables.token_table, tables.block_tables, tables.lengths))
+
+    logits = 4 * sizing.model.vocab_size
+    assert sizing.slot_bytes(4_096) == num_bytes(9) - num_bytes(8) + logits
+
+
+def test_the_table_has_a_row_for_each_model_and_device() -> None:
+    rows = example_table().splitlines()
+    assert len(rows) == 2 + 2 * len(DEVICES)
+    assert len({row.count("|") for row in rows}) == 1
+    assert "| Llama-3.1-8B | H100, 80 GB | 16.1 GB | 131,072 | 403,896 tokens |" in rows[2]
+
+
+def test_the_command_prints_the_table_and_who_meets_a_tpot(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--device", "H100", "--memory-gb", "80", "--context", "8192", "--tpot-ms", "20"]
+    assert main([str(LLAMA), *flags]) == 0
+    told = capsys.readouterr().out
+    assert "403,896 tokens | 49, 20.2 ms |" in told and "17.2 GB of the KV cache" in told
+    assert "one more of --max-num-seqs at that length: 1.05 MB" in told
+    assert "TPOT 20 ms at MBU 0.66, 8,192 tokens each: 27 together" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--memory-gb", "0"], "--memory-gb must be positive"),
+        (["--context", "0"], "--context must be at least 1"),
+        (["--mbu", "66"], "--mbu must be a share"),
+        (["--device", "abacus", "--tpot-ms", "9"], "not in configs/hardware.toml"),
+    ],
+)
+def test_a_wrong_number_is_a_sentence(
+    capsys: pytest.CaptureFixture[str], flags: list[str], sentence: str
+) -> None:
+    assert main([str(LLAMA), *flags]) == 2
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""Every family agrees with transformers, however its tokens arrive."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.models.layers import PackedLinear, PlainLinear
+from penstock.engine.native.model import load_library
+from tests.support.tiny_models import FAMILIES, Harness, make_model, save
+
+PROMPT_LEN = 70  # beyond the llama3 configuration's original 32, and beyond every window
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(a directory with the model, transformers' logits of two prompts, the prompts)"""
+    model = make_model(request.param)
+    path = save(model, tmp_path_factory.mktemp("model"))
+    prompts = torch.randint(0, 96, (2, PROMPT_LEN), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        return path, model(prompts).logits, prompts
+
+
+@pytest.fixture(params=["torch", "native"])
+def native(request: pytest.FixtureRequest) -> bool:
+    if request.param == "native" and load_library() is None:
+        pytest.skip("there is no C++ compiler")
+    return bool(request.param == "native")
+
+
+def harness(path: Path, prompts: Tensor, **options: Any) -> Harness:
+    made = Harness(path, **options)
+    made.token_table[: len(prompts), :PROMPT_LEN] = prompts
+    return made
+
+
+def assert_close(logits: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("make_linear", [PackedLinear, PlainLinear])
+def test_a_whole_prompt_gives_the_logits_of_transformers(family: Any, make_linear: Any) -> None:
+    path, expected, prompts = family
+    logits = harness(path, prompts, make_linear=make_linear).run([(0, 0, PROMPT_LEN)])
+    assert_close(logits[0], expected[0])
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, PROMPT_LEN])
+def test_a_prompt_in_chunks_gives_the_same_logits(family: Any, native: bool, chunk: int) -> None:
+    path, expected, prompts = family
+    made = harness(path, prompts, native=native)
+    for start in range(0, PROMPT_LEN, chunk):
+        size = min(chunk, PROMPT_LEN - start)
+        assert_close(made.run([(0, start, size)])[0], expected[0, start : start + size])
+
+
+def test_decodes_beside_another_prompts_chunks_give_the_same_logits(
+    family: Any, native: bool
+) -> None:
+    path, expected, prompts = family
+    made = harness(path, prompts, native=native)
+    made.token_table[2] = made.token_table[0]
+    assert_close(made.run([(0, 0, 40), (2, 0, 61)])[1], expected[0, :61])
+    for step in range(9):
+        rows = [(2, 61 + step, 1), (0, 40 + step, 1), (1, 7 * step, 7)]
+        late, early, chunk = made.run(rows, num_decodes=2)
+        assert_close(late[0], expected[0, 61 + step])
+        assert_close(early[0], expected[0, 40 + step])
+        assert_close(chunk, expected[1, 7 * step : 7 * step + 7])

@@ -1,0 +1,112 @@
+"""The GPU's way through a model agrees with transformers' own, for every family."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
+
+from penstock.engine.attention.gathered import gathered_attention
+from penstock.engine.attention.paged import AttentionShape, PagedAttention
+from penstock.engine.kernels.tables import gather_chunks
+from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.fused import DeviceStep, FusedModel
+from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.llama import LlamaModel
+from penstock.engine.models.weights import Checkpoint
+from tests.support.kernels import DEVICE, ON_GPU, error
+from tests.support.tiny_models import BLOCK_SIZE, FAMILIES, MAX_LEN, make_model, save
+
+NUM_BLOCKS, NUM_SLOTS = 40, 6
+# The interpreter takes seconds for a family; these have what the others have.
+SOME = ("llama_biases", "mistral_window", "qwen3")
+# In float32 only the order of the sums differs; torch leaves TF32 off unless it is told.
+TOLERANCE = 1e-5
+
+
+class Model:
+    """Two sequences of 60 tokens, in slots 4 and 1, of a small random model."""
+
+    def __init__(self, family: str, tmp_path: Path) -> None:
+        self.oracle = make_model(family)
+        path = save(self.oracle, tmp_path / family)
+        config = ModelConfig.from_dir(path)
+        llama = LlamaModel(
+            config,
+            Checkpoint(path, partial(torch.empty, dtype=torch.float32, device=DEVICE)),
+            PlainLinear,
+            gathered_attention,
+            max_model_len=MAX_LEN,
+            device=DEVICE,
+        )
+        shape = AttentionShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=BLOCK_SIZE,
+        )
+        pool = KVPool(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, DEVICE)
+        attention = PagedAttention(
+            shape, config.windows, NUM_SLOTS, 64, num_sms=1, device=DEVICE, dtype=torch.float32
+        )
+        self.model = FusedModel(llama, pool, attention, max_rows=2)
+        generator = torch.Generator().manual_seed(1)
+        blocks = torch.randperm(NUM_BLOCKS, generator=generator).to(torch.int32)
+        self.tokens = torch.zeros(NUM_SLOTS, MAX_LEN + 1, dtype=torch.int32)
+        self.tables = torch.zeros(NUM_SLOTS, MAX_LEN // BLOCK_SIZE, dtype=torch.int32)
+        for index, slot in enumerate((4, 1)):
+            self.tokens[slot, :60] = torch.randint(0, 96, (60,), generator=generator)
+            self.tables[slot, :16] = blocks[16 * index : 16 * index + 16]
+        self.tables = self.tables.to(DEVICE)
+
+    def run(self, rows: list[tuple[int, int, int]], num_decodes: int) -> float:
+        """rows: (slot, start, number of tokens). How far any row's last logits are off."""
+        slots, starts, counts = (self._ints(column) for column in zip(*rows, strict=True))
+        offsets = self._ints([0, *counts.cumsum(0).tolist()])
+        num_tokens, size = int(offsets[-1]), max(row[2] for row in rows)
+        token_ids, positions = offsets.new_empty(2, num_tokens).unbind()
+        kv_slots, context_lens = token_ids.new_empty(num_tokens).long(), torch.empty_like(slots)
+        gather_chunks(
+            slots, starts, offsets, self.tokens.to(DEVICE), self.tables, BLOCK_SIZE, size,
+            token_ids, positions, kv_slots, context_lens,
+        )  # fmt: skip
+        starts_of_chunks = offsets[num_decodes:] - num_decodes
+        states = self.model(
+            DeviceStep(
+                token_ids=token_ids,
+                positions=positions,
+                kv_slots=kv_slots,
+                slots=slots,
+                context_lens=context_lens,
+                num_decodes=num_decodes,
+                chunk_starts=starts_of_chunks if num_decodes < len(rows) else None,
+                block_tables=self.tables,
+            )
+        )
+        logits = self.model.logits(states[offsets[1:].long() - 1]).cpu()
+        return max(
+            error(row_logits, self._expected(slot, start + count))
+            for row_logits, (slot, start, count) in zip(logits, rows, strict=True)
+        )
+
+    def _expected(self, slot: int, length: int) -> Tensor:
+        logits: Tensor = self.oracle(self.tokens[slot : slot + 1, :length].long()).logits[0, -1]
+        return logits
+
+    def _ints(self, values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("family", FAMILIES if ON_GPU else SOME)
+@torch.inference_mode()
+def test_prefill_chunks_and_decodes_agree_with_transformers(family: str, tmp_path: Path) -> None:
+    model = Model(family, tmp_path)
+    assert model.run([(4, 0, 21)], num_decodes=0) < TOLERANCE  # more tokens than skinny_linear's
+    assert model.run([(4, 21, 1), (1, 0, 8)], num_decodes=1) < TOLERANCE
+    assert model.run([(4, 22, 1), (1, 8, 1)], num_decodes=2) < TOLERANCE
+    assert model.run([(1, 9, 20), (4, 23, 3)], num_decodes=0) < TOLERANCE

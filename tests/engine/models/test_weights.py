@@ -1,0 +1,172 @@
+"""Checkpoints and configs: what is read, and what a person is told when it cannot be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.hub import resolve_model
+from penstock.engine.models.weights import Checkpoint
+from tests.support.tiny_models import Harness, make_model, save
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return save(make_model("llama2"), tmp_path / "tiny")
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    config |= changes
+    kept = {name: value for name, value in config.items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(kept))
+
+
+def logits(path: Path) -> torch.Tensor:
+    return Harness(path).run([(0, 0, 9)])[0]
+
+
+def test_shards_give_what_one_file_gives(tiny: Path, tmp_path: Path) -> None:
+    sharded = save(make_model("llama2"), tmp_path / "sharded", max_shard_size="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert torch.equal(logits(sharded), logits(tiny))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_on_disk_is_widened(tiny: Path, dtype: torch.dtype) -> None:
+    expected = logits(tiny)
+    file = tiny / "model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    torch.testing.assert_close(logits(tiny), expected, atol=0.3, rtol=0)
+
+
+def test_a_missing_tensor_is_named(tiny: Path) -> None:
+    file = tiny / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+    with pytest.raises(InvalidModel, match=r"lack the tensor 'model\.norm\.weight'"):
+        logits(tiny)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    sharded = save(make_model("llama2"), tmp_path, max_shard_size="100KB")
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(InvalidModel, match=shard.name):
+        Checkpoint(sharded, torch.empty)
+
+
+@pytest.mark.parametrize("size", [48, 128])
+def test_an_unexpected_shape_is_named(tiny: Path, size: int) -> None:
+    edit_config(tiny, intermediate_size=size)
+    with pytest.raises(InvalidModel, match="has the shape"):
+        logits(tiny)
+
+
+def test_a_file_that_is_no_safetensors_is_named(tiny: Path) -> None:
+    (tiny / "model.safetensors").write_bytes(b"not at all")
+    with pytest.raises(InvalidModel, match="not a readable safetensors file"):
+        logits(tiny)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*known ones are LlamaFor"),
+        ({"hidden_size": ...}, "lacks the field 'hidden_size'"),
+        ({"num_hidden_layers": "many"}, "'num_hidden_layers' must be a positive integer"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' rope scaling; supported are"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' rope scaling but lacks its field"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": None}}, "a field that is no number"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "from layer to layer"),
+        ({"rope_parameters": "linear"}, "must be an object or null, not 'linear'"),
+        ({"rope_parameters": ..., "rope_theta": "big"}, "'rope_theta' must be a positive number"),
+        ({"rms_norm_eps": -1}, "'rms_norm_eps' must be a positive number, not -1"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": "4096"},
+            "'sliding_window' must be a positive integer",
+        ),
+        ({"is_causal": False}, "is_causal: false"),
+        ({"head_dim": 15}, "head_dim is 15; it must be even"),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]},
+            "for each of 3 layers",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["chunked_attention"] * 3},
+            "other kinds are not supported",
+        ),
+        ({"rope_parameters": {"rope_type": "linear"}}, "lacks its field 'factor'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"num_key_value_heads": 3}, "must be a multiple"),
+    ],
+)
+def test_a_config_that_cannot_be_served_says_why(
+    tiny: Path, changes: dict[str, Any], message: str
+) -> None:
+    edit_config(tiny, **changes)
+    with pytest.raises(InvalidModel, match=message):
+        ModelConfig.from_dir(tiny)
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_broken_config_json_is_told_by_name(tmp_path: Path, content: str) -> None:
+    with pytest.raises(InvalidModel, match=r"config\.json does not exist"):
+        ModelConfig.from_dir(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InvalidModel, match=r"config\.json"):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_generation_config_knows_more_ends_than_config(tiny: Path) -> None:
+    edit_config(tiny, eos_token_id=2)
+    (tiny / "generation_config.json").unlink(missing_ok=True)
+    assert ModelConfig.from_dir(tiny).eos_token_ids == (2,)
+    (tiny / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    assert ModelConfig.from_dir(tiny).eos_token_ids == (2, 7)
+
+
+def test_a_mistral_that_says_nothing_of_a_window_has_the_one_of_transformers(tiny: Path) -> None:
+    edit_config(tiny, architectures=["MistralForCausalLM"], sliding_window=...)
+    assert ModelConfig.from_dir(tiny).windows == (transformers.MistralConfig().sliding_window,) * 3
+
+
+def test_yarn_makes_the_context_as_much_longer_as_it_stretches_the_positions(tiny: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+    edit_config(tiny, rope_parameters=..., rope_scaling=yarn, max_position_embeddings=128)
+    assert ModelConfig.from_dir(tiny).max_model_len == 400
+    edit_config(tiny, max_position_embeddings=512)
+    assert ModelConfig.from_dir(tiny).max_model_len == 512
+
+
+def test_float8_weights_are_refused_even_where_the_config_does_not_tell_of_them(tiny: Path) -> None:
+    file = tiny / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, file)
+    with pytest.raises(InvalidModel, match="only float32, float16 and bfloat16"):
+        Harness(tiny)
+
+
+def test_rope_theta_is_read_in_both_spellings(tiny: Path) -> None:
+    edit_config(tiny, rope_parameters={"rope_theta": 5.0, "rope_type": "default"})
+    assert ModelConfig.from_dir(tiny).rope.theta == 5.0
+    edit_config(tiny, rope_parameters=..., rope_theta=7.0)
+    assert ModelConfig.from_dir(tiny).rope.theta == 7.0
+
+
+def test_a_directory_is_its_own_answer(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_what_is_neither_a_directory_nor_an_id_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidModel, match="check the path"):
+        resolve_model(str(tmp_path / "no" / "such" / "model"))

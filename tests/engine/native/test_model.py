@@ -1,0 +1,45 @@
+"""The compiled step is optional."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.native.model import load_library
+
+
+def test_without_a_compiler_the_log_says_so_and_nothing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert load_library.__wrapped__() is None
+    assert "install g++" in caplog.text
+
+
+@pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("cache", ["a file", None])
+def test_where_nothing_can_be_kept_the_library_is_compiled_for_this_start_alone(
+    cache: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = load_library()
+    assert library
+    compiler = tmp_path / "quick-c++"
+    compiler.write_text(f'#!/bin/sh\nfor last; do :; done\ncp "{library._name}" "$last"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    if cache:
+        (tmp_path / cache).touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+    else:  # a user whom the system does not know
+
+        def unknown(uid: int) -> None:
+            raise KeyError(uid)
+
+        monkeypatch.setattr("pwd.getpwuid", unknown)
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    made = load_library.__wrapped__()
+    assert made and made.penstock_step_float32
+    assert not Path(made._name).exists()

@@ -1,0 +1,191 @@
+"""Grammars in the engine: compiled beside the steps, and held to id by id."""
+
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
+from penstock.engine.ipc.messages import Abort, FromEngine, Refused, StepReport, Submit
+from penstock.engine.loop import EngineLoop
+from penstock.engine.sampling.grammar import BadGrammar, Grammars, GrammarTable
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.types import FinishReason, RequestId, SamplingParams, SlotAssignment
+from tests.engine.test_loop import ListInbox
+from tests.support.paths import DEMO_MODEL
+from tests.support.scheduling import make_request
+
+VOCAB_SIZE, EOS = 2048, (2, 0)
+AB = LLMatcher.grammar_from_regex("[ab]{1,3}")
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars.of_model(DEMO_MODEL, VOCAB_SIZE, EOS)
+
+
+def table_with(
+    grammars: Grammars, grammar: str, *said: int, num_prompt: int = 2, **fields: Any
+) -> GrammarTable:
+    """One sequence in slot 3 of 8."""
+    sampling = SamplingParams(max_tokens=9, grammar=grammar, stop_token_ids=EOS, **fields)
+    ids = (*range(7, 7 + num_prompt), *said)
+    table = GrammarTable(grammars, 8, VOCAB_SIZE)
+    table.assign(SlotAssignment(3, ids, num_prompt, (), sampling, 0))
+    return table
+
+
+def allowed(table: GrammarTable) -> list[int]:
+    table.start([1, 3])
+    table.wait()
+    return table.allowed_ids(3)
+
+
+def test_a_complete_grammar_allows_the_end_alone(grammars: Grammars) -> None:
+    table = table_with(grammars, LLMatcher.grammar_from_regex("[ab]{2}"))
+    for _ in range(2):
+        ids = allowed(table)
+        assert ids and not table.must_end(3) and not set(EOS) & set(ids)
+        single = next(i for i in ids if i < 256)
+        assert table.advance([1, 3], [5, single]) == frozenset()
+    assert allowed(table) == sorted(EOS) and table.must_end(3)
+    assert table.advance([3], [2]) == frozenset()
+
+
+def test_masks_from_several_threads_are_the_same(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = LLMatcher.grammar_from_json_schema({"type": "array", "items": {"type": "integer"}})
+    inline = allowed(table_with(grammars, schema))
+    monkeypatch.setattr("penstock.engine.sampling.grammar._MIN_PARALLEL_WORDS", 1)
+    assert allowed(table_with(grammars, schema)) == inline
+
+
+def test_an_optional_end_can_be_put_off(grammars: Grammars) -> None:
+    table = table_with(grammars, AB, 67)
+    assert set(EOS) < set(allowed(table))
+    table = table_with(grammars, AB, 67, grammar_to_the_end=True)
+    assert not set(EOS) & set(allowed(table))
+    table = table_with(grammars, AB, 67, 67, 67, grammar_to_the_end=True)
+    assert allowed(table) == sorted(EOS)
+
+
+def test_a_sequence_that_comes_back_goes_on_behind_what_it_has_said(grammars: Grammars) -> None:
+    through = table_with(grammars, AB)
+    for token_id in (67, 68):
+        allowed(through)
+        through.advance([3], [token_id])
+    assert allowed(through) == allowed(table_with(grammars, AB, 67, 68))
+
+
+def test_an_id_that_the_grammar_forbids_fails_its_row_alone(grammars: Grammars) -> None:
+    table = table_with(grammars, AB)
+    allowed(table)
+    assert table.advance([1, 3], [5, 5]) == {1}
+
+
+def test_a_slot_forgets_its_grammar(grammars: Grammars) -> None:
+    table = table_with(grammars, AB)
+    plain = SamplingParams(max_tokens=9)
+    table.assign(SlotAssignment(3, (5,), 1, (), plain, 0))
+    assert not table.is_constrained(3)
+
+
+def test_ids_that_only_the_model_has_are_forbidden() -> None:
+    larger = Grammars.of_model(DEMO_MODEL, 2_500, EOS)
+    sampling = SamplingParams(max_tokens=9, grammar=LLMatcher.grammar_from_regex("(?s:.)*"))
+    table = GrammarTable(larger, 4, 2_500)
+    table.assign(SlotAssignment(3, (7,), 1, (), sampling, 0))
+    assert max(allowed(table)) < VOCAB_SIZE
+
+
+def test_a_model_without_an_end_or_a_tokenizer_refuses_grammars(tmp_path: Path) -> None:
+    for broken in (
+        Grammars.of_model(DEMO_MODEL, VOCAB_SIZE, ()),
+        Grammars.of_model(tmp_path, 9, EOS),
+    ):
+        with pytest.raises(BadGrammar, match="structured output needs"):
+            broken.compile(AB).result()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BadGrammar):
+        Grammars.of_model(tmp_path, 9, EOS).compile(AB).result()
+
+
+def test_only_the_latest_grammars_are_kept(grammars: Grammars) -> None:
+    first = grammars.compile(AB)
+    assert grammars.compile(AB) is first
+    for i in range(200):
+        grammars.compile(LLMatcher.grammar_from_regex(f"x{i}"))
+    assert grammars.compile(AB) is not first
+
+
+class Compiling(ScriptedExecutor):
+    """An executor whose grammars are ready when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(scripted_info(num_blocks=64, max_model_len=512))
+        self.future: Future[None] = Future()
+
+    def prepare(self, sampling: SamplingParams) -> "Future[None] | None":
+        return self.future if sampling.grammar else None
+
+
+class Bench:
+    """A loop that is stepped by the test."""
+
+    def __init__(self) -> None:
+        scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=4), num_blocks=64, block_size=16, max_model_len=512
+        )
+        self.inbox, self.executor = ListInbox(), Compiling()
+        self.sent: list[FromEngine] = []
+        self.loop = EngineLoop(scheduler, self.executor, self.inbox, self.sent.append)
+
+    def submit(self, name: str, grammar: str | None = None) -> None:
+        request = make_request(name, 4, max_tokens=2)
+        sampling = replace(request.sampling, grammar=grammar)
+        self.inbox.commands.append(Submit(replace(request, sampling=sampling)))
+
+    def finishes(self) -> dict[str, FinishReason]:
+        reports = [message for message in self.sent if isinstance(message, StepReport)]
+        outputs = [output for report in reports for output in report.outputs]
+        return {o.request_id: o.finish.reason for o in outputs if o.finish}
+
+
+def test_a_request_whose_grammar_compiles_waits_beside_the_others() -> None:
+    bench = Bench()
+    bench.submit("slow", AB)
+    bench.submit("plain")
+    for _ in range(3):
+        bench.loop.step()
+    assert bench.finishes() == {"plain": FinishReason.LENGTH}
+    assert bench.inbox.patience[-1] is not None  # it looks again
+    bench.executor.future.set_result(None)
+    for _ in range(3):
+        bench.loop.step()
+    assert bench.finishes().keys() == {"plain", "slow"}
+
+
+def test_a_request_whose_grammar_does_not_compile_is_refused() -> None:
+    bench = Bench()
+    bench.submit("slow", AB)
+    bench.loop.step()
+    bench.executor.future.set_exception(BadGrammar("it is wrong"))
+    bench.loop.step()
+    assert bench.sent == [Refused(RequestId("slow"), "it is wrong")]
+
+
+def test_a_request_that_leaves_while_its_grammar_compiles_is_gone() -> None:
+    bench = Bench()
+    bench.submit("slow", AB)
+    bench.loop.step()
+    bench.inbox.commands.append(Abort(RequestId("slow")))
+    bench.loop.step()
+    assert bench.finishes() == {"slow": FinishReason.ABORT}
+    bench.executor.future.set_result(None)
+    bench.loop.step()
+    assert bench.finishes() == {"slow": FinishReason.ABORT}

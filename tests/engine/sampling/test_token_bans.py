@@ -1,0 +1,67 @@
+"""What a request forbids its sampler, against a walk over tokens in plain Python."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.sampling.token_bans import Forbidden, forbids_anything
+from penstock.scheduler.types import SamplingParams
+
+VOCAB_SIZE = 8
+CPU = torch.device("cpu")
+ids = st.integers(0, VOCAB_SIZE - 1)
+
+
+def forbidden_ids(sampling: SamplingParams, tokens: list[int], num_prompt: int) -> set[int]:
+    x = torch.zeros(VOCAB_SIZE)
+    table = torch.tensor([*tokens, *[7] * 4])  # what lies behind the length is never looked at
+    Forbidden(sampling, VOCAB_SIZE, CPU).apply(x, table, len(tokens), num_prompt)
+    assert not x.isnan().any()
+    return {int(i) for i in (x == -torch.inf).nonzero()}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    words=st.lists(st.lists(ids, min_size=1, max_size=4).map(tuple), max_size=5).map(tuple),
+    prompt=st.lists(ids, min_size=1, max_size=4),
+    answer=st.lists(ids, max_size=6),
+)
+def test_a_bad_word_is_forbidden_just_where_the_answer_ends_with_its_beginning(
+    words: tuple[tuple[int, ...], ...], prompt: list[int], answer: list[int]
+) -> None:
+    sampling = SamplingParams(max_tokens=9, bad_words=words)
+    expected = {
+        word[-1]
+        for word in words
+        if len(word) - 1 <= len(answer)
+        and tuple(answer[len(answer) - len(word) + 1 :]) == word[:-1]
+    }
+    assert forbidden_ids(sampling, prompt + answer, len(prompt)) == expected
+
+
+@pytest.mark.parametrize(("num_outputs", "expected"), [(0, {2, 5}), (2, {2, 5}), (3, set())])
+def test_the_stop_ids_are_forbidden_before_min_tokens(num_outputs: int, expected: set[int]) -> None:
+    sampling = SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=(2, 5))
+    assert forbidden_ids(sampling, [1] * (4 + num_outputs), 4) == expected
+
+
+def test_all_but_the_allowed_ids_are_forbidden() -> None:
+    sampling = SamplingParams(max_tokens=9, allowed_token_ids=(1, 6), bad_words=((6,),))
+    assert forbidden_ids(sampling, [0], 1) == set(range(VOCAB_SIZE)) - {1}
+
+
+def test_ids_beyond_the_vocabulary_are_ignored() -> None:
+    sampling = SamplingParams(
+        max_tokens=9,
+        min_tokens=1,
+        stop_token_ids=(99,),
+        bad_words=((99,), (0, 99)),
+        allowed_token_ids=(3, 99),
+    )
+    assert forbidden_ids(sampling, [0], 1) == set(range(VOCAB_SIZE)) - {3}
+
+
+def test_a_request_that_forbids_nothing_costs_nothing() -> None:
+    assert not forbids_anything(SamplingParams(max_tokens=9, stop_token_ids=(2,)))
+    assert not forbids_anything(SamplingParams(max_tokens=9, min_tokens=3))

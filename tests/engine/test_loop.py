@@ -1,0 +1,128 @@
+"""The step loop with its own inbox and clock: the order of things within a step."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from penstock.engine.executor import PendingTokens
+from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
+from penstock.engine.ipc.messages import Abort, FromEngine, Refused, StepReport, Submit, ToEngine
+from penstock.engine.loop import EngineLoop
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.types import FinishReason, RequestId, SampledTokens, ScheduledBatch
+from tests.support.scheduling import make_request
+
+INFO = scripted_info(num_blocks=64, max_model_len=512)
+
+
+class ListInbox:
+    """Commands posted by the test; remembers how long the loop was ready to wait."""
+
+    def __init__(self) -> None:
+        self.commands: list[ToEngine] = []
+        self.patience: list[float | None] = []
+
+    def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
+        self.patience.append(timeout_s)
+        commands, self.commands = self.commands, []
+        return commands
+
+
+class SlowExecutor(ScriptedExecutor):
+    """Notes in which order steps are launched and waited for."""
+
+    def __init__(self, *, runs_ahead: bool) -> None:
+        super().__init__(INFO, runs_ahead=runs_ahead)
+        self.events: list[str] = []
+
+    def execute(self, batch: ScheduledBatch) -> PendingTokens:
+        self.events.append(f"launch {batch.step}")
+        return Noting(super().execute(batch), batch.step, self.events)
+
+
+class Noting:
+    def __init__(self, pending: PendingTokens, step: int, events: list[str]) -> None:
+        self._pending, self._step, self._events = pending, step, events
+
+    def wait(self) -> SampledTokens:
+        self._events.append(f"wait {self._step}")
+        return self._pending.wait()
+
+
+class Bench:
+    def __init__(self, runs_ahead: bool = False) -> None:
+        scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=4), num_blocks=64, block_size=16, max_model_len=512
+        )
+        self.inbox = ListInbox()
+        self.sent: list[FromEngine] = []
+        self.executor = SlowExecutor(runs_ahead=runs_ahead)
+        self.loop = EngineLoop(scheduler, self.executor, self.inbox, self.sent.append)
+
+    def reports(self) -> list[StepReport]:
+        return [message for message in self.sent if isinstance(message, StepReport)]
+
+
+def test_a_device_that_runs_ahead_gets_its_next_step_before_the_last_is_waited_for() -> None:
+    bench = Bench(runs_ahead=True)
+    bench.inbox.commands.append(Submit(make_request("a", 5, max_tokens=3)))
+    for _ in range(4):
+        bench.loop.step()
+    assert bench.executor.events == [
+        "launch 1", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"
+    ]  # fmt: skip
+
+
+def test_a_device_that_does_not_run_ahead_answers_in_the_same_step() -> None:
+    bench = Bench(runs_ahead=False)
+    bench.inbox.commands.append(Submit(make_request("a", 5, max_tokens=2)))
+    bench.loop.step()
+    bench.loop.step()
+    assert bench.executor.events == ["launch 1", "wait 1", "launch 2", "wait 2"]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_one_report_a_step_holds_the_tokens_of_all_sequences(runs_ahead: bool) -> None:
+    bench = Bench(runs_ahead)
+    for name in "ab":
+        bench.inbox.commands.append(Submit(make_request(name, 5, max_tokens=4)))
+    for _ in range(6):
+        bench.loop.step()
+    reports = bench.reports()
+    assert [len(report.outputs) for report in reports] == [2, 2, 2, 2]
+    assert [report.work.num_decode_tokens for report in reports] == [0, 2, 2, 2]
+    assert reports[-1].stats.num_running == 0
+
+
+def test_an_idle_loop_waits_for_a_command_and_a_busy_one_does_not() -> None:
+    bench = Bench()
+    bench.loop.step()
+    bench.inbox.commands.append(Submit(make_request("a", 5, max_tokens=3)))
+    bench.loop.step()
+    bench.loop.step()
+    assert bench.inbox.patience == [None, None, 0.0]
+
+
+def test_an_abort_takes_effect_before_the_next_step_and_is_reported() -> None:
+    bench = Bench()
+    bench.inbox.commands.append(Submit(make_request("a", 5, max_tokens=300)))
+    bench.loop.step()
+    bench.inbox.commands.append(Abort(RequestId("a")))
+    bench.loop.step()
+    assert len(bench.executor.events) == 2
+    last = bench.reports()[-1]
+    assert last.step == 0
+    assert last.stats.num_used_blocks == 0
+    assert last.outputs[0].finish is not None
+    assert last.outputs[0].finish.reason is FinishReason.ABORT
+
+
+def test_a_request_that_the_scheduler_refuses_is_answered_and_the_loop_goes_on() -> None:
+    bench = Bench()
+    bench.inbox.commands.append(Submit(make_request("a", 600)))
+    bench.inbox.commands.append(Submit(make_request("b", 5, max_tokens=1)))
+    bench.loop.step()
+    assert isinstance(bench.sent[0], Refused)
+    assert "600 tokens" in bench.sent[0].message
+    assert bench.reports()[-1].outputs[0].request_id == "b"

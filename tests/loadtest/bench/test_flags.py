@@ -1,0 +1,233 @@
+"""The flags of `vllm bench serve` do what they say, or are refused by name."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.loadtest.bench.cli import main
+from penstock.loadtest.report.report import RequestResult
+from penstock.loadtest.workload.lengths import tokenizer_count
+from tests.loadtest.bench.test_http_target import Exchange, answer_five, stub, token
+from tests.support.paths import ROOT
+
+DEMO = ROOT / "engine" / "demo_model"
+FEW = ["--num-prompts", "4", "--random-input-len", "4", "--random-output-len", "5"]
+QUESTION = "What does a scheduler of a language model server do? "
+ANSWER = "It decides who runs in the next step, and who has to wait. "
+
+
+def sharegpt(path: Path, num: int = 12) -> Path:
+    """Conversations of known lengths; the last one is longer than vLLM asks."""
+    turns = [(f"{number}. {QUESTION}", ANSWER * (number % 12 + 1)) for number in range(num)]
+    turns.append((QUESTION * 600, ANSWER))
+    path.write_text(json.dumps([{"conversations": [{"value": q}, {"value": a}]} for q, a in turns]))
+    return path
+
+
+def test_what_is_given_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "from-the-environment")
+    flags = ["--header", "X-Team=a=b", "Authorization=Basic abc", "--request-id-prefix", "run7-"]
+    flags += ["--top-p", "0.5", "--top-k", "7", "--min-p", "0.1", "--repetition-penalty", "1.1"]
+    flags += ["--presence-penalty", "0.2", "--frequency-penalty", "0.3", "--logprobs", "2"]
+    flags += ["--extra-body", '{"top_k": 9, "user": "me"}', "--served-model-name", "served"]
+    flags += ["--input-len", "6", "--output-len", "3", "--num-warmups", "0", "--disable-tqdm"]
+    with stub(answer_five) as server:
+        assert main(["--base-url", server.url, *FEW, *flags]) == 0
+    bodies = [exchange.body for exchange in server.exchanges]
+    assert {len(body["prompt"]) for body in bodies} == {6}
+    expected = {"top_p": 0.5, "top_k": 9, "min_p": 0.1, "repetition_penalty": 1.1, "user": "me"}
+    expected |= {"presence_penalty": 0.2, "frequency_penalty": 0.3, "logprobs": 2}
+    expected |= {"max_tokens": 3, "model": "served", "ignore_eos": True}
+    assert all(body.items() >= expected.items() for body in bodies)
+    heads = [head.decode().lower() for head in server.heads]
+    assert all("x-team: a=b\r\n" in head for head in heads)
+    assert all(head.count("authorization:") == 1 for head in heads)
+    assert all("authorization: basic abc\r\n" in head for head in heads)
+    assert sorted(head.partition("x-request-id: ")[2].split("\r")[0] for head in heads) == [
+        f"run7-{number}" for number in range(4)
+    ]
+
+
+def test_the_end_is_ignored_where_prompts_mean_nothing(tmp_path: Path) -> None:
+    path = sharegpt(tmp_path / "s.json")
+    conversations = ["--dataset-name", "sharegpt", "--dataset-path", str(path)]
+    ignored = []
+    for flags in ([], ["--no-ignore-eos"], conversations, [*conversations, "--ignore-eos"]):
+        with stub(answer_five) as server:
+            assert main(["--base-url", server.url, *FEW, *flags]) == 0
+        ignored.append(server.exchanges[-1].body.get("ignore_eos", False))
+    assert ignored == [True, False, False, True]
+
+
+def test_a_server_that_knows_no_ignore_eos_gets_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    async def refuse(exchange: Exchange) -> None:
+        body = b'{"detail": "Unexpected fields in the request: ignore_eos"}'
+        await exchange.head("422 Unprocessable Entity", f"Content-Length: {len(body)}")
+        await exchange.write(body)
+
+    with stub(refuse) as server:
+        assert main(["--base-url", server.url, *FEW]) == 1
+    assert "ignore_eos; give --no-ignore-eos" in capsys.readouterr().err
+
+
+def test_a_random_prefix_begins_every_prompt() -> None:
+    with stub(answer_five) as server:
+        assert main(["--base-url", server.url, *FEW, "--random-prefix-len", "9"]) == 0
+    prompts = [exchange.body["prompt"] for exchange in server.exchanges[1:]]
+    assert {len(prompt) for prompt in prompts} == {13}
+    assert len({tuple(prompt[:9]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[9:]) for prompt in prompts}) == 4
+
+
+def test_results_are_appended_with_what_was_noted(tmp_path: Path) -> None:
+    flags = ["--append-result", "--result-dir", str(tmp_path), "--metadata", "tp=1", "note=a=b"]
+    with stub(answer_five) as server:
+        url = ["--base-url", server.url, *FEW]
+        for _ in range(2):
+            assert main([*url, *flags, "--result-filename", "all.jsonl"]) == 0
+        assert main([*url, *flags, "--label", "mine", "--max-concurrency", "2"]) == 0
+    first, second = map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())
+    assert (first["tp"], first["note"]) == ("1", "a=b") == (second["tp"], second["note"])
+    (named,) = tmp_path.glob("mine-infqps-concurrency2-stub-*.json")
+    assert json.loads(named.read_text())["label"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--lora-modules", "a"], "--lora-modules of vllm bench serve is not served here: adapt"),
+        (["--plot-timeline"], "use --report FILE"),
+        (["--hf-split=train"], "--hf-split of vllm bench serve is not served here: save the set"),
+        (["--prefix-repetition-prefix-len", "5"], "use --dataset-name shared-prefix"),
+        (["--tokenizer", "/nowhere"], "--tokenizer /nowhere has no tokenizer.json"),
+        (["--tokenizer", __file__], "cannot be read"),
+        (["--header", "x"], "--header does not understand 'x'; write NAME=VALUE"),
+        (["--header", "a b=c"], "is no HTTP header"),
+        (["--header", "a=c\r\nd: e"], "is no HTTP header"),
+        (["--metadata", "x"], "--metadata does not understand 'x'"),
+        (["--save-detailed"], "--save-detailed needs --save-result or --append-result"),
+        (["--result-filename", "x"], "--result-filename needs --save-result"),
+        (["--save-result", "--append-result"], "exclude each other"),
+        (["--input-len", "0"], "--random-input-len is 0"),
+        (["--random-prefix-len", "-1"], "--random-prefix-len is -1"),
+        (["--random-prefix-len", "4", "--dataset-name", "shared-prefix"], "for --dataset-name ran"),
+        (["--base-url", "ftp://x"], "write one like http://127.0.0.1:8000"),
+        (["--base-url", "http://x:port"], "has no port"),
+        (["--sweep", "--goodput", "ttft:1", "--max-concurrency", "2"], "leave out --max-concurr"),
+    ],
+)
+def test_a_flag_that_cannot_be_followed_gets_a_sentence(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_tokenizer_gives_the_lengths_of_conversations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = tokenizer_count(DEMO)
+    flags = ["--dataset-name", "sharegpt", "--dataset-path", str(sharegpt(tmp_path / "s.json"))]
+    with stub(answer_five) as server:
+        argv = ["--base-url", server.url, *FEW, *flags, "--num-prompts", "50", "--num-warmups", "0"]
+        assert main([*argv, "--tokenizer", str(DEMO)]) == 0
+    asked = {exchange.body["prompt"]: exchange.body["max_tokens"] for exchange in server.exchanges}
+    expected = {f"{number}. {QUESTION}": count([ANSWER * (number + 1)])[0] for number in range(12)}
+    assert asked == expected  # the thirteenth is longer than vLLM asks
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["token_lengths"], summary["tokenizer_id"]) == ("tokenizer", str(DEMO))
+
+
+@pytest.mark.parametrize(("num", "is_asked"), [(201, False), (3, True)])  # two texts each
+def test_many_texts_are_not_asked_of_the_server(
+    num: int, is_asked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sharegpt(tmp_path / "s.json", num=num)
+    argv = ["--dataset-name", "sharegpt", "--dataset-path", str(path), "--num-prompts", "500"]
+    with stub(answer_five) as server:  # it has no /tokenize
+        assert main(["--base-url", server.url, *argv]) == 0
+    assert any(head.startswith(b"POST /tokenize ") for head in server.heads) is is_asked
+    captured = capsys.readouterr()
+    assert json.loads(captured.out.splitlines()[-1])["token_lengths"] == "estimated"
+    assert ("does not count tokens" in captured.err) is is_asked
+
+
+def test_what_is_too_long_for_the_model_is_left_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mooncake.jsonl"
+    rows = [{"timestamp": 0, "input_length": length, "output_length": 10} for length in (50, 90)]
+    path.write_text("\n".join(json.dumps(row) for row in [*rows, rows[1], rows[0], rows[0]]))
+    trace = ["--dataset-name", "mooncake", "--dataset-path", str(path), "--num-prompts", "2"]
+    with stub(answer_five) as server:
+        server.max_model_len = 99
+        url = ["--base-url", server.url]
+        assert main([*url, *trace]) == 0
+        told = capsys.readouterr()
+        assert main([*url, *FEW, "--random-input-len", "95"]) == 2
+    assert "2 requests are left out" in told.err and "the 99 tokens" in told.err
+    summary = json.loads(told.out.splitlines()[-1])
+    assert (summary["completed"], summary["num_too_long"]) == (2, 2)
+    assert {len(exchange.body["prompt"]) for exchange in server.exchanges} == {50}
+    assert "none of the 4 requests is that short" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [("401 Unauthorized", "OPENAI_API_KEY"), ("404 Not Found", "check --base-url")],
+)
+def test_a_server_that_lists_no_models_gets_advice(
+    status: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stub(answer_five) as server:
+        server.models_status = status
+        assert main(["--base-url", server.url, *FEW]) == 1
+    assert f"HTTP {status[:3]}" in (told := capsys.readouterr().err) and advice in told
+
+
+def test_a_file_that_is_no_json_is_told_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "s.json"
+    path.write_text('[\n{"conversations": []},\n{"conversations": oops}\n]')
+    assert main(["--dataset-name", "sharegpt", "--dataset-path", str(path)]) == 2
+    assert f"{path}, line 3 is no ShareGPT JSON" in capsys.readouterr().err
+
+
+def test_an_open_loop_is_timed_from_when_a_request_was_due() -> None:
+    late = {"scheduled_s": 1.0, "sent_s": 3.0, "ended_s": 4.0, "arrivals_s": [3.5, 4.0]}
+    numbers = {"index": 0, "num_prompt_tokens": 1, "num_output_tokens": 2}
+    in_a_loop = RequestResult(**late, **numbers, is_open_loop=True)  # type: ignore[arg-type]
+    when_free = RequestResult(**late, **numbers)  # type: ignore[arg-type]
+    assert (in_a_loop.ttft_s, in_a_loop.latency_s, in_a_loop.tpot_s) == (2.5, 3.0, 0.5)
+    assert (when_free.ttft_s, when_free.latency_s, when_free.tpot_s) == (0.5, 1.0, 0.5)
+
+
+def test_a_client_that_stalls_does_not_make_the_server_look_fast(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def stall(exchange: Exchange) -> None:
+        """The server's thread holds the interpreter, and so the client of this process."""
+        if exchange.number == 1:
+            end_s = time.perf_counter() + 0.4
+            old = sys.getswitchinterval()
+            sys.setswitchinterval(1.0)
+            while time.perf_counter() < end_s:
+                pass
+            sys.setswitchinterval(old)
+        await exchange.head()
+        await exchange.event(token("a", "stop"))
+        await exchange.finish(1)
+
+    with stub(stall) as server:
+        flags = ["--num-prompts", "20", "--request-rate", "100", "--burstiness", "1000"]
+        assert main(["--base-url", server.url, *FEW, *flags]) == 0
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out.splitlines()[-1])
+    assert summary["max_send_delay_ms"] > 200
+    # Those that were due in the stall waited for its end, whoever's fault it was.
+    assert summary["mean_ttft_ms"] > 50
+    assert "latencies count from when it was due" in captured.err

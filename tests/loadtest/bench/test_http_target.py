@@ -1,0 +1,564 @@
+"""The client against a stub on raw sockets, which knows exactly what it sent and when."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.loadtest.bench.cli import main
+from penstock.loadtest.bench.http_target import HttpTarget, replay, run
+from penstock.loadtest.config import PromptFormat, TargetConfig, WorkloadConfig
+from penstock.loadtest.report.report import Replay, RequestResult
+from penstock.loadtest.workload.workload import make_requests
+
+# The machines that run this are busy: an event may be seen this much later than it was sent.
+TOLERANCE_S = 0.08
+
+
+@dataclass
+class Exchange:
+    """One request as the stub saw it, and the pen it answers with."""
+
+    number: int
+    connection: int
+    body: dict[str, Any]
+    writer: asyncio.StreamWriter
+    sent_at_s: list[float] = field(default_factory=list)
+    is_cut: bool = False
+
+    async def write(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def head(self, status: str = "200 OK", *headers: str) -> None:
+        lines = [f"HTTP/1.1 {status}", *(headers or ("Transfer-Encoding: chunked",)), "", ""]
+        await self.write("\r\n".join(lines).encode())
+
+    async def chunk(self, data: bytes) -> None:
+        await self.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def event(self, payload: Any) -> None:
+        self.sent_at_s.append(time.perf_counter())
+        await self.chunk(sse(payload))
+
+    async def finish(self, num_tokens: int, num_prompt_tokens: int = 5) -> None:
+        await self.chunk(sse(usage(num_tokens, num_prompt_tokens)) + b"data: [DONE]\n\n")
+        await self.write(b"0\r\n\r\n")
+
+
+def sse(payload: Any) -> bytes:
+    return b"data: " + json.dumps(payload).encode() + b"\n\n"
+
+
+def token(text: str, finish_reason: str | None = None) -> dict[str, Any]:
+    return {
+        "id": "cmpl-1",
+        "choices": [{"index": 0, "text": text, "finish_reason": finish_reason}],
+    }
+
+
+def delta(finish_reason: str | None = None, **fields: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish_reason}]}
+
+
+def usage(num_tokens: int, num_prompt_tokens: int = 5) -> dict[str, Any]:
+    counts = {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens}
+    return {"choices": [], "usage": counts}
+
+
+Behaviour = Callable[[Exchange], Awaitable[None]]
+
+
+async def answer_five(exchange: Exchange) -> None:
+    await exchange.head()
+    for number in range(5):
+        await exchange.event(token(f"t{number} "))
+    await exchange.finish(5)
+
+
+class Stub:
+    """A server whose every answer is written by `behave`. It closes where `behave` closed."""
+
+    def __init__(self, behave: Behaviour) -> None:
+        self._behave = behave
+        self.exchanges: list[Exchange] = []
+        self.num_connections = 0
+        self.num_loading_answers = 0  # how often GET /v1/models says 503 first
+        self.models_status = "200 OK"
+        self.max_model_len: int | None = None
+        self.heads: list[bytes] = []  # of the exchanges
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = self.num_connections
+        self.num_connections += 1
+        with contextlib.suppress(
+            asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError
+        ):
+            while not writer.is_closing():
+                head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"GET /v1/models "):
+                    await self._list_models(writer)
+                    continue
+                length = int(head.lower().partition(b"content-length:")[2].split()[0])
+                body = json.loads(await reader.readexactly(length))
+                exchange = Exchange(len(self.exchanges), connection, body, writer)
+                self.heads.append(head)
+                self.exchanges.append(exchange)
+                try:
+                    await self._behave(exchange)
+                except ConnectionError:
+                    exchange.is_cut = True
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async def _list_models(self, writer: asyncio.StreamWriter) -> None:
+        model = {"id": "stub", "max_model_len": self.max_model_len}
+        status, body = self.models_status, json.dumps({"data": [model]}).encode()
+        if self.num_loading_answers:
+            self.num_loading_answers -= 1
+            status, body = "503 Service Unavailable", b'{"error": {"message": "still loading"}}'
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+
+
+@contextlib.contextmanager
+def stub(behave: Behaviour) -> Iterator[Stub]:
+    """A stub in a thread of its own, on a free port."""
+    server, started, loop = Stub(behave), threading.Event(), asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def main_task() -> None:
+        listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+        server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        started.set()
+        await stop.wait()
+        listener.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(main_task()))
+    thread.start()
+    assert started.wait(5)
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(5)
+        loop.close()
+
+
+def measure(
+    server: Stub,
+    num_prompts: int = 1,
+    *,
+    endpoint: str = "/v1/completions",
+    rate: float = float("inf"),
+    max_concurrency: int | None = None,
+    timeout_s: float = 10.0,
+) -> Replay:
+    is_chat = endpoint.endswith("chat/completions")
+    workload = WorkloadConfig(
+        num_prompts=num_prompts,
+        input_len=4,
+        output_len=5,
+        request_rate=rate,
+        prompt_format=PromptFormat.TEXT if is_chat else PromptFormat.IDS,
+    )
+    config = TargetConfig(
+        base_url=server.url, model="stub", endpoint=endpoint, request_timeout_s=timeout_s
+    )
+
+    async def go() -> Replay:
+        async with HttpTarget(config) as target:
+            return await replay(target, make_requests(workload), max_concurrency=max_concurrency)
+
+    return run(go())
+
+
+def only(observed: Replay) -> RequestResult:
+    (result,) = observed.results
+    return result
+
+
+def test_times_are_those_at_which_the_server_sent() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.head()
+        for pause_s in (0.2, 0.05, 0.15, 0.1):
+            await asyncio.sleep(pause_s)
+            await exchange.event(token("x"))
+        await exchange.finish(4)
+
+    with stub(behave) as server:
+        result = only(measure(server))
+    sent = server.exchanges[0].sent_at_s
+    for arrived_s, sent_s in zip(result.arrivals_s, sent, strict=True):
+        assert 0 <= arrived_s - sent_s < TOLERANCE_S
+    assert result.error is None
+    assert result.ttft_s == pytest.approx(0.2, abs=TOLERANCE_S)
+    assert result.itls_s == pytest.approx([0.05, 0.15, 0.1], abs=TOLERANCE_S)
+    assert result.tpot_s == pytest.approx((sent[-1] - sent[0]) / 3, abs=TOLERANCE_S / 3)
+
+
+def test_counts_come_from_usage_and_text_is_whole() -> None:
+    with stub(answer_five) as server:
+        observed = measure(server, 20)
+    assert len(observed.completed) == 20
+    for result in observed.completed:
+        assert (result.num_prompt_tokens, result.num_output_tokens) == (5, 5)
+        assert result.text == "t0 t1 t2 t3 t4 "
+        assert len(result.arrivals_s) == 5
+
+
+def test_tokens_that_share_an_event_count_for_tpot() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.head()
+        await exchange.event(token("ab"))
+        await asyncio.sleep(0.2)
+        await exchange.event(token("cdef"))
+        await exchange.finish(6)
+
+    with stub(behave) as server:
+        result = only(measure(server))
+    assert result.num_output_tokens == 6
+    assert len(result.itls_s) == 1
+    assert result.tpot_s == pytest.approx(0.2 / 5, abs=TOLERANCE_S / 5)
+
+
+def test_an_event_may_come_byte_by_byte_and_many_in_one_packet() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.head()
+        for byte in sse(token("é1")):
+            await exchange.chunk(bytes([byte]))
+        crlf = sse(token("2")).replace(b"\n", b"\r\n")
+        await exchange.chunk(b": keep-alive\n\n" + crlf + b"event: x\n" + sse(token("3")))
+        await exchange.finish(3)
+
+    with stub(behave) as server:
+        result = only(measure(server))
+    assert result.error is None
+    assert result.text == "é123"
+    assert len(result.arrivals_s) == 3
+
+
+def test_chat_openers_and_closers_are_no_tokens() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.head()
+        await exchange.event(delta(role="assistant", content=""))
+        await asyncio.sleep(0.15)
+        await exchange.event(delta(content="Hel"))
+        await exchange.event(delta(content="lo"))
+        await exchange.event(delta("stop"))
+        await exchange.finish(2)
+
+    with stub(behave) as server:
+        result = only(measure(server, endpoint="/v1/chat/completions"))
+    assert server.exchanges[0].body["messages"][0]["role"] == "user"
+    assert result.text == "Hello"
+    assert result.ttft_s > 0.14
+    assert len(result.arrivals_s) == 2
+
+
+def test_a_token_without_text_is_a_token() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.head()
+        for text in ("", "é", ""):  # half a character, a character, the end of the turn
+            await exchange.event(token(text))
+        await exchange.finish(3)
+
+    with stub(behave) as server:
+        assert len(only(measure(server)).arrivals_s) == 3
+
+
+def test_without_usage_each_event_is_a_token() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.head()
+        await exchange.event(token("a"))
+        await exchange.event(token("b"))
+        await exchange.chunk(b"data: [DONE]\n\n")
+        await exchange.write(b"0\r\n\r\n")
+
+    with stub(behave) as server:
+        result = only(measure(server))
+    assert (result.error, result.num_prompt_tokens, result.num_output_tokens) == (None, 4, 2)
+
+
+def test_requests_say_what_was_asked() -> None:
+    with stub(answer_five) as server:
+        measure(server)
+    body = server.exchanges[0].body
+    assert len(body["prompt"]) == 4
+    assert body["max_tokens"] == 5
+    assert body["temperature"] == 0
+    assert body["stream"] and body["stream_options"] == {"include_usage": True}
+    assert "ignore_eos" not in body
+
+
+def test_a_429_fails_with_its_message() -> None:
+    async def behave(exchange: Exchange) -> None:
+        if exchange.number % 2:
+            await answer_five(exchange)
+            return
+        body = b'{"error": {"message": "the queue is full", "type": "rate_limit_error"}}'
+        await exchange.head("429 Too Many Requests", f"Content-Length: {len(body)}")
+        await exchange.write(body)
+
+    with stub(behave) as server:
+        observed = measure(server, 10)
+    assert len(observed.completed) == 5
+    assert {result.status for result in observed.failed} == {429}
+    assert {result.error for result in observed.failed} == {"HTTP 429: the queue is full"}
+
+
+async def error_mid_stream(exchange: Exchange) -> None:
+    await exchange.head()
+    await exchange.event(token("a"))
+    await exchange.event({"error": {"message": "the engine died", "code": 500}})
+    await exchange.write(b"0\r\n\r\n")
+
+
+async def close_mid_stream(exchange: Exchange) -> None:
+    await exchange.head()
+    await exchange.event(token("a"))
+    exchange.writer.close()
+
+
+async def close_before_answer(exchange: Exchange) -> None:
+    exchange.writer.close()
+
+
+async def end_without_done(exchange: Exchange) -> None:
+    await exchange.head()
+    await exchange.event(token("a"))
+    await exchange.write(b"0\r\n\r\n")
+
+
+async def speak_no_http(exchange: Exchange) -> None:
+    await exchange.write(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+
+async def stream_no_json(exchange: Exchange) -> None:
+    await exchange.head()
+    await exchange.chunk(b"data: {oops\n\n")
+
+
+async def never_answer(exchange: Exchange) -> None:
+    await asyncio.sleep(30)
+
+
+@pytest.mark.parametrize(
+    ("behave", "message"),
+    [
+        (error_mid_stream, "the engine died"),
+        (close_mid_stream, "in the middle of its answer"),
+        (close_before_answer, "without an answer"),
+        (end_without_done, "without [DONE]"),
+        (speak_no_http, "not HTTP/1.1"),
+        (stream_no_json, "no event"),
+        (never_answer, "within 0.5 s"),
+    ],
+)
+def test_a_broken_answer_fails_with_the_reason(behave: Behaviour, message: str) -> None:
+    with stub(behave) as server:
+        result = only(measure(server, timeout_s=0.5))
+    assert result.error is not None
+    assert message in result.error
+
+
+def test_one_broken_answer_leaves_the_others_alone() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await (close_mid_stream if exchange.number == 3 else answer_five)(exchange)
+
+    with stub(behave) as server:
+        observed = measure(server, 10)
+    assert (len(observed.completed), len(observed.failed)) == (9, 1)
+
+
+def test_an_answer_may_end_with_its_connection() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.head("200 OK", "Connection: close")
+        await exchange.write(sse(token("a")) + sse(usage(1)) + b"data: [DONE]\n\n")
+        exchange.writer.close()
+
+    with stub(behave) as server:
+        observed = measure(server, 3, max_concurrency=1)
+    assert len(observed.completed) == 3
+    assert server.num_connections == 3
+
+
+def test_connections_are_kept_and_used_again() -> None:
+    with stub(answer_five) as server:
+        observed = measure(server, 30, max_concurrency=3)
+    assert len(observed.completed) == 30
+    assert server.num_connections <= 3
+
+
+def test_a_kept_connection_that_died_is_replaced() -> None:
+    async def behave(exchange: Exchange) -> None:
+        if exchange.number == 1:  # the second request, on the connection of the first
+            exchange.writer.close()
+        else:
+            await answer_five(exchange)
+
+    with stub(behave) as server:
+        observed = measure(server, 3, max_concurrency=1)
+    assert len(observed.completed) == 3
+    assert server.num_connections == 2
+
+
+def test_concurrency_is_never_exceeded_and_is_reached() -> None:
+    running, seen = 0, []
+
+    async def behave(exchange: Exchange) -> None:
+        nonlocal running
+        running += 1
+        seen.append(running)
+        await exchange.head()
+        await exchange.event(token("a"))
+        await asyncio.sleep(0.01)
+        running -= 1
+        await exchange.finish(1)
+
+    with stub(behave) as server:
+        measure(server, 40, max_concurrency=4)
+    assert max(seen) == 4
+
+
+def test_open_loop_requests_are_sent_when_they_are_due() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await asyncio.sleep(0.2)  # slower than requests arrive: an open loop does not wait for it
+        await answer_five(exchange)
+
+    with stub(behave) as server:
+        observed = measure(server, 30, rate=60.0)
+    assert len(observed.completed) == 30
+    assert observed.max_send_delay_s < TOLERANCE_S
+
+
+def test_ctrl_c_keeps_what_had_ended_and_hangs_up_on_the_rest() -> None:
+    under_way = threading.Semaphore(0)  # one for each that is answered, or has begun
+
+    async def behave(exchange: Exchange) -> None:
+        if exchange.number < 2:
+            await answer_five(exchange)
+            under_way.release()
+            return
+        await exchange.head()
+        for i in range(1000):
+            await exchange.event(token("x"))
+            if i == 10:
+                under_way.release()
+            await asyncio.sleep(0.01)
+
+    async def go(url: str) -> Replay:
+        requests = make_requests(WorkloadConfig(num_prompts=4, input_len=4))
+        async with HttpTarget(TargetConfig(base_url=url, model="stub")) as target:
+            task = asyncio.create_task(replay(target, requests))
+            for _ in range(4):
+                await asyncio.to_thread(under_way.acquire, timeout=10)
+            await asyncio.sleep(0.1)  # what was sent has now been read
+            task.cancel()
+            observed = await task
+            await asyncio.sleep(0.3)
+            return observed
+
+    with stub(behave) as server:
+        observed = run(go(server.url))
+    assert observed.is_interrupted
+    assert len(observed.completed) == 2
+    assert [exchange.is_cut for exchange in server.exchanges] == [False, False, True, True]
+
+
+# The command.
+
+FEW = ["--num-prompts", "8", "--random-input-len", "4", "--random-output-len", "5"]
+
+
+def test_the_last_line_is_json_with_vllms_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with stub(answer_five) as server:
+        assert main(["--base-url", server.url, *FEW]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "============ Serving Benchmark Result ============"
+    summary = json.loads(lines[-1])
+    assert summary["model_id"] == "stub"
+    assert summary["completed"] == 8
+    assert summary["total_output_tokens"] == 40
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        for name in ("mean", "median", "std", "p90", "p99"):
+            assert summary[f"{name}_{metric}_ms"] >= 0
+
+
+def test_a_saved_result_holds_every_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--json"]
+    with stub(answer_five) as server:
+        # OpenAI's clients take a base URL that ends in /v1, so it is understood here too.
+        argv = ["--base-url", server.url + "/v1", *FEW, *flags, "--result-filename", "r.json"]
+        assert main(argv) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    saved = json.loads((tmp_path / "r.json").read_bytes())
+    assert json.loads(line).items() <= saved.items()
+    assert saved["output_lens"] == [5] * 8
+    assert len(saved["ttfts"]) == len(saved["itls"]) == len(saved["generated_texts"]) == 8
+
+
+def test_a_server_that_loads_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with stub(answer_five) as server:
+        server.num_loading_answers = 2
+        assert main(["--base-url", server.url, *FEW]) == 0
+    assert "still loading" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with stub(answer_five) as server:
+        url = server.url
+    assert main(["--base-url", url, "--ready-timeout", "0"]) == 1
+    told = capsys.readouterr().err
+    assert "connection refused" in told and "--ready-timeout" in told
+    assert "Traceback" not in told
+
+
+def test_a_request_that_the_server_refuses_stops_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def behave(exchange: Exchange) -> None:
+        body = b'{"error": {"message": "the prompt has 4 tokens and 3 fit"}}'
+        await exchange.head("400 Bad Request", f"Content-Length: {len(body)}")
+        await exchange.write(body)
+
+    with stub(behave) as server:
+        assert main(["--base-url", server.url, *FEW]) == 1
+    assert "the prompt has 4 tokens and 3 fit" in capsys.readouterr().err
+    assert len(server.exchanges) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--num-prompts", "0"], "--num-prompts is 0"),
+        (["--request-rate", "-1"], "--request-rate is -1"),
+        (["--max-concurrency", "0"], "--max-concurrency is 0"),
+        (["--percentile-metrics", "tft"], "knows no 'tft'"),
+        (["--metric-percentiles", "101"], "from 0 to 100"),
+        (["--goodput", "tpot=3"], "does not understand 'tpot=3'"),
+        (["--endpoint", "/v1/chat/completions", "--prompt-format", "ids"], "takes no token ids"),
+        (["--dataset-name", "nope"], "invalid choice: 'nope'"),
+        (["--nope"], "unrecognized arguments: --nope"),
+    ],
+)
+def test_a_wrong_flag_gets_a_sentence(
+    argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert sentence in capsys.readouterr().err

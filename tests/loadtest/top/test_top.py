@@ -1,0 +1,356 @@
+"""`penstock top` as it is seen: drawn at many sizes, once as text, and live in a terminal."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
+
+import pytest
+
+from penstock.loadtest.top.scrape import History, parse
+from penstock.loadtest.top.view import ASCII, MINUTE_S, View, draw, text
+from tests.support.paths import ROOT
+from tests.support.serving import RunningServer, running_server, wait_until
+
+LATENCY = "time_to_first_token_seconds"
+
+
+def metrics(scale: int) -> str:
+    """What a server says that has done `scale` times the same."""
+    lines = [
+        'penstock_model_info{model_name="tiny",device="cpu"} 1',
+        f"penstock_generated_tokens_total {100 * scale}",
+        f"penstock_prompt_tokens_total {50 * scale}",
+        "penstock_running_sequences 7",
+        "penstock_waiting_sequences 3",
+        f'penstock_requests_total{{outcome="stop"}} {4 * scale}',
+        "penstock_kv_used_blocks 50",
+        "penstock_kv_idle_blocks 25",
+        "penstock_kv_free_blocks 25",
+        "penstock_kv_block_size_tokens 16",
+        f"penstock_prefix_query_tokens_total {40 * scale}",
+        f"penstock_prefix_hit_tokens_total {10 * scale}",
+        'penstock_peak_bandwidth_bytes_per_second{peak="datasheet"} 4.8e12',
+        'penstock_peak_bandwidth_bytes_per_second{peak="measured"} 4.2e12',
+        'penstock_peak_flops_per_second{peak="datasheet"} 9.89e14',
+    ]
+    for number, kind in enumerate(("decode", "prefill", "mixed", "all"), 5):
+        of = f'{{class="{kind}",peak='
+        lines += [
+            f'penstock_model_bandwidth_utilization_ratio{of}"datasheet"}} 0.{number}',
+            f'penstock_model_bandwidth_utilization_ratio{of}"measured"}} 0.{number}5',
+            f'penstock_model_flops_utilization_ratio{of}"datasheet"}} 0.0{number}',
+        ]
+    lines += [
+        f'penstock_{LATENCY}_bucket{{le="0.01"}} {2 * scale}',
+        f'penstock_{LATENCY}_bucket{{le="0.02"}} {4 * scale}',
+        f'penstock_{LATENCY}_bucket{{le="+Inf"}} {4 * scale}',
+        f"penstock_{LATENCY}_sum {0.04 * scale}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def view_of(*scrapes: str, **fields: object) -> View:
+    history = History(MINUTE_S)
+    for second, scrape in enumerate(scrapes):
+        history.add(parse(scrape, float(second)))
+    last, whole = history.last_interval(), history.whole()
+    recent = ("last 1.0 s", last) if last else None
+    long = ("last minute", whole) if whole else None
+    return View(url="http://x:1", history=history, recent=recent, long=long, **fields)  # type: ignore[arg-type]
+
+
+BUSY = view_of(metrics(1), metrics(2), metrics(4))
+
+
+def shown(view: View, width: int = 80, height: int = 24) -> str:
+    return "\n".join(text(line) for line in draw(view, width, height))
+
+
+def test_it_shows_rates_latencies_utilization_and_memory_on_80_by_24() -> None:
+    picture = shown(BUSY)
+    for told in (
+        r"tiny",
+        r"output +200 +[▁-█]+ +prompt +100",
+        r"running +7 .* waiting +3",
+        r"requests +8/s +stop 16",
+        r"TTFT +10\.0 ms +19\.0 ms +19\.8 ms +10\.0 ms",
+        r"decode .* 50\.0 % .* 55\.0 % .* 5\.0 %",
+        r"all .* 80\.0 % .* 85\.0 % .* 8\.0 %",
+        r"KV blocks +50\.0 % █+▒+░+ +used 50 +idle 25 +free 25",
+        r"prefix +25\.0 %",
+    ):
+        assert re.search(told, picture), (told, picture)
+    # Nothing is cut off.
+    assert len(draw(BUSY, 80)) <= 24
+    assert (
+        max(len(text(line)) for line in draw(BUSY, 1000))
+        > 80
+        >= max(len(text(line)) for line in draw(BUSY, 80))
+    )
+
+
+@pytest.mark.parametrize("width", [1, 2, 10, 20, 40, 59, 60, 80, 81, 120, 300])
+@pytest.mark.parametrize("height", [1, 5, 24, 60])
+def test_it_fits_every_size(width: int, height: int) -> None:
+    for view in (BUSY, view_of(), view_of(metrics(1)), view_of(away="gone", keys="q quits")):
+        lines = draw(view, width, height)
+        assert 1 <= len(lines) <= height
+        assert all(len(text(line)) <= width for line in lines)
+
+
+def test_a_small_terminal_leaves_out_gaps_and_the_shorter_span_before_figures() -> None:
+    picture = shown(BUSY, 60, 15)
+    lines = picture.splitlines()
+    assert "" not in lines and "last minute" in picture and "last 1.0 s" not in picture
+    assert {"TTFT", "queue", "decode", "mixed"} <= {line.split()[0] for line in lines}
+
+
+def test_what_a_server_does_not_tell_is_a_dash() -> None:
+    picture = shown(view_of("penstock_running_sequences 2\n", "penstock_running_sequences 2\n"))
+    assert re.search(r"output +- ", picture) and re.search(r"TTFT( +-){6}", picture)
+    assert "the server knows no peak of this device" in picture
+    assert re.search(r"running +2 ", picture)
+
+
+def test_a_server_cannot_write_to_the_terminal() -> None:
+    hostile = 'penstock_model_info{model_name="\x1b[2Jevil\u7269\u200b"} 1\n'
+    picture = shown(view_of(hostile))
+    assert "?[2Jevil??" in picture and "\x1b" not in picture
+
+
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    assert shown(view_of(metrics(1), metrics(2), glyphs=ASCII)).isascii()
+
+
+def test_an_absent_server_is_shown_with_the_reason_and_since_when() -> None:
+    picture = shown(view_of(metrics(1), away="nothing listens there", away_s=75))
+    assert "The server is away: nothing listens there" in picture
+    assert "It last answered 1m 15s ago" in picture
+
+
+# Against the real server --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server("--scripted-step-ms", "2") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[RunningServer]:
+    with running_server("--api-key", "secret") as running:
+        yield running
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "PENSTOCK_API_KEY")}
+    return {**kept, "TERM": "xterm", "PYTHONUTF8": "1", "PYTHONPATH": str(ROOT)} | more
+
+
+def once(url: str, *flags: str, **env: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "penstock", "top", url, "--once", "--interval", "0.2", *flags]
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", env=environment(**env), timeout=30
+    )
+
+
+def test_once_tells_a_known_load_exactly(server: RunningServer) -> None:
+    for _ in range(5):
+        server.complete(max_tokens=20, ignore_eos=True).raise_for_status()
+    server.wait_until_idle()
+    before = server.metric('requests_total{outcome="length"}')
+    told = once(server.url)
+    assert told.returncode == 0 and not told.stderr
+    assert "\x1b" not in told.stdout
+    assert f"length {before:,.0f}" in told.stdout and before >= 5
+    assert re.search(r"output +0 ", told.stdout) and re.search(r"running +0 ", told.stdout)
+    assert re.search(r"TTFT( +-){3} .*[mu]s", told.stdout)  # none just now, some since the start
+
+
+@contextmanager
+def load(server: RunningServer, num_streams: int = 4) -> Iterator[None]:
+    """Streams that run until the end of the block."""
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            server.complete(max_tokens=100, ignore_eos=True)
+
+    threads = [threading.Thread(target=ask) for _ in range(num_streams)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: server.metric("running_sequences") == num_streams)
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_once_under_load_agrees_with_the_counters(server: RunningServer) -> None:
+    with load(server):
+        begun_s, before = time.monotonic(), server.metric("generated_tokens_total")
+        told = once(server.url, "--interval", "0.5")
+        rate = (server.metric("generated_tokens_total") - before) / (time.monotonic() - begun_s)
+    found = re.search(r"output +([\d,.]+)", told.stdout)
+    assert found and float(found[1].replace(",", "")) == pytest.approx(rate, rel=0.5)
+    assert rate > 100
+
+
+def test_a_key_is_asked_for_and_taken(locked: RunningServer) -> None:
+    refused = once(locked.url)
+    assert refused.returncode == 1 and "give it with --api-key" in refused.stderr
+    assert once(locked.url, PENSTOCK_API_KEY="secret").returncode == 0
+    with Terminal(locked.url, flags=("--api-key", "secret")) as terminal:
+        terminal.wait_for("running")
+
+
+class Terminal:
+    """`penstock top` in a pseudo-terminal."""
+
+    def __init__(self, url: str, flags: tuple[str, ...] = (), **env: str) -> None:
+        self.main_fd, self.fd = pty.openpty()
+        self.before = termios.tcgetattr(self.fd)
+        self.output = ""
+        self.resize(24, 80)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", "top", url, "--interval", "0.2", *flags],
+            stdin=self.fd,
+            stdout=self.fd,
+            stderr=self.fd,
+            env=environment(**env),
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self.main_fd)
+        os.close(self.fd)
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def press(self, key: bytes) -> None:
+        os.write(self.main_fd, key)
+
+    def read(self, seconds: float = 0.05) -> str:
+        """What it has written, and writes in the next moment."""
+        new = b""
+        while select.select([self.main_fd], [], [], seconds)[0]:
+            new += os.read(self.main_fd, 65536)
+        self.output += new.decode("utf-8", "replace")
+        return self.output
+
+    def wait_for(self, words: str) -> None:
+        wait_until(lambda: re.search(words, plain(self.read())))
+
+    def end(self) -> int:
+        """Its exit status, once it has ended and left the terminal as it was."""
+        # A terminal reads all the time: who writes to one that does not would wait for ever.
+        wait_until(lambda: (self.read(), self.process.poll() is not None)[1])
+        code = self.process.wait()
+        self.read()
+        assert self.output.endswith("\x1b[?1049l"), self.output[-200:]
+        assert "\x1b[?25h" in self.output[-40:]  # the cursor is back
+        assert termios.tcgetattr(self.fd) == self.before
+        assert "Traceback" not in self.output
+        return code
+
+
+def plain(output: str) -> str:
+    return re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", output)
+
+
+def test_live_it_follows_the_load_and_q_gives_the_terminal_back(server: RunningServer) -> None:
+    with load(server), Terminal(server.url) as terminal:
+        terminal.wait_for(r"output +[\d,]{3,} +[▁-█]{2}")
+        terminal.wait_for(r"running +4 ")
+        assert "\x1b[?1049h" in terminal.output and "\x1b[32m" in terminal.output
+        terminal.press(b"q")
+        assert terminal.end() == 0
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "sigterm"])
+def test_however_it_ends_the_terminal_is_restored(server: RunningServer, how: str) -> None:
+    with Terminal(server.url) as terminal:
+        terminal.wait_for("running")
+        # The session has no controlling terminal, so that Ctrl-C comes as its signal.
+        terminal.process.send_signal(signal.SIGINT if how == "ctrl-c" else signal.SIGTERM)
+        assert terminal.end() == 0
+
+
+def test_suspended_it_gives_the_terminal_back_and_takes_it_again(server: RunningServer) -> None:
+    with Terminal(server.url) as terminal:
+        terminal.wait_for("running")
+        terminal.process.send_signal(signal.SIGTSTP)
+        _, status = os.waitpid(terminal.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        assert terminal.read().endswith("\x1b[?1049l")
+        assert termios.tcgetattr(terminal.fd) == terminal.before
+        terminal.output = ""
+        terminal.process.send_signal(signal.SIGCONT)
+        terminal.wait_for("running")
+        assert terminal.output.startswith("\x1b[?1049h")
+        terminal.press(b"q")
+        assert terminal.end() == 0
+
+
+def test_it_is_drawn_anew_when_the_terminal_is_resized(server: RunningServer) -> None:
+    with Terminal(server.url) as terminal:
+        terminal.wait_for("running")
+        terminal.read()
+        terminal.output = ""
+        terminal.resize(10, 50)
+        terminal.process.send_signal(signal.SIGWINCH)
+        wait_until(lambda: "\x1b[H" in terminal.read())
+        picture = terminal.output.split("\x1b[H")[-1]
+        assert not re.search(r"[^\n]\x1b\[K", picture)  # it would clear the last column's character
+        lines = re.split(r"\r*\n", plain(picture))
+        assert len(lines) <= 10 and max(map(len, lines)) <= 50
+        terminal.press(b"q")
+        assert terminal.end() == 0
+
+
+def test_no_color_is_respected(server: RunningServer) -> None:
+    with Terminal(server.url, NO_COLOR="1") as terminal:
+        terminal.wait_for("running")
+        terminal.press(b"q")
+        assert terminal.end() == 0
+        assert not re.search(r"\x1b\[\d*m", terminal.output)
+
+
+def test_a_server_that_goes_away_is_shown_as_away_until_it_is_back() -> None:
+    with running_server() as server, Terminal(server.url) as terminal:
+        terminal.wait_for("running")
+        server.process.kill()
+        terminal.wait_for("The server is away: .*connection refused")
+        terminal.wait_for("It last answered .* ago; still trying")
+        assert terminal.process.poll() is None
+        terminal.press(b"q")
+        assert terminal.end() == 0
+
+
+def test_a_wrong_address_is_a_sentence_on_a_terminal_too(locked: RunningServer) -> None:
+    with Terminal(locked.url) as terminal:
+        assert terminal.process.wait(timeout=10) == 1
+        assert "give it with --api-key" in plain(terminal.read())
+        assert termios.tcgetattr(terminal.fd) == terminal.before

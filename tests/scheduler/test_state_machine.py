@@ -1,0 +1,170 @@
+"""Any order of add, launch, collect, abort, fork, preempt: nothing is lost or ends twice."""
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.scheduler.config import Batching, Policy, SchedulerConfig
+from penstock.scheduler.sequence import Status
+from penstock.scheduler.types import FinishReason, Pooling, Request
+from tests.support.scheduling import Driver, make_request, run_alone
+
+MAX_MODEL_LEN = 48
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """A tiny pool and a vocabulary of few ids, so that pressure, hits and collisions are common."""
+
+    @initialize(
+        num_blocks=st.integers(12, 40),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(6, 30),
+        caching=st.booleans(),
+        policy=st.sampled_from(Policy),
+        batching=st.sampled_from(Batching),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        caching: bool,
+        policy: Policy,
+        batching: Batching,
+    ) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=caching,
+            policy=policy,
+            batching=batching,
+        )
+        self.driver = Driver(
+            num_blocks=num_blocks, block_size=4, max_model_len=MAX_MODEL_LEN, config=config
+        )
+        self.requests: dict[str, Request] = {}
+
+    @rule(
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=30),
+        max_tokens=st.integers(0, 18),
+        num_prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        pooling=st.sampled_from([None, None, *Pooling]),
+        n=st.integers(1, 3),
+        priority=st.integers(0, 2),
+        temperature=st.sampled_from([0.0, 1.0]),
+        salt=st.sampled_from(["", "x"]),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        num_prompt_logprobs: int | None,
+        pooling: Pooling | None,
+        n: int,
+        priority: int,
+        temperature: float,
+        salt: str,
+    ) -> None:
+        name = str(len(self.requests))
+        request = make_request(
+            name,
+            prompt,
+            max_tokens=max_tokens,
+            n=n,
+            priority=priority,
+            temperature=temperature,
+            seed=len(name),
+            arrival_s=self.driver.now,
+            cache_salt=salt,
+            stop_token_ids=(7, 11, 13),
+            num_prompt_logprobs=num_prompt_logprobs,
+            pooling=pooling,
+        )
+        self.requests[name] = request
+        self.driver.scheduler.add(request)
+
+    @rule()
+    def launch(self) -> None:
+        """At most one step ahead of the one that the host waits for."""
+        if len(self.driver.launched) < 2:
+            self.driver.launch()
+        self.driver.now += 0.02
+
+    @precondition(lambda self: self.driver.launched)
+    @rule()
+    def collect(self) -> None:
+        self.driver.collect()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), index=st.one_of(st.none(), st.integers(0, 2)))
+    def abort(self, data: st.DataObject, index: int | None) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        self.driver.record(self.driver.scheduler.abort(self.requests[name].id, index))
+
+    @invariant()
+    def no_block_is_lost_or_doubled(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        kv, scheduler = self.driver.kv, self.driver.scheduler
+        held = Counter(
+            block
+            for sequences in scheduler._requests.values()
+            for sequence in sequences
+            for block in sequence.table.block_ids
+        )
+        assert all(kv.num_holders(block) == held[block] for block in range(kv.num_blocks))
+        assert len(held) + kv.num_free + kv.num_idle == kv.num_blocks
+
+    @invariant()
+    def nobody_writes_to_a_block_that_another_holds(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        kv, scheduler = self.driver.kv, self.driver.scheduler
+        for sequence in [*scheduler._decoding, *scheduler._prefilling]:
+            for block in sequence.table.block_ids[sequence.num_computed // kv.block_size :]:
+                assert kv.num_holders(block) == 1
+
+    @invariant()
+    def slots_are_held_by_running_sequences_alone(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        scheduler = self.driver.scheduler
+        running = [*scheduler._decoding, *scheduler._prefilling]
+        slots = [sequence.slot for sequence in running] + scheduler._free_slots
+        assert sorted(slots) == list(range(self.driver.config.max_num_seqs))
+        assert all(sequence.status is Status.DECODING for sequence in scheduler._decoding)
+
+    @invariant()
+    def nobody_ends_twice(self) -> None:
+        if hasattr(self, "driver"):
+            assert all(len(finishes) == 1 for finishes in self.driver.finishes.values())
+
+    def teardown(self) -> None:
+        """Every accepted answer ends, with the tokens that it has when it runs alone, and every
+        prompt is told of once, with what is told when it runs alone."""
+        if not hasattr(self, "driver"):
+            return
+        driver = self.driver
+        while driver.launched:
+            driver.collect()
+        driver.run()
+        assert driver.scheduler.num_waiting == 0 and driver.kv.num_used == 0
+        for name, request in self.requests.items():
+            alone = run_alone(request, max_model_len=MAX_MODEL_LEN)
+            if driver.finishes[name, 0][0].reason is not FinishReason.ABORT or driver.prompts[name]:
+                assert driver.prompts[name] == alone.prompts[name]
+            for index in range(request.n):
+                finish = driver.finishes[name, index][0]
+                tokens = driver.tokens[name, index]
+                expected = alone.tokens[name, index]
+                if finish.reason is FinishReason.ABORT:
+                    expected = expected[: len(tokens)]
+                assert tokens == expected
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, derandomize=True
+)

@@ -1,0 +1,290 @@
+"""Every field beyond the first ones has an effect that can be seen, on the demo model."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from tests.support.paths import ROOT
+from tests.support.serving import MODEL, RunningServer
+
+TOKENIZER = Tokenizer.from_file(str(ROOT / "engine" / "demo_model" / "tokenizer.json"))
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    running = RunningServer("--num-threads", "1")
+    try:
+        running.wait_until_ready()
+        yield running
+    finally:
+        running.stop()
+
+
+def complete(server: RunningServer, **fields: Any) -> dict[str, Any]:
+    """A greedy completion's body."""
+    response = server.complete(temperature=0, **fields)
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    return body
+
+
+def text_of(server: RunningServer, **fields: Any) -> str:
+    return str(complete(server, **fields)["choices"][0]["text"])
+
+
+def chunks_of(server: RunningServer, path: str, **fields: Any) -> list[dict[str, Any]]:
+    ask = {"prompt": "Once"} if path == COMPLETIONS else {"messages": [USER]}
+    body = {"model": MODEL, "max_tokens": 6, "temperature": 0, "stream": True, **ask, **fields}
+    events = server.post(path, body).text.removesuffix("\n\n").split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+
+
+def refusal(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+USER = {"role": "user", "content": "Who are you?"}
+
+
+def test_min_tokens_puts_the_end_off(server: RunningServer) -> None:
+    short = server.chat(max_tokens=200, temperature=0).json()
+    assert short["choices"][0]["finish_reason"] == "stop"
+    num_short = short["usage"]["completion_tokens"]
+    longer = server.chat(max_tokens=200, temperature=0, min_tokens=num_short + 5).json()
+    assert longer["usage"]["completion_tokens"] > num_short + 5
+    content = short["choices"][0]["message"]["content"]
+    assert longer["choices"][0]["message"]["content"].startswith(content)
+
+
+def test_a_stop_string_within_min_tokens_does_not_stop(server: RunningServer) -> None:
+    whole = text_of(server, max_tokens=30)
+    stop = whole[3:6]
+    assert text_of(server, max_tokens=30, stop=stop) == whole[: whole.index(stop)]
+    assert text_of(server, max_tokens=30, stop=stop, min_tokens=20).startswith(whole[:6])
+
+
+def test_min_tokens_beyond_max_tokens_are_refused(server: RunningServer) -> None:
+    assert refusal(server.complete(max_tokens=3, min_tokens=4))["param"] == "min_tokens"
+
+
+def test_a_bad_word_is_never_said_wherever_it_would_stand(server: RunningServer) -> None:
+    text = text_of(server, prompt="Once upon a time", max_tokens=40)
+    words = [word for word in text.split() if word.isalpha()]
+    word = max(words, key=len)
+    other = text_of(server, prompt="Once upon a time", max_tokens=40, bad_words=[word])
+    assert f" {word} " not in other and other != text
+
+
+def test_a_bad_word_of_many_tokens_forbids_only_its_last_behind_the_others(
+    server: RunningServer,
+) -> None:
+    text = text_of(server, prompt="Once upon a time", max_tokens=40)
+    first, second, third = text.split()[4:7]
+    phrase = f"{first} {second} {third}"
+    assert len(TOKENIZER.encode(phrase).ids) > 2
+    other = text_of(server, prompt="Once upon a time", max_tokens=40, bad_words=[phrase])
+    assert phrase not in other
+    assert f"{first} {second}" in other
+
+
+def test_only_allowed_token_ids_are_sampled(server: RunningServer) -> None:
+    allowed = TOKENIZER.encode(" the cat sat").ids
+    body = complete(server, allowed_token_ids=allowed, return_token_ids=True)
+    assert set(body["choices"][0]["token_ids"]) <= set(allowed)
+
+
+@pytest.mark.parametrize("ids", [[], [10**6]])
+def test_allowed_token_ids_must_be_ids_of_the_model(server: RunningServer, ids: list[int]) -> None:
+    error = refusal(server.complete(allowed_token_ids=ids))
+    assert error["param"] == "allowed_token_ids"
+
+
+def test_echo_puts_the_prompt_before_each_answer(server: RunningServer) -> None:
+    prompts = ["Once upon a time", "The cat"]
+    plain = complete(server, prompt=prompts)["choices"]
+    echoed = complete(server, prompt=prompts, echo=True)["choices"]
+    for prompt, before, after in zip(prompts, plain, echoed, strict=True):
+        assert after["text"] == prompt + before["text"]
+    ids = TOKENIZER.encode(prompts[0]).ids
+    assert text_of(server, prompt=ids, echo=True) == echoed[0]["text"]
+
+
+def test_a_stream_echoes_the_prompt_in_its_first_chunk(server: RunningServer) -> None:
+    chunks = chunks_of(server, COMPLETIONS, echo=True)
+    texts = [chunk["choices"][0]["text"] for chunk in chunks]
+    assert texts[0].startswith("Once") and "".join(texts) == text_of(
+        server, echo=True, max_tokens=6
+    )
+
+
+def test_best_of_keeps_the_likeliest_of_the_answers(server: RunningServer) -> None:
+    fields = {"temperature": 1.2, "seed": 11, "max_tokens": 12}
+    every = server.complete(n=6, logprobs=0, **fields).json()["choices"]
+
+    def mean(choice: dict[str, Any]) -> float:
+        logprobs = choice["logprobs"]["token_logprobs"]
+        return float(sum(logprobs) / len(logprobs))
+
+    ranked = sorted(every, key=mean, reverse=True)
+    body = server.complete(n=2, best_of=6, **fields).json()
+    assert [c["text"] for c in body["choices"]] == [c["text"] for c in ranked[:2]]
+    assert [c["index"] for c in body["choices"]] == [0, 1]
+    assert body["choices"][0]["logprobs"] is None
+    assert body["usage"]["completion_tokens"] > 12 * 3  # all six were made
+
+
+@pytest.mark.parametrize("fields", [{"best_of": 1, "n": 2}, {"best_of": 2, "stream": True}])
+def test_best_of_below_n_or_streamed_is_refused(
+    server: RunningServer, fields: dict[str, Any]
+) -> None:
+    assert refusal(server.complete(**fields))["param"] == "best_of"
+
+
+def test_return_token_ids_gives_the_prompts_ids_and_the_answers(server: RunningServer) -> None:
+    choice = complete(server, return_token_ids=True)["choices"][0]
+    assert choice["prompt_token_ids"] == TOKENIZER.encode("Once").ids
+    assert TOKENIZER.decode(choice["token_ids"]) == choice["text"]
+    body = server.chat(return_token_ids=True, max_tokens=200, temperature=0).json()
+    assert body["usage"]["prompt_tokens"] == len(body["prompt_token_ids"])
+    assert body["usage"]["completion_tokens"] == len(body["choices"][0]["token_ids"])
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_streamed_token_ids_join_to_those_of_the_plain_answer(
+    server: RunningServer, path: str
+) -> None:
+    chunks = chunks_of(server, path, return_token_ids=True)
+    ids = [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", ())]
+    assert len(ids) == 6
+    prompts = [c.get("prompt_token_ids") or c["choices"][0].get("prompt_token_ids") for c in chunks]
+    assert prompts[0] and prompts[1:] == [None] * (len(chunks) - 1)
+
+
+def test_return_tokens_as_token_ids_names_tokens_by_id(server: RunningServer) -> None:
+    body = complete(server, logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)
+    choice = body["choices"][0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+    fields = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+    entry = server.chat(**fields).json()["choices"][0]["logprobs"]["content"][0]
+    assert entry["token"].startswith("token_id:")
+    assert entry["top_logprobs"][0]["token"].startswith("token_id:")
+
+
+def test_skip_special_tokens_false_shows_them_by_name(server: RunningServer) -> None:
+    fields = {"include_stop_str_in_output": True, "max_tokens": 200, "temperature": 0}
+    hidden = server.chat(**fields).json()["choices"][0]["message"]["content"]
+    shown = server.chat(skip_special_tokens=False, **fields).json()["choices"][0]
+    assert shown["finish_reason"] == "stop"
+    assert shown["message"]["content"].startswith(hidden)
+    assert shown["message"]["content"].removeprefix(hidden).startswith("<")
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_no_spaces_come_between_special_tokens_either_way(
+    server: RunningServer, value: bool
+) -> None:
+    fields = {"skip_special_tokens": False, "max_tokens": 20}
+    same = text_of(server, spaces_between_special_tokens=value, **fields)
+    assert same == text_of(server, **fields)
+
+
+def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(server: RunningServer) -> None:
+    ids = TOKENIZER.encode("Once upon a time there was a cat").ids
+    body = complete(server, prompt=ids, truncate_prompt_tokens=3, return_token_ids=True)
+    assert body["choices"][0]["prompt_token_ids"] == ids[-3:]
+    assert body["usage"]["prompt_tokens"] == 3
+    echoed = text_of(server, prompt="Once upon a time", truncate_prompt_tokens=1, echo=True)
+    assert not echoed.startswith("Once")
+
+
+def test_truncate_prompt_tokens_minus_one_keeps_what_fits(server: RunningServer) -> None:
+    limit = server.get(f"/v1/models/{MODEL}").json()["max_model_len"]
+    ids = [50] * (limit + 10)
+    assert refusal(server.complete(prompt=ids))["code"] == "context_length_exceeded"
+    body = complete(server, prompt=ids, truncate_prompt_tokens=-1, max_tokens=5)
+    assert body["usage"]["prompt_tokens"] == limit - 5
+    assert refusal(server.complete(truncate_prompt_tokens=0))["param"] == "truncate_prompt_tokens"
+
+
+@pytest.mark.parametrize(("path", "kind"), [(COMPLETIONS, "cmpl"), (CHAT, "chatcmpl")])
+def test_a_request_id_names_the_answer_and_two_may_bear_the_same(
+    server: RunningServer, path: str, kind: str
+) -> None:
+    chunks = chunks_of(server, path, request_id="mine-7")
+    assert {chunk["id"] for chunk in chunks} == {f"{kind}-mine-7"}
+    assert {chunk["id"] for chunk in chunks_of(server, path, request_id="mine-7")} == {
+        f"{kind}-mine-7"
+    }
+
+
+@pytest.mark.parametrize("request_id", ["", "two words", "\n", "x" * 129])
+def test_a_request_id_that_no_log_can_hold_is_refused(
+    server: RunningServer, request_id: str
+) -> None:
+    assert refusal(server.complete(request_id=request_id))["param"] == "request_id"
+
+
+def test_add_special_tokens_false_leaves_the_text_alone(server: RunningServer) -> None:
+    text = "Once upon"
+    for value in (True, False):
+        body = complete(server, prompt=text, add_special_tokens=value, return_token_ids=True)
+        expected = TOKENIZER.encode(text, add_special_tokens=value).ids
+        assert body["choices"][0]["prompt_token_ids"] == expected
+
+
+def test_continuous_usage_counts_up_to_the_last_chunk(server: RunningServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(server, COMPLETIONS, stream_options=options, max_tokens=200, ignore_eos=True)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] < counts[-1] == 200
+    assert chunks[-1]["choices"] == []
+
+
+def test_continuous_usage_goes_only_with_usage_at_the_end(server: RunningServer) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    chunks = chunks_of(server, COMPLETIONS, stream_options=options, max_tokens=5, ignore_eos=True)
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_a_completions_last_text_and_its_end_share_a_chunk(server: RunningServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(server, COMPLETIONS, stream_options=options, max_tokens=5, ignore_eos=True)
+    last = chunks[-2]["choices"][0]
+    assert last["text"] and last["finish_reason"] == "length"
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks[:-1]]
+    assert len(set(counts)) == len(counts) and counts[-1] == 5
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_fields_for_a_providers_books_are_taken_and_change_nothing(
+    server: RunningServer, path: str
+) -> None:
+    books = {
+        "user": "u1",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+    }
+    prompt = {"prompt": "Once"} if path == COMPLETIONS else {"messages": [USER]}
+    ask = {"model": MODEL, "temperature": 0, "max_tokens": 6, **prompt}
+    plain, booked = (server.post(path, ask | fields).json() for fields in ({}, books))
+    assert plain["choices"] == booked["choices"]
+
+
+@pytest.mark.parametrize("fields", [{"suffix": "end"}, {"use_beam_search": True}])
+def test_what_is_not_served_is_refused_by_name(
+    server: RunningServer, fields: dict[str, Any]
+) -> None:
+    error = refusal(server.complete(**fields))
+    assert (error["code"], error["param"]) == ("unsupported_parameter", next(iter(fields)))

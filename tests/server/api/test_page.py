@@ -1,0 +1,75 @@
+"""The page at `/`, as far as it can be seen without a browser; tests/ops/test_page.py has one."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.server.api import page
+from tests.support.serving import RunningServer, running_server
+
+FOLDER = Path(page.__file__).parent
+FILES = sorted(path for path in FOLDER.iterdir() if path.suffix in {".html", ".css", ".js", ".svg"})
+# Names of a kind of document, not addresses that anything is loaded from.
+_NAMESPACES = ("http://www.w3.org/2000/svg",)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    """One that asks for a key, which the page must not need."""
+    with running_server("--api-key", "secret", is_ready=False) as server:
+        server.wait_until_answering()
+        yield server
+
+
+def test_the_page_and_its_files_are_served_without_a_key(server: RunningServer) -> None:
+    assert "<title>Penstock</title>" in server.get("/").text
+    assert len(FILES) > 5
+    for path in FILES:
+        response = server.get(f"/page/{path.name}")
+        assert (response.status_code, response.content) == (200, path.read_bytes())
+    assert server.get("/metrics").status_code == server.get("/v1/models").status_code == 401
+
+
+def test_every_file_has_a_policy_that_lets_nothing_in_from_elsewhere(server: RunningServer) -> None:
+    for path in ("/", *(f"/page/{file.name}" for file in FILES)):
+        headers = server.get(path).headers
+        policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+        assert policy["default-src"] == "'none'"
+        assert {policy[f"{kind}-src"] for kind in ("script", "style", "connect")} == {"'self'"}
+        assert policy["require-trusted-types-for"] == "'script'"
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_what_the_page_refers_to_is_there(server: RunningServer) -> None:
+    html = (FOLDER / "index.html").read_text()
+    for reference in re.findall(r'(?:src|href)="([^"#]+)"', html):
+        assert server.get(f"/{reference}").status_code == 200, reference
+    for script in FOLDER.glob("*.js"):
+        for reference in re.findall(r'from "\./([^"]+)"', script.read_text()):
+            assert (FOLDER / reference).is_file(), reference
+
+
+def test_no_other_path_under_the_page_is_a_file(server: RunningServer) -> None:
+    for path in ("/page/__init__.py", "/page/", "/page/..%2fcli.py", "/page/a/b"):
+        assert server.get(path).json()["error"]["code"] == "unknown_url", path
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_file_names_no_address_outside_and_makes_no_markup_of_text(path: Path) -> None:
+    text = path.read_text()
+    for name in _NAMESPACES:
+        text = text.replace(name, "")
+    assert not re.search(r"https?:|['\"(]//|@import|\burl\(", text)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+    assert not re.search(r'\s(?:style|on\w+)="', text)
+
+
+def test_no_ui_takes_the_page_away() -> None:
+    with running_server("--no-ui", is_ready=False) as server:
+        server.wait_until_answering()
+        for path in ("/", "/page/app.js"):
+            response = server.get(path)
+            assert response.status_code == 404
+            assert response.json()["error"]["code"] == "unknown_url"

@@ -1,0 +1,122 @@
+"""`/tokenize`, `/detokenize`, and the schema that says so."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from penstock.server.prompt.tokenizer import PromptEncoder
+from tests.support.paths import ROOT
+from tests.support.serving import ALIAS, MODEL, RunningServer, running_server
+
+TOKENIZER = Tokenizer.from_file(str(ROOT / "engine" / "demo_model" / "tokenizer.json"))
+USER = {"role": "user", "content": "Who are you?"}
+TEXT = "Once upon a time, caf\u00e9 \U0001f431"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server() as running:
+        yield running
+
+
+def tokenize(server: RunningServer, **fields: Any) -> dict[str, Any]:
+    response = server.post("/tokenize", fields)
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    return body
+
+
+def test_a_text_is_told_as_ids_with_their_number_and_the_room(server: RunningServer) -> None:
+    body = tokenize(server, model=MODEL, prompt=TEXT)
+    ids = TOKENIZER.encode(TEXT).ids
+    card = server.get(f"/v1/models/{MODEL}").json()
+    assert body == {
+        "count": len(ids),
+        "max_model_len": card["max_model_len"],
+        "tokens": ids,
+        "token_strs": None,
+    }
+
+
+def test_no_model_has_to_be_named_and_another_is_not_found(server: RunningServer) -> None:
+    assert tokenize(server, prompt=TEXT) == tokenize(server, prompt=TEXT, model=ALIAS)
+    for path, fields in (
+        ("/tokenize", {"prompt": "x"}),
+        ("/tokenize", {"messages": [USER]}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
+        response = server.post(path, {"model": "other", **fields})
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "model_not_found"
+
+
+def test_return_token_strs_names_each_token(server: RunningServer) -> None:
+    body = tokenize(server, prompt=TEXT, return_token_strs=True)
+    assert body["token_strs"] == TOKENIZER.encode(TEXT).tokens
+
+
+def test_a_conversation_has_the_tokens_that_the_chat_answer_counts(server: RunningServer) -> None:
+    asked = server.chat().json()["usage"]["prompt_tokens"]
+    body = tokenize(server, messages=[USER])
+    assert body["count"] == len(body["tokens"]) == asked
+    shorter = tokenize(server, messages=[USER], add_generation_prompt=False)
+    assert body["tokens"][: shorter["count"]] == shorter["tokens"] != body["tokens"]
+
+
+def test_detokenize_is_the_way_back(server: RunningServer) -> None:
+    for fields in ({"prompt": TEXT}, {"messages": [USER]}):
+        ids = tokenize(server, **fields)["tokens"]
+        text = server.post("/detokenize", {"tokens": ids}).json()["prompt"]
+        assert text == TOKENIZER.decode(ids, skip_special_tokens=False)
+    assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 7}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [USER], "chat_template": "{{ 1 }}"}, "chat_template"),
+        ("/tokenize", [], None),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+        ("/detokenize", {"tokens": [10**30]}, "tokens"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_field(
+    server: RunningServer, path: str, body: Any, param: str | None
+) -> None:
+    response = server.post(path, body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_add_special_tokens_decides_on_the_bos_of_texts_and_conversations() -> None:
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    bos = tokenizer.id_to_token(0)
+    tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 0)])
+    encoder = PromptEncoder(tokenizer, None, {})
+    plain = encoder.encode("Once", add_special_tokens=False)
+    assert encoder.encode("Once") == (0, *plain)
+    assert encoder.encode_all(["Once"], add_special_tokens=False) == [plain]
+    assert encoder.encode_rendered("Once") == plain
+    assert encoder.encode_rendered("Once", add_special_tokens=True) == (0, *plain)
+
+
+def test_every_route_is_in_the_schema_with_its_body_and_its_errors(server: RunningServer) -> None:
+    schema = server.get("/openapi.json").json()
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/messages"):
+        operation = schema["paths"][path]["post"]
+        assert operation["requestBody"]["content"]["application/json"]["schema"]
+        assert {"200", "400", "401", "404", "413", "429", "500", "503"} <= set(
+            operation["responses"]
+        )
+    fields = schema["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert {"prompt", "max_tokens", "min_tokens", "best_of", "echo"} <= set(fields)
+    assert "422" not in server.get("/openapi.json").text
+    assert "/openapi.json" in server.get("/docs").text

@@ -1,0 +1,189 @@
+"""What would keep others waiting is refused in bounded time, and a stream goes on beside it.
+
+Each case says how long its answer may take, with much room for what else a test machine does.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.serving import MODEL, RunningServer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+DETOKENIZE = "/detokenize"
+HELLO = {"role": "user", "content": "Who are you?"}
+MAX_STALL_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    running = RunningServer("--num-threads", "1", "--trust-request-chat-template")
+    try:
+        running.wait_until_ready()
+        yield running
+    finally:
+        running.stop()
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 4} | fields).encode()
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "messages": [HELLO], "max_tokens": 4} | fields).encode()
+
+
+def schema(text: str) -> bytes:
+    """A chat held to a schema that is given as text, since json.dumps cannot nest so deep."""
+    form = f'{{"type":"json_schema","json_schema":{{"name":"n","schema":{text}}}}}'
+    return chat(response_format="HERE").replace(b'"HERE"', form.encode())
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+MANY = b"[" + b"5," * 14_999_999 + b"5]"
+NUMBERS = {str(i): 1 for i in range(65_536)}
+FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
+
+# Name -> path, body, seconds, and the status, where it must be that one.
+CASES: dict[str, tuple[str, bytes, float, int | None]] = {
+    "nested 1,000 deep": (CHAT, schema(nested(1_000)), 2, 400),
+    "nested 100,000 deep": (CHAT, schema(nested(100_000)), 2, 400),
+    "1,000 deep in a field unknown": (
+        CHAT,
+        chat(x="HERE").replace(b'"HERE"', b"[" * 1_000),
+        2,
+        400,
+    ),
+    "10,000 stop strings": (COMPLETIONS, completion(stop=[f"s{i}" for i in range(10_000)]), 2, 400),
+    "65,536 biases": (COMPLETIONS, completion(logit_bias=NUMBERS), 2, 400),
+    "a prompt of 1 MB": (COMPLETIONS, completion(prompt="ab " * 333_000), 2, 400),
+    "a prompt of 30 MB": (COMPLETIONS, completion(prompt="ab " * 10_000_000), 5, 400),
+    "a message of 1 MB": (CHAT, chat(messages=[{**HELLO, "content": "ab " * 333_000}]), 2, 400),
+    "100,000 messages": (CHAT, chat(messages=[HELLO] * 100_000), 5, 400),
+    "600,000 messages": (CHAT, chat(messages=[HELLO] * 600_000), 5, 400),
+    "2,000,000 unknown keys": (
+        COMPLETIONS,
+        completion(x=dict.fromkeys(map(str, range(2_000_000)), 1)),
+        5,
+        400,
+    ),
+    "1,000,000 ids": (COMPLETIONS, completion(prompt=[5] * 1_000_000), 5, 400),
+    "15,000,000 ids": (COMPLETIONS, completion(prompt="HERE").replace(b'"HERE"', MANY), 2, 400),
+    "10,000,000 empty prompts": (
+        COMPLETIONS,
+        completion(prompt="HERE").replace(b'"HERE"', b"[" + b"[]," * 9_999_999 + b"[]]"),
+        2,
+        400,
+    ),
+    "15,000,000 ids of a text": (DETOKENIZE, b'{"tokens":' + MANY + b"}", 2, 400),
+    "ids beyond the vocabulary": (COMPLETIONS, completion(prompt=[10**9]), 2, 400),
+    "a number of 5,000 digits": (
+        COMPLETIONS,
+        completion(seed=0).replace(b'"seed": 0', b'"seed": ' + b"9" * 5_000),
+        2,
+        400,
+    ),
+    "NaN": (COMPLETIONS, completion(temperature=float("nan")), 2, 400),
+    "an infinity": (COMPLETIONS, completion(temperature=float("inf")), 2, 400),
+    "a lone surrogate": (COMPLETIONS, completion(prompt="\ud800"), 2, 400),
+    "a NUL": (COMPLETIONS, completion(prompt="a\0b"), 2, 400),
+    "a regex that explodes": (
+        CHAT,
+        chat(structured_outputs={"regex": "(a{0,9999}b?){0,9999}(a|aa)+" * 20}),
+        8,
+        None,
+    ),
+    "alternatives without number": (
+        CHAT,
+        chat(structured_outputs={"regex": "a|" * 200_000 + "b"}),
+        8,
+        None,
+    ),
+    "an enumeration of 100,000": (
+        CHAT,
+        schema(json.dumps({"enum": [f"v{i}" for i in range(100_000)]})),
+        8,
+        None,
+    ),
+    "a template that never ends": (CHAT, chat(chat_template=FOR_EVER), 15, 400),
+    "a template that fills memory": (CHAT, chat(chat_template="{{ 'a' * 10 ** 11 }}"), 15, 400),
+    "a template of parentheses": (CHAT, chat(chat_template="{{ " + "(" * 9_000), 15, 400),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_answered_in_time_and_stalls_no_stream(
+    server: RunningServer, name: str
+) -> None:
+    path, body, limit_s, status = CASES[name]
+    with streaming(server) as longest_gap_s:
+        started_s = time.monotonic()
+        response = httpx.post(server.url + path, content=body, timeout=60)
+        took_s = time.monotonic() - started_s
+        time.sleep(0.05)
+    assert response.status_code == (status or response.status_code) < 500, response.text[:300]
+    if response.status_code == 400:
+        assert response.json()["error"]["message"]
+    assert took_s < limit_s
+    assert longest_gap_s() < MAX_STALL_S
+
+
+class streaming:  # noqa: N801  # reads as what it does
+    """A stream beside what happens within; gives the longest time that nothing came of it."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self._server = server
+        self._times_s: list[float] = []
+        self._has_begun, self._is_over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._read)
+
+    def __enter__(self) -> Any:
+        self._thread.start()
+        assert self._has_begun.wait(10)
+        return lambda: max(b - a for a, b in zip(self._times_s, self._times_s[1:], strict=False))
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _read(self) -> None:
+        body = {
+            "model": MODEL,
+            "prompt": "Once",
+            "max_tokens": 1_900,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        while not self._is_over.is_set():
+            with httpx.stream(
+                "POST", self._server.url + COMPLETIONS, json=body, timeout=60
+            ) as answer:
+                for _ in answer.iter_raw():
+                    self._times_s.append(time.monotonic())
+                    self._has_begun.set()
+                    if self._is_over.is_set():
+                        return
+
+
+def test_a_template_of_the_client_is_rendered_with_its_messages(server: RunningServer) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    ask = {"model": MODEL, "messages": [HELLO], "chat_template": template}
+    body = server.post("/tokenize", ask).json()
+    text = server.post("/detokenize", {"tokens": body["tokens"]}).json()["prompt"]
+    assert text.endswith("user: Who are you?")
+
+
+def test_the_clients_template_sees_what_the_request_gives_it(server: RunningServer) -> None:
+    template = "{{ style }} {{ messages[0].content }}"
+    fields = {"chat_template": template, "chat_template_kwargs": {"style": "short"}}
+    body = server.post("/tokenize", {"messages": [HELLO], **fields}).json()
+    text = server.post("/detokenize", {"tokens": body["tokens"]}).json()["prompt"]
+    assert text == "short Who are you?"

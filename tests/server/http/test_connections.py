@@ -1,0 +1,114 @@
+"""Connections that are many, or slow: what they cost, and what they are told."""
+
+import asyncio
+import resource
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import uvicorn
+from starlette.requests import Request
+from uvicorn.server import ServerState
+
+from penstock.server.errors import BodyTooSlow, reply_to
+from penstock.server.http import connection, middleware
+from penstock.server.http.connection import SPARE_FILES, HttpProtocol
+from penstock.server.http.middleware import read_body
+from tests.support.serving import RunningServer, running_server, wait_until
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+NUM_FILES = 100
+
+
+@pytest.fixture(scope="module")
+def cramped() -> Iterator[RunningServer]:
+    """A server that may open few files."""
+    with running_server() as server:
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (NUM_FILES, NUM_FILES))
+        yield server
+
+
+def test_who_connects_where_no_more_files_may_be_open_is_told_so(cramped: RunningServer) -> None:
+    address = "127.0.0.1", cramped.port
+    connections = [
+        socket.create_connection(address, timeout=10) for _ in range(NUM_FILES - SPARE_FILES)
+    ]
+    try:
+        connections[0].sendall(HEALTH)
+        connections[-1].sendall(HEALTH)
+        assert connections[0].recv(1 << 12).startswith(b"HTTP/1.1 200 ")
+        refused = connections[-1].recv(1 << 12)
+        assert refused.startswith(b"HTTP/1.1 503 ") and b"\r\nRetry-After: " in refused
+        assert b"100 files" in refused and b"too_many_connections" in refused
+    finally:
+        for connection in connections:
+            connection.close()
+    wait_until(lambda: cramped.get("/health").status_code == 200)
+
+
+def test_the_server_may_open_all_the_files_that_its_hard_limit_lets_it() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 256), hard))
+    try:
+        with running_server() as server:
+            limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert limits == (hard, hard)
+
+
+async def _never_answer(scope: object, receive: object, send: object) -> None:
+    await asyncio.sleep(3600)
+
+
+@pytest.fixture
+async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+    """Of a listener that waits for headers but a moment."""
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.1)
+    config = uvicorn.Config(_never_answer, lifespan="off", log_config=None, interface="asgi3")
+    state = ServerState()
+    listener = await asyncio.get_running_loop().create_server(
+        lambda: HttpProtocol(config, state, {}), "127.0.0.1", 0
+    )
+    yield listener.sockets[0].getsockname()[1]
+    listener.close()
+    tasks = [*state.tasks]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_headers_that_do_not_come_in_time_are_a_408(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(HEALTH[:-2])
+    answer = await asyncio.wait_for(reader.read(), 10)
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"request_timeout" in answer
+    writer.close()
+
+
+async def test_a_connection_without_a_request_is_closed_in_time(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("behind", [b"", HEALTH[:-2]])
+async def test_who_waits_for_an_answer_is_not_hurried(port: int, behind: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(HEALTH + behind)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reader.read(), 0.4)
+    writer.close()
+
+
+async def test_a_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.05)
+
+    async def receive() -> dict[str, object]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b"{", "more_body": True}
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with pytest.raises(BodyTooSlow, match=r"within 0\.05 s") as caught:
+        await read_body(request, 1 << 20)
+    assert reply_to(caught.value).status == 408

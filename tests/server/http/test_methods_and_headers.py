@@ -1,0 +1,148 @@
+"""What goes before and around a request: methods, encodings, headers, and what is no HTTP."""
+
+import gzip
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.serving import MODEL, RunningServer, running_server
+
+NAME_WITH_SLASHES = "org/family/model"
+COMPLETIONS = "/v1/completions"
+BODY = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 3}).encode()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    flags = ["--root-path", "/llm", "--served-model-name", MODEL, NAME_WITH_SLASHES]
+    with running_server(*flags, "--max-body-bytes", "200000") as running:
+        yield running
+
+
+def raw(server: RunningServer, data: bytes) -> tuple[bytes, dict[str, Any]]:
+    """The head that comes back, and the body, which must be JSON."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(data)
+        received = b""
+        while chunk := connection.recv(1 << 16):
+            received += chunk
+    head, _, body = received.rpartition(b"\r\n\r\n")
+    return head, json.loads(body)
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_errors_of_anthropics_routes_are_anthropics_under_a_prefix_too(
+    server: RunningServer, prefix: str
+) -> None:
+    url = f"{server.url}{prefix}/v1/messages"
+    answers = [httpx.get(url), httpx.get(f"{url}/x/y"), httpx.post(url, content=b"x" * 300_000)]
+    assert [answer.status_code for answer in answers] == [405, 404, 413]
+    assert all(answer.json()["type"] == "error" for answer in answers)
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_errors_of_all_other_routes_are_openais(server: RunningServer, prefix: str) -> None:
+    url = f"{server.url}{prefix}{COMPLETIONS}"
+    answers = [httpx.get(url), httpx.get(f"{url}/x/y"), httpx.post(url, content=b"x" * 300_000)]
+    assert [answer.status_code for answer in answers] == [405, 404, 413]
+    assert all(set(answer.json()) == {"error"} for answer in answers)
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics"])
+def test_head_is_get_without_the_body(server: RunningServer, path: str) -> None:
+    answer = httpx.head(server.url + path)
+    assert answer.status_code == 200 and answer.content == b""
+    assert httpx.head(server.url + COMPLETIONS).status_code == 405
+
+
+@pytest.mark.parametrize("name", [NAME_WITH_SLASHES, NAME_WITH_SLASHES.replace("/", "%2F")])
+def test_a_model_whose_name_has_slashes_is_found(server: RunningServer, name: str) -> None:
+    answer = server.get(f"/v1/models/{name}")
+    assert answer.status_code == 200 and answer.json()["id"] == NAME_WITH_SLASHES
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate"])
+def test_a_compressed_body_is_a_415_that_says_so(server: RunningServer, encoding: str) -> None:
+    headers = {"content-encoding": encoding}
+    answer = httpx.post(server.url + COMPLETIONS, content=gzip.compress(BODY), headers=headers)
+    assert answer.status_code == 415
+    assert answer.json()["error"]["code"] == "unsupported_content_encoding"
+    assert encoding in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_json_is_read_whatever_it_is_called(server: RunningServer, kind: str) -> None:
+    """curl calls it a form unless it is told otherwise."""
+    answer = httpx.post(server.url + COMPLETIONS, content=BODY, headers={"content-type": kind})
+    assert answer.status_code == 200
+
+
+def test_a_byte_order_mark_is_passed_over(server: RunningServer) -> None:
+    answer = httpx.post(server.url + COMPLETIONS, content=b"\xef\xbb\xbf" + BODY)
+    assert answer.status_code == 200
+
+
+def test_of_a_key_that_comes_twice_the_last_counts(server: RunningServer) -> None:
+    body = BODY[:-1] + b', "max_tokens": 5}'
+    answer = httpx.post(server.url + COMPLETIONS, content=body)
+    assert answer.json()["usage"]["completion_tokens"] == 5
+
+
+def test_a_client_that_waits_to_be_told_is_told_to_go_on(server: RunningServer) -> None:
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n"
+    head += "Expect: 100-continue\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(1 << 12).startswith(b"HTTP/1.1 100 Continue")
+        connection.sendall(BODY)
+        assert connection.recv(1 << 12).startswith(b"HTTP/1.1 200 OK")
+
+
+@pytest.mark.parametrize(
+    "data", [b"FOO / HTTP/1.1\r\n\r\n", b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nNo colon\r\n\r\n"]
+)
+def test_what_is_no_http_gets_an_error_object_and_an_id(server: RunningServer, data: bytes) -> None:
+    head, body = raw(server, data)
+    assert head.startswith(b"HTTP/1.1 400 ") and b"x-request-id: req-" in head
+    assert body["error"]["code"] == "invalid_http"
+
+
+def test_headers_without_end_are_not_kept(server: RunningServer) -> None:
+    head, body = raw(server, b"GET /health HTTP/1.1\r\nA: " + b"b" * 530_000)
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert body["error"]["code"] == "headers_too_large"
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "status"),
+    [
+        (COMPLETIONS, b"{", 400),
+        ("/v1/nothing", b"", 404),
+        (COMPLETIONS, BODY.replace(MODEL.encode(), b"other"), 404),
+        ("/v1/models", b"", 405),
+        (COMPLETIONS, b"x" * 300_000, 413),
+    ],
+)
+def test_what_would_fail_again_says_that_a_retry_is_of_no_use(
+    server: RunningServer, path: str, content: bytes, status: int
+) -> None:
+    answer = httpx.post(server.url + path, content=content, headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (status, "false")
+    assert answer.headers["x-request-id"] == "mine"
+    assert answer.headers["openai-processing-ms"].isdecimal()
+
+
+def test_a_request_pipelined_behind_another_that_hangs_up_frees_both(
+    server: RunningServer,
+) -> None:
+    long = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 50_000}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(long)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall((head.encode() + long) * 2)
+        while not server.metric("running_sequences"):
+            pass
+    server.wait_until_idle()

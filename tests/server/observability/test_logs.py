@@ -1,0 +1,123 @@
+"""What the log says, and in what form."""
+
+import asyncio
+import json
+import logging
+import re
+import time
+from dataclasses import replace
+
+import pytest
+
+from penstock.engine.executors.scripted import scripted_info
+from penstock.engine.ipc.messages import StepReport
+from penstock.engine.logs import JsonFormatter
+from penstock.scheduler.stats import SchedulerStats, StepWork
+from penstock.scheduler.types import RequestId, RequestOutput
+from penstock.server.observability.activity import Activity
+from penstock.server.observability.metrics import Metrics
+from penstock.server.observability.request_context import request_id
+from tests.support.serving import RunningServer
+
+INFO = replace(scripted_info(), measured_bandwidth_bytes_per_s=1e9)
+
+
+def _record(**fields: object) -> logging.LogRecord:
+    record = logging.makeLogRecord({"name": "penstock", "levelname": "INFO", "msg": "it is %s"})
+    record.__dict__.update({"args": ('"so"\n',)} | fields)
+    return record
+
+
+def test_a_json_line_is_one_object_with_time_level_logger_and_message() -> None:
+    line = JsonFormatter().format(_record(created=1_700_000_000.25))
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "time": "2023-11-14T22:13:20.250Z",
+        "level": "info",
+        "logger": "penstock",
+        "message": 'it is "so"\n',
+    }
+
+
+def test_a_json_line_names_the_request_and_tells_an_exception() -> None:
+    token = request_id.set("req-7")
+    try:
+        raise ValueError("no such thing")
+    except ValueError as error:
+        info = (ValueError, error, error.__traceback__)
+        entry = json.loads(JsonFormatter(request_id.get).format(_record(exc_info=info)))
+    finally:
+        request_id.reset(token)
+    assert entry["request_id"] == "req-7"
+    assert entry["exception"].endswith("ValueError: no such thing")
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """What `--log-format json` writes to stderr, from the start to an engine that cannot be."""
+    server = RunningServer("--log-format", "json", "--max-model-len", "99999999")
+    code, errors = server.exit_code(timeout_s=60)
+    assert code == 2
+    return errors.splitlines()
+
+
+def test_with_json_every_line_of_both_processes_is_an_object(lines: list[str]) -> None:
+    entries = [json.loads(line) for line in lines]
+    assert "error" in {entry["level"] for entry in entries}
+    assert "--max-model-len" in entries[-1]["message"]
+
+
+class _Work:
+    """A server's metrics, told of work by hand."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics("model")
+        self.metrics.on_ready(INFO)
+        self._step = 0
+
+    def step(self, *, running: int = 1, hits: int = 0) -> None:
+        """10 prompt tokens and 2 of an answer, 400 MB in a second."""
+        self._step += 1
+        output = RequestOutput(RequestId("a"), 0, [5, 6], None, None, 0)
+        stats = SchedulerStats(running, 3, 25, 50, 25, 100 * self._step, hits, 0, 0)
+        work = StepWork(10, 0, 1, 1, 0, 0, 0)
+        self.metrics.on_step(
+            StepReport(self._step, [output], stats, work, time.monotonic() - 1, 1.0, 400_000_000, 0)
+        )
+
+
+def test_the_line_tells_what_runs_how_fast_and_how_full_it_is() -> None:
+    work = _Work()
+    activity = Activity(work.metrics, INFO)
+    for _ in range(4):
+        work.step(hits=300)
+    line = activity.line()
+    assert line
+    numbers = re.sub(r"[\d.]+ tokens/s", "N tokens/s", line)
+    assert numbers == (
+        "running 1, waiting 3, prompt N tokens/s, output N tokens/s, MBU 40.0%, KV use 25.0%, "
+        "prefix hits 75.0%"
+    )
+    prompt, output = (float(rate) for rate in re.findall(r"([\d.]+) tokens/s", line))
+    assert prompt / output == pytest.approx(40 / 8, rel=0.01)
+
+
+async def test_it_is_written_while_there_is_work_and_not_while_there_is_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "penstock")
+    work = _Work()
+    running = asyncio.create_task(Activity(work.metrics, INFO, interval_s=0.02).run())
+    await asyncio.sleep(0.1)
+    assert not caplog.records
+    work.step()
+    await asyncio.sleep(0.1)
+    assert len(caplog.records) >= 2  # one sequence runs, though no step has ended since
+    stats = SchedulerStats(*[0] * 9)
+    idle = StepReport(0, [], stats, StepWork(*[0] * 7), time.monotonic(), 0.0, 0, 0)
+    work.metrics.on_step(idle)
+    await asyncio.sleep(0.05)
+    caplog.clear()
+    await asyncio.sleep(0.1)
+    assert not caplog.records
+    running.cancel()

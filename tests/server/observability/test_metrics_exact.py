@@ -1,0 +1,280 @@
+"""One request of a kind at a time: what each metric makes of it, counted by hand."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.scraping import Scrape
+from tests.support.serving import MODEL, RunningServer, running_server, wait_until
+
+OUTCOMES = ("stop", "length", "abandoned", "failed")
+# Of an answer: a count for each, and what a test says nothing of stays as it was.
+PER_ANSWER = (
+    "time_to_first_token_seconds",
+    "prefill_time_seconds",
+    "decode_time_seconds",
+    "inference_time_seconds",
+    "request_generated_tokens",
+)
+COUNTED = (
+    *PER_ANSWER,
+    "time_per_output_token_seconds",
+    "inter_token_latency_seconds",
+    "queue_time_seconds",
+    "request_latency_seconds",
+    "request_prompt_tokens",
+    "request_computed_prompt_tokens",
+    "request_answers",
+    "request_max_tokens",
+)
+SUMMED = ("request_generated_tokens", "request_prompt_tokens", "request_max_tokens")
+TOTALS = ("prompt_tokens", "cached_prompt_tokens", "generated_tokens", "preemptions")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    flags = ("--max-num-seqs", "4", "--max-num-queued-reqs", "8", "--metrics-alias", "vllm")
+    with running_server("--scripted-step-ms", "1", *flags) as server:
+        yield server
+
+
+def _grown(server: RunningServer, work: Callable[[], object]) -> dict[str, float]:
+    """All that has changed by it, but sums of seconds."""
+    before = Scrape.of(server)
+    work()
+    server.wait_until_idle()
+    after = Scrape.of(server)
+    found = {name: after(f"{name}_count") - before(f"{name}_count") for name in COUNTED}
+    found |= {f"{n}_sum": after(f"{n}_sum") - before(f"{n}_sum") for n in SUMMED}
+    found |= {name: after(f"{name}_total") - before(f"{name}_total") for name in TOTALS}
+    for outcome in OUTCOMES:
+        labels = {"outcome": outcome}
+        grew = after("requests_total", **labels) - before("requests_total", **labels)
+        found[outcome] = grew
+    return {name: value for name, value in found.items() if value}
+
+
+def _answers(
+    *, prompts: int, prompt_tokens: int, n: int, tokens: int, max_tokens: int
+) -> dict[str, float]:
+    """Of `prompts` that no prefix hit spares anything, `n` answers of `tokens` tokens to each."""
+    answers = prompts * n
+    return dict.fromkeys(PER_ANSWER, float(answers)) | {
+        "time_per_output_token_seconds": answers,
+        "inter_token_latency_seconds": answers * (tokens - 1),
+        "queue_time_seconds": answers,
+        "request_latency_seconds": 1,
+        "request_prompt_tokens": prompts,
+        "request_prompt_tokens_sum": prompts * prompt_tokens,
+        "request_computed_prompt_tokens": prompts,
+        "request_answers": prompts,
+        "request_max_tokens": prompts,
+        "request_max_tokens_sum": prompts * max_tokens,
+        "request_generated_tokens_sum": answers * tokens,
+        "prompt_tokens": prompts * prompt_tokens,
+        "generated_tokens": answers * tokens,
+        "length": 1,
+    }
+
+
+def _ids(first: int, count: int) -> list[int]:
+    return [3 + (first + i) % 200 for i in range(count)]
+
+
+def _stream(server: RunningServer, body: dict[str, Any]) -> None:
+    url, body = server.url + "/v1/completions", {"model": MODEL, "stream": True} | body
+    with httpx.stream("POST", url, json=body, timeout=30) as response:
+        assert response.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_what_is_refused_is_no_request(server: RunningServer) -> None:
+    def refused() -> None:
+        assert server.complete(prompt=1.5).status_code == 400
+        assert server.complete(model="another").status_code == 404
+        assert server.complete(prompt=_ids(0, 100), max_tokens=10**6).status_code == 400
+        assert server.post("/v1/embeddings", {"model": MODEL, "input": []}).status_code == 400
+
+    responses = Scrape.of(server)("http_responses_total", status="400")
+    assert _grown(server, refused) == {}
+    assert Scrape.of(server)("http_responses_total", status="400") == responses + 3
+
+
+def test_best_of_counts_the_answers_that_are_not_shown_too(server: RunningServer) -> None:
+    def ask() -> None:
+        fields = {"n": 2, "best_of": 4, "max_tokens": 5, "ignore_eos": True}
+        assert server.complete(prompt=_ids(10, 3), **fields).status_code == 200
+
+    assert _grown(server, ask) == _answers(prompts=1, prompt_tokens=3, n=4, tokens=5, max_tokens=5)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_several_prompts_are_one_request_with_an_answer_each(
+    server: RunningServer, is_streamed: bool
+) -> None:
+    body = {"prompt": [_ids(20, 4), _ids(30, 4), _ids(40, 4)], "max_tokens": 7}
+    body |= {"ignore_eos": True, "n": 2}
+    ask = (lambda: _stream(server, body)) if is_streamed else (lambda: server.complete(**body))
+    assert _grown(server, ask) == _answers(prompts=3, prompt_tokens=4, n=2, tokens=7, max_tokens=7)
+
+
+def test_an_answer_of_one_token_has_no_time_per_output_token(server: RunningServer) -> None:
+    grown = _grown(server, lambda: server.complete(prompt=_ids(50, 4), max_tokens=1))
+    expected = _answers(prompts=1, prompt_tokens=4, n=1, tokens=1, max_tokens=1)
+    del expected["time_per_output_token_seconds"], expected["inter_token_latency_seconds"]
+    grown["length"] = grown.pop("stop", 0) + grown.get("length", 0)
+    assert grown == expected
+
+
+def test_a_prompt_without_an_answer_has_no_first_token(server: RunningServer) -> None:
+    def ask() -> None:
+        response = server.complete(prompt=_ids(60, 4), max_tokens=0, echo=True, logprobs=1)
+        assert response.status_code == 200
+
+    assert _grown(server, ask) == {
+        "queue_time_seconds": 1,
+        "request_latency_seconds": 1,
+        "request_prompt_tokens": 1,
+        "request_prompt_tokens_sum": 4,
+        "request_computed_prompt_tokens": 1,
+        "request_answers": 1,
+        "request_max_tokens": 1,
+        "prompt_tokens": 4,
+        "length": 1,
+    }
+
+
+def test_embeddings_are_prompts_and_no_answers(server: RunningServer) -> None:
+    body = {"model": MODEL, "input": [_ids(70, 4), _ids(80, 4), _ids(90, 4)]}
+    assert _grown(server, lambda: server.post("/v1/embeddings", body)) == {
+        "queue_time_seconds": 3,
+        "request_latency_seconds": 1,
+        "request_prompt_tokens": 3,
+        "request_prompt_tokens_sum": 12,
+        "request_computed_prompt_tokens": 3,
+        "prompt_tokens": 12,
+        "stop": 1,
+    }
+
+
+def test_a_prompt_counts_only_if_all_beside_it_were_accepted(server: RunningServer) -> None:
+    prompts = [_ids(130, 3), _ids(140, 3)]
+    hog = {"model": MODEL, "prompt": prompts, "max_tokens": 50_000, "n": 4, "stream": True}
+    before = Scrape.of(server)("requests_total", outcome="abandoned")
+
+    def ask() -> None:
+        url = server.url + "/v1/completions"
+        with httpx.stream("POST", url, json=hog | {"ignore_eos": True}) as response:
+            assert response.status_code == 200
+            lines = response.iter_lines()  # it hangs up when nobody holds this
+            next(lines)
+            # There is room for four of them.
+            body = {"model": MODEL, "input": [_ids(first, 4) for first in range(8)]}
+            assert server.post("/v1/embeddings", body).status_code == 429
+        wait_until(lambda: Scrape.of(server)("requests_total", outcome="abandoned") > before)
+
+    grown = _grown(server, ask)
+    assert grown["prompt_tokens"] == grown["request_prompt_tokens_sum"] == 6
+    assert grown["request_prompt_tokens"] == 2 and grown["abandoned"] == 1
+
+
+def test_a_stop_string_ends_the_count_of_what_is_told(server: RunningServer) -> None:
+    fields = {"prompt": _ids(100, 4), "max_tokens": 60, "ignore_eos": True}
+    text = server.complete(**fields).json()["choices"][0]["text"]
+    usages = []
+
+    def ask() -> None:
+        answer = server.complete(**fields, stop=[text[8:12]]).json()
+        usages.append(answer["usage"]["completion_tokens"])
+
+    grown = _grown(server, ask)
+    (num_told,) = usages
+    assert 1 < num_told < 60
+    sampled = grown.pop("generated_tokens")
+    expected = _answers(prompts=1, prompt_tokens=4, n=1, tokens=num_told, max_tokens=60)
+    del expected["generated_tokens"], expected["length"]
+    assert grown == expected | {"stop": 1}
+    assert num_told <= sampled < 60  # those on their way when the string was seen
+
+
+def test_a_stream_that_is_left_has_counted_what_it_got(server: RunningServer) -> None:
+    before = Scrape.of(server)("requests_total", outcome="abandoned")
+
+    def leave() -> None:
+        body = {"model": MODEL, "prompt": _ids(110, 4), "max_tokens": 50_000, "stream": True}
+        url = server.url + "/v1/completions"
+        with httpx.stream("POST", url, json=body | {"ignore_eos": True}) as response:
+            lines = response.iter_lines()
+            for _ in range(20):
+                next(lines)
+        wait_until(lambda: Scrape.of(server)("requests_total", outcome="abandoned") > before)
+
+    grown = _grown(server, leave)
+    generated, gaps = grown.pop("generated_tokens"), grown.pop("inter_token_latency_seconds")
+    assert generated >= gaps + 1 >= 8
+    assert grown == {
+        "time_to_first_token_seconds": 1,
+        "prefill_time_seconds": 1,
+        "queue_time_seconds": 1,
+        "request_prompt_tokens": 1,
+        "request_prompt_tokens_sum": 4,
+        "request_computed_prompt_tokens": 1,
+        "request_answers": 1,
+        "request_max_tokens": 1,
+        "request_max_tokens_sum": 50_000,
+        "prompt_tokens": 4,
+        "abandoned": 1,
+    }
+
+
+def test_an_answer_in_a_format_is_counted_as_its_usage_says(server: RunningServer) -> None:
+    usages = []
+
+    def ask() -> None:
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+        answer = server.chat(
+            max_tokens=200,
+            response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        )
+        usages.append(answer.json()["usage"])
+
+    grown = _grown(server, ask)
+    (usage,) = usages
+    tokens, prompt = usage["completion_tokens"], usage["prompt_tokens"]
+    assert grown["generated_tokens"] == grown["request_generated_tokens_sum"] == tokens
+    assert grown["inter_token_latency_seconds"] == tokens - 1
+    assert grown["prompt_tokens"] == grown["request_prompt_tokens_sum"] == prompt
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert grown.get("cached_prompt_tokens", 0) == cached
+
+
+def test_what_vllm_cuts_in_another_way_adds_up(server: RunningServer) -> None:
+    before = Scrape.of(server)
+    prompt = _ids(120, 40)
+    for _ in range(2):
+        assert server.complete(prompt=prompt).status_code == 200
+    server.post("/v1/completions", {"model": "another"})
+    server.get("/v1/nowhere")
+    after, labels = Scrape.of(server), {"model_name": MODEL, "engine": "0"}
+
+    def grew(name: str, **more: str) -> float:
+        return after.full(name, **more) - before.full(name, **more)
+
+    by_source = "vllm:prompt_tokens_by_source_total"
+    assert grew(by_source, source="local_cache_hit", **labels) == 32
+    assert grew(by_source, source="local_compute", **labels) == 80 - 32
+    here = {"handler": "/v1/completions", "method": "POST"}
+    assert grew("http_requests_total", status="2xx", **here) == 2
+    assert grew("http_requests_total", status="4xx", **here) == 1
+    assert grew("http_requests_total", handler="none", method="GET", status="4xx") == 1
+    blocks = sum(after(f"kv_{name}_blocks") for name in ("used", "idle", "free"))
+    sizes = {"block_size": "16", "num_gpu_blocks": str(int(blocks))}
+    assert after.full("vllm:cache_config_info", **labels, **sizes) == 1
+
+
+def test_the_engines_own_memory_and_cpu_are_told(server: RunningServer) -> None:
+    scrape = Scrape.of(server)
+    assert scrape("engine_process_resident_memory_bytes") > 1e6
+    assert scrape("engine_process_cpu_seconds_total") > 0
+    assert scrape("engine_process_start_time_seconds") >= scrape.full("process_start_time_seconds")

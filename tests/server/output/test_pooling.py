@@ -1,0 +1,129 @@
+"""How embeddings are made is read from the model's directory, in sentence-transformers' layout."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.types import Pooling
+from penstock.server.cli import main
+from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.output.pooling import Pooler, PoolerConfig
+
+NO_WORD = PoolerConfig()
+TRANSFORMER = {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}
+POOLING = {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+NORMALIZE = {"idx": 2, "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+DENSE = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+MEAN = {"word_embedding_dimension": 4, "pooling_mode_mean_tokens": True}
+LAST = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "include_prompt": True}
+STATE = struct.pack("<4f", 3.0, 0.0, 4.0, 12.0)
+
+
+def pooler_of(
+    directory: Path,
+    modules: list[dict[str, Any]] | None = None,
+    pooling: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    asked: PoolerConfig = NO_WORD,
+) -> Pooler:
+    for path, value in (
+        ("modules.json", modules),
+        ("1_Pooling/config.json", pooling),
+        ("config.json", model),
+    ):
+        if value is not None:
+            (directory / path).parent.mkdir(exist_ok=True)
+            (directory / path).write_text(json.dumps(value))
+    return Pooler.load(directory, asked, hidden_size=4)
+
+
+def test_a_directory_that_says_nothing_gets_the_last_token_normalized(tmp_path: Path) -> None:
+    pooler = pooler_of(tmp_path)
+    assert (pooler.pooling, pooler.normalizes) == (Pooling.LAST, True)
+    assert list(pooler.embedding(STATE)) == pytest.approx([3 / 13, 0, 4 / 13, 12 / 13])
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [(MEAN, Pooling.MEAN), (LAST, Pooling.LAST), ({"pooling_mode": "mean"}, Pooling.MEAN)],
+)
+@pytest.mark.parametrize("modules", [None, [TRANSFORMER, POOLING, NORMALIZE]])
+def test_the_pooling_modules_mode_is_taken(
+    tmp_path: Path,
+    modules: list[dict[str, Any]] | None,
+    pooling: dict[str, Any],
+    expected: Pooling,
+) -> None:
+    pooler = pooler_of(tmp_path, modules, pooling)
+    assert (pooler.pooling, pooler.normalizes, pooler.problem) == (expected, True, None)
+
+
+def test_modules_without_normalize_leave_the_state_as_it_is(tmp_path: Path) -> None:
+    pooler = pooler_of(tmp_path, [TRANSFORMER, POOLING], LAST)
+    assert pooler.embedding(STATE).tolist() == [3.0, 0.0, 4.0, 12.0]
+
+
+def test_the_operators_word_stands_above_the_models(tmp_path: Path) -> None:
+    asked = PoolerConfig(pooling=Pooling.LAST, normalize=False)
+    pooler = pooler_of(tmp_path, [TRANSFORMER, POOLING, NORMALIZE], MEAN, asked=asked)
+    assert (pooler.pooling, pooler.normalizes) == (Pooling.LAST, False)
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "culprit"),
+    [
+        ([TRANSFORMER, POOLING], {"pooling_mode_cls_token": True}, "pooling_mode_cls_token"),
+        ([TRANSFORMER, POOLING], MEAN | {"pooling_mode_max_tokens": True}, "max_tokens"),
+        ([TRANSFORMER, POOLING], {"pooling_mode": "weightedmean"}, "weightedmean"),
+        ([TRANSFORMER, POOLING, DENSE], MEAN, "Dense"),
+    ],
+)
+def test_what_cannot_be_pooled_as_the_model_says_is_refused_by_name(
+    tmp_path: Path, modules: list[dict[str, Any]], pooling: dict[str, Any], culprit: str
+) -> None:
+    pooler = pooler_of(tmp_path, modules, pooling)
+    with pytest.raises(InvalidRequest, match=culprit):
+        pooler.check(None)
+    overruled = pooler_of(tmp_path, asked=PoolerConfig(pooling=Pooling.MEAN))
+    overruled.check(None)
+
+
+@pytest.mark.parametrize(
+    ("model", "allowed", "refused"),
+    [({"is_matryoshka": True}, [1, 3, 4], [5]), ({"matryoshka_dimensions": [2, 4]}, [2, 4], [3])],
+)
+def test_only_lengths_that_the_model_was_taught_may_be_asked_for(
+    tmp_path: Path, model: dict[str, Any], allowed: list[int], refused: list[int]
+) -> None:
+    pooler = pooler_of(tmp_path, model=model)
+    for dimensions in allowed:
+        pooler.check(dimensions)
+        assert len(pooler.embedding(STATE, dimensions)) == dimensions
+    for dimensions in refused:
+        with pytest.raises(InvalidRequest, match=f"dimensions is {dimensions}"):
+            pooler.check(dimensions)
+    assert list(pooler.embedding(STATE, 2)) == [1.0, 0.0]
+
+
+def test_a_model_that_was_taught_none_refuses_dimensions(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedParameter, match="4 numbers"):
+        pooler_of(tmp_path, model={}).check(2)
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text("[")
+    with pytest.raises(InvalidConfig, match=r"modules\.json"):
+        pooler_of(tmp_path)
+
+
+@pytest.mark.parametrize("value", ['{"pooling_type": "CLS"}', "7", "[", '{"pooling": "MEAN"}'])
+def test_a_pooler_config_that_says_nothing_we_know_is_a_mistake_of_the_command_line(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--pooler-config", value])
+    assert "pooling_type" in capsys.readouterr().err

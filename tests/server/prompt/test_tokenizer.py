@@ -1,0 +1,117 @@
+"""Prompts to ids: the same ids as transformers would give, and its chat templates' own words."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from penstock.scheduler.errors import InvalidConfig
+from penstock.server.errors import InvalidRequest
+from penstock.server.prompt.tokenizer import ChatTemplate, GenerationDefaults, PromptEncoder
+from tests.support.paths import ROOT
+
+STORIES = ROOT.parent / "shared" / "models" / "stories260K"
+DEMO = ROOT / "engine" / "demo_model"
+TEXTS = ["", "Once upon a time", "  two  spaces ", "naïve 😀 你好", "<s>x</s>", "a\n\nb"]
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": 'Is <1> & "2" fine?'},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Why?"},
+]
+
+
+@pytest.mark.parametrize("directory", [STORIES, DEMO], ids=lambda path: path.name)
+def test_texts_get_the_ids_that_transformers_gives(directory: Path) -> None:
+    if not (directory / "tokenizer.json").exists():
+        pytest.skip(f"{directory.name} is not there")
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.AutoTokenizer.from_pretrained(directory)
+    encoder = PromptEncoder.load(directory, None)
+    for text in TEXTS:
+        assert list(encoder.encode(text)) == oracle(text)["input_ids"]
+
+
+def test_conversations_get_the_ids_that_transformers_gives() -> None:
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.AutoTokenizer.from_pretrained(DEMO)
+    ids = PromptEncoder.load(DEMO, None).encode_chat(list(TALK))
+    text = oracle.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+    assert list(ids) == oracle(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_model_without_a_template_takes_no_conversations(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="--chat-template"):
+        PromptEncoder.load(_model(tmp_path), None).encode_chat(list(TALK))
+
+
+def test_a_template_from_a_file_takes_the_place_of_the_models_own(tmp_path: Path) -> None:
+    override = tmp_path / "mine.jinja"
+    override.write_text("{{ messages[0].content }}")
+    directory = _model(tmp_path, chat_template="{{ 'own' }}")
+    assert len(PromptEncoder.load(directory, None).encode_chat(list(TALK))) == len("own")
+    overridden = PromptEncoder.load(directory, override).encode_chat(list(TALK))
+    assert len(overridden) == len("Be brief.")
+
+
+def test_a_template_may_be_one_of_several_by_name(tmp_path: Path) -> None:
+    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    directory = _model(tmp_path, chat_template=several)
+    assert len(PromptEncoder.load(directory, None).encode_chat(list(TALK))) == len("yes")
+
+
+def test_a_template_sees_special_tokens_and_writes_json_as_it_is() -> None:
+    template = ChatTemplate(
+        "{{ bos_token }}{{ messages[1].content | tojson }}", {"bos_token": "<s>"}
+    )
+    assert template.render(list(TALK)) == '<s>"Is <1> & \\"2\\" fine?"'
+
+
+def test_what_a_template_refuses_is_refused_in_its_own_words() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        template.render(list(TALK))
+
+
+def test_a_template_cannot_reach_into_python() -> None:
+    template = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {})
+    with pytest.raises(InvalidRequest):
+        template.render(list(TALK))
+
+
+def test_a_template_that_is_not_valid_is_a_mistake_of_the_operator() -> None:
+    with pytest.raises(InvalidConfig, match="chat template"):
+        ChatTemplate("{% if %}", {})
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="tokenizer"):
+        PromptEncoder.load(tmp_path, None)
+
+
+def test_a_truncating_tokenizer_is_told_not_to(tmp_path: Path) -> None:
+    directory = _model(tmp_path)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    assert len(PromptEncoder.load(directory, None).encode("abcdefgh")) == 8
+
+
+def test_generation_defaults_come_from_their_file_or_are_absent(tmp_path: Path) -> None:
+    assert GenerationDefaults.load(tmp_path) == GenerationDefaults()
+    values = {"temperature": 0.6, "top_k": 20, "eos_token_id": 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    assert GenerationDefaults.load(tmp_path) == GenerationDefaults(temperature=0.6, top_k=20)
+
+
+def _model(directory: Path, **settings: object) -> Path:
+    """A directory with a tokenizer of single bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory

@@ -1,0 +1,247 @@
+"""Start, hang-ups, drain and end of a real server process."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.serving import MODEL, RunningServer, running_server, wait_until
+
+COMPLETIONS = "/v1/completions"
+# Seconds of work that nothing but an end from outside cuts short.
+LONG = {"model": MODEL, "prompt": "Once", "max_tokens": 50_000, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server() as running:
+        yield running
+
+
+def test_the_port_answers_503_while_the_model_loads() -> None:
+    server = RunningServer("--num-threads", "1")  # a real model, which takes a second at least
+    try:
+        response = server.wait_until_answering()
+        assert response.status_code == 503
+        assert response.headers["x-penstock-state"] == "starting"
+        assert int(response.headers["retry-after"]) > 0
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert server.get("/version").status_code == 200
+        server.wait_until_ready()
+        assert server.get("/health").status_code == 200
+        assert server.get("/v1/models").headers["x-penstock-state"] == "ready"
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_hanging_up_on_a_stream_frees_everything(server: RunningServer, n: int) -> None:
+    abandoned = server.metric('requests_total{outcome="abandoned"}')
+    body = LONG | {"stream": True, "n": n}
+    with httpx.stream("POST", server.url + COMPLETIONS, json=body) as response:
+        parts = response.iter_raw()
+        next(parts)
+        assert server.metric("running_sequences") == n
+    server.wait_until_idle()
+    assert server.metric('requests_total{outcome="abandoned"}') == abandoned + 1
+
+
+def test_hanging_up_on_a_plain_request_frees_everything(server: RunningServer) -> None:
+    abandoned = server.metric('requests_total{outcome="abandoned"}')
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + COMPLETIONS, json=LONG, timeout=0.3)
+    server.wait_until_idle()
+    assert server.metric('requests_total{outcome="abandoned"}') == abandoned + 1
+
+
+def test_hanging_up_on_a_batch_of_prompts_frees_everything(server: RunningServer) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + COMPLETIONS, json=LONG | {"prompt": ["a", "b", "c"]}, timeout=0.3)
+    server.wait_until_idle()
+
+
+def test_a_stop_string_ends_the_engines_work_too(server: RunningServer) -> None:
+    text = server.complete(max_tokens=40).json()["choices"][0]["text"]
+    before = server.metric("generated_tokens_total")
+    answer = server.complete(max_tokens=50_000, stop=text[20:28]).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    server.wait_until_idle()
+    assert server.metric("generated_tokens_total") - before < 10_000
+
+
+def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
+    with running_server() as server:
+        body = LONG | {"max_tokens": 20_000, "stream": True}
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30) as response:
+            parts = response.iter_text()
+            next(parts)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: server.get("/ready").status_code == 503)
+            refused = server.complete()
+            assert refused.status_code == 503
+            assert refused.headers["x-penstock-state"] == "draining"
+            assert int(refused.headers["retry-after"]) > 0
+            assert refused.headers["connection"] == "close"
+            assert server.get("/health").status_code == 200
+            rest = "".join(parts)
+        assert '"finish_reason":"length"' in rest and rest.endswith("data: [DONE]\n\n")
+        code, errors = server.exit_code()
+        assert code == 0, errors
+
+
+def test_what_outlasts_the_drain_ends_with_an_error_event() -> None:
+    with running_server("--shutdown-timeout", "0.2") as server:
+        body = LONG | {"stream": True, "n": 4}
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30) as response:
+            parts = response.iter_text()
+            next(parts)
+            server.process.send_signal(signal.SIGTERM)
+            rest = "".join(parts)
+        assert '{"error":{"message":"the server is shutting down"' in rest
+        assert "[DONE]" not in rest
+        code, errors = server.exit_code()
+        assert code == 0, errors
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with (
+        running_server() as server,
+        httpx.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}) as response,
+    ):
+        parts = response.iter_raw()
+        next(parts)
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: server.get("/ready").status_code == 503)
+        server.process.send_signal(signal.SIGINT)
+        code, _ = server.exit_code(timeout_s=3)
+        assert code == 128 + signal.SIGINT
+
+
+def test_an_idle_server_drains_at_once() -> None:
+    with running_server() as server:
+        server.process.send_signal(signal.SIGTERM)
+        code, errors = server.exit_code(timeout_s=5)
+        assert (code, errors) == (0, "")
+
+
+def test_a_server_that_still_downloads_its_model_ends_when_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # it never answers
+        hub.settimeout(30)
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "60")
+        server = RunningServer("someone/something")
+        try:
+            with hub.accept()[0]:
+                server.process.send_signal(signal.SIGTERM)
+                code, errors = server.exit_code()
+        finally:
+            server.stop()
+    assert (code, errors) == (0, "")
+
+
+def test_a_dead_engine_is_an_error_to_everyone_and_a_non_zero_exit() -> None:
+    with running_server() as server:
+        answers: list[httpx.Response] = []
+        plain = threading.Thread(target=lambda: answers.append(server.complete(**LONG)))
+        plain.start()
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+            stream = client.completions.create(
+                model=MODEL, prompt="Once", max_tokens=50_000, stream=True
+            )
+            next(iter(stream))
+            wait_until(lambda: server.metric("running_sequences") == 2)
+            os.kill(engine_pid(server), signal.SIGKILL)
+            with pytest.raises(openai.APIError, match="engine"):
+                for _ in stream:
+                    pass
+        plain.join()
+        assert answers[0].status_code == 500
+        assert answers[0].json()["error"]["type"] == "server_error"
+        code, errors = server.exit_code()
+        assert code == 1 and "engine" in errors and "Traceback" not in errors
+
+
+def test_an_engine_that_dies_amid_a_drain_is_no_clean_end() -> None:
+    with running_server() as server:
+        body = LONG | {"stream": True}
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30) as response:
+            parts = response.iter_text()
+            next(parts)
+            engine = engine_pid(server)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: server.get("/ready").status_code == 503)
+            os.kill(engine, signal.SIGKILL)
+            assert '"code":"engine_failed"' in "".join(parts)
+        code, errors = server.exit_code()
+        assert code == 1 and "the engine ended" in errors
+
+
+def engine_pid(server: RunningServer) -> int:
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0])
+
+
+def penstock(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_a_port_that_is_taken_is_one_sentence_that_names_the_flag(server: RunningServer) -> None:
+    ended = penstock("serve", "--port", str(server.port), "--scripted")
+    assert ended.returncode == 2
+    assert "--port" in ended.stderr and ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--port", "70000"], "--port"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--max-num-batched-tokens", "5"], "--max-num-batched-tokens"),
+        (["--chat-template", "nowhere.jinja"], "--chat-template"),
+        (["--api-key", ""], "--api-key"),
+        (["./no/such/model", "--port", "0", "--scripted"], "no/such/model"),
+    ],
+    ids=str,
+)
+def test_a_mistake_on_the_command_line_is_one_sentence(arguments: list[str], word: str) -> None:
+    ended = penstock("serve", *arguments)
+    assert ended.returncode == 2
+    assert word in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_every_flag_states_its_default() -> None:
+    text = penstock("serve", "--help").stdout.split("listening:")[1]
+    flags = re.findall(r"^  --[a-z-]+", text, re.MULTILINE)
+    assert len(flags) > 40
+    assert text.count("(default:") == len(flags)
+
+
+def test_the_version_is_printed() -> None:
+    assert penstock("--version").stdout.startswith("penstock ")
+
+
+def test_ten_hangups_in_a_row_leave_nothing_behind(server: RunningServer) -> None:
+    for _ in range(10):
+        body = LONG | {"stream": True}
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body) as response:
+            next(response.iter_raw())  # and closes
+    started_s = time.monotonic()
+    server.wait_until_idle()
+    assert time.monotonic() - started_s < 2

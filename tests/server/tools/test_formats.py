@@ -1,0 +1,295 @@
+"""The formats of newer models: XML, and names between markers; typed, streamed, and any cut."""
+
+import json
+from itertools import count, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.server.api.openai.message_parts import message_of
+from penstock.server.output.parts import CallArguments, CallStart, Part, TextPart, merged
+from penstock.server.tools.chat_format import ChatFormat
+from penstock.server.tools.parsers import (
+    DeepSeekParser,
+    GlmParser,
+    KimiParser,
+    MarkedListParser,
+    MinimaxParser,
+    QwenCoderParser,
+    ToolFormat,
+    ToolParser,
+)
+from penstock.server.tools.parsers.deepseek import (
+    CALL_BEGIN,
+    CALL_END,
+    CALLS_BEGIN,
+    CALLS_END,
+    SEPARATOR,
+)
+
+NAMES = frozenset(("add", "say"))
+SCHEMAS = {
+    "add": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/n"}},
+        "$defs": {"n": {"type": "integer"}},
+    },
+    "say": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "loud": {"type": "boolean"},
+            "to": {"type": ["array", "null"], "items": {"type": "string"}},
+            "more": {"anyOf": [{"type": "string"}, {"type": "number"}]},
+        },
+    },
+}
+Call = tuple[str, dict[str, object]]
+ADD: Call = ("add", {"a": 1, "b": 2})
+TEXT = 'Ü "x" <b>\n</par\\n 5'
+SAY: Call = ("say", {"text": TEXT, "loud": True, "to": ["a", "b"], "more": "7 up"})
+BOTH = [ADD, SAY]
+
+
+def bare(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def qwen(*calls: Call) -> str:
+    def one(name: str, arguments: dict[str, object]) -> str:
+        written = (f"<parameter={k}>\n{bare(v)}\n</parameter>\n" for k, v in arguments.items())
+        return f"<tool_call>\n<function={name}>\n{''.join(written)}</function>\n</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def glm(*calls: Call, line: str = "\n") -> str:
+    def one(name: str, arguments: dict[str, object]) -> str:
+        pairs = arguments.items()
+        keys = (f"<arg_key>{k}</arg_key>{line}<arg_value>{bare(v)}</arg_value>" for k, v in pairs)
+        return f"<tool_call>{line.join([name, *keys])}{line}</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def minimax(*calls: Call) -> str:
+    def one(name: str, arguments: dict[str, object]) -> str:
+        pairs = arguments.items()
+        keys = (f'<parameter name="{k}">{bare(v)}</parameter>\n' for k, v in pairs)
+        return f'<invoke name="{name}">\n{"".join(keys)}</invoke>\n'
+
+    return f"<minimax:tool_call>\n{''.join(one(*c) for c in calls)}</minimax:tool_call>"
+
+
+def deepseek(*calls: Call) -> str:
+    written = (f"{CALL_BEGIN}{n}{SEPARATOR}{json.dumps(a)}{CALL_END}" for n, a in calls)
+    return f"{CALLS_BEGIN}{''.join(written)}{CALLS_END}"
+
+
+def deepseek_v3(*calls: Call) -> str:
+    written = (
+        f"{CALL_BEGIN}function{SEPARATOR}{n}\n```json\n{json.dumps(a)}\n```{CALL_END}"
+        for n, a in calls
+    )
+    return f"{CALLS_BEGIN}{chr(10).join(written)}{CALLS_END}"
+
+
+def kimi(*calls: Call) -> str:
+    written = (
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>"
+        f"{json.dumps(arguments)}<|tool_call_end|>"
+        for i, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(written)}<|tool_calls_section_end|>"
+
+
+def phi(*calls: Call) -> str:
+    listed = json.dumps([{"name": n, "arguments": a} for n, a in calls])
+    return f"<|tool_call|>{listed}<|/tool_call|>"
+
+
+WRITTEN = [
+    (QwenCoderParser, qwen(*BOTH)),
+    (QwenCoderParser, qwen(*BOTH).replace("<tool_call>\n", "").replace("\n</tool_call>", "")),
+    (GlmParser, glm(*BOTH)),
+    (GlmParser, glm(*BOTH, line="")),
+    (MinimaxParser, minimax(*BOTH)),
+    (DeepSeekParser, deepseek(*BOTH)),
+    (DeepSeekParser, deepseek_v3(*BOTH)),
+    (DeepSeekParser, deepseek(*BOTH).removeprefix(CALLS_BEGIN).removesuffix(CALLS_END)),
+    (KimiParser, kimi(*BOTH)),
+    (MarkedListParser, phi(*BOTH)),
+    (MarkedListParser, phi(*BOTH).removesuffix("<|/tool_call|>")),
+]
+PARSERS = tuple(dict.fromkeys(kind for kind, _ in WRITTEN))
+
+
+def read(kind: type[ToolParser], pieces: list[str], **options: int) -> list[Part]:
+    numbers = count()
+    parser = kind(NAMES, schemas=SCHEMAS, make_id=lambda: f"call_{next(numbers)}", **options)
+    parts = [part for piece in pieces for part in parser.feed(piece)]
+    return merged([*parts, *parser.end()])
+
+
+def calls_of(parts: list[Part]) -> list[tuple[str, object]]:
+    calls = message_of(parts).get("tool_calls", [])
+    return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
+
+
+def text_of(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, TextPart))
+
+
+@pytest.mark.parametrize(("kind", "text"), WRITTEN)
+def test_two_calls_come_out_typed_and_with_no_text(kind: type[ToolParser], text: str) -> None:
+    parts = read(kind, [text])
+    assert calls_of(parts) == BOTH
+    assert text_of(parts) == ""
+
+
+@pytest.mark.parametrize(("kind", "text"), WRITTEN)
+def test_text_before_and_after_the_calls_stays_text(kind: type[ToolParser], text: str) -> None:
+    parts = read(kind, [f"  Let me see.\n{text}\nDone. "])
+    assert calls_of(parts) == BOTH
+    assert text_of(parts) == "  Let me see.Done. "
+
+
+@pytest.mark.parametrize(("kind", "text"), WRITTEN)
+def test_every_cut_in_two_and_single_characters_give_the_same(
+    kind: type[ToolParser], text: str
+) -> None:
+    text = f"Well\n{text}\n"
+    whole = read(kind, [text])
+    assert read(kind, list(text)) == whole
+    for cut in range(len(text)):
+        assert read(kind, [text[:cut], text[cut:]]) == whole
+
+
+@pytest.mark.parametrize(("kind", "text"), WRITTEN)
+def test_with_one_call_allowed_nothing_behind_it_counts(kind: type[ToolParser], text: str) -> None:
+    assert calls_of(read(kind, list(text), max_calls=1)) == [ADD]
+
+
+@pytest.mark.parametrize("kind", [QwenCoderParser, GlmParser, MinimaxParser])
+def test_a_string_streams_before_it_is_complete(kind: type[ToolParser]) -> None:
+    whole = next(text for each, text in WRITTEN if each is kind)
+    parser = kind(NAMES, schemas=SCHEMAS)
+    parts = parser.feed(whole[: whole.index("<b>")])
+    assert isinstance(parts[-1], CallArguments)
+    assert parts[-1].text.endswith('{"text": "Ü \\"x\\" ')
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (QwenCoderParser, "<tool_call>none</tool_call>"),
+        (QwenCoderParser, "<tool_call>\n<function=add"),
+        (QwenCoderParser, "<function=two words>"),
+        (GlmParser, "<tool_call>{}</tool_call>"),
+        (GlmParser, "<tool_call>"),
+        (MinimaxParser, "<minimax:tool_call>no"),
+        (MinimaxParser, '<invoke name="add">'),
+        (DeepSeekParser, CALLS_BEGIN + "no"),
+        (DeepSeekParser, CALL_BEGIN + "two words{}"),
+        (DeepSeekParser, CALL_BEGIN + "add"),
+        (KimiParser, "<|tool_call_begin|>add{}"),
+        (MarkedListParser, "<|tool_call|>[1]"),
+    ],
+)
+def test_what_is_no_call_comes_out_as_it_is(kind: type[ToolParser], text: str) -> None:
+    assert read(kind, [text]) == [TextPart(text)]
+    assert read(kind, list(text)) == [TextPart(text)]
+
+
+@pytest.mark.parametrize(
+    ("written", "types", "meant"),
+    [
+        ("5", {"type": "string"}, "5"),
+        ("5", {"type": "integer"}, 5),
+        ("5.0", {"type": "integer"}, 5),
+        ("5.0", {"type": "number"}, 5.0),
+        ("True", {"type": "boolean"}, True),
+        ("null", {"type": ["string", "null"]}, None),
+        ("5", {"type": ["string", "null"]}, "5"),
+        ('{"x": [1]}', {"type": "object"}, {"x": [1]}),
+        ("not JSON", {"type": "object"}, "not JSON"),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("5", {}, 5),
+        ("five", {}, "five"),
+        ("b", {"enum": ["a", "b"]}, "b"),
+        ("2", {"enum": [1, 2]}, 2),
+        ("", {"type": "string"}, ""),
+        (" x\n", {"type": "string"}, " x\n"),
+    ],
+)
+def test_the_schema_tells_what_a_bare_value_is(
+    written: str, types: dict[str, object], meant: object
+) -> None:
+    parser = QwenCoderParser(NAMES, schemas={"add": {"properties": {"v": types}}})
+    parts = parser.feed(f"<function=add><parameter=v>\n{written}\n</parameter></function>")
+    ((_, arguments),) = calls_of(parts)
+    assert arguments == {"v": meant}
+    assert isinstance(arguments, dict) and type(arguments["v"]) is type(meant)
+
+
+def test_a_call_without_arguments_has_an_empty_object() -> None:
+    assert calls_of(read(QwenCoderParser, [qwen(("add", {}))])) == [("add", {})]
+    assert calls_of(read(GlmParser, [glm(("add", {}))])) == [("add", {})]
+    assert calls_of(read(GlmParser, [glm(("add", {}), line="")])) == [("add", {})]
+
+
+def test_markup_that_breaks_ends_the_arguments_and_goes_on_as_text() -> None:
+    text = "<function=add>\n<parameter=a>\n1\n</parameter>\nand so on"
+    parts = read(QwenCoderParser, [text])
+    assert calls_of(parts) == [("add", {"a": 1})]
+    assert text_of(parts) == "\nand so on"
+
+
+def test_kimis_own_ids_are_kept_since_its_template_shows_them_again() -> None:
+    starts = [part for part in read(KimiParser, [kimi(*BOTH)]) if isinstance(part, CallStart)]
+    assert [start.id for start in starts] == ["functions.add:0", "functions.say:1"]
+
+
+PIECES = ("<tool_call>", "</tool_call>", "<function=", "add", ">", "<parameter=", "a", "\n", "1")
+MORE = ("</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+MARKS = (CALLS_BEGIN, CALL_BEGIN, SEPARATOR, CALL_END, CALLS_END, "{", "}", '"a": 1', "```", "x")
+OTHERS = ('<invoke name="', '">', '<parameter name="', "</invoke>", "<minimax:tool_call>", "<|")
+CHUNKS = st.lists(st.sampled_from(PIECES + MORE + MARKS + OTHERS))
+
+
+@given(st.sampled_from(PARSERS), CHUNKS, st.data())
+def test_any_cut_of_any_text_gives_the_same(
+    kind: type[ToolParser], chunks: list[str], data: st.DataObject
+) -> None:
+    text = "".join(chunks)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+    whole = read(kind, [text])
+    assert read(kind, pieces) == whole
+    if not any(isinstance(part, CallStart) for part in whole):
+        assert text_of(whole) == text
+
+
+@given(st.text())
+def test_any_string_that_has_no_tags_comes_back(value: str) -> None:
+    call: Call = ("say", {"text": value})
+    assert calls_of(read(QwenCoderParser, list(qwen(call)))) == [call]
+    assert calls_of(read(GlmParser, list(glm(call)))) == [call]
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("<tool_call>\n<function=x>", ToolFormat.QWEN3_CODER),
+        ("<tool_call>{{ name }}<arg_key>", ToolFormat.GLM45),
+        ("<minimax:tool_call>", ToolFormat.MINIMAX_M2),
+        ("<|tool_calls_section_begin|>", ToolFormat.KIMI_K2),
+        (f"{CALLS_BEGIN}```json", ToolFormat.DEEPSEEK_V3),
+        (CALLS_BEGIN, ToolFormat.DEEPSEEK_V31),
+        ("<|tool|>{{ tools }}<|/tool|>", ToolFormat.PHI4_MINI_JSON),
+        ("<|tool_call|>", ToolFormat.GRANITE),
+    ],
+)
+def test_the_template_tells_of_these_formats_too(template: str, form: ToolFormat) -> None:
+    assert ChatFormat.detect(template, None, None).tools is form

@@ -1,0 +1,262 @@
+"""Which functions may be called, and in whose words: allowed_tools, and calls as the model's own
+format has them."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from penstock.server.api.openai.message_parts import message_of
+from penstock.server.api.responses.truncation import asked_with_what_fits, droppable
+from penstock.server.errors import InvalidRequest
+from penstock.server.protocol.responses import (
+    ResponsesRequest,
+    chat_request,
+    in_words_of_responses,
+)
+from penstock.server.tools.call_grammar import can_enforce, own_call_grammar
+from penstock.server.tools.parsers import MARKUP, ToolFormat, make_tool_parser
+from tests.support.chatting import ADD, QWEN, WEATHER, ask, make_model, prompt_of, request
+from tests.support.paths import ROOT
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "add": {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"$ref": "#/$defs/yes"}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "$defs": {"yes": {"type": "boolean"}},
+    },
+    "say": {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "how": {"enum": ["loud", "low"]}},
+        "required": ["text", "how"],
+        "additionalProperties": False,
+    },
+}
+OWN = [form for form in ToolFormat if can_enforce(form, SCHEMAS)]
+TOOLS = [WEATHER, ADD]
+VALUE_ENDS = ("\n</parameter>\n", "</parameter>\n", "</arg_value>\n")
+
+
+def tokenizer(special: tuple[str, ...]) -> Tokenizer:
+    made = Tokenizer.from_file(str(ROOT / "engine" / "demo_model" / "tokenizer.json"))
+    made.add_special_tokens(list(special))
+    return made
+
+
+def random_text(words: Tokenizer, grammar: str, seed: int) -> str:
+    """What a model that knows nothing says under the grammar, if it likes to come to an end."""
+    size = words.get_vocab_size()
+    matcher = LLMatcher(LLTokenizer(words.to_str(), n_vocab=size, eos_token=[0]), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    choose, ids = random.Random(seed), list[int]()
+    closings = [words.encode(end, add_special_tokens=False).ids for end in VALUE_ENDS]
+    while not matcher.is_stopped():
+        for end in closings:  # by chance alone no bare value would ever end
+            if choose.random() < 0.2 and matcher.validate_tokens(end) == len(end):
+                assert matcher.consume_tokens(end)
+                ids += end
+        if matcher.is_stopped():
+            break
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(mask, bitorder="little")[:size].nonzero()[0].tolist()
+        ends = [i for i in allowed if i == 0 or words.decode([i])[:1] in ('"', "<", "}")]
+        chosen = choose.choice(ends if ends and choose.random() < 0.3 else allowed)
+        if chosen == 0:
+            break
+        matcher.consume_token(chosen)
+        ids.append(chosen)
+        assert len(ids) < 3000
+    return words.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("is_special", [False, True], ids=["plain", "special"])
+@pytest.mark.parametrize("form", OWN)
+def test_calls_that_must_be_made_are_read_back_valid_from_the_models_own_format(
+    form: ToolFormat, is_special: bool
+) -> None:
+    words = tokenizer(MARKUP if is_special else ())
+    special = {text: words.token_to_id(text) or 0 for text in MARKUP} if is_special else {}
+    grammar = own_call_grammar(form, SCHEMAS, special, max_calls=3)
+    for seed in range(2):
+        text = random_text(words, grammar, seed)
+        parser = make_tool_parser(form, frozenset(SCHEMAS), schemas=SCHEMAS)
+        message = message_of([*parser.feed(text), *parser.end()])
+        assert not message["content"], text
+        assert 1 <= len(message["tool_calls"]) <= 3
+        for call in message["tool_calls"]:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+def test_most_formats_are_enforced_as_the_model_writes_them() -> None:
+    assert set(ToolFormat) - set(OWN) == {ToolFormat.PYTHONIC, ToolFormat.JSON}
+
+
+def test_a_string_that_must_match_a_pattern_is_not_written_bare() -> None:
+    bare = {"f": {"type": "object", "properties": {"x": {"type": "string", "pattern": "a+"}}}}
+    assert not can_enforce(ToolFormat.QWEN3_CODER, bare)
+    assert can_enforce(ToolFormat.HERMES, bare)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": True}},
+        {"properties": {"a": 5}},
+        {"properties": ["a"]},
+        {"properties": {"a": {"type": "string"}}, "required": 7},
+        {"properties": {"a": {"type": "string"}}, "required": [["a"]]},
+        {"properties": {"a": {"type": "string", "enum": 5}}},
+        {"properties": {"a": {"type": "string", "enum": [1]}}},
+        {"properties": {"a": {"type": "string", "const": 1}}},
+        {"properties": {"a>b": {"type": "string"}}},
+    ],
+)
+def test_what_is_no_schema_of_plain_values_is_left_to_json(
+    tmp_path: Path, schema: dict[str, Any]
+) -> None:
+    """There its grammar takes it, as that of `true`, or says what is wrong."""
+    parameters = {"type": "object"} | schema
+    assert not can_enforce(ToolFormat.QWEN3_CODER, {"f": parameters})
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    model = make_model(tmp_path, QWEN, tool_parser="qwen3_coder")
+    grammar = ask(model, tools=[tool], tool_choice="required").requests[0].sampling.grammar
+    assert grammar and "json_schema" in grammar and "parameter=" not in grammar
+
+
+def test_a_single_required_call_needs_no_list(tmp_path: Path) -> None:
+    asked = ask(make_model(tmp_path, "{{ messages }}"), tools=TOOLS, tool_choice="required")
+    grammar = asked.requests[0].sampling.grammar or ""
+    words = tokenizer(())
+    size = words.get_vocab_size()
+    matcher = LLMatcher(LLTokenizer(words.to_str(), n_vocab=size, eos_token=[0]), grammar)
+    call = '{"name":"add","arguments":{"a":1,"b":2}}'
+    assert matcher.consume_tokens(words.encode(call).ids) and matcher.is_accepting()
+    listed = f"[{call},{call}]"
+    matcher.reset()
+    assert matcher.consume_tokens(words.encode(listed).ids) and matcher.is_accepting()
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_the_model_hears_only_of_the_tools_that_are_allowed(tmp_path: Path) -> None:
+    model = make_model(tmp_path, QWEN)
+    prompt = prompt_of(model, tools=TOOLS, tool_choice=allowed("auto", "add"))
+    assert prompt == prompt_of(model, tools=[ADD])
+
+
+def test_allowed_tools_may_be_required(tmp_path: Path) -> None:
+    fields = request(tools=TOOLS, tool_choice=allowed("required", "add"))
+    assert fields.must_call and [f.name for f in fields.to_call] == ["add"]
+    assert not request(tools=TOOLS, tool_choice=allowed("auto", "add")).must_call
+    asked = ask(make_model(tmp_path, QWEN), tools=TOOLS, tool_choice=allowed("required", "add"))
+    grammar = asked.requests[0].sampling.grammar or ""
+    assert "add" in grammar and "get_weather" not in grammar
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        (allowed("auto", "no"), "tool_choice.allowed_tools.tools[0].function.name"),
+        (allowed("any", "add"), "tool_choice"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+    ],
+)
+def test_what_is_wrong_with_allowed_tools_is_said(choice: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        request(tools=TOOLS, tool_choice=choice)
+    assert caught.value.param == param
+
+
+def responses(**fields: Any) -> Any:
+    body = json.dumps({"model": "m", "input": "Hi"} | fields).encode()
+    parsed = ResponsesRequest.parse(body)
+    with in_words_of_responses(parsed):
+        return chat_request(parsed, [], parsed.input_items)
+
+
+def test_responses_takes_allowed_tools_in_its_own_shape() -> None:
+    tools = [{"type": "function", "name": name} for name in ("f", "g")]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": tools[1:]}
+    assert [f.name for f in responses(tools=tools, tool_choice=choice).to_call] == ["g"]
+
+
+def test_several_items_of_thoughts_before_an_answer_are_of_one_turn() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        content = [{"type": "reasoning_text", "text": text}]
+        return {"type": "reasoning", "summary": [], "content": content}
+
+    said = {"role": "assistant", "content": "Yes."}
+    question = {"role": "user", "content": "Hi"}
+    messages = responses(input=[question, thought("Hm."), thought("Well."), said]).messages
+    assert [(m.role, m.content, m.reasoning_content) for m in messages] == [
+        ("user", "Hi", None),
+        ("assistant", "Yes.", "Hm.\nWell."),
+    ]
+
+
+def test_a_complaint_about_a_tool_counts_as_the_client_does() -> None:
+    tools = [{"type": "web_search"}, {"type": "function", "name": "f"}, {"type": "function",
+             "name": "two words"}]  # fmt: skip
+    with pytest.raises(InvalidRequest) as caught:
+        responses(tools=tools)
+    assert caught.value.param == "tools[2].name"
+    assert "tools[2].name" in str(caught.value)
+
+
+def turn(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": "Well."}]
+
+
+def call(name: str) -> list[dict[str, Any]]:
+    return [
+        {"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": name, "output": "x"},
+    ]
+
+
+def test_old_turns_go_first_then_old_calls_with_their_results() -> None:
+    rule = {"role": "system", "content": "Be brief."}
+    items = [rule, *turn("a"), *turn("b"), turn("c")[0], *call("1"), *call("2"), *call("3")]
+    assert droppable(items) == [{1, 2}, {3, 4}, {6, 7}, {8, 9}]
+
+
+def test_parallel_calls_go_with_all_their_results() -> None:
+    first, second = call("1"), call("2")
+    both = [first[0], second[0], first[1], second[1]]
+    items = [turn("a")[0], *both, *call("3")]
+    assert droppable(items) == [{1, 2, 3, 4}]
+
+
+def test_a_lone_question_has_nothing_to_drop() -> None:
+    assert droppable(turn("a")[:1]) == []
+
+
+def test_no_more_goes_than_must_and_a_question_that_never_fits_is_refused() -> None:
+    past = [item for text in "abcdefgh" for item in turn(text)]
+
+    def kept(limit: int) -> list[str]:
+        async def count(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+            if len(before) + len(now) > limit:
+                raise InvalidRequest("too long", code="context_length_exceeded")
+            return [item["content"] for item in before + now]
+
+        return asyncio.run(asked_with_what_fits(past, turn("last")[:1], count))
+
+    assert len(kept(17)) == 17
+    assert kept(16)[0] == "b" and len(kept(16)) == 15
+    assert kept(1) == kept(2) == ["last"]
+    with pytest.raises(InvalidRequest):
+        kept(0)

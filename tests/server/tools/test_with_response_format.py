@@ -1,0 +1,56 @@
+"""Tools and a response_format in one request: a call, or an answer in the format."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.support.chatting import ADD
+from tests.support.serving import RunningServer, running_server
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"mood": {"enum": ["glad", "sad"]}},
+    "required": ["mood"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "mood", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server() as running:
+        yield running
+
+
+def choice_of(server: RunningServer, **fields: Any) -> dict[str, Any]:
+    reply = server.chat(tools=[ADD], response_format=FORMAT, max_tokens=500, **fields)
+    assert reply.status_code == 200, reply.text
+    choice: dict[str, Any] = reply.json()["choices"][0]
+    return choice
+
+
+def test_an_answer_that_may_call_calls_or_follows_the_format(server: RunningServer) -> None:
+    seen = set()
+    for seed in range(24):
+        choice = choice_of(server, seed=seed, temperature=1)
+        seen.add(choice["finish_reason"])
+        if choice["finish_reason"] == "tool_calls":
+            for call in choice["message"]["tool_calls"]:
+                assert json.loads(call["function"]["arguments"]).keys() == {"a", "b"}
+            assert choice["message"]["content"] is None
+        else:
+            jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    assert seen == {"tool_calls", "stop"}
+
+
+def test_an_answer_that_must_call_has_no_text_to_follow_a_format(server: RunningServer) -> None:
+    choice = choice_of(server, tool_choice="required")
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+
+
+def test_without_a_choice_of_tools_the_format_alone_counts(server: RunningServer) -> None:
+    choice = choice_of(server, tool_choice="none")
+    jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)

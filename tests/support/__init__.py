@@ -1,0 +1,1 @@
+"""Helpers that tests share. No test is in this folder."""

@@ -1,0 +1,194 @@
+"""What the tests of tools and reasoning share: answers that are written for them.
+
+The ids are real ones of a tokenizer of single bytes with a few special tokens; they take the way
+from `ask_chat` to the bytes of the reply, all but the engine.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from penstock.engine.executor import ModelInfo
+from penstock.scheduler.types import Finish, FinishReason, RequestId, RequestOutput
+from penstock.server.api.openai.writer import ChatReply, ChunkWriter, Envelope, plain_body
+from penstock.server.output.detokenizer import TextDecoder
+from penstock.server.output.generation import Choice, Piece, Usage
+from penstock.server.prompt.generation_request import Ask, ServedModel, ask_chat
+from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
+from penstock.server.protocol.openai import ChatCompletionRequest
+from penstock.server.tools.chat_format import ChatFormat
+
+SPECIAL = ("<eos>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 12},
+                "unit": {"enum": ["celsius", "fahrenheit"]},
+            },
+            "required": ["city", "unit"],
+        },
+    },
+}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/small"}, "b": {"$ref": "#/$defs/small"}},
+            "required": ["a", "b"],
+            "$defs": {"small": {"type": "integer", "minimum": 0, "maximum": 99}},
+        },
+    },
+}
+# Plain, and in the manner of Qwen3: tools, tool_calls, thoughts and all.
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+QWEN = (
+    "{% if tools %}# Tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls %}<tool_call>\n"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>"
+    "{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+
+
+def make_model(directory: Path, template: str, **flags: Any) -> ServedModel:
+    """flags: of `ChatFormat.detect`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    options = {"tool_parser": None, "reasoning_parser": None} | flags
+    return ServedModel(
+        names=("m",),
+        created_s=0,
+        info=ModelInfo(
+            architecture="llama",
+            dtype="float32",
+            device="cpu",
+            vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=1,
+            max_model_len=100_000,
+            block_size=16,
+            num_blocks=1,
+            eos_token_ids=(tokenizer.token_to_id("<eos>") or 0,),
+            num_parameters=1,
+            weight_bytes=1,
+            kv_bytes_per_token=1,
+            flops_per_token=1,
+            flops_per_sampled_token=1,
+            flops_per_attention_pair=1,
+            peak_bandwidth_bytes_per_s=None,
+            measured_bandwidth_bytes_per_s=1.0,
+            peak_flops_per_s=None,
+            load_seconds={},
+        ),
+        encoder=PromptEncoder.load(directory, None),
+        defaults=GenerationDefaults(),
+        chat_format=ChatFormat.detect(template, **options),
+    )
+
+
+def request(**fields: Any) -> ChatCompletionRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | fields
+    return ChatCompletionRequest.parse(json.dumps(body).encode())
+
+
+def ask(model: ServedModel, **fields: Any) -> Ask:
+    return asyncio.run(ask_chat(request(**fields), model, tenant="", arrival_s=0.0))
+
+
+def prompt_of(model: ServedModel, **fields: Any) -> str:
+    """What the model gets, as text."""
+    ids = ask(model, **fields).requests[0].prompt_token_ids
+    return model.encoder.vocabulary.text_of(ids, shows_special=True)
+
+
+class Answer:
+    """One answer, token by token: its pieces, and what the wire makes of them."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        text: str,
+        reason: FinishReason = FinishReason.STOP,
+        **fields: Any,
+    ) -> None:
+        self.asked = ask(model, **fields)
+        self._reply = ChatReply(model.encoder.vocabulary, None)
+        make = self.asked.make_reader
+        decoder = TextDecoder(model.encoder.vocabulary, is_whole=True, shown=self.asked.markup)
+        self.choice = Choice(0, decoder, None, False, reader=make() if make else None)
+        ids = list(model.encoder.encode_rendered(text))
+        self.pieces: list[Piece] = []
+        for token_id in ids:
+            self._take([token_id], None)
+        if reason is FinishReason.STOP:
+            eos = model.info.eos_token_ids[0]
+            self._take([eos], Finish(reason, eos, None, 0, 0))
+        else:
+            self._take([], Finish(reason, None, None, 0, 0))
+
+    def _take(self, ids: list[int], finish: Finish | None) -> None:
+        if self.choice.finish_reason:
+            return
+        output = RequestOutput(RequestId("r"), 0, ids, None, finish, 0)
+        if piece := self.choice.take(output):
+            self.pieces.append(piece)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(1, self.choice.num_tokens, 0, self.choice.num_reasoning)
+
+    @property
+    def sse(self) -> bytes:
+        writer = ChunkWriter(Envelope("chatcmpl-1", "m", "fp"), self._reply, wants_usage=True)
+        events = b"".join(map(writer.piece, self.pieces))
+        return writer.openings(1) + events + writer.end(self.usage)
+
+    def streamed(self) -> Any:
+        """A completion, as the client's own helper accumulates it."""
+        headers = {"content-type": "text/event-stream"}
+        with (
+            client_of(httpx.Response(200, headers=headers, content=self.sse)) as client,
+            client.chat.completions.stream(
+                model="m", messages=[{"role": "user", "content": "Hi"}]
+            ) as stream,
+        ):
+            return stream.get_final_completion()
+
+    def plain(self) -> Any:
+        parts = [part for piece in self.pieces for part in piece.parts or ()]
+        text = "".join(piece.text for piece in self.pieces)
+        has_parts = self.asked.make_reader is not None
+        whole = Piece(0, text, [], self.choice.finish_reason, (), parts if has_parts else None)
+        body = plain_body(Envelope("chatcmpl-1", "m", "fp"), self._reply, [whole], self.usage)
+        return openai.types.chat.ChatCompletion.model_validate_json(body)
+
+
+def client_of(response: httpx.Response) -> openai.OpenAI:
+    """The real client, and a wire that carries one answer."""
+    wire: Any = httpx.Client(transport=httpx.MockTransport(lambda _: response))
+    return openai.OpenAI(
+        base_url="http://test/v1",
+        api_key="x",
+        http_client=wire,
+        _strict_response_validation=True,
+    )

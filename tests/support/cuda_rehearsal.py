@@ -1,0 +1,292 @@
+"""`python -m tests.support.cuda_rehearsal ROUNDS [MODEL] [--enforce-eager]`: the GPU's way without
+one.
+
+MODEL: a key of `MODELS`; llama unless given.
+
+From its start through busy serving, on `tests.support.pretend_gpu`: a real scheduler, and requests
+that ask for all that can be asked. Prints one JSON object: what the start compiled and what
+serving compiled beside it (each of those would be a stall of a second), where the host waited for
+the device, what a decode step launches, memory. To be run without TRITON_INTERPRET.
+"""
+
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.engine.config import Device, EngineConfig, LoadFormat
+from penstock.engine.executor import PendingTokens
+from penstock.engine.executors.cuda.executor import CudaExecutor
+from penstock.engine.executors.cuda.setup import build_cuda_executor
+from penstock.engine.kernels.tables import store_lengths
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.types import Pooling, Request, RequestId, SamplingParams
+from tests.bench.engine.models import model_fields
+from tests.support.pretend_gpu import BrokenRule, PretendGpu
+
+# All the ways to be sampled, and all that can be asked of a prompt.
+WAYS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {},
+    {"top_p": 0.9},
+    {"top_k": 20, "min_p": 0.05},
+    {"num_logprobs": 5},
+    {"temperature": 0.0, "num_logprobs": 0, "num_prompt_logprobs": 3},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    {"logit_bias": ((5, 2.0),), "min_tokens": 2, "stop_token_ids": (7, 8)},
+    {"bad_words": ((5, 6),), "top_p": 0.8},
+    {"allowed_token_ids": (65, 66)},
+    {"grammar": '{"grammars":[{"lark_grammar":"start: /[a-z]*/"}]}'},
+    {"grammar": '{"grammars":[{"lark_grammar":"start: /[a-z]*/"}]}', "top_k": 5},
+    {"grammar": '{"grammars":[{"lark_grammar":"start: /[a-z]*/"}]}', "logit_bias": ((5, 2.0),)},
+)
+
+
+# What is not as in `write_model`.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {  # biases, and a sliding window in all layers but the first
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "rope_scaling": None,
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "max_window_layers": 1,
+    },
+    "qwen3": {  # QK-norm, and one matrix for embedding and output
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "rope_scaling": None,
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def broken_rules() -> dict[str, str]:
+    """What a device would forbid, and how the pretended one answers."""
+    gpu = PretendGpu()
+    with gpu.installed():
+        cuda = torch.device("cuda", 0)
+        x, ids = torch.zeros(8, device=cuda), torch.zeros(8, dtype=torch.int32, device=cuda)
+        pool = torch.cuda.graph_pool_handle()
+
+        def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                run()
+            return graph
+
+        def replay_freed() -> None:
+            outside = [torch.zeros(8, device=cuda)]
+            graph = captured(lambda: outside[0].add_(1))
+            outside.clear()
+            graph.replay()
+
+        def use_overwritten() -> None:
+            kept: list[torch.Tensor] = []
+            first, second = (captured(lambda: kept.append(x + 1)) for _ in range(2))
+            first.replay()
+            second.replay()
+            kept[0].add_(1)
+
+        def read_early() -> None:
+            host = torch.empty(8, pin_memory=True)
+            host.copy_(x, non_blocking=True)
+            torch.cuda.Event().synchronize()  # type: ignore[no-untyped-call]
+            host.tolist()
+
+        def write_early() -> None:
+            host = torch.zeros(8).pin_memory()
+            host.to(cuda, non_blocking=True)
+            host.fill_(1)
+
+        lengths = ids[:4]
+        cases: dict[str, Callable[[], object]] = {
+            "a number is read in a capture": lambda: captured(lambda: x[0].item()),
+            "a list is sent in a capture": lambda: captured(lambda: x[[1, 2]]),
+            "a capture synchronizes": lambda: captured(torch.cuda.synchronize),
+            "a kernel is compiled in a capture": lambda: captured(
+                lambda: store_lengths(lengths, lengths, ids)
+            ),
+            "a kernel gets a host tensor": lambda: store_lengths(
+                ids, lengths, torch.zeros(8).int()
+            ),
+            "a kernel gets a tensor with gaps": lambda: store_lengths(ids[::2], lengths, ids),
+            "a graph is replayed without its memory": replay_freed,
+            "a graph's output is used after another's replay": use_overwritten,
+            "host memory is read too early": read_early,
+            "host memory is written too early": write_early,
+            "there is no more memory": lambda: torch.empty(2**38, device=cuda),
+        }
+        return {name: _refusal(run) for name, run in cases.items()}
+
+
+def _refusal(run: Callable[[], object]) -> str:
+    try:
+        run()
+    except (BrokenRule, torch.OutOfMemoryError) as error:
+        return str(error)
+    return ""
+
+
+class Rehearsal:
+    """One start, then requests."""
+
+    def __init__(self, gpu: PretendGpu, model_dir: Path, **changes: Any) -> None:
+        settings: dict[str, Any] = {
+            "model": str(model_dir),
+            "device": Device.CUDA,
+            "load_format": LoadFormat.DUMMY,
+            "num_threads": 1,
+            "scheduler": SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=600),
+        }
+        self.gpu = gpu
+        self.config = EngineConfig(**(settings | changes))
+        self.executor: CudaExecutor = build_cuda_executor(self.config, model_dir)
+        info = self.executor.info
+        self.scheduler = Scheduler(
+            self.config.scheduler,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+        )
+        self._pending: PendingTokens | None = None
+        self._num_requests = 0
+
+    def ask(
+        self, num_tokens: int, *, n: int = 1, pooling: Pooling | None = None, **way: Any
+    ) -> None:
+        self._num_requests += 1
+        sampling = SamplingParams(**({"max_tokens": 8} | way))
+        future = self.executor.prepare(sampling)
+        if future:
+            future.result()
+        start = self._num_requests
+        self.scheduler.add(
+            Request(
+                id=RequestId(str(start)),
+                prompt_token_ids=tuple(3 + (start * 7 + i) % 89 for i in range(num_tokens)),
+                sampling=sampling,
+                arrival_s=0.0,
+                n=n,
+                pooling=pooling,
+            )
+        )
+
+    def step(self) -> None:
+        """As the engine's loop does it: the next step is launched before the last is awaited."""
+        batch = self.scheduler.schedule(0.0)
+        pending, self._pending = self._pending, self.executor.execute(batch) if batch else None
+        if pending:
+            self.scheduler.update(pending.wait())
+
+    def finish(self) -> int:
+        """Steps until nothing is left; how many."""
+        count = 0
+        while self.scheduler.has_work or self._pending:
+            self.step()
+            count += 1
+        return count
+
+
+def serve_everything(rehearsal: Rehearsal, seed: int, rounds: int) -> int:
+    """Requests of all ways, of odd lengths, that come while others run. Gives the steps it took."""
+    chance, steps = random.Random(seed), 0
+    for _ in range(rounds):
+        for way in chance.sample(WAYS, chance.randint(1, len(WAYS))):
+            length = chance.choice((1, 2, 5, 17, 63, 64, 130, 333, 700, 1500))
+            n = 1 if way.get("num_prompt_logprobs") else chance.choice((1, 1, 3))
+            rehearsal.ask(length, n=n, max_tokens=chance.choice((1, 7, 30, 90)), **way)
+        if chance.random() < 0.3:
+            pooling = chance.choice((Pooling.MEAN, Pooling.LAST))
+            rehearsal.ask(chance.randint(1, 900), pooling=pooling, max_tokens=1)
+        for _ in range(chance.randint(1, 20)):
+            rehearsal.step()
+            steps += 1
+    return steps + rehearsal.finish()
+
+
+def write_model(directory: Path, **changes: Any) -> Path:
+    """Llama-3.1-8B's flags in one layer of a few columns."""
+    fields = model_fields("Llama-3.1-8B", tiny=True)
+    fields |= {"max_position_embeddings": 4096, "vocab_size": 8192, "eos_token_id": 2}
+    (directory / "config.json").write_text(json.dumps(fields | changes), encoding="utf-8")
+    return directory
+
+
+def rehearse(rounds: int, model: str, **changes: Any) -> dict[str, Any]:
+    """A start and `rounds` of `serve_everything`, then a few steps of decodes alone."""
+    gpu = PretendGpu(answer=65)  # an "a" of the tokenizer that is made up
+    with gpu.installed(), tempfile.TemporaryDirectory() as directory:
+        rehearsal = Rehearsal(gpu, write_model(Path(directory), **MODELS[model]), **changes)
+        at_start = set(gpu.compiled)
+        used, num_graphs = gpu.used_bytes, len(gpu.graphs)
+        gpu.waits.clear()
+        gpu.peak_bytes = used
+        steps = serve_everything(rehearsal, rounds, rounds)
+        return {
+            "compiled_at_start": len(at_start),
+            "compiled_while_serving": [key for key in gpu.compiled if key not in at_start],
+            "graphs_at_start": num_graphs,
+            "graphs_while_serving": len(gpu.graphs) - num_graphs,
+            "steps": steps,
+            "preemptions": rehearsal.scheduler.stats().preemptions_total,
+            "waits": Counter(wait.rsplit(":", 1)[0] for wait in gpu.waits),
+            "bytes_at_start": used,
+            "bytes_at_most": gpu.peak_bytes,
+            "bytes_allowed": gpu.total_bytes * rehearsal.config.gpu_memory_utilization,
+            "decode": decode_alone(rehearsal),
+        }
+
+
+def decode_alone(rehearsal: Rehearsal, num_steps: int = 5) -> dict[str, Any]:
+    """What some steps of the same sequences take, all together; none of them needs a new block."""
+    gpu = rehearsal.gpu
+    for _ in range(3):
+        rehearsal.ask(2, max_tokens=30, top_p=0.9)
+    for _ in range(6):
+        rehearsal.step()
+    for seen in (gpu.waits, gpu.uploads, gpu.launches, gpu.replays):
+        seen.clear()
+    for _ in range(num_steps):
+        rehearsal.step()
+    found = {
+        "steps": num_steps,
+        "waits": gpu.waits[:],
+        "uploads": gpu.uploads[:],
+        "launches": [launch.name for launch in gpu.launches],
+        "replays": len(gpu.replays),
+        "launches_in_graph": Counter(launch.name for launch in gpu.replays[0].launches)
+        if gpu.replays
+        else {},
+        "operations_in_graph": gpu.replays[0].operations if gpu.replays else [],
+    }
+    rehearsal.finish()
+    return found
+
+
+def main(rounds: int, flags: list[str]) -> None:
+    model = next((flag for flag in flags if flag in MODELS), "llama")
+    num_layers = MODELS[model].get("num_hidden_layers", 1)
+    # A pool that holds no whole context, and makes running sequences yield.
+    report = rehearse(
+        rounds,
+        model,
+        block_size=16,
+        kv_cache_memory_bytes=2**18 * num_layers,
+        enforce_eager="--enforce-eager" in flags,
+    )
+    print(json.dumps(report | {"rules": broken_rules()}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

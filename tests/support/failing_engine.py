@@ -1,0 +1,50 @@
+"""`python -m tests.support.failing_engine`: an engine process whose third step fails as on a GPU.
+
+That is, late: the step after it is launched already, and its message has many lines.
+"""
+
+from concurrent.futures import Future
+from typing import Any
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.executor import Executor, ModelInfo, PendingTokens
+from penstock.engine.ipc.process import build_executor, main
+from penstock.scheduler.types import SampledTokens, SamplingParams, ScheduledBatch
+
+MESSAGE = "CUDA error: an illegal memory access was encountered"
+
+
+class _Failed:
+    def wait(self) -> SampledTokens:
+        raise RuntimeError(f"{MESSAGE}\nand how to debug that")
+
+
+class FailsInItsThirdStep:
+    """Another executor, until then."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._num_steps = 0
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._executor.info
+
+    @property
+    def runs_ahead(self) -> bool:
+        return True
+
+    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
+        return self._executor.prepare(sampling)
+
+    def execute(self, batch: ScheduledBatch) -> PendingTokens:
+        self._num_steps += 1
+        return _Failed() if self._num_steps >= 3 else self._executor.execute(batch)
+
+
+def build(config: EngineConfig) -> Executor:
+    return FailsInItsThirdStep(build_executor(config))
+
+
+if __name__ == "__main__":
+    main(build)

@@ -1,0 +1,146 @@
+"""What the scheduler's tests share: requests in a word, and a driver for the halves of a step."""
+
+from collections import defaultdict, deque
+
+from penstock.engine.executor import PendingTokens
+from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.kv_cache import KVCache
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.types import (
+    Finish,
+    Pooling,
+    PromptOutput,
+    Request,
+    RequestId,
+    RequestOutput,
+    SamplingParams,
+    ScheduledBatch,
+)
+
+EOS = 2
+
+
+def make_request(
+    name: str,
+    prompt: list[int] | int,
+    *,
+    max_tokens: int = 8,
+    n: int = 1,
+    seed: int = 0,
+    temperature: float = 0.0,
+    priority: int = 0,
+    arrival_s: float = 0.0,
+    cache_salt: str = "",
+    stop_token_ids: tuple[int, ...] = (),
+    num_prompt_logprobs: int | None = None,
+    pooling: Pooling | None = None,
+) -> Request:
+    """A request whose prompt is given, or as many made-up ids as the number says."""
+    ids = [3 + i % 97 for i in range(prompt)] if isinstance(prompt, int) else prompt
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        seed=seed,
+        temperature=temperature,
+        stop_token_ids=stop_token_ids,
+        num_prompt_logprobs=num_prompt_logprobs,
+    )
+    return Request(
+        id=RequestId(name),
+        prompt_token_ids=tuple(ids),
+        sampling=sampling,
+        arrival_s=arrival_s,
+        n=n,
+        priority=priority,
+        cache_salt=cache_salt,
+        pooling=pooling,
+    )
+
+
+class Driver:
+    """The scheduler on a paranoid `ScriptedExecutor`: what the engine loop does, at any pace.
+
+    launch() and collect() are the halves of a step, so a test can run ahead of the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 128,
+        config: SchedulerConfig | None = None,
+        vocab_size: int = 512,
+    ) -> None:
+        config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
+        self.config = config
+        self.scheduler = Scheduler(
+            config, num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len
+        )
+        info = scripted_info(
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+        )
+        self.executor = ScriptedExecutor(info, paranoid=True)
+        self.launched: deque[PendingTokens] = deque()
+        self.batches: list[ScheduledBatch] = []
+        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.num_cached: dict[tuple[str, int], int] = {}
+        self.finishes: dict[tuple[str, int], list[Finish]] = defaultdict(list)
+        self.prompts: dict[str, list[PromptOutput]] = defaultdict(list)
+        self.now = 0.0
+
+    @property
+    def kv(self) -> KVCache:
+        return self.scheduler._kv
+
+    def launch(self) -> ScheduledBatch | None:
+        batch = self.scheduler.schedule(self.now)
+        if batch:
+            self.batches.append(batch)
+            self.launched.append(self.executor.execute(batch))
+        return batch
+
+    def collect(self) -> None:
+        self.record(self.scheduler.update(self.launched.popleft().wait()))
+
+    def record(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            key = (output.request_id, output.index)
+            if output.prompt:
+                assert output.index == 0 and not self.tokens[key], output
+                self.prompts[output.request_id].append(output.prompt)
+            self.tokens[key] += output.token_ids
+            self.num_cached[key] = output.num_cached_tokens
+            if output.finish:
+                self.finishes[key].append(output.finish)
+
+    def step(self) -> ScheduledBatch | None:
+        batch = self.launch()
+        if batch:
+            self.collect()
+        return batch
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Steps until every request has ended."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+            self.now += 0.01
+        raise AssertionError(f"requests are still open after {max_steps} steps")
+
+
+def run_alone(request: Request, *, max_model_len: int = 128) -> Driver:
+    """The request in an engine of its own, with room for everything, to its end."""
+    driver = Driver(num_blocks=1024, max_model_len=max_model_len)
+    driver.scheduler.add(request)
+    driver.run()
+    return driver
+
+
+def tokens_alone(request: Request, *, max_model_len: int = 128) -> dict[tuple[str, int], list[int]]:
+    """What the request's answers are there."""
+    return run_alone(request, max_model_len=max_model_len).tokens

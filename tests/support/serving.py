@@ -1,0 +1,116 @@
+"""What the server's tests share: a real server process on a free port, running scripted tokens."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from tests.support.paths import ROOT
+
+MODEL, ALIAS = "penstock-demo", "demo"
+# Room for streams that take seconds: the scripted executor makes some ten thousand tokens a second.
+MAX_MODEL_LEN = 60_000
+_START_TIMEOUT_S = 30.0
+
+
+class RunningServer:
+    """A `penstock serve --scripted` of its own, and the ways to look at it."""
+
+    def __init__(self, *flags: str, port: int | None = None) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "penstock", "serve", "--port", str(self.port), *flags]
+        # A pipe that nobody reads is full at 64 KiB, and stops a server that writes more.
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+        )
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=30, **options)
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        """`POST /v1/completions` with a prompt and a seed unless others are given."""
+        body = {"model": MODEL, "prompt": "Once", "max_tokens": 8, "seed": 1} | fields
+        return self.post("/v1/completions", body)
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "Who are you?"}]
+        body = {"model": MODEL, "messages": messages, "max_tokens": 8, "seed": 1} | fields
+        return self.post("/v1/chat/completions", body)
+
+    def metric(self, name: str) -> float:
+        """A sample's value, by its name with its labels; 0 where it is not there yet."""
+        for line in self.get("/metrics").text.splitlines():
+            if line.startswith(f"penstock_{name} "):
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+    def wait_until_answering(self) -> httpx.Response:
+        """The first response of any kind."""
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < deadline_s and self.process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                return self.get("/v1/models")
+            time.sleep(0.005)
+        raise AssertionError(f"it never answered; exit code {self.process.poll()}")
+
+    def wait_until_ready(self) -> None:
+        self.wait_until_answering()
+        wait_until(lambda: self.get("/ready").status_code == 200, timeout_s=_START_TIMEOUT_S)
+
+    def wait_until_idle(self) -> None:
+        """Nothing runs and no block is held."""
+        names = ("running_sequences", "waiting_sequences", "kv_used_blocks")
+        wait_until(lambda: not any(self.metric(name) for name in names))
+
+    def exit_code(self, timeout_s: float = 15.0) -> tuple[int, str]:
+        """Waits for its end; the code, and what it wrote to stderr."""
+        code = self.process.wait(timeout_s)
+        with self._errors as errors:
+            errors.seek(0)
+            return code, errors.read()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._errors.close()
+
+
+@contextlib.contextmanager
+def running_server(*flags: str, is_ready: bool = True) -> Iterator[RunningServer]:
+    server = RunningServer("--scripted", "--max-model-len", str(MAX_MODEL_LEN), *flags)
+    try:
+        if is_ready:
+            server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def wait_until(condition: Any, timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come to pass in time"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

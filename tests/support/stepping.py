@@ -1,0 +1,43 @@
+"""The scheduler and a real executor in this process, stepped by the test."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.executor import Executor
+from penstock.engine.executors.cpu import CpuExecutor
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.types import Request, RequestId, RequestOutput
+
+
+class SteppedEngine:
+    """Runs what it is given to the end; blocks stay cached from one call to the next."""
+
+    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+        """executor: `CpuExecutor` where none is given."""
+        self.executor = executor or CpuExecutor(config, Path(config.model))
+        info = self.executor.info
+        self.scheduler = Scheduler(
+            config.scheduler,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+        )
+        self._num_requests = 0
+
+    def run(self, requests: list[Request]) -> list[list[RequestOutput]]:
+        """The outputs of each, all asked for at once. Equal ids are made unique."""
+        outputs: dict[RequestId, list[RequestOutput]] = {}
+        for request in requests:
+            self._num_requests += 1
+            name = RequestId(f"{request.id}-{self._num_requests}")
+            outputs[name] = []
+            self.scheduler.add(replace(request, id=name))
+        while batch := self.scheduler.schedule(0.0):
+            for output in self.scheduler.update(self.executor.execute(batch).wait()):
+                outputs[output.request_id].append(output)
+        return list(outputs.values())
+
+
+def ids_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]

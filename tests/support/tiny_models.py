@@ -1,0 +1,160 @@
+"""Small random models of every family, as transformers saves them, and hand-made steps."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from penstock.engine.attention.gathered import gathered_attention
+from penstock.engine.config import Device, Dtype, EngineConfig
+from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.model_input import build_model_input
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers import PackedLinear, PlainLinear
+from penstock.engine.models.llama import LlamaModel, Model
+from penstock.engine.models.weights import Checkpoint
+from penstock.engine.native.model import NativeModel, load_library
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.types import SamplingParams, ScheduledBatch, SlotAssignment
+
+BLOCK_SIZE = 4
+MAX_LEN = 128
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+CPU = torch.device("cpu")
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+# family -> (transformers' name, what this configuration exercises)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "llama3_gqa": ("Llama", {"num_key_value_heads": 1, "rope_theta": 500_000.0}),
+    "llama3.1_rope": ("Llama", {"rope_scaling": _LLAMA3, "rope_theta": 10_000.0}),
+    "llama3.2_tied": ("Llama", {"rope_scaling": _LLAMA3, "tie_word_embeddings": True}),
+    "llama_linear_rope": ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama_yarn": (
+        "Llama",
+        {"rope_scaling": {**_YARN, "beta_fast": 8, "mscale": 0.7, "mscale_all_dim": 1.0}},
+    ),
+    "qwen2_yarn": ("Qwen2", {"rope_scaling": _YARN, "rope_theta": 1e6}),
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral_window": ("Mistral", {"sliding_window": 9, "head_dim": 32}),
+    "mistral_no_window": ("Mistral", {"sliding_window": None, "head_dim": 8}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2_window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3_bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+}
+
+
+def make_model(family: str, seed: int = 0) -> Any:
+    """transformers' own model, in evaluation mode, every weight (norms, biases too) random."""
+    name, extra = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(
+        **{
+            "vocab_size": 96,
+            "hidden_size": 64,
+            "intermediate_size": 112,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": MAX_LEN,
+            "eos_token_id": 2,
+            "attn_implementation": "eager",
+        }
+        | extra
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + noise / 4 if "norm" in name else noise / 8
+    return model
+
+
+def save(model: Any, path: Path, **options: Any) -> Path:
+    model.save_pretrained(path, **options)
+    return path
+
+
+def engine_config(model_dir: Path, **changes: Any) -> EngineConfig:
+    settings: dict[str, Any] = {
+        "model": str(model_dir),
+        "device": Device.CPU,
+        "dtype": Dtype.FLOAT32,
+        "block_size": BLOCK_SIZE,
+        "kv_cache_memory_bytes": 32 * 2**20,
+        "num_threads": 1,
+        "scheduler": SchedulerConfig(max_num_seqs=64),
+    }
+    return EngineConfig(**(settings | changes))
+
+
+class Harness:
+    """A model, its pool and its tables; sequence i owns slot i and every (stride)th block."""
+
+    def __init__(self, model_dir: Path, num_sequences: int = 4, **options: Any) -> None:
+        config = ModelConfig.from_dir(model_dir)
+        blocks_each = MAX_LEN // BLOCK_SIZE
+        num_blocks = num_sequences * blocks_each
+        native = options.get("native", False)
+        self.model: Model
+        self.model = llama = LlamaModel(
+            config,
+            Checkpoint(model_dir, torch.empty),
+            PlainLinear if native else options.get("make_linear", PackedLinear),
+            gathered_attention,
+            max_model_len=MAX_LEN,
+            device=CPU,
+        )
+        self.pool = KVPool(config, num_blocks, BLOCK_SIZE, torch.float32, CPU)
+        if native:
+            library = load_library()
+            assert library is not None
+            self.model = NativeModel(library, llama, self.pool, threads=2)
+        self.token_table = torch.zeros(num_sequences, MAX_LEN + 1, dtype=torch.int64)
+        shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7))
+        self.block_tables = shuffled.view(num_sequences, blocks_each).to(torch.int32)
+
+    @torch.inference_mode()
+    def run(self, rows: Iterable[tuple[int, int, int]], num_decodes: int = 0) -> list[Tensor]:
+        """rows: (slot, start, number of tokens), each of which samples. Every token's logits."""
+        slots, starts, counts = zip(*rows, strict=True)
+        batch = make_batch(slots, starts, counts, num_decodes=num_decodes)
+        step = build_model_input(batch, self.token_table, self.block_tables, BLOCK_SIZE)
+        object.__setattr__(step, "sample_rows", torch.arange(sum(counts)))
+        return list(torch.split(self.model(step, self.pool), list(counts)))
+
+
+def make_batch(
+    slots: tuple[int, ...],
+    starts: tuple[int, ...],
+    num_tokens: tuple[int, ...],
+    *,
+    num_decodes: int = 0,
+    samples: tuple[bool, ...] | None = None,
+    assignments: tuple[SlotAssignment, ...] = (),
+    **changes: Any,
+) -> ScheduledBatch:
+    return ScheduledBatch(
+        step=0,
+        assignments=assignments,
+        table_updates=changes.get("table_updates", ()),
+        copies=changes.get("copies", ()),
+        slots=slots,
+        starts=starts,
+        num_tokens=num_tokens,
+        samples=samples or (True,) * len(slots),
+        num_decodes=num_decodes,
+    )
