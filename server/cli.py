@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_serve_flags(serve: argparse.ArgumentParser) -> None:
-    """What `penstock serve` takes; each flag's help ends with its default, for the README."""
+    """What `penstock serve` takes; each flag's help ends with its default, for docs/flags.md."""
     serve.add_argument(
         "model",
         nargs="?",
