@@ -120,7 +120,7 @@ def _fit(sizing: Sizing, context: int) -> str:
 
 
 def example_table() -> str:
-    """The README's: two models of configs/models on two devices."""
+    """That of docs/sizing.md: two models of configs/models on two devices."""
     models = Path(__file__).parents[2] / "configs" / "models"
     names = [name for name in ("Llama-3.1-8B", "Qwen3-8B") for _ in DEVICES]
     sizings = [

@@ -241,7 +241,7 @@ class Metrics:
         yield from self._counters()
         yield from self._counters_by_class()
         yield from self._gauges()
-        yield InfoMetricFamily("penstock_build", "The build that runs", value=build_info())
+        yield InfoMetricFamily("penstock_build", "The running build", value=build_info())
         if self.model:
             yield from self._engine(self.model)
             yield from self._hardware(self.model)
@@ -250,39 +250,51 @@ class Metrics:
         described = {
             "time_to_first_token_seconds": (
                 self.ttft,
-                "Request received to first token of an answer",
+                "From the arrival of a request to the first token of an answer",
             ),
             "time_per_output_token_seconds": (
                 self.tpot,
-                "Mean time of an answer's tokens after the first",
+                "Mean time per token of an answer, after the first token",
             ),
-            "inter_token_latency_seconds": (self._itl, "Gap between two tokens of an answer"),
-            "request_latency_seconds": (self.latency, "Request received to its last token"),
+            "inter_token_latency_seconds": (self._itl, "Time between two tokens of an answer"),
+            "request_latency_seconds": (
+                self.latency,
+                "From the arrival of a request to its last token",
+            ),
             "queue_time_seconds": (
                 self.queue_time,
-                "Request received to an answer's first step",
+                "From the arrival of a request to the first step of an answer",
             ),
-            "prefill_time_seconds": (self.prefill_time, "An answer's first step to first token"),
-            "decode_time_seconds": (self.decode_time, "An answer's first token to last token"),
+            "prefill_time_seconds": (
+                self.prefill_time,
+                "From the first step of an answer to its first token",
+            ),
+            "decode_time_seconds": (
+                self.decode_time,
+                "From the first token of an answer to its last",
+            ),
             "inference_time_seconds": (
                 self.inference_time,
-                "An answer's first step to last token",
+                "From the first step of an answer to its last token",
             ),
             "batch_size_sequences": (self._batch_size, "Sequences in one step"),
             "step_tokens": (self._step_tokens, "Tokens in one step, of prompts and of answers"),
             "request_prompt_tokens": (self.prompt_lengths, "Tokens of one accepted prompt"),
             "request_computed_prompt_tokens": (
                 self._computed_lengths,
-                "Tokens of one prompt that no prefix hit spared, at its first step",
+                "Tokens of one prompt that were not in the prefix cache at its first step",
             ),
-            "request_answers": (self.answers_asked, "Answers that one accepted prompt asks for, n"),
+            "request_answers": (
+                self.answers_asked,
+                "Answers that a request asks for per accepted prompt (n)",
+            ),
             "request_max_tokens": (
                 self.max_tokens_asked,
-                "Tokens that an answer to one accepted prompt may have, max_tokens",
+                "Most tokens that an answer to an accepted prompt may have (max_tokens)",
             ),
             "request_generated_tokens": (
                 self.answer_lengths,
-                "Tokens of one answer that ended by itself",
+                "Tokens of one answer that finished",
             ),
         }
         families = [
@@ -301,7 +313,10 @@ class Metrics:
         busy_s = sum(totals.step_s for totals in self._totals.values())
         totals: dict[str, tuple[float, str]] = {
             "prompt_tokens": (self._prompt_tokens, "Prompt tokens of accepted requests"),
-            "cached_prompt_tokens": (self._cached_tokens, "Prompt tokens that a prefix hit spared"),
+            "cached_prompt_tokens": (
+                self._cached_tokens,
+                "Prompt tokens whose keys and values were already in the KV cache",
+            ),
             "generated_tokens": (self._generated_tokens, "Tokens sampled"),
             "recomputed_tokens": (
                 stats.recomputed_tokens_total,
@@ -338,7 +353,7 @@ class Metrics:
 
     def _counters_by_class(self) -> Iterator[Metric]:
         num_bytes = CounterMetricFamily(
-            "penstock_model_bytes", "The least bytes that the steps had to read", labels=["class"]
+            "penstock_model_bytes", "The fewest bytes that the steps had to read", labels=["class"]
         )
         flops = CounterMetricFamily(
             "penstock_model_flops", "Floating-point operations of the steps", labels=["class"]
@@ -353,13 +368,16 @@ class Metrics:
         stats = self._stats
         num_blocks = self.model.num_blocks if self.model else 0
         gauges = {
-            "running_sequences": (stats.num_running, "Sequences in a slot"),
-            "waiting_sequences": (self.num_waiting, "Sequences in the queue"),
-            "kv_used_blocks": (stats.num_used_blocks, "KV blocks held by a sequence"),
-            "kv_idle_blocks": (stats.num_idle_blocks, "KV blocks cached and held by none"),
+            "running_sequences": (stats.num_running, "Sequences that run"),
+            "waiting_sequences": (self.num_waiting, "Sequences that wait in the queue"),
+            "kv_used_blocks": (stats.num_used_blocks, "KV blocks that sequences hold"),
+            "kv_idle_blocks": (
+                stats.num_idle_blocks,
+                "KV blocks that no sequence holds and whose content can still be found",
+            ),
             "kv_free_blocks": (
                 stats.num_free_blocks if self._has_stats else num_blocks,
-                "KV blocks that are empty",
+                "KV blocks without content",
             ),
         }
         for name, (value, help_text) in gauges.items():
@@ -379,12 +397,12 @@ class Metrics:
         )
         yield GaugeMetricFamily(
             "penstock_engine_last_step_age_seconds",
-            "Time since the engine's last step, or since work came if later; 0 without work",
+            "Time since the engine's last step, or since work arrived if later; 0 without work",
             value=self._silence_s(),
         )
         yield InfoMetricFamily(
             "penstock_model",
-            "The model that is served",
+            "The served model",
             value={
                 "architecture": model.architecture,
                 "dtype": model.dtype,
@@ -432,12 +450,12 @@ def _utilization(
 ) -> Iterator[Metric]:
     """The peaks that are known, and each rate as a ratio of each: no peak, no ratio."""
     peak_family = GaugeMetricFamily(
-        f"penstock_peak_{resource}_{unit}", f"The hardware's {resource}", labels=["peak"]
+        f"penstock_peak_{resource}_{unit}", f"The hardware's peak {resource}", labels=["peak"]
     )
     ratio_family = GaugeMetricFamily(
         f"penstock_model_{resource}_utilization_ratio",
-        f"What the steps of the last {WINDOW_S} seconds had to use, of the hardware's {resource} "
-        "while they ran; 0 where there was none",
+        f"Share of the hardware's peak {resource} that the steps of the last {WINDOW_S} seconds "
+        "had to use while they ran; 0 if no step ran",
         labels=["class", "peak"],
     )
     for source, peak in peaks.items():

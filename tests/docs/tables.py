@@ -1,9 +1,9 @@
-"""The tables of the README that are made from the code, so that they cannot be wrong.
+"""The tables of docs/ that are made from the code, so that they cannot be wrong.
 
-    python -m tests.docs.tables flags          prints one of them
-    python -m tests.docs.tables --write        puts all into the README, between their marks
+    python -m tests.docs.tables flags          prints the table of docs/flags.md
+    python -m tests.docs.tables --write        writes each table into its page, between its marks
 
-A test fails where the README has another text than this.
+A test fails if a page has another text than this.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -19,12 +20,12 @@ from penstock.engine.executor import ModelInfo
 from penstock.scheduler.errors import PenstockError
 from tests.support.paths import ROOT
 
-README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 _DEFAULT = re.compile(r"^(?P<what>.*?)\s*\((?P<default>default: .*)\)$", re.DOTALL)
 
 
 class BadMarks(PenstockError):
-    """It is not clear where a table goes."""
+    """A page does not say where its table goes."""
 
 
 def flags() -> str:
@@ -123,46 +124,50 @@ def sizing() -> str:
     return example_table()
 
 
+# Each is written into docs/NAME.md.
 TABLES: dict[str, Callable[[], str]] = {"flags": flags, "metrics": metrics, "sizing": sizing}
 
 
-def with_tables(text: str) -> str:
-    """The same text, with what is between the marks of each table made anew.
+def page_of(name: str) -> Path:
+    """The page that has this table."""
+    return DOCS / f"{name}.md"
 
-    Raises BadMarks where a table has only one of its marks, or has them twice.
+
+def with_table(name: str, text: str) -> str:
+    """The page's text, with what is between the table's marks made anew.
+
+    Raises BadMarks unless both marks are there exactly once, the beginning first.
     """
-    for name, make in TABLES.items():
-        begin, end = marks(name)
-        if begin not in text and end not in text:
-            continue
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise BadMarks(f"write the lines {begin} and {end} once each")
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n\n{make()}\n{end}{rest.split(end)[1]}"
-    return text
+    begin, end = marks(name)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+        raise BadMarks(f"write the lines {begin} and {end} once each, in this order")
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n\n{TABLES[name]()}\n{end}{rest.partition(end)[2]}"
 
 
 def marks(name: str) -> tuple[str, str]:
-    """Comments of markdown, which nobody sees who reads the page."""
-    return f"<!-- {name}: made by `make readme` -->", f"<!-- {name}: end -->"
+    """Comments of markdown, which a reader of the page does not see."""
+    return f"<!-- {name}: made by `make docs` -->", f"<!-- {name}: end -->"
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.docs.tables", description="The README's tables."
+        prog="python -m tests.docs.tables", description="The tables of docs/ made from the code."
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("table", nargs="?", choices=TABLES, help="print this one")
-    what.add_argument("--write", action="store_true", help="put all of them into the README")
+    what.add_argument("--write", action="store_true", help="write each of them into its page")
     options = parser.parse_args(argv)
     if not options.write:
         print(TABLES[options.table](), end="")
         return 0
-    try:
-        README.write_text(with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
-    except (OSError, BadMarks) as error:
-        print(f"{README.name}: {error}", file=sys.stderr)
-        return 1
+    for name in TABLES:
+        page = page_of(name)
+        try:
+            page.write_text(with_table(name, page.read_text(encoding="utf-8")), encoding="utf-8")
+        except (OSError, BadMarks) as error:
+            print(f"docs/{page.name}: {error}", file=sys.stderr)
+            return 1
     return 0
 
 

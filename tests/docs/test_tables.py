@@ -1,4 +1,4 @@
-"""The README says what the code does: its tables are made from it, its metrics exist."""
+"""The docs say what the code does: their tables are made from it, their metrics exist."""
 
 import argparse
 import re
@@ -6,15 +6,23 @@ import re
 import pytest
 
 from penstock.server.cli import add_serve_flags
-from tests.docs.tables import README, TABLES, BadMarks, families, main, marks, with_tables
+from tests.docs.tables import (
+    DOCS,
+    TABLES,
+    BadMarks,
+    families,
+    main,
+    marks,
+    page_of,
+    with_table,
+)
 from tests.docs.tables import split_default as split
 
 
-def test_the_readme_has_the_tables_that_the_code_makes() -> None:
-    text = README.read_text(encoding="utf-8")
-    for name in ("flags", "metrics"):
-        assert marks(name)[0] in text
-    assert with_tables(text) == text, "run `make readme`"
+@pytest.mark.parametrize("name", TABLES)
+def test_a_page_has_the_table_that_the_code_makes(name: str) -> None:
+    text = page_of(name).read_text(encoding="utf-8")
+    assert with_table(name, text) == text, "run `make docs`"
 
 
 def flags() -> list[argparse.Action]:
@@ -38,10 +46,11 @@ def test_every_flag_is_in_the_table() -> None:
             assert re.search(rf"\| `[^`]*{name}\b", table), name
 
 
-def test_every_metric_that_the_readme_names_exists() -> None:
+def test_every_metric_that_the_docs_name_exists() -> None:
     told = {sample.name for family in families() for sample in family.samples}
     told |= {family.name for family in families()}
-    named = set(re.findall(r"\bpenstock_[a-z_]+\b(?![*`]?\*)", README.read_text(encoding="utf-8")))
+    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+    named = set(re.findall(r"\bpenstock_[a-z_]+\b(?![*`]?\*)", pages))
     assert len(named) > 30
     assert named <= told
 
@@ -53,13 +62,12 @@ def test_a_flag_whose_help_tells_no_default_is_refused() -> None:
         split(flag)
 
 
-def test_a_readme_with_half_of_a_tables_marks_is_refused() -> None:
+def test_a_page_with_wrong_marks_is_refused() -> None:
     begin, end = marks("flags")
-    with pytest.raises(BadMarks, match="once each"):
-        with_tables(f"{begin}\n")
-    with pytest.raises(BadMarks, match="once each"):
-        with_tables(f"{begin}\n{begin}\n{end}\n")
-    assert with_tables("no table here") == "no table here"
+    wrong = ("no table here", f"{begin}\n", f"{begin}\n{begin}\n{end}\n", f"{end}\n{begin}\n")
+    for text in wrong:
+        with pytest.raises(BadMarks, match="once each"):
+            with_table("flags", text)
 
 
 def test_each_table_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""README's table of what to do when something is wrong: what it names is there, and says that."""
+"""docs/operations.md, "When something is wrong": what the table names exists, and says that."""
 
 import argparse
 import re
@@ -12,7 +12,7 @@ from penstock.server.cli import add_serve_flags
 from tests.support.paths import ROOT
 from tests.support.serving import RunningServer, running_server
 
-_TABLE = (ROOT / "README.md").read_text().partition("## When something is wrong")[2]
+_TABLE = (ROOT / "docs" / "operations.md").read_text().partition("## When something is wrong")[2]
 ROWS = [line for line in _TABLE.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
 
 

@@ -49,7 +49,7 @@ def _only(dashboard: dict[str, Any], rows: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _save(screenshot: Path, picture: Path) -> None:
-    """With as many colours as fit into the size that a README may have."""
+    """With as many colours as fit into the size that a page of docs/ may have."""
     image = Image.open(screenshot).convert("RGB")
     for colors in (256, 128, 64, 32):
         # By coverage: so the few pixels of a thin line keep their colour beside the heatmaps.
