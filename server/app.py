@@ -20,15 +20,16 @@ from starlette.responses import Response
 
 from penstock.engine import logs
 from penstock.scheduler.errors import InvalidConfig
-from penstock.server.api import openapi, page, tokenize
+from penstock.server.api import health, models, openapi, page, tokenize
 from penstock.server.api.anthropic import routes as anthropic
 from penstock.server.api.embeddings import routes as embeddings
 from penstock.server.api.openai import routes as openai
 from penstock.server.api.responses import routes as responses
+from penstock.server.api.responses.store import ResponseStore
 from penstock.server.config import CorsConfig, ServeConfig, ServerConfig
 from penstock.server.errors import reply_to
 from penstock.server.http.connection import HttpProtocol
-from penstock.server.http.middleware import Gate, route_path
+from penstock.server.http.middleware import Middleware, route_path
 from penstock.server.observability.request_context import request_id
 from penstock.server.observability.version import version
 from penstock.server.service import EXIT_DRAINED, Service
@@ -36,8 +37,8 @@ from penstock.server.service import EXIT_DRAINED, Service
 # After the last request has ended, connections that are kept alive are given no more than this.
 _CLOSE_TIMEOUT_S = 3
 _BACKLOG = 2048
-# Between two requests of a connection. Balancers keep theirs for 60 s: a server that closes sooner
-# closes under the next request, which they tell as a 502.
+# Between two requests of a connection. Load balancers keep theirs for 60 s: a server that closes
+# earlier closes during the next request, which they report as a 502.
 _KEEP_ALIVE_S = 75
 
 
@@ -62,12 +63,19 @@ def build_app(service: Service) -> FastAPI:
         root_path=service.config.server.root_path,
     )
     app.state.service = service
-    for module in (embeddings, anthropic, openapi, responses, openai, tokenize):
+    app.state.responses = ResponseStore(
+        max_count=service.config.server.max_stored_responses,
+        max_bytes=service.config.server.max_stored_response_bytes,
+    )
+    for module in (openai, responses, anthropic, embeddings, tokenize, models, health, openapi):
         app.include_router(module.router)
     if service.config.server.has_page:
         app.include_router(page.router)
     app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_middleware(Gate, service=service)
+    has_page = service.config.server.has_page
+    app.add_middleware(
+        Middleware, service=service, is_open=lambda path: has_page and page.is_of_page(path)
+    )
     if cors := _cors_options(service.config.server.cors):
         app.add_middleware(CORSMiddleware, **cors)  # outermost: errors need its headers too
     return app
@@ -111,7 +119,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
             access_log=False,
             server_header=False,
             log_config=None,
-            log_level="error",  # what is no HTTP gets its answer, and is nobody else's news
+            log_level="error",  # malformed HTTP gets an answer, and no line in the log
             ssl_keyfile=config.server.ssl_keyfile,
             ssl_certfile=config.server.ssl_certfile,
             timeout_keep_alive=_KEEP_ALIVE_S,
@@ -122,7 +130,8 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
 
     def on_signal(number: int) -> None:
         if draining:
-            os._exit(128 + number)  # asked twice: at once. The engine ends with this process.
+            # A second signal ends it at once. The engine ends with this process.
+            os._exit(128 + number)
         draining.append(asyncio.create_task(service.drain()))
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -134,7 +143,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     if service.tracer:
         service.tracer.close()
     if code == EXIT_DRAINED and not service.is_loaded:
-        os._exit(code)  # else Python would wait for the thread that loads, amid a long download
+        os._exit(code)  # else Python would wait for the loading thread, perhaps in a long download
     return code
 
 
@@ -147,7 +156,7 @@ class _Server(uvicorn.Server):
 
 
 def _check_certificate(config: ServerConfig) -> None:
-    """Raises InvalidConfig, where uvicorn would end with a traceback."""
+    """Raises InvalidConfig; uvicorn would end with a traceback."""
     if not config.ssl_certfile:
         return
     try:
@@ -160,7 +169,7 @@ def _check_certificate(config: ServerConfig) -> None:
 
 
 def _allow_files() -> None:
-    """As many as may be: each stream is one, and shells begin with no more than 1,024."""
+    """Raises the limit of open files: each stream needs one, and the default is often 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):  # some systems name a limit that they refuse

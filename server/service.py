@@ -1,4 +1,4 @@
-"""The server's life: it starts, serves, drains and ends. Everything that changes is held here."""
+"""The server's life: it starts, serves, drains and ends. All of its mutable state is here."""
 
 import asyncio
 import contextlib
@@ -18,8 +18,6 @@ from penstock.engine.sampling.grammar import Grammars
 from penstock.scheduler.config import Policy
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request
-from penstock.server.api.openai.writer import system_fingerprint
-from penstock.server.api.responses.store import ResponseStore
 from penstock.server.config import ServeConfig
 from penstock.server.errors import NotServing
 from penstock.server.observability.activity import Activity
@@ -27,16 +25,17 @@ from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.tracing import RequestTrace, Tracer
 from penstock.server.output.generation import Generation
 from penstock.server.output.pooling import Pooler
-from penstock.server.prompt.generation_request import Ask, ServedModel
+from penstock.server.output.request import GenerationRequest
+from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
 from penstock.server.tools.chat_format import ChatFormat
 
 logger = logging.getLogger("penstock")
 
-# With work open, a step longer than this counts as stuck. Long, because a large prompt on a CPU
-# takes minutes, and a server that is shot for being slow serves nobody.
+# With open requests, a step longer than this counts as stuck. Long, because a large prompt on a CPU
+# takes minutes, and a server that is killed for being slow serves nobody.
 _STALL_S = 120.0
-# What open requests get to hear of the engine's end before the process ends too.
+# Time for open requests to receive the error before the process ends too.
 _LAST_WORDS_S = 5.0
 
 EXIT_DRAINED = 0
@@ -69,11 +68,6 @@ class Service:
         endpoint = config.server.otlp_traces_endpoint
         self.tracer = Tracer.to_endpoint(endpoint) if endpoint else None
         self.state = State.STARTING
-        self.fingerprint = ""  # known when the model is
-        self.responses = ResponseStore(
-            max_count=config.server.max_stored_responses,
-            max_bytes=config.server.max_stored_response_bytes,
-        )
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._engine: EngineClient | None = None
         self._model: ServedModel | None = None
@@ -121,7 +115,7 @@ class Service:
             await self._fail(f"{type(error).__name__}: {error}", EXIT_CANNOT_START)
 
     async def drain(self) -> None:
-        """Refuses what is new, lets what runs finish; what takes too long ends with an error."""
+        """Refuses new requests, lets running ones finish; those that take too long get an error."""
         if self.state in (State.DRAINING, State.DEAD):
             return
         self.state = State.DRAINING
@@ -131,12 +125,12 @@ class Service:
         self._end(EXIT_DRAINED if self.state is State.DRAINING else EXIT_ENGINE_DIED)
 
     async def close(self) -> None:
-        """Ends the engine; what is open hears of it."""
+        """Ends the engine; open requests get an error."""
         if self._engine:
             await self._engine.close()
 
     def check_serving(self) -> None:
-        """Raises NotServing unless new requests are welcome."""
+        """Raises NotServing unless new requests are accepted."""
         if self.state is State.STARTING:
             raise NotServing("the model is still loading; try again soon", is_ending=False)
         if self.state is State.DRAINING:
@@ -145,7 +139,7 @@ class Service:
             raise NotServing("the engine has ended, and this server ends too", is_ending=True)
 
     def check_health(self) -> None:
-        """Raises NotServing unless the engine lives, and has stepped lately if it has work."""
+        """Raises NotServing unless the engine is alive, and has stepped recently if it has work."""
         if self.state is State.STARTING or self._engine is None:
             raise NotServing("the model is still loading", is_ending=False)
         if self._engine.state is not EngineState.READY:
@@ -155,15 +149,15 @@ class Service:
             message = f"{self._engine.num_open} answers are open, no step for {silence_s:.0f} s"
             raise NotServing(message, is_ending=False)
 
-    def generate(self, ask: Ask) -> Generation:
-        """Submits; raises QueueFull or EngineFailed. The caller closes what it gets."""
+    def submit_generation(self, request: GenerationRequest) -> Generation:
+        """Submits; raises QueueFull or EngineFailed. The caller closes the generation."""
         assert self._engine
         if not self._engine.num_open:
             self._busy_since_s = time.monotonic()
         vocabulary = self.model.encoder.vocabulary
         timeout_s = self.config.server.request_timeout_s
         generation = Generation(
-            ask,
+            request,
             self._engine,
             vocabulary,
             self.metrics,
@@ -178,8 +172,8 @@ class Service:
         return self.tracer.begin(self.model.name) if self.tracer else None
 
     def submit(self, request: Request) -> OutputStream:
-        """Straight to the engine; raises QueueFull or EngineFailed. The caller closes what it gets,
-        and counts."""
+        """Straight to the engine; raises QueueFull or EngineFailed. The caller closes the stream,
+        and reports to the metrics."""
         assert self._engine
         if not self._engine.num_open:
             self._busy_since_s = time.monotonic()
@@ -208,7 +202,7 @@ class Service:
             encoder=encoder,
             defaults=GenerationDefaults.load(Path(directory)),
             pooler=Pooler.load(Path(directory), self.config.server.pooler, info.hidden_size),
-            heeds_priority=self.config.engine.scheduler.policy is Policy.PRIORITY,
+            has_priorities=self.config.engine.scheduler.policy is Policy.PRIORITY,
             grammars=Grammars.of_model(
                 Path(directory),
                 info.vocab_size,
@@ -223,9 +217,8 @@ class Service:
             ),
         )
         self.metrics.on_ready(info)
-        self.fingerprint = system_fingerprint(info)
         gc.collect()
-        gc.freeze()  # what is loaded stays: no collection has to walk it again amid the streams
+        gc.freeze()  # no collection has to walk loaded objects again while streams wait
         if self.state is State.STARTING:
             self.state = State.READY
         return engine
@@ -244,7 +237,7 @@ class Service:
 
     async def _fail(self, message: str, code: int) -> None:
         if self.state is State.DRAINING and code == EXIT_CANNOT_START:
-            return  # it was told to end before it could start
+            return  # a signal ended it before it could start
         self.state = State.DEAD
         if self.config.server.log_format is LogFormat.JSON:
             logger.error("%s", message)

@@ -1,35 +1,71 @@
-"""What the endpoints of every API share: the service, who asks, and the client that hangs up."""
+"""What the routes of every API share: a request that was received, and JSON answers."""
 
+import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
 from penstock.server.errors import ModelNotFound
-from penstock.server.http.middleware import api_key_of, read_body
-from penstock.server.http.sse import ClientGone, EventStream, EventWriter, until_hangup
-from penstock.server.output.generation import Generation, Piece, collected
-from penstock.server.prompt.generation_request import Ask, tenant_of
+from penstock.server.http.access import TENANT
+from penstock.server.http.body import read_body
+from penstock.server.http.disconnect import (
+    CLIENT_DISCONNECTED,
+    ClientDisconnected,
+    until_disconnect,
+)
 from penstock.server.service import Service
 
-# nginx's status for a client that has hung up. Nobody receives it; the metrics count it.
-_CLIENT_GONE = 499
+
+class NamesModel(Protocol):
+    @property
+    def model(self) -> str: ...
 
 
-def service_of(request: Request) -> Service:
-    service: Service = request.app.state.service
+Fields = TypeVar("Fields", bound=NamesModel)
+Fields_co = TypeVar("Fields_co", bound=NamesModel, covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received(Generic[Fields_co]):
+    """A request that was read, parsed and checked. tenant: whose cache and stored responses it may
+    use. arrival_s: in time.monotonic()."""
+
+    service: Service
+    fields: Fields_co
+    tenant: str
+    arrival_s: float
+
+
+async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[Fields]:
+    """parse: raises InvalidRequest for what is wrong with the fields themselves.
+
+    Raises also what `read_body` raises, and ModelNotFound.
+    """
+    service, arrival_s = service_of(http), time.monotonic()
+    fields = parse(await body_of(http))
+    check_model(service, fields.model)
+    return Received(
+        service=service, fields=fields, tenant=tenant_of_request(http), arrival_s=arrival_s
+    )
+
+
+def service_of(http: Request) -> Service:
+    service: Service = http.app.state.service
     return service
 
 
-def tenant_who_asks(request: Request) -> str:
-    return tenant_of(api_key_of(request.headers))
+def tenant_of_request(http: Request) -> str:
+    """As the middleware found it when it checked the key."""
+    tenant: str = http.scope[TENANT]
+    return tenant
 
 
-async def body_of(request: Request) -> bytes:
-    """Raises BodyTooLarge."""
-    return await read_body(request, service_of(request).config.server.max_body_bytes)
+async def body_of(http: Request) -> bytes:
+    return await read_body(http, service_of(http).config.server.max_body_bytes)
 
 
 def check_model(service: Service, name: str) -> None:
@@ -37,47 +73,12 @@ def check_model(service: Service, name: str) -> None:
         raise ModelNotFound(name, service.model.name)
 
 
-async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """The answer, which is cancelled when the client hangs up. To be used once the body is read."""
+async def unless_disconnected(http: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """The answer, which is cancelled if the client disconnects. The body must have been read."""
     try:
-        return await until_hangup(request.receive, answer)
-    except ClientGone:
-        return Response(status_code=_CLIENT_GONE)
-
-
-async def whole_answer(service: Service, ask: Ask) -> tuple[Generation, list[Piece]]:
-    """Submits, and waits for all choices; when it is cancelled, so are they."""
-    generation = service.generate(ask)
-    try:
-        return generation, await collected(generation)
-    finally:
-        generation.close()
-
-
-class Writer(EventWriter, Protocol):
-    """One API's answer in the making: its events, and what they add up to."""
-
-    @property
-    def body(self) -> dict[str, Any]: ...
-
-
-async def written(
-    service: Service,
-    ask: Ask,
-    make_writer: Callable[[Generation], Writer],
-    *,
-    streams: bool,
-) -> Response:
-    """The answer of an API whose events add up to its body."""
-    if streams:
-        generation = service.generate(ask)
-        interval_s = service.config.server.sse_ping_interval_s
-        return EventStream(generation, make_writer(generation), ping_interval_s=interval_s)
-    generation, pieces = await whole_answer(service, ask)
-    writer = make_writer(generation)
-    writer.piece(pieces[0])
-    writer.end(generation.usage)
-    return json_response(writer.body)
+        return await until_disconnect(http.receive, answer)
+    except ClientDisconnected:
+        return Response(status_code=CLIENT_DISCONNECTED)
 
 
 def json_response(body: object, status: int = 200) -> Response:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from penstock.server.api.common import body_of, check_model, json_response, service_of
 from penstock.server.errors import InvalidRequest
 from penstock.server.prompt.chat import chat_prompt
-from penstock.server.prompt.generation_request import ServedModel
+from penstock.server.prompt.model import ServedModel
 from penstock.server.protocol.openai import ChatCompletionRequest, TokenId, Wire, invalid_fields
 from penstock.server.tools.prompting import check_servable
 
@@ -69,7 +69,7 @@ async def tokenize(request: Request) -> Response:
         fields = text = _checked(TokenizeRequest, body, request)
         ids = await asyncio.to_thread(_encode, text, model)
     names_tokens = bool(fields.return_token_strs)
-    content = await asyncio.to_thread(_told, ids, model, names_tokens)
+    content = await asyncio.to_thread(_body, ids, model, names_tokens)
     return Response(content, media_type="application/json")
 
 
@@ -90,7 +90,7 @@ def _has_messages(body: bytes) -> bool:
     try:
         return msgspec.json.decode(body, type=_Peek).messages is not msgspec.UNSET
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False  # what is wrong with it is told by the other shape's parser
+        return False  # the other shape's parser reports what is wrong
 
 
 def _checked(kind: type[Fields], body: bytes, request: Request) -> Fields:
@@ -104,7 +104,7 @@ def _encode(fields: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
     return model.encoder.encode(fields.prompt, add_special_tokens=fields.add_special_tokens)
 
 
-def _told(ids: tuple[int, ...], model: ServedModel, names_tokens: bool) -> bytes:
+def _body(ids: tuple[int, ...], model: ServedModel, names_tokens: bool) -> bytes:
     """The body of the answer, which for a long text is large."""
     return msgspec.json.encode(
         {

@@ -1,32 +1,22 @@
-"""What every request passes on its way in and out: id, key, state, size, timing, and the last net.
+"""What every request passes on its way in and out: id, key, state, timing, and the last handler of
+errors.
 
-Plain ASGI, because Starlette's own middleware class costs a task and two queues a request.
+Plain ASGI, because Starlette's own middleware class costs a task and two queues per request.
 """
 
-import asyncio
-import codecs
-import hashlib
-import hmac
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.scheduler.errors import PenstockError
-from penstock.server.api.page import is_of_page
-from penstock.server.errors import (
-    ANTHROPIC_PATH,
-    BodyTooLarge,
-    BodyTooSlow,
-    InvalidApiKey,
-    UnsupportedEncoding,
-    reply_to,
-)
-from penstock.server.http.limits import check_parsable
+from penstock.server.errors import ANTHROPIC_PATH, reply_to
+from penstock.server.http.access import OPEN_PATHS, TENANT, KeyCheck, api_key_of, tenant_of
 from penstock.server.observability.metrics import NO_HANDLER
 from penstock.server.observability.request_context import request_id, trace_headers
 from penstock.server.observability.tracing import TRACE_HEADERS
@@ -34,29 +24,25 @@ from penstock.server.service import Service
 
 logger = logging.getLogger("penstock")
 
-# In the scope: `send` as the gate got it. What lies between the gate and an endpoint looks at the
-# start of a response only, so a stream's bodies, one a token, may go past it.
+# In the scope: `send` as the middleware got it. What lies between the middleware and a route looks
+# at the start of a response only, so a stream's bodies, one per token, may bypass it.
 DIRECT_SEND = "penstock.send"
 
-# The largest body that is taken by default comes so at 1 Mbit/s.
-BODY_TIMEOUT_S = 300.0
-
 _MAX_REQUEST_ID_CHARS = 128
-# Asked by what runs the server, which has no key: whether it lives, and whether to send traffic.
-_OPEN_PATHS = frozenset({"/health", "/ready"})
 # Beside all of /v1: what needs the model.
 _API_PATHS = frozenset({"/score", "/tokenize", "/detokenize"})
 
 
-class Gate:
-    """Wraps the app. It asks for a key, and under /v1 lets nobody in who cannot be served."""
+class Middleware:
+    """Wraps the app. It checks the key, finds the tenant, and refuses API requests that cannot be
+    served now."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Service, is_open: Callable[[str], bool]) -> None:
+        """is_open: whether a path needs no key, besides `OPEN_PATHS`."""
         self._app = app
         self._service = service
-        # All of one length, so that a comparison tells nothing of a key, not even its length.
-        keys = service.config.server.api_keys
-        self._key_digests = [_digest(key.encode(errors="surrogateescape")) for key in keys]
+        self._is_open = is_open
+        self._keys = KeyCheck(service.config.server.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,27 +60,17 @@ class Gate:
         is_api = path.startswith("/v1/") or path in _API_PATHS
         with self._service.counted() if is_api else nullcontext():
             try:
-                if not self._is_open(path):
-                    self._check_key(headers)
+                key = api_key_of(headers)
+                if path not in OPEN_PATHS and not self._is_open(path):
+                    self._keys.check(key)
+                scope[TENANT] = tenant_of(key)
                 if is_api:
                     self._service.check_serving()
                 await self._app(scope, receive, outgoing)
             except ClientDisconnect:
-                pass  # amid its own body: there is nobody to answer, and nothing to tell
+                pass  # while it sent its body: there is no client to answer, and nothing to report
             except Exception as error:
                 await self._answer(error, scope, receive, outgoing)
-
-    def _is_open(self, path: str) -> bool:
-        return path in _OPEN_PATHS or (self._service.config.server.has_page and is_of_page(path))
-
-    def _check_key(self, headers: Headers) -> None:
-        if not self._key_digests:
-            return
-        key = api_key_of(headers) or ""
-        given = _digest(key.encode("latin-1"))  # the bytes that were sent
-        # Every one is compared, so that the time does not tell which was right.
-        if not sum(hmac.compare_digest(given, digest) for digest in self._key_digests):
-            raise InvalidApiKey(is_given=bool(key))
 
     async def _answer(
         self, error: Exception, scope: Scope, receive: Receive, outgoing: "_Outgoing"
@@ -132,7 +108,7 @@ class _Outgoing:
         await self._send(message)
 
     def _count(self, status: int) -> None:
-        route = self._scope.get("route")  # none where it was refused before, or there is no such
+        route = self._scope.get("route")  # none if it was refused before, or no route matches
         handler = route.path if route else NO_HANDLER
         self._service.metrics.on_response(handler, self._scope["method"], status)
 
@@ -144,43 +120,8 @@ def route_path(scope: Scope) -> str:
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
 def _request_id(headers: Headers) -> str:
-    """The client's own, where it is one that a log can hold."""
+    """The client's own, if it can stand in a log."""
     given = headers.get("x-request-id", "")
     is_fit = given.isascii() and given.isprintable() and 0 < len(given) <= _MAX_REQUEST_ID_CHARS
     return given if is_fit else f"req-{secrets.token_hex(12)}"
-
-
-def api_key_of(headers: Headers) -> str | None:
-    """From OpenAI's header, `Authorization: Bearer KEY`, or from Anthropic's, `x-api-key`."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    bearer = token.strip() if scheme.lower() == "bearer" else ""
-    return bearer or headers.get("x-api-key") or None
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """Raises UnsupportedEncoding, InvalidRequest, BodyTooLarge as soon as that is known, or
-    BodyTooSlow."""
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        raise UnsupportedEncoding(encoding)
-    length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > limit:
-        raise BodyTooLarge(limit)
-    chunks, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > limit:
-                    raise BodyTooLarge(limit)
-                chunks.append(chunk)
-    except TimeoutError as error:
-        raise BodyTooSlow(BODY_TIMEOUT_S) from error
-    body = b"".join(chunks).removeprefix(codecs.BOM_UTF8)
-    check_parsable(body)
-    return body

@@ -1,4 +1,4 @@
-"""A chat request to the prompt that the model gets, by way of its chat template."""
+"""Renders a conversation with the model's chat template, and tokenizes it."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -7,9 +7,10 @@ from typing import Any
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.reasoning import format_of_template
-from penstock.server.prompt.tokenizer import ChatTemplate, ForeignTemplate, Message, PromptEncoder
+from penstock.server.prompt.tokenizer import ChatTemplate, ForeignTemplate, PromptEncoder
 from penstock.server.protocol.openai import ChatCompletionRequest
 from penstock.server.tools.prompting import (
+    Message,
     calls_as_text,
     for_template,
     told_in_words,
@@ -17,20 +18,20 @@ from penstock.server.tools.prompting import (
     with_string_arguments,
 )
 
-# What the server itself gives to a template.
+# Variables that the server itself sets.
 _OWN_VARIABLES = frozenset(
     ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 )
 
 AnyTemplate = ChatTemplate | ForeignTemplate
-# So few that templates which take all that they may keep no core from the others.
+# Few, so that slow templates leave the other cores free.
 _FOREIGN_TEMPLATES = ThreadPoolExecutor(max_workers=2, thread_name_prefix="template")
-# A conversation this short is encoded in less time than a thread takes to be asked.
+# Tokenizing a conversation this short takes less time than handing it to a thread.
 _INLINE_BYTES = 2000
 
-# Put behind a message that is to be gone on with, to find its end again: its own text may well be
-# in what the template writes behind it. Where the template takes its last space off, it would take
-# those of the message off too.
+# Appended to a message that is to be continued, to find its end again: the message's own text may
+# occur in what the template writes after it. A template that strips the final space would strip
+# those of the message too.
 _OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "
 
 # What templates of models that can do both call the switch.
@@ -39,7 +40,7 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """text: as rendered. begun: what of the assistant's answer is in the prompt already."""
+    """text: as rendered. begun: the part of the answer that is in the prompt already."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -47,7 +48,7 @@ class ChatPrompt:
 
 
 async def chat_prompt(fields: ChatCompletionRequest, encoder: PromptEncoder) -> ChatPrompt:
-    """`encode_chat` where it delays nobody. Raises InvalidRequest."""
+    """`encode_chat`, in a thread unless it is quick. Raises InvalidRequest."""
     if fields.chat_template is not None:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(_FOREIGN_TEMPLATES, encode_chat, fields, encoder)
@@ -78,7 +79,7 @@ def _messages(fields: ChatCompletionRequest, template: AnyTemplate) -> list[Mess
     messages: list[Message] = list(fields.for_template)
     if "tool_calls" not in template.source:
         messages = calls_as_text(messages)
-    elif "length 9" in template.source:  # Mistral's own words for what it refuses
+    elif "length 9" in template.source:  # from its error message about ids
         messages = with_short_ids(messages)
     if fields.functions and not template.knows("tools"):
         messages = told_in_words(messages, fields.functions)
@@ -90,29 +91,29 @@ def _variables(fields: ChatCompletionRequest, template: AnyTemplate) -> dict[str
     for name, value in given.items():
         param = f"chat_template_kwargs.{name}"
         if name in _OWN_VARIABLES:
-            message = f"{param} is the server's to give; use the field {name} of the request"
+            message = f"{param} is set by the server; use the field {name} of the request"
             raise InvalidRequest(message, param=param)
         if value and not template.knows(name):
             message = f"{param} has no effect: this model's chat template does not know {name!r}"
             raise InvalidRequest(message, param=param)
-    return _wishes(fields, template) | given
+    return _reasoning_variables(fields, template) | given
 
 
-def _wishes(fields: ChatCompletionRequest, template: AnyTemplate) -> dict[str, Any]:
-    """How much to think and to say, for templates that have a variable for it.
+def _reasoning_variables(fields: ChatCompletionRequest, template: AnyTemplate) -> dict[str, Any]:
+    """How much to reason and to say, for templates that have a variable for it.
 
-    A degree is a wish, which binds no model; not to think at all is an order.
+    A degree is a hint; "none" must be obeyed.
     """
     effort = fields.reasoning_effort
-    asked: dict[str, Any] = {"reasoning_effort": effort, "verbosity": fields.verbosity}
+    wanted: dict[str, Any] = {"reasoning_effort": effort, "verbosity": fields.verbosity}
     if effort is not None:
-        asked |= dict.fromkeys(_THINKING_SWITCHES, effort != "none")
-    wishes = {k: v for k, v in asked.items() if v is not None and template.knows(k)}
-    can_obey = wishes.keys() & {"reasoning_effort", *_THINKING_SWITCHES}
+        wanted |= dict.fromkeys(_THINKING_SWITCHES, effort != "none")
+    known = {k: v for k, v in wanted.items() if v is not None and template.knows(k)}
+    can_obey = known.keys() & {"reasoning_effort", *_THINKING_SWITCHES}
     if effort == "none" and format_of_template(template.source) and not can_obey:
-        hint = "this model's chat template cannot keep it from thinking; leave it out"
+        hint = "this model's chat template cannot turn reasoning off; leave it out"
         raise UnsupportedParameter("reasoning_effort 'none'", hint)
-    return wishes
+    return known
 
 
 def _rendered(template: AnyTemplate, messages: list[Message], variables: dict[str, Any]) -> str:
@@ -132,12 +133,12 @@ def _marked(messages: list[Message]) -> list[Message]:
 
 
 def _left_open(text: str, begun: str) -> str:
-    """A rendered conversation up to where its final message ends, for the model to go on with."""
-    text, mark, behind = text.rpartition(_OPEN_END.rstrip())
+    """A rendered conversation up to the end of its final message, for the model to continue."""
+    text, mark, rest = text.rpartition(_OPEN_END.rstrip())
     if not mark or begun.strip() not in text:
         raise InvalidRequest(
             "this model's chat template changes the final message, so that it cannot be "
             "continued; leave out continue_final_message",
             param="continue_final_message",
         )
-    return text if behind.startswith(" ") else text.rstrip()
+    return text if rest.startswith(" ") else text.rstrip()

@@ -1,4 +1,4 @@
-"""`suffix`: an answer between two texts, for models that were taught to fill in the middle.
+"""`suffix`: an answer between two texts, for models that were trained to fill in the middle.
 
 Such a model has marker tokens. The prompt is put together as prefix, suffix, middle, and the answer
 is the middle. Source: Bavarian et al. 2022 (arXiv:2207.14255).
@@ -18,7 +18,7 @@ _MARKERS = (
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
 )
-# What such models write behind a middle: its end, padding, or the beginning of another file.
+# What such models write after a middle: its end, padding, or the beginning of another file.
 _ENDS = (
     "▁<EOT>",
     "<|endoftext|>",
@@ -29,13 +29,13 @@ _ENDS = (
     "<file_sep>",
     "<|repo_name|>",
 )
-# Behind it sentencepiece takes a text as one that goes on: alone, it would put a space before it.
+# After it sentencepiece treats a text as a continuation: alone, it would put a space before it.
 _ANCHOR = "☺"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infill:
-    """How this model is asked to fill in.
+    """How this model fills in the middle.
 
     end_ids: tokens that end the middle. adds_space: the tokenizer puts one before a text.
     """

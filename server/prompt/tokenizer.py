@@ -1,4 +1,4 @@
-"""Prompts to ids: the tokenizer and the chat template that lie beside a model.
+"""Text to token ids: the tokenizer and the chat template in a model's directory.
 
 `tokenizer.json` is read with the tokenizers library itself, and chat templates are rendered as
 `transformers` renders them, but without it: importing that takes the server process six seconds
@@ -23,13 +23,12 @@ from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.prompt.infill import Infill
 from penstock.server.prompt.jinja_environment import RENDER_ERRORS, environment
 from penstock.server.prompt.sandboxed_template import TemplateFailed, render
-
-Message = Mapping[str, Any]
+from penstock.server.tools.prompting import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What generation_config.json says where a client says nothing; None where it does not."""
+    """Defaults from generation_config.json; None where it has none."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -80,7 +79,7 @@ class PromptEncoder:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """A plain text, with the special tokens (BOS) that the tokenizer puts around one."""
-        # The one that lets other threads run: with `encode` all streams would wait for a long text.
+        # It releases the interpreter lock: with `encode` all streams would wait for a long text.
         encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encodings[0].ids)
 
@@ -98,7 +97,7 @@ class PromptEncoder:
     def encode_infill(
         self, prefixes: list[str], suffix: str, *, add_special_tokens: bool = True
     ) -> list[tuple[int, ...]]:
-        """Prompts whose answers belong between each prefix and the suffix.
+        """Prompts whose answers stand between each prefix and the suffix.
 
         Raises UnsupportedParameter for a model that cannot fill in.
         """
@@ -113,12 +112,12 @@ class PromptEncoder:
         ]
 
     def encode_within(self, word: str) -> set[tuple[int, ...]]:
-        """A word as it may stand in an answer: at its beginning, and behind a space."""
+        """A word as it may occur in an answer: at its beginning, and after a space."""
         texts = (word.lstrip(), f" {word.lstrip()}")
         return {self.encode(text, add_special_tokens=False) for text in texts} - {()}
 
     def ids_of_tokens(self, texts: Iterable[str]) -> dict[str, int]:
-        """Of those texts that are each a token of its own."""
+        """Of those texts that are a single token."""
         ids = {text: self._tokenizer.token_to_id(text) for text in texts}
         return {text: token_id for text, token_id in ids.items() if token_id is not None}
 
@@ -135,7 +134,7 @@ class PromptEncoder:
         return self.encode_rendered(self.chat_template().render(messages))
 
     def encode_rendered(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
-        """What a chat template has made, which as a rule has its special tokens already."""
+        """Text from a chat template, which usually contains its special tokens already."""
         return self.encode(text, add_special_tokens=add_special_tokens)
 
     def chat_template(self, source: str | None = None) -> "ChatTemplate | ForeignTemplate":
@@ -144,7 +143,7 @@ class PromptEncoder:
             return ForeignTemplate(source, self._special_tokens)
         if self._template is None:
             raise InvalidRequest(
-                "this model has no chat template, so it takes no conversations; use "
+                "this model has no chat template, so it cannot serve chats; use "
                 "/v1/completions, or start the server with --chat-template FILE",
                 code="no_chat_template",
             )
@@ -172,7 +171,7 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Raises InvalidRequest with the template's own words where it refuses the messages."""
+        """Raises InvalidRequest with the template's own message if it rejects the messages."""
         given = self._special_tokens | variables
         try:
             return self._template.render(
@@ -180,20 +179,20 @@ class ChatTemplate:
             )
         except RENDER_ERRORS as error:
             raise InvalidRequest(
-                f"this model's chat template does not take these messages: {error}",
+                f"this model's chat template does not accept these messages: {error}",
                 param="messages",
             ) from error
 
 
 class ForeignTemplate:
-    """One that a client has sent: as `ChatTemplate`, but it is never run in this process."""
+    """One that a client has sent: like `ChatTemplate`, but never run in this process."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self.source = source
         self._special_tokens = special_tokens
 
     def knows(self, name: str) -> bool:
-        """Whether the name is in it; it is not read here more closely than that."""
+        """Whether the name occurs in it; it is not parsed in this process."""
         return name in self.source
 
     def render(
@@ -225,8 +224,8 @@ def _convert_tokenizer(directory: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(directory).backend_tokenizer
-    if not tokenizer.encode("a").ids:  # transformers makes an empty one up where there is none
-        raise ValueError("there is neither tokenizer.json nor what one can be made of")
+    if not tokenizer.encode("a").ids:  # transformers makes an empty one if there is none
+        raise ValueError("there is no tokenizer.json, and nothing that it could be made from")
     return tokenizer
 
 
@@ -253,7 +252,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Raises InvalidConfig. A file that is not there says nothing."""
+    """Raises InvalidConfig. A missing file is empty."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,13 +1,13 @@
-"""Anthropic's `/v1/messages` on the wire: what it takes, and the same as a chat completion.
+"""Anthropic's `/v1/messages` on the wire: its fields, and the same request as a chat completion.
 
-What a chat completion takes too is checked there; its complaints then get the names of this API.
+Fields that a chat completion has too are checked there; errors then name the fields of this API.
 """
 
 import contextlib
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest, ThreadUnsupported, UnsupportedParameter
 from penstock.server.protocol.openai import (
@@ -18,18 +18,23 @@ from penstock.server.protocol.openai import (
     Wire,
     invalid_fields,
 )
-from penstock.server.protocol.translation import SAME_IN_CHAT, as_chat, checked, in_other_words
+from penstock.server.protocol.translation import (
+    SHARED_FIELDS,
+    check_numbers,
+    checked,
+    renamed_errors,
+)
 
 Block = dict[str, Any]
 Blocks = Annotated[list[Block], Field(fail_fast=True)]
 
-# Claude Code sends it with every request. Thoughts are never cleared here.
-_KEEP_ALL_THOUGHTS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-# Known, not served: field -> the values that change nothing.
+# Claude Code sends it with every request. Reasoning is never cleared here.
+_KEEP_ALL_REASONING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+# Known but not supported: field -> the values that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "container": (),
     "mcp_servers": ([],),
-    "context_management": ({}, {"edits": []}, _KEEP_ALL_THOUGHTS),
+    "context_management": ({}, {"edits": []}, _KEEP_ALL_REASONING),
 }
 _CHAT_TO_MESSAGES = {
     "stop": "stop_sequences",
@@ -87,7 +92,9 @@ class ThinkingConfig(Wire):
     def check_disabled(self) -> None:
         if self.budget_tokens is not None:
             param = "thinking.budget_tokens"
-            raise InvalidRequest(f'{param} goes not with the type "disabled"', param=param)
+            raise InvalidRequest(
+                f'{param} cannot be combined with the type "disabled"', param=param
+            )
 
 
 class OutputConfig(Wire):
@@ -108,6 +115,13 @@ class CountTokensRequest(Wire):
     output_config: OutputConfig | None = None
     thinking: ThinkingConfig | None = None
 
+    _num_bytes: int = PrivateAttr(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the body."""
+        return self._num_bytes
+
     @classmethod
     def parse(cls, body: bytes) -> Self:
         """Raises InvalidRequest or UnsupportedParameter."""
@@ -115,6 +129,12 @@ class CountTokensRequest(Wire):
             fields = cls.model_validate_json(body)
         except ValidationError as error:
             raise invalid_fields(error, cls) from error
+        fields._num_bytes = len(body)
+        check_numbers(
+            fields.messages and [m.content for m in fields.messages],
+            fields.tools,
+            fields.model_extra,
+        )
         for name, value in (fields.model_extra or {}).items():
             if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
                 raise UnsupportedParameter(name)
@@ -128,7 +148,7 @@ class CountTokensRequest(Wire):
         messages = _system_messages(self.system)
         for i, message in enumerate(self.messages):
             messages += _chat_messages(message, f"messages[{i}].content")
-        fields = {k: v for k, v in (self.model_extra or {}).items() if k in SAME_IN_CHAT}
+        fields = {k: v for k, v in (self.model_extra or {}).items() if k in SHARED_FIELDS}
         fields |= {"model": self.model, "messages": messages}
         if self.messages[-1].role == "assistant":  # Anthropic's answer goes on where it ends
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -144,7 +164,7 @@ class CountTokensRequest(Wire):
         return fields
 
     def _thinking_fields(self, template_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Whether, how hard and how long to think; a model that cannot pays no heed to the wish."""
+        """Whether, how much and how long to reason; a model without reasoning ignores it."""
         thinking = self.thinking.type if self.thinking else None
         if thinking == "disabled":  # the word for it in the templates of models that can do both
             return {"chat_template_kwargs": {"enable_thinking": False} | template_kwargs}
@@ -172,23 +192,24 @@ class MessagesRequest(CountTokensRequest):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "stream": self.stream,
         }
 
 
 def chat_request(fields: CountTokensRequest, *, thinks: bool) -> ChatCompletionRequest:
-    """thinks: whether the model does; one that does not keeps any limit of its thoughts.
+    """thinks: whether the model reasons; one that does not meets any reasoning budget.
 
-    Raises InvalidRequest, in the words of chat completions: see `in_words_of_messages`.
+    Raises InvalidRequest that names the fields of chat completions: see `names_of_messages`.
     """
     in_chat = fields.chat_fields()
     if not thinks:
         in_chat.pop("thinking_token_budget", None)
-    return as_chat(in_chat)
+    return ChatCompletionRequest.of(in_chat, num_bytes=fields.num_bytes)
 
 
-def in_words_of_messages() -> contextlib.AbstractContextManager[None]:
-    """Around all that is asked of chat completions."""
-    return in_other_words(_CHAT_TO_MESSAGES)
+def names_of_messages() -> contextlib.AbstractContextManager[None]:
+    """Within it, errors of chat completions name the fields of this API."""
+    return renamed_errors(_CHAT_TO_MESSAGES)
 
 
 def _system_messages(system: str | list[Block] | None) -> list[dict[str, Any]]:
@@ -198,10 +219,10 @@ def _system_messages(system: str | list[Block] | None) -> list[dict[str, Any]]:
 
 
 def _chat_messages(message: InputMessage, at: str) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own in a chat, ahead of what the user says to them."""
+    """Tool results are separate messages in a chat, before the user's text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    texts, thoughts, calls, results = [], [], [], []
+    texts, reasoning, calls, results = [], [], [], []
     for i, block in enumerate(message.content):
         here = f"{at}[{i}]"
         match block.get("type"):
@@ -210,14 +231,14 @@ def _chat_messages(message: InputMessage, at: str) -> list[dict[str, Any]]:
             case "tool_result":
                 results.append(_chat_tool_message(checked(ToolResult, block, here), here))
             case "thinking":
-                thoughts.append(checked(Thinking, block, here).thinking)
+                reasoning.append(checked(Thinking, block, here).thinking)
             case "redacted_thinking":
-                pass  # it says nothing to us
+                pass  # encrypted: only its maker can read it
             case _:
                 texts.append(_text_of(block, here))
     said: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
-    if thoughts and message.role == "assistant":
-        said["reasoning_content"] = "".join(thoughts)
+    if reasoning and message.role == "assistant":
+        said["reasoning_content"] = "".join(reasoning)
     if calls:
         said["tool_calls"] = calls
     return results + [said] * bool(texts or calls or not results)

@@ -1,11 +1,12 @@
-"""OpenAI's wire types, what we let in of them, and what they ask for in our own words.
+"""OpenAI's wire types: which fields are served, and what they mean in our terms.
 
 Three kinds of field: those we serve are declared; those that we know, do not serve, and that would
 change the answer are refused by name (`NEUTRAL`); all others are ignored.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
@@ -35,8 +36,8 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
 
-# Known, not served: field -> the values that change nothing. OpenAI's first, then those that users
-# of other servers send.
+# Known but not supported: field -> the values that change nothing. OpenAI's first, then those that
+# users of other servers send.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     **NOT_SERVED,
     "tools": ([],),  # of a chat, as are the next
@@ -88,7 +89,7 @@ BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
 
 class Wire(BaseModel):
-    """Strict, as at OpenAI: "1" is no number, and 1 no boolean. NaN and infinity are no numbers."""
+    """Strict, as at OpenAI: "1" is not a number, 1 not a boolean, NaN and infinity not numbers."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -149,11 +150,26 @@ class GenerationFields(Wire):
     @classmethod
     def parse(cls, body: bytes) -> Self:
         """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
+        return cls._checked(partial(cls.model_validate_json, body), len(body))
+
+    @classmethod
+    def of(cls, values: dict[str, Any], *, num_bytes: int) -> Self:
+        """From the fields of another API that it is served as, parsed from a body of num_bytes.
+
+        Raises as `parse` does.
+        """
+        bias = values.get("logit_bias")
+        if isinstance(bias, dict):  # JSON has only strings as keys
+            values = values | {"logit_bias": {_as_id(key): bias[key] for key in bias}}
+        return cls._checked(partial(cls.model_validate, values), num_bytes)
+
+    @classmethod
+    def _checked(cls, validate: Callable[[], Self], num_bytes: int) -> Self:
         try:
-            fields = cls.model_validate_json(body)
+            fields = validate()
         except ValidationError as error:
             raise invalid_fields(error, cls) from error
-        fields._num_bytes = len(body)
+        fields._num_bytes = num_bytes
         fields._refuse_unsupported()
         fields._check()
         return fields
@@ -202,7 +218,7 @@ class GenerationFields(Wire):
         return self.num_logprobs
 
     @property
-    def asked_max_tokens(self) -> int | None:
+    def wanted_max_tokens(self) -> int | None:
         """The limit that the client set, if it did."""
         return self.max_tokens
 
@@ -220,18 +236,18 @@ class GenerationFields(Wire):
 
     def _check(self) -> None:
         """What concerns more than one field."""
-        _ = self.constraint  # raises where more than one is asked for
+        _ = self.constraint  # raises if there is more than one
         if self.stream_options and not self.stream:
-            message = "stream_options goes only with stream: true"
+            message = "stream_options requires stream: true"
             raise InvalidRequest(message, param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            message = "prompt_logprobs goes not with stream: true; take one"
+            message = "prompt_logprobs cannot be combined with stream: true"
             raise InvalidRequest(message, param="prompt_logprobs")
         if self.truncate_prompt_tokens == 0:
             message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
             raise InvalidRequest(message, param="truncate_prompt_tokens")
-        if self.asked_max_tokens is not None and (self.min_tokens or 0) > self.asked_max_tokens:
-            message = f"min_tokens must be at most max_tokens, {self.asked_max_tokens}"
+        if self.wanted_max_tokens is not None and (self.min_tokens or 0) > self.wanted_max_tokens:
+            message = f"min_tokens must be at most max_tokens, {self.wanted_max_tokens}"
             raise InvalidRequest(message, param="min_tokens")
 
 
@@ -248,7 +264,7 @@ class CompletionRequest(GenerationFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_N)
     echo: bool | None = None
-    max_tokens: int | None = Field(None, ge=0)  # 0: only what is told of the prompt
+    max_tokens: int | None = Field(None, ge=0)  # 0: only what is reported of the prompt
     suffix: str | None = None
 
     @property
@@ -298,7 +314,7 @@ class CompletionRequest(GenerationFields):
             raise InvalidRequest(message, param="suffix")
         for name in ("echo", "truncate_prompt_tokens"):
             if getattr(self, name):
-                raise InvalidRequest(f"{name} goes not with suffix; take one", param=name)
+                raise InvalidRequest(f"{name} cannot be combined with suffix", param=name)
         if "\0" in suffix:
             raise _nul("suffix")
 
@@ -307,11 +323,13 @@ class CompletionRequest(GenerationFields):
             message = f"best_of must be at least n, {self.n}"
             raise InvalidRequest(message, param="best_of")
         if self.num_sampled > (self.n or 1) and self.stream:
-            message = "best_of goes not with stream: true, as the best is known at the end"
+            message = (
+                "best_of cannot be combined with stream: true, as the best is known at the end"
+            )
             raise InvalidRequest(message, param="best_of")
 
 
-# What an assistant may have said other than in text and calls, and what to send in its place.
+# What an assistant's message may hold besides text and calls, and what to send instead.
 _OTHER_SPEECH = {"function_call": "use tool_calls", "audio": "send what was said as text"}
 
 
@@ -353,7 +371,7 @@ class ChatMessage(Wire):
 
     def _calls(self, param: str) -> list[dict[str, Any]]:
         if self.tool_calls and self.role != "assistant":
-            raise InvalidRequest(f"{param} goes only with the role assistant", param=param)
+            raise InvalidRequest(f"{param} requires the role assistant", param=param)
         calls = enumerate(self.tool_calls or ())
         return [call_for_template(call, f"{param}[{i}]") for i, call in calls]
 
@@ -397,7 +415,7 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
 
     @property
     def thinking_budget(self) -> int | None:
-        """So many tokens may thoughts have; None where they may have any number."""
+        """The most tokens of reasoning; None for any number."""
         budget = self.thinking_token_budget
         return None if budget is None or budget < 0 else budget
 
@@ -420,13 +438,13 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def asked_max_tokens(self) -> int | None:
+    def wanted_max_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     def _check(self) -> None:
         super()._check()
         if self.top_logprobs and not self.logprobs:
-            message = "top_logprobs goes only with logprobs: true"
+            message = "top_logprobs requires logprobs: true"
             raise InvalidRequest(message, param="top_logprobs")
         self.check_tools()
         if self.continue_final_message:
@@ -434,12 +452,16 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
 
     def _check_continued(self) -> None:
         if self.add_generation_prompt:
-            message = "continue_final_message goes not with add_generation_prompt: true"
+            message = "continue_final_message cannot be combined with add_generation_prompt: true"
             raise InvalidRequest(message, param="add_generation_prompt")
         last = self.messages[-1]
         if last.role != "assistant" or not last.content or last.tool_calls:
             message = "continue_final_message needs a last message of the assistant with some text"
             raise InvalidRequest(message, param="continue_final_message")
+
+
+def _as_id(key: object) -> object:
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 19 else key
 
 
 def _hint(name: str) -> str:
@@ -448,7 +470,7 @@ def _hint(name: str) -> str:
 
 
 def _nul(param: str) -> InvalidRequest:
-    message = f"{param} has a NUL character (U+0000), which is no text; take it out"
+    message = f"{param} has a NUL character (U+0000), which is not text; remove it"
     return InvalidRequest(message, param=param)
 
 
@@ -459,13 +481,13 @@ def invalid_fields(
     at: str = "",
     expected: Mapping[str, str] = _EXPECTED,
 ) -> InvalidRequest:
-    """The first thing that is wrong, in a sentence. at: where in the body the model's values are.
+    """The first error, in a sentence. at: where in the body the model's values are.
     expected: what a field must be, where it may be several things.
 
     Without the names of fields the path of an error would hold those of a union's branches too.
     """
     errors = error.errors(include_url=False)
-    # Of a union every branch complains. What is no matter of type comes from the branch meant.
+    # Of a union every branch reports an error; one that is not about types is of the branch meant.
     first = next((e for e in errors if not e["type"].endswith("_type")), errors[0])
     if first["type"] == "json_invalid":
         detail = first["msg"].removeprefix("Invalid JSON: ")

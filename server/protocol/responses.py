@@ -9,7 +9,7 @@ import contextlib
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.protocol.openai import (
@@ -20,12 +20,17 @@ from penstock.server.protocol.openai import (
     Wire,
     invalid_fields,
 )
-from penstock.server.protocol.translation import SAME_IN_CHAT, as_chat, checked, in_other_words
+from penstock.server.protocol.translation import (
+    SHARED_FIELDS,
+    check_numbers,
+    checked,
+    renamed_errors,
+)
 
 Item = dict[str, Any]
 Items = Annotated[list[Item], Field(fail_fast=True)]
 # All but the last ask for what no response of ours has: results of tools that a server runs,
-# pictures, and thoughts that only their maker can read.
+# pictures, and encrypted reasoning.
 Includable = Literal[
     "file_search_call.results",
     "web_search_call.results",
@@ -39,7 +44,7 @@ Includable = Literal[
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
-_CHAT_ONLY = frozenset(ChatCompletionRequest.model_fields) - SAME_IN_CHAT
+_CHAT_ONLY = frozenset(ChatCompletionRequest.model_fields) - SHARED_FIELDS
 _HINTS = {
     "messages": "use input",
     "reasoning_effort": "use reasoning.effort",
@@ -51,7 +56,7 @@ _HINTS = {
     "conversation": "use previous_response_id",
     "logprobs": 'use include: ["message.output_text.logprobs"]',
 }
-# Known, not served: field -> the values that change nothing.
+# Known but not supported: field -> the values that change nothing.
 _NEUTRAL_HERE: dict[str, tuple[object, ...]] = {
     "background": (False,),
     "conversation": (),
@@ -101,7 +106,7 @@ class InputMessage(Wire):
 
 
 class Reasoning(Wire):
-    """What we thought, as the client gives it back; encrypted thoughts of others say nothing."""
+    """Reasoning of ours that the client sends back; encrypted reasoning of others is ignored."""
 
     content: Annotated[list[InputPart], Field(fail_fast=True)] | None = None
 
@@ -120,7 +125,7 @@ class FunctionCallOutput(Wire):
 class ResponsesRequest(Wire):
     """`POST /v1/responses`."""
 
-    model_config = ConfigDict(extra="allow")  # kept to be looked through
+    model_config = ConfigDict(extra="allow")  # kept to be checked
 
     model: str
     input: str | Items | None = None
@@ -143,13 +148,20 @@ class ResponsesRequest(Wire):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None  # has but the padding of events, which we never do
     store: bool | None = None
-    # Echoed, or for a provider's books: of no effect on an answer.
+    # Echoed, or for a provider's accounting: without effect on an answer.
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+    _num_bytes: int = PrivateAttr(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the body."""
+        return self._num_bytes
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -158,10 +170,18 @@ class ResponsesRequest(Wire):
             fields = cls.model_validate_json(body)
         except ValidationError as error:
             raise invalid_fields(error, cls) from error
+        fields._num_bytes = len(body)
+        check_numbers(
+            fields.input,
+            fields.tools,
+            fields.tool_choice,
+            fields.text and fields.text.format,
+            fields.model_extra,
+        )
         for name, value in (fields.model_extra or {}).items():
             _check_extra(name, value)
         if fields.input is None and fields.previous_response_id is None:
-            message = "input is missing; only behind a previous_response_id it may be left out"
+            message = "input is missing; it may be left out only with a previous_response_id"
             raise InvalidRequest(message, param="input", code="missing_required_parameter")
         return fields
 
@@ -174,7 +194,7 @@ class ResponsesRequest(Wire):
 
     @property
     def functions(self) -> list[Item]:
-        """The tools that we can serve. Others are skipped: Codex offers them wherever it goes."""
+        """The tools that we can serve. Others are skipped: Codex always sends some."""
         return [tool for tool in self.tools or () if tool.get("type") == "function"]
 
     def chat_fields(self, history: list[Item], items: list[Item]) -> dict[str, Any]:
@@ -182,7 +202,7 @@ class ResponsesRequest(Wire):
 
         items: those of `input_items` that the model is to know of.
         """
-        fields = {k: v for k, v in (self.model_extra or {}).items() if k in SAME_IN_CHAT}
+        fields = {k: v for k, v in (self.model_extra or {}).items() if k in SHARED_FIELDS}
         fields |= {
             "model": self.model,
             "messages": _messages(self.instructions, history, items),
@@ -191,6 +211,7 @@ class ResponsesRequest(Wire):
             "top_p": self.top_p,
             "logprobs": self.num_logprobs is not None,
             "top_logprobs": self.num_logprobs,
+            "stream": self.stream,
         }
         if self.functions:
             fields["tools"] = [_chat_tool(tool) for tool in self.functions]
@@ -211,24 +232,26 @@ class ResponsesRequest(Wire):
 
 
 def chat_request(
-    fields: ResponsesRequest, history: list[Item], items: list[Item]
+    fields: ResponsesRequest, history: list[Item], items: list[Item], *, history_bytes: int = 0
 ) -> ChatCompletionRequest:
-    """See `chat_fields`. Raises InvalidRequest, in the words of chat completions: see
-    `in_words_of_responses`."""
-    return as_chat(fields.chat_fields(history, items))
+    """See `chat_fields`. Raises InvalidRequest that names the fields of chat completions: see
+    `names_of_responses`."""
+    return ChatCompletionRequest.of(
+        fields.chat_fields(history, items), num_bytes=fields.num_bytes + history_bytes
+    )
 
 
-def in_words_of_responses(
+def names_of_responses(
     fields: ResponsesRequest,
 ) -> contextlib.AbstractContextManager[None]:
-    """Around all that is asked of chat completions."""
+    """Within it, errors of chat completions name the fields of this API."""
     served = [id(tool) for tool in fields.functions]
     indexes = [i for i, tool in enumerate(fields.tools or ()) if id(tool) in served]
-    return in_other_words(_CHAT_TO_RESPONSES, indexes)
+    return renamed_errors(_CHAT_TO_RESPONSES, indexes)
 
 
 def _check_extra(name: str, value: object) -> None:
-    if value is None or name in SAME_IN_CHAT:
+    if value is None or name in SHARED_FIELDS:
         return
     if name in _NEUTRAL_HERE:
         is_harmless = value in _NEUTRAL_HERE[name]
@@ -254,7 +277,7 @@ def _messages(
 
 
 def _add(messages: list[dict[str, Any]], item: Item, at: str) -> None:
-    """Adds what the item says to the chat. A turn's text and its calls are one message there."""
+    """Adds the item to the chat, where a turn's text and its calls are one message."""
     match item.get("type", "message"):
         case "message":
             said = _chat_message(checked(InputMessage, item, at), at)
@@ -273,8 +296,8 @@ def _add(messages: list[dict[str, Any]], item: Item, at: str) -> None:
             text = _text(output.output, f"{at}.output")
             messages.append({"role": "tool", "tool_call_id": output.call_id, "content": text})
         case "reasoning":
-            thoughts = checked(Reasoning, item, at).content or ()
-            text = "".join(part.text or "" for part in thoughts)
+            reasoning = checked(Reasoning, item, at).content or ()
+            text = "".join(part.text or "" for part in reasoning)
             turn = _turn(messages)
             before = turn.get("reasoning_content")
             turn["reasoning_content"] = f"{before}\n{text}" if before else text
@@ -284,7 +307,7 @@ def _add(messages: list[dict[str, Any]], item: Item, at: str) -> None:
 
 
 def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """A new message of the assistant, or the one that has nothing but the thoughts before it."""
+    """A new message of the assistant, or the last one if it has only reasoning so far."""
     last = messages[-1] if messages else {}
     if "reasoning_content" not in last or last["content"] is not None or "tool_calls" in last:
         messages.append({"role": "assistant", "content": None})

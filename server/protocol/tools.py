@@ -150,9 +150,9 @@ class ToolFields(BaseModel):
                 message = f"tools has two functions with the name {name!r}; give each its own"
                 raise InvalidRequest(message, param=f"tools[{i}].function.name")
         if not names and self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice goes only with tools", param="tool_choice")
+            raise InvalidRequest("tool_choice requires tools", param="tool_choice")
         if not names and self.parallel_tool_calls is not None:
-            message = "parallel_tool_calls goes only with tools"
+            message = "parallel_tool_calls requires tools"
             raise InvalidRequest(message, param="parallel_tool_calls")
         if isinstance(self.tool_choice, NamedToolChoice):
             self._check_named(self.tool_choice, names)

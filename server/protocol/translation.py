@@ -1,5 +1,4 @@
-"""What the APIs share that are served as chat completions: the same fields, and one's complaints
-in another's words."""
+"""What APIs served as chat completions share: their fields, and renaming fields in errors."""
 
 import contextlib
 import re
@@ -10,10 +9,10 @@ import msgspec
 from pydantic import ValidationError
 
 from penstock.server.errors import InvalidRequest
-from penstock.server.protocol.openai import ChatCompletionRequest, Wire, invalid_fields
+from penstock.server.protocol.openai import Wire, invalid_fields
 
-# Fields of chat completions that mean the same there, for those who steer sampling beyond them.
-SAME_IN_CHAT = frozenset(
+# Fields of chat completions that mean the same in the other APIs, which do not have them.
+SHARED_FIELDS = frozenset(
     (
         *("seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p"),
         *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
@@ -24,24 +23,23 @@ SAME_IN_CHAT = frozenset(
 )
 
 
-def as_chat(fields: dict[str, Any]) -> ChatCompletionRequest:
-    """Raises InvalidRequest."""
+def check_numbers(*values: object) -> None:
+    """Raises InvalidRequest for an integer that could not be written back."""
     try:
-        body = msgspec.json.encode(fields)
+        msgspec.json.encode(values)
     except OverflowError as error:
         raise InvalidRequest("a number has more than 64 bits; send it shorter") from error
-    return ChatCompletionRequest.parse(body)
 
 
 _TOOL = re.compile(r"tools\[(\d+)\]")
 
 
 @contextlib.contextmanager
-def in_other_words(names: dict[str, str], tool_indexes: Sequence[int] = ()) -> Iterator[None]:
-    """Complaints about fields get the names that these have in the client's API.
+def renamed_errors(names: dict[str, str], tool_indexes: Sequence[int] = ()) -> Iterator[None]:
+    """Within it, errors about the fields of a chat name those of the client's API.
 
-    tool_indexes: of each of the chat's tools, where it is among the client's; as in the chat where
-    it is not told.
+    names: chat's -> the client's. tool_indexes: the index among the client's tools of each of the
+    chat's; empty if they are the same.
     """
     try:
         yield
@@ -55,7 +53,7 @@ def _renamed(
     param, message = error.param or "", str(error)
     for chat_name, name in names.items():
         if chat_name == "messages" and param.startswith("messages"):
-            # The messages of a chat are not counted as a client's items are.
+            # The messages of a chat are numbered differently from the client's items.
             message, param = message.replace(param, name), name
         elif param == chat_name:
             message, param = message.replace(param, name), name

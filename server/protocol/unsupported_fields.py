@@ -1,7 +1,7 @@
 """Fields that other servers serve and we do not: refused by name, as they would change the answer.
 
-What would not change it (a provider's books, hints for a cache, the padding of a stream) is not
-here: it is let in, as is any field that nobody knows.
+What would not change it (a provider's accounting, hints for a cache, the padding of a stream) is
+not here: it is accepted, as is any unknown field.
 """
 
 # Field -> the values that change nothing.

@@ -12,7 +12,6 @@ from typing import Any
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.reasoning import ReasoningSplitter
-from penstock.server.prompt.tokenizer import Message
 from penstock.server.protocol.openai import ChatCompletionRequest
 from penstock.server.protocol.tools import FunctionSpec, Tool, ToolFields
 from penstock.server.structured.constraint import grammar_of_schema, json_schema_grammar
@@ -32,6 +31,9 @@ from penstock.server.tools.parsers import (
     ToolParser,
     make_tool_parser,
 )
+
+# A message of a conversation, as chat templates know it.
+Message = Mapping[str, Any]
 
 _INSTRUCTIONS = """You can call functions. Each line describes one, with a JSON schema of its \
 arguments:

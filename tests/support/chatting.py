@@ -1,7 +1,7 @@
 """What the tests of tools and reasoning share: answers that are written for them.
 
 The ids are real ones of a tokenizer of single bytes with a few special tokens; they take the way
-from `ask_chat` to the bytes of the reply, all but the engine.
+from the request to the bytes of the answer, all but the engine.
 """
 
 import asyncio
@@ -15,12 +15,18 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.engine.executor import ModelInfo
 from penstock.scheduler.types import Finish, FinishReason, RequestId, RequestOutput
-from penstock.server.api.openai.writer import ChatReply, ChunkWriter, Envelope, plain_body
+from penstock.server.api.openai.chat_writer import ChatWriter
+from penstock.server.api.openai.writer import AnswerOptions, Head, encode
+from penstock.server.output.choice import Choice
+from penstock.server.output.delta import OutputDelta, Usage
 from penstock.server.output.detokenizer import TextDecoder
-from penstock.server.output.generation import Choice, Piece, Usage
-from penstock.server.prompt.generation_request import Ask, ServedModel, ask_chat
+from penstock.server.output.request import GenerationRequest
+from penstock.server.prompt.constraints import constrain
+from penstock.server.prompt.generation_request import build_generation_request
+from penstock.server.prompt.model import ServedModel
+from penstock.server.prompt.prompts import chat_prompts, completion_prompts
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
-from penstock.server.protocol.openai import ChatCompletionRequest
+from penstock.server.protocol.openai import ChatCompletionRequest, CompletionRequest
 from penstock.server.tools.chat_format import ChatFormat
 
 SPECIAL = ("<eos>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
@@ -111,8 +117,20 @@ def request(**fields: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest.parse(json.dumps(body).encode())
 
 
-def ask(model: ServedModel, **fields: Any) -> Ask:
-    return asyncio.run(ask_chat(request(**fields), model, tenant="", arrival_s=0.0))
+def ask(model: ServedModel, **fields: Any) -> GenerationRequest:
+    return asyncio.run(prepared(request(**fields), model))
+
+
+async def prepared(
+    fields: CompletionRequest | ChatCompletionRequest, model: ServedModel
+) -> GenerationRequest:
+    """Rendered, tokenized, constrained and built, as the server's pipeline does it."""
+    if isinstance(fields, ChatCompletionRequest):
+        prompts = await chat_prompts(fields, model)
+    else:
+        prompts = await completion_prompts(fields, model)
+    answer = await constrain(fields, prompts, model)
+    return build_generation_request(fields, prompts, answer, model, tenant="", arrival_s=0.0)
 
 
 def prompt_of(model: ServedModel, **fields: Any) -> str:
@@ -122,7 +140,7 @@ def prompt_of(model: ServedModel, **fields: Any) -> str:
 
 
 class Answer:
-    """One answer, token by token: its pieces, and what the wire makes of them."""
+    """One answer, token by token: its deltas, and what the wire makes of them."""
 
     def __init__(
         self,
@@ -132,12 +150,14 @@ class Answer:
         **fields: Any,
     ) -> None:
         self.asked = ask(model, **fields)
-        self._reply = ChatReply(model.encoder.vocabulary, None)
-        make = self.asked.make_reader
+        self._writer = ChatWriter(
+            Head("chatcmpl-1", "m", "fp"), model.encoder.vocabulary, AnswerOptions(wants_usage=True)
+        )
+        make = self.asked.make_parser
         decoder = TextDecoder(model.encoder.vocabulary, is_whole=True, shown=self.asked.markup)
-        self.choice = Choice(0, decoder, None, False, reader=make() if make else None)
+        self.choice = Choice(0, decoder, None, False, parser=make() if make else None)
         ids = list(model.encoder.encode_rendered(text))
-        self.pieces: list[Piece] = []
+        self.deltas: list[OutputDelta] = []
         for token_id in ids:
             self._take([token_id], None)
         if reason is FinishReason.STOP:
@@ -150,8 +170,8 @@ class Answer:
         if self.choice.finish_reason:
             return
         output = RequestOutput(RequestId("r"), 0, ids, None, finish, 0)
-        if piece := self.choice.take(output):
-            self.pieces.append(piece)
+        if delta := self.choice.take(output):
+            self.deltas.append(delta)
 
     @property
     def usage(self) -> Usage:
@@ -159,8 +179,8 @@ class Answer:
 
     @property
     def sse(self) -> bytes:
-        writer = ChunkWriter(Envelope("chatcmpl-1", "m", "fp"), self._reply, wants_usage=True)
-        events = b"".join(map(writer.piece, self.pieces))
+        writer = self._writer
+        events = b"".join(map(writer.delta, self.deltas))
         return writer.openings(1) + events + writer.end(self.usage)
 
     def streamed(self) -> Any:
@@ -175,11 +195,13 @@ class Answer:
             return stream.get_final_completion()
 
     def plain(self) -> Any:
-        parts = [part for piece in self.pieces for part in piece.parts or ()]
-        text = "".join(piece.text for piece in self.pieces)
-        has_parts = self.asked.make_reader is not None
-        whole = Piece(0, text, [], self.choice.finish_reason, (), parts if has_parts else None)
-        body = plain_body(Envelope("chatcmpl-1", "m", "fp"), self._reply, [whole], self.usage)
+        parts = [part for delta in self.deltas for part in delta.parts or ()]
+        text = "".join(delta.text for delta in self.deltas)
+        has_parts = self.asked.make_parser is not None
+        whole = OutputDelta(
+            0, text, [], self.choice.finish_reason, (), parts if has_parts else None
+        )
+        body = encode(self._writer.content([whole], self.usage))
         return openai.types.chat.ChatCompletion.model_validate_json(body)
 
 

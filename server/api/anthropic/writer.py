@@ -1,6 +1,6 @@
-"""An Anthropic message in the making: its blocks as they grow, and the events that tell of it.
+"""An Anthropic message while it is generated: its blocks, and the events that report them.
 
-Whoever wants the whole body alone throws the events away; so what is streamed adds up to it.
+For a plain body the events are thrown away, so what is streamed adds up to the body.
 """
 
 import secrets
@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from penstock.server.errors import reply_to
-from penstock.server.output.generation import Piece, Usage
+from penstock.server.output.delta import OutputDelta, Usage
+from penstock.server.output.generation import Generation
 from penstock.server.output.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
 
 _encode = msgspec.json.Encoder().encode
@@ -28,7 +29,7 @@ _DELTAS = {
 
 
 class MessageWriter:
-    """One message. stop_string: tells at the end which one ended the answer, if one did."""
+    """One message. stop_string: returns at the end the one that ended the answer, if one did."""
 
     def __init__(
         self, model: str, usage: Usage, stop_string: Callable[[], str | None] = lambda: None
@@ -48,26 +49,27 @@ class MessageWriter:
         self._last: Part | None = None  # of the block that is open
         self._texts: list[str] = []
 
-    @property
-    def body(self) -> dict[str, Any]:
-        return self.message
+    def body(self, deltas: list[OutputDelta], generation: Generation) -> bytes:
+        self.delta(deltas[0])
+        self.end(generation.usage)
+        return _encode(self.message)
 
     def openings(self, num_choices: int) -> bytes:
         assert num_choices == 1, num_choices
         return _event("message_start", message=self.message)
 
-    def piece(self, piece: Piece) -> bytes:
-        self._finish_reason = piece.finish_reason
+    def delta(self, delta: OutputDelta) -> bytes:
+        self._finish_reason = delta.finish_reason
         events: list[bytes] = []
-        for part in piece.all_parts:
+        for part in delta.all_parts:
             events.extend(self._turn_to(part))
             if not isinstance(part, CallStart):
-                events.append(self._delta(part))
+                events.append(self._part_delta(part))
         return b"".join(events)
 
     def end(self, usage: Usage) -> bytes:
         events: list[bytes] = []
-        if not self._last:  # no token, or none with a text: a block that says nothing
+        if not self._last:  # no token, or none with text: an empty block
             events += self._turn_to(TextPart(""))
         events.append(self._close())
         self.message["usage"] = usage_fields(usage)
@@ -101,7 +103,7 @@ class MessageWriter:
         if not index:
             yield _PING
 
-    def _delta(self, part: TextPart | ReasoningPart | CallArguments) -> bytes:
+    def _part_delta(self, part: TextPart | ReasoningPart | CallArguments) -> bytes:
         self._texts.append(part.text)
         index = len(self.message["content"]) - 1
         return _DELTAS[self._block["type"]] % (index, _encode(part.text))
@@ -115,7 +117,7 @@ class MessageWriter:
             block[block["type"]] = text
         index = len(self.message["content"]) - 1
         signed = b""
-        if block["type"] == "thinking":  # its clients wait for one, and ours is empty
+        if block["type"] == "thinking":  # its clients wait for one; ours is empty
             delta = {"type": "signature_delta", "signature": block["signature"]}
             signed = _event("content_block_delta", index=index, delta=delta)
         return signed + _event("content_block_stop", index=index)
@@ -155,7 +157,7 @@ def _block_for(part: Part) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """What was cut off before its end is no object, and the stop_reason tells of that."""
+    """Arguments cut off before their end are not an object; the stop_reason reports that."""
     try:
         arguments = msgspec.json.decode(text)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""Many prompts through the engine at once, for what is told of them and not for answers.
+"""Many prompts through the engine at once, for their pooled states and not for answers.
 
 They go in together and batch with whatever else runs. No more wait in the engine's queue than keep
 it busy, so that a request of two thousand inputs fits a queue that is shorter.
@@ -17,7 +17,7 @@ from penstock.server.observability.metrics import RequestTimes
 from penstock.server.observability.tracing import TracedRequest
 from penstock.server.service import Service
 
-# How often a request that is under way looks whether the queue has a place again.
+# How often a running request checks whether the queue has a place again.
 _LOOK_AGAIN_S = 0.02
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ async def pooled(
     batch = _Batch(service, requests, read)
     trace = service.trace()
     metrics, arrival_s = service.metrics, requests[0].arrival_s
-    outcome = "abandoned"  # until something else comes to pass
+    outcome = "abandoned"  # until something else happens
     try:
         batch.submit()
         try:
@@ -159,5 +159,5 @@ async def _state_of(stream: OutputStream) -> bytes:
         for output in outputs:
             if output.prompt is not None:
                 state = output.prompt.embedding
-    assert state is not None, "the engine ended a prompt and told nothing of it"
+    assert state is not None, "the engine ended a prompt without its state"
     return state

@@ -20,26 +20,14 @@ from starlette.responses import Response
 
 from penstock.scheduler.errors import PromptTooLong
 from penstock.scheduler.types import Request, RequestId, SamplingParams
-from penstock.server.api.common import (
-    body_of,
-    check_model,
-    json_response,
-    service_of,
-    tenant_who_asks,
-    unless_gone,
-)
+from penstock.server.api.common import Received, json_response, receive, unless_disconnected
 from penstock.server.api.embeddings.batch import pooled
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.pooling import normalized
-from penstock.server.prompt.generation_request import (
-    ServedModel,
-    check_priority,
-    checked_prompt,
-    kept_end,
-    off_loop,
-    salted,
-    too_long,
-)
+from penstock.server.prompt.generation_request import salted
+from penstock.server.prompt.limits import check_priority, check_prompt, too_long, truncated
+from penstock.server.prompt.model import ServedModel
+from penstock.server.prompt.prompts import off_loop
 from penstock.server.protocol.openai import (
     CacheSalt,
     Priority,
@@ -67,7 +55,7 @@ class PooledFields(Wire):
     """What both endpoints take: how the texts become prompts, and how these are served."""
 
     model_config = ConfigDict(extra="allow")
-    # Known, not served: field -> the values that change nothing.
+    # Known but not supported: field -> the values that change nothing.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "normalize": (True,),
         "use_activation": (True,),
@@ -148,45 +136,44 @@ class ScoreRequest(PooledFields):
 
 
 @router.post("/v1/embeddings")
-async def embeddings(request: HttpRequest) -> Response:
-    service, arrival_s = service_of(request), time.monotonic()
-    fields = EmbeddingRequest.parse(await body_of(request))
-    check_model(service, fields.model)
-    tenant, pooler = tenant_who_asks(request), service.model.pooler
+async def embeddings(http: HttpRequest) -> Response:
+    received = await receive(http, EmbeddingRequest.parse)
+    fields, model = received.fields, received.service.model
 
-    def told(state: bytes) -> msgspec.Raw:
-        return _as_json(pooler.embedding(state, fields.dimensions), fields.encoding_format)
+    def written(state: bytes) -> msgspec.Raw:
+        return _as_json(model.pooler.embedding(state, fields.dimensions), fields.encoding_format)
 
     async def answer() -> Response:
-        pooler.check(fields.dimensions)
-        asked = await _requests(fields, fields.inputs, service.model, tenant, arrival_s)
-        values = await pooled(service, asked, told)
+        model.pooler.check(fields.dimensions)
+        requests = await _requests(received, fields.inputs)
+        values = await pooled(received.service, requests, written)
         data = [
             {"object": "embedding", "index": index, "embedding": value}
             for index, value in enumerate(values)
         ]
-        return json_response(_body("embd", fields, service.model, data, asked))
+        return json_response(_body("embd", fields, model, data, requests))
 
-    return await unless_gone(request, answer())
+    return await unless_disconnected(http, answer())
 
 
 @router.post("/v1/score")
 @router.post("/score")
-async def score(request: HttpRequest) -> Response:
-    service, arrival_s = service_of(request), time.monotonic()
-    fields = ScoreRequest.parse(await body_of(request))
-    check_model(service, fields.model)
-    tenant, pooler = tenant_who_asks(request), service.model.pooler
+async def score(http: HttpRequest) -> Response:
+    received = await receive(http, ScoreRequest.parse)
+    fields, model = received.fields, received.service.model
+
+    def vector(state: bytes) -> "array[float]":
+        return normalized(model.pooler.embedding(state))
 
     async def answer() -> Response:
-        pooler.check(None)
+        model.pooler.check(None)
         pairs = fields.pairs()
-        asked = await _requests(fields, fields.inputs, service.model, tenant, arrival_s)
-        vectors = await pooled(service, asked, lambda state: normalized(pooler.embedding(state)))
+        requests = await _requests(received, fields.inputs)
+        vectors = await pooled(received.service, requests, vector)
         data = await asyncio.to_thread(_scores, vectors, pairs)
-        return json_response(_body("score", fields, service.model, data, asked))
+        return json_response(_body("score", fields, model, data, requests))
 
-    return await unless_gone(request, answer())
+    return await unless_disconnected(http, answer())
 
 
 def _numbered(name: str, items: Sequence[Any]) -> dict[str, Any]:
@@ -196,13 +183,10 @@ def _numbered(name: str, items: Sequence[Any]) -> dict[str, Any]:
 
 
 async def _requests(
-    fields: PooledFields,
-    inputs: dict[str, str | list[int]],
-    model: ServedModel,
-    tenant: str,
-    arrival_s: float,
+    received: Received[PooledFields], inputs: dict[str, str | list[int]]
 ) -> list[Request]:
     """Raises InvalidRequest; `param` is the input that is at fault."""
+    fields, model = received.fields, received.service.model
     check_priority(fields.priority, model)
     _check_inputs(inputs)
     num_chars = sum(len(text) for text in inputs.values() if isinstance(text, str))
@@ -215,9 +199,9 @@ async def _requests(
             id=RequestId(f"embd-{own_id}-{i}"),
             prompt_token_ids=_fitted(prompt, fields, model, param),
             sampling=_NO_ANSWER,
-            arrival_s=arrival_s,
+            arrival_s=received.arrival_s,
             priority=fields.priority or 0,
-            cache_salt=salted(tenant, fields.cache_salt),
+            cache_salt=salted(received.tenant, fields.cache_salt),
             pooling=model.pooler.pooling,
         )
         for i, (param, prompt) in enumerate(zip(inputs, prompts, strict=True))
@@ -232,7 +216,7 @@ def _check_inputs(inputs: dict[str, str | list[int]]) -> None:
         if not given:
             raise InvalidRequest(f"{param} is empty; send a text or a token at least", param=param)
         if isinstance(given, str) and "\0" in given:
-            message = f"{param} has a NUL character (U+0000), which is no text; take it out"
+            message = f"{param} has a NUL character (U+0000), which is not text; remove it"
             raise InvalidRequest(message, param=param)
 
 
@@ -245,8 +229,8 @@ def _fitted(
     prompt: tuple[int, ...], fields: PooledFields, model: ServedModel, param: str
 ) -> tuple[int, ...]:
     limit = model.info.max_model_len
-    prompt = checked_prompt(prompt, model.info.vocab_size, param)
-    prompt = kept_end(prompt, fields.truncate_prompt_tokens, limit)
+    check_prompt(prompt, model.info.vocab_size, param)
+    prompt = truncated(prompt, fields.truncate_prompt_tokens, limit)
     if len(prompt) > limit:
         raise too_long(PromptTooLong(len(prompt), limit, has_answer=False), param)
     return prompt
@@ -279,9 +263,9 @@ def _body(
     fields: PooledFields,
     model: ServedModel,
     data: list[dict[str, Any]],
-    asked: list[Request],
+    requests: list[Request],
 ) -> dict[str, Any]:
-    num_tokens = sum(len(request.prompt_token_ids) for request in asked)
+    num_tokens = sum(len(request.prompt_token_ids) for request in requests)
     return {
         "id": f"{kind}-{fields.request_id or secrets.token_hex(12)}",
         "object": "list",

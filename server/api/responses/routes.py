@@ -1,35 +1,28 @@
 """`/v1/responses`: OpenAI's newer API, where the server may remember the conversation."""
 
 import secrets
-import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.server.api.common import (
-    body_of,
-    check_model,
-    json_response,
-    service_of,
-    tenant_who_asks,
-    unless_gone,
-    written,
-)
-from penstock.server.api.openai.writer import ChatReply
+from penstock.server.api.common import Received, json_response, receive, tenant_of_request
+from penstock.server.api.pipeline import answer_request, prepare
 from penstock.server.api.responses.store import ResponseStore, StoredResponse, items_of
-from penstock.server.api.responses.truncation import asked_with_what_fits
+from penstock.server.api.responses.truncation import with_what_fits
 from penstock.server.api.responses.writer import ResponseWriter, response_head
 from penstock.server.errors import InvalidRequest, ResponseNotFound, UnsupportedParameter
-from penstock.server.prompt.generation_request import Ask, ask_chat
+from penstock.server.output.generation import Generation
+from penstock.server.prompt.prompts import Prompts, chat_prompts
+from penstock.server.protocol.openai import ChatCompletionRequest, GenerationFields
 from penstock.server.protocol.responses import (
     Item,
     ResponsesRequest,
     chat_request,
-    in_words_of_responses,
+    names_of_responses,
 )
-from penstock.server.service import Service
 
 router = APIRouter()
 
@@ -39,52 +32,101 @@ _DEFAULT_LISTED_ITEMS = 20
 
 @router.post("/v1/responses")
 async def create_response(request: Request) -> Response:
-    service, arrival_s = service_of(request), time.monotonic()
-    fields = ResponsesRequest.parse(await body_of(request))
-    check_model(service, fields.model)
-    tenant = tenant_who_asks(request)
-    history = _history(service, fields, tenant)
-
-    async def answer() -> Response:
-        with in_words_of_responses(fields):
-            ask = await _ask(service, fields, history, tenant, arrival_s)
-            writer = _writer(service, fields, ask, history, tenant)
-            return await written(service, ask, lambda _: writer, streams=bool(fields.stream))
-
-    return await unless_gone(request, answer())
+    return await answer_request(request, Responses(_store(request)))
 
 
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(request: Request) -> Response:
-    service, arrival_s = service_of(request), time.monotonic()
-    fields = ResponsesRequest.parse(await body_of(request))
-    check_model(service, fields.model)
-    tenant = tenant_who_asks(request)
-    history = _history(service, fields, tenant)
-    with in_words_of_responses(fields):
-        ask = await _ask(service, fields, history, tenant, arrival_s)
-    num_tokens = len(ask.requests[0].prompt_token_ids)
+    received = await receive(request, ResponsesRequest.parse)
+    _, prepared = await prepare(Responses(_store(request)), received)
+    num_tokens = len(prepared.prompt_token_ids[0])
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+class Responses:
+    """See `penstock.server.api.pipeline.TextApi`."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self._history: tuple[bytes, ...] = ()  # the turns before this one, once it is rendered
+
+    def parse(self, body: bytes) -> ResponsesRequest:
+        return ResponsesRequest.parse(body)
+
+    async def render(
+        self, received: Received[ResponsesRequest]
+    ) -> tuple[ChatCompletionRequest, Prompts]:
+        fields, model = received.fields, received.service.model
+        self._history = self._conversation_before(received)
+        past, items = items_of(self._history), fields.input_items
+        history_bytes = sum(map(len, self._history))
+
+        async def render(
+            past: list[Item], items: list[Item]
+        ) -> tuple[ChatCompletionRequest, Prompts]:
+            chat = chat_request(fields, past, items, history_bytes=history_bytes)
+            return chat, await chat_prompts(chat, model)
+
+        if fields.truncation == "auto":
+            return await with_what_fits(past, items, render)
+        return await render(past, items)
+
+    def error_names(self, received: Received[ResponsesRequest]) -> AbstractContextManager[None]:
+        return names_of_responses(received.fields)
+
+    def writer(
+        self,
+        received: Received[ResponsesRequest],
+        _: GenerationFields,
+        generation: Generation,
+    ) -> ResponseWriter:
+        fields, model = received.fields, received.service.model
+        response_id = f"resp_{secrets.token_hex(24)}"
+
+        def keep(response: Item) -> None:
+            if fields.store is not False:
+                stored = StoredResponse(
+                    body=msgspec.json.encode(response),
+                    input_items=msgspec.json.encode(_with_ids(fields.input_items)),
+                    output_items=msgspec.json.encode(response["output"]),
+                    history=self._history,
+                )
+                self._store.put(received.tenant, response_id, stored)
+
+        sampling = generation.request.requests[0].sampling
+        head = response_head(fields, response_id, model.name, sampling)
+        return ResponseWriter(head, model.encoder.vocabulary, fields.num_logprobs, keep)
+
+    def _conversation_before(self, received: Received[ResponsesRequest]) -> tuple[bytes, ...]:
+        """Raises InvalidRequest."""
+        previous_id = received.fields.previous_response_id
+        if previous_id is None:
+            return ()
+        try:
+            return self._store.get(received.tenant, previous_id).conversation
+        except ResponseNotFound as error:
+            code = "previous_response_not_found"
+            raise InvalidRequest(str(error), param="previous_response_id", code=code) from error
 
 
 @router.get("/v1/responses/{response_id}")
 async def retrieve_response(request: Request, response_id: str) -> Response:
     if request.query_params.get("stream") == "true":
         raise UnsupportedParameter("stream", "a stored response comes whole; leave it out")
-    stored = _store(request).get(tenant_who_asks(request), response_id)
+    stored = _store(request).get(tenant_of_request(request), response_id)
     return Response(stored.body, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> Response:
-    _store(request).delete(tenant_who_asks(request), response_id)
+    _store(request).delete(tenant_of_request(request), response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Raises in any case: what is stored is over, and what runs ends with its connection."""
-    _store(request).get(tenant_who_asks(request), response_id)
+    _store(request).get(tenant_of_request(request), response_id)
     raise InvalidRequest(
         "only a background response can be cancelled, and this server makes none; "
         "to end a response that still runs, close its connection",
@@ -94,7 +136,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 @router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(request: Request, response_id: str) -> Response:
-    stored = _store(request).get(tenant_who_asks(request), response_id)
+    stored = _store(request).get(tenant_of_request(request), response_id)
     items = items_of((*stored.history, stored.input_items))
     return json_response(_page(items, dict(request.query_params)))
 
@@ -132,59 +174,6 @@ def _limit(text: str) -> int:
     return limit
 
 
-async def _ask(
-    service: Service,
-    fields: ResponsesRequest,
-    history: tuple[bytes, ...],
-    tenant: str,
-    arrival_s: float,
-) -> Ask:
-    past, items = items_of(history), fields.input_items
-
-    async def ask(past: list[Item], items: list[Item]) -> Ask:
-        chat = chat_request(fields, past, items)
-        return await ask_chat(chat, service.model, tenant=tenant, arrival_s=arrival_s)
-
-    if fields.truncation == "auto":
-        return await asked_with_what_fits(past, items, ask)
-    return await ask(past, items)
-
-
-def _history(service: Service, fields: ResponsesRequest, tenant: str) -> tuple[bytes, ...]:
-    """The turns before this one. Raises InvalidRequest."""
-    if fields.previous_response_id is None:
-        return ()
-    try:
-        return service.responses.get(tenant, fields.previous_response_id).conversation
-    except ResponseNotFound as error:
-        code = "previous_response_not_found"
-        raise InvalidRequest(str(error), param="previous_response_id", code=code) from error
-
-
-def _writer(
-    service: Service,
-    fields: ResponsesRequest,
-    ask: Ask,
-    history: tuple[bytes, ...],
-    tenant: str,
-) -> ResponseWriter:
-    response_id = f"resp_{secrets.token_hex(24)}"
-
-    def keep(response: Item) -> None:
-        if fields.store is not False:
-            stored = StoredResponse(
-                body=msgspec.json.encode(response),
-                input_items=msgspec.json.encode(_with_ids(fields.input_items)),
-                output_items=msgspec.json.encode(response["output"]),
-                history=history,
-            )
-            service.responses.put(tenant, response_id, stored)
-
-    head = response_head(fields, response_id, service.model.name, ask.requests[0].sampling)
-    logprobs = ChatReply(service.model.encoder.vocabulary, fields.num_logprobs)
-    return ResponseWriter(head, logprobs, keep)
-
-
 def _with_ids(items: list[Item]) -> list[Item]:
     return [_as_listed(item) for item in items]
 
@@ -206,4 +195,5 @@ def _as_listed(item: Item) -> Item:
 
 
 def _store(request: Request) -> ResponseStore:
-    return service_of(request).responses
+    store: ResponseStore = request.app.state.responses
+    return store

@@ -1,4 +1,4 @@
-"""The responses that clients may ask for again, or go on from. Bounded: the idlest go first."""
+"""Stored responses, to be retrieved or continued. Bounded: the least recently used are evicted."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Shared parts count in full: no more than this is ever held."""
+        """Shared parts count in full, so this is an upper bound."""
         return len(self.body) + sum(len(part) for part in self.conversation) + _ENTRY_BYTES
 
 
@@ -53,14 +53,14 @@ class ResponseStore:
         return len(self._responses)
 
     def put(self, tenant: str, response_id: str, response: StoredResponse) -> None:
-        """One that is larger than all the room there is is not kept, and nothing goes for it."""
+        """One that is larger than the whole store is not kept, and evicts nothing."""
         if response.num_bytes > self._max_bytes or not self._max_count:
             return
         self._responses[tenant, response_id] = response
         self.num_bytes += response.num_bytes
         while len(self._responses) > self._max_count or self.num_bytes > self._max_bytes:
-            _, idlest = self._responses.popitem(last=False)
-            self.num_bytes -= idlest.num_bytes
+            _, evicted = self._responses.popitem(last=False)
+            self.num_bytes -= evicted.num_bytes
 
     def get(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises ResponseNotFound."""

@@ -1,4 +1,4 @@
-"""`truncation: auto` of /v1/responses: which items of a conversation go when it is too long."""
+"""`truncation: auto` of /v1/responses: which items of a long conversation are dropped."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -9,35 +9,35 @@ Item = dict[str, Any]
 T = TypeVar("T")
 
 
-async def asked_with_what_fits(
-    past: list[Item], items: list[Item], ask: Callable[[list[Item], list[Item]], Awaitable[T]]
+async def with_what_fits(
+    past: list[Item], items: list[Item], render: Callable[[list[Item], list[Item]], Awaitable[T]]
 ) -> T:
-    """The result of `ask` with the fewest items gone with which the prompt fits.
+    """The result of `render` for the conversation with the fewest items dropped that fits.
 
-    past, items: of earlier responses and of this request. ask: raises InvalidRequest with the code
-    context_length_exceeded for what does not fit. So does this where the last question alone is
+    past, items: of earlier responses and of this request. render: raises InvalidRequest with the
+    code context_length_exceeded for what does not fit. So does this if the last question alone is
     too long.
     """
     whole = past + items
     units = droppable(whole)
 
-    async def ask_without(num_gone: int) -> T:
-        gone = frozenset[int]().union(*units[:num_gone])
-        kept_past = [item for i, item in enumerate(past) if i not in gone]
-        kept = [item for i, item in enumerate(items, len(past)) if i not in gone]
-        return await ask(kept_past, kept)
+    async def render_without(num_dropped: int) -> T:
+        dropped = frozenset[int]().union(*units[:num_dropped])
+        kept_past = [item for i, item in enumerate(past) if i not in dropped]
+        kept = [item for i, item in enumerate(items, len(past)) if i not in dropped]
+        return await render(kept_past, kept)
 
     try:
-        return await ask_without(0)
+        return await render_without(0)
     except InvalidRequest as error:
         if not _is_too_long(error) or not units:
             raise
     low, high = 1, len(units)
-    best = await ask_without(high)
+    best = await render_without(high)
     while low < high:
         middle = (low + high) // 2
         try:
-            best = await ask_without(middle)
+            best = await render_without(middle)
             high = middle
         except InvalidRequest as error:
             if not _is_too_long(error):
@@ -51,7 +51,7 @@ def _is_too_long(error: InvalidRequest) -> bool:
 
 
 def droppable(items: list[Item]) -> list[frozenset[int]]:
-    """What may go, in that order: turns before the last question, then what was done about it.
+    """What may be dropped, in this order: turns before the last question, then steps since it.
 
     A call and its result go together. What systems and developers say stays, as do the last
     question and the last call.

@@ -1,7 +1,7 @@
-"""A response in the making: its items as they grow, and the events that tell of each change.
+"""A response while it is generated: its items, and the events that report each change.
 
-Whoever wants the whole body alone throws the events away; so what is streamed adds up to it.
-A text's delta is bytes that were put together when its item began, around an escaped string.
+For a plain body the events are thrown away, so what is streamed adds up to the body. A text's delta
+is bytes that were put together when its item began, around an escaped string.
 """
 
 import secrets
@@ -12,9 +12,11 @@ from typing import Any
 import msgspec
 
 from penstock.scheduler.types import SamplingParams
-from penstock.server.api.openai.writer import ChatReply
+from penstock.server.api.openai.chat_writer import logprob_content
 from penstock.server.errors import reply_to
-from penstock.server.output.generation import LogprobEntry, Piece, Usage
+from penstock.server.output.delta import LogprobEntry, OutputDelta, Usage
+from penstock.server.output.detokenizer import Vocabulary
+from penstock.server.output.generation import Generation
 from penstock.server.output.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
 from penstock.server.protocol.responses import ResponsesRequest
 
@@ -23,21 +25,29 @@ Item = dict[str, Any]
 
 
 class ResponseWriter:
-    """One response. `on_end` gets it when it is over, however that came."""
+    """One response. `on_end` gets it when it has ended or failed."""
 
-    def __init__(self, head: Item, logprobs: ChatReply, on_end: Callable[[Item], None]) -> None:
+    def __init__(
+        self,
+        head: Item,
+        vocabulary: Vocabulary,
+        num_logprobs: int | None,
+        on_end: Callable[[Item], None],
+    ) -> None:
         """head: all fields of the response that are known before its answer is."""
         self.response: Item = head | {"status": "in_progress", "output": []}
-        self._logprobs = logprobs
+        self._vocabulary = vocabulary
+        self._num_logprobs = num_logprobs
         self._on_end = on_end
         self._sequence_number = -1
         self._item: _OpenItem | None = None
         self._is_cut = False
         self._is_open = False
 
-    @property
-    def body(self) -> Item:
-        return self.response
+    def body(self, deltas: list[OutputDelta], generation: Generation) -> bytes:
+        self.delta(deltas[0])
+        self.end(generation.usage)
+        return _encode(self.response)
 
     def openings(self, num_choices: int) -> bytes:
         assert num_choices == 1, num_choices
@@ -46,11 +56,11 @@ class ResponseWriter:
             "response.in_progress", response=self.response
         )
 
-    def piece(self, piece: Piece) -> bytes:
-        self._is_cut = piece.finish_reason == "length"
-        entries = piece.logprobs
+    def delta(self, delta: OutputDelta) -> bytes:
+        self._is_cut = delta.finish_reason == "length"
+        entries = delta.logprobs
         events: list[bytes] = []
-        for part in piece.all_parts:
+        for part in delta.all_parts:
             events.extend(self._turn_to(part))
             assert self._item, part
             events.append(self._item.grow(part, entries if isinstance(part, TextPart) else []))
@@ -59,7 +69,7 @@ class ResponseWriter:
 
     def end(self, usage: Usage) -> bytes:
         events: list[bytes] = []
-        if not self._item:  # no token, or none with a text: a message that says nothing
+        if not self._item:  # no token, or none with text: an empty message
             events += self._turn_to(TextPart(""))
         events.append(self._close_item("incomplete" if self._is_cut else "completed"))
         self.response["usage"] = usage_fields(usage)
@@ -87,8 +97,7 @@ class ResponseWriter:
         return self._sequence_number
 
     def logprobs(self, entries: list[LogprobEntry]) -> list[Any]:
-        content: list[Any] = self._logprobs.logprobs(entries)["content"] if entries else []
-        return content
+        return logprob_content(entries, self._vocabulary, self._num_logprobs)
 
     def _turn_to(self, part: Part) -> Iterator[bytes]:
         """Ends the item that is open and begins one, where the part does not belong to it."""
@@ -121,7 +130,7 @@ class _OpenItem:
     """An item of the output that still grows. `whole` is the item as the body has it."""
 
     prefix: str
-    # Of the event that tells of more text, and of the one that tells the whole: text or arguments.
+    # Of the event with more text, and of the one with the whole: text or arguments.
     text_kind: str
     whole_name: str
 
@@ -276,7 +285,7 @@ def _item_for(part: Part, writer: ResponseWriter) -> _OpenItem:
 def response_head(
     fields: ResponsesRequest, response_id: str, model: str, sampling: SamplingParams
 ) -> Item:
-    """What is known of a response before its answer. sampling: what is in effect."""
+    """What is known of a response before its answer. sampling: the values in effect."""
     form = fields.text.format if fields.text and fields.text.format else {"type": "text"}
     return {
         "id": response_id,
@@ -322,7 +331,7 @@ def usage_fields(usage: Usage) -> Item:
         "input_tokens": usage.num_prompt,
         "input_tokens_details": {
             "cached_tokens": usage.num_cached,
-            "cache_write_tokens": 0,  # nobody pays for them here
+            "cache_write_tokens": 0,  # they cost nothing here
         },
         "output_tokens": usage.num_completion,
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning},

@@ -21,8 +21,8 @@ from penstock.scheduler.stats import SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, RequestOutput, Started
 from penstock.server.config import MetricsAlias
 from penstock.server.observability.metrics import Metrics
+from penstock.server.output.choice import Choice
 from penstock.server.output.detokenizer import TextDecoder, Vocabulary
-from penstock.server.output.generation import Choice
 from tests.docs.tables import on_known_hardware
 
 STEPS_MS = (0.3, 10.0)

@@ -35,11 +35,13 @@ from penstock.engine.ipc.client import EngineClient, EngineState
 from penstock.engine.ipc.messages import Abort, FromEngine, StepReport, Submit
 from penstock.scheduler.stats import NO_WORK, SchedulerStats
 from penstock.scheduler.types import Request, RequestOutput
-from penstock.server.api.openai.writer import ChunkWriter, CompletionReply, Envelope
+from penstock.server.api.openai.completion_writer import CompletionWriter
+from penstock.server.api.openai.writer import Head
 from penstock.server.app import build_app
 from penstock.server.config import ServeConfig, ServerConfig
+from penstock.server.output.choice import Choice
+from penstock.server.output.delta import OutputDelta
 from penstock.server.output.detokenizer import TextDecoder, Vocabulary
-from penstock.server.output.generation import Choice, Piece
 from penstock.server.service import Service, State
 
 TARGET_US = 10.0
@@ -183,13 +185,8 @@ def alone_us(
     reports = [decoder.decode(message) for message in messages]
     outputs = [report.outputs for report in reports if isinstance(report, StepReport)]
     choices = [Choice(0, TextDecoder(vocabulary, is_whole=False), None, False) for _ in requests]
-    writers = [
-        ChunkWriter(
-            Envelope(r.id, _MODEL, "fp"), CompletionReply(vocabulary, None), wants_usage=False
-        )
-        for r in requests
-    ]
-    pieces: list[Piece] = []
+    writers = [CompletionWriter(Head(r.id, _MODEL, "fp"), vocabulary) for r in requests]
+    deltas: list[OutputDelta] = []
 
     def decode() -> None:
         for message in messages:
@@ -197,16 +194,16 @@ def alone_us(
 
     def text() -> None:
         for step in outputs:
-            pieces[:] = [
-                piece
+            deltas[:] = [
+                delta
                 for choice, output in zip(choices, step, strict=True)
-                if (piece := choice.take(output))
+                if (delta := choice.take(output))
             ]
 
     def event() -> None:
         for _ in outputs:
-            for writer, piece in zip(writers, pieces, strict=True):
-                writer.piece(piece)
+            for writer, delta in zip(writers, deltas, strict=True):
+                writer.delta(delta)
 
     num_events = len(requests) * num_steps
     return {work.__name__: _cpu_us(work) / num_events for work in (decode, text, event)}

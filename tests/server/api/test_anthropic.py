@@ -12,7 +12,7 @@ import pytest
 
 from penstock.server.api.anthropic.writer import MessageWriter
 from penstock.server.errors import InvalidRequest
-from penstock.server.output.generation import Piece, Usage
+from penstock.server.output.delta import OutputDelta, Usage
 from penstock.server.output.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
 from penstock.server.protocol.anthropic import MessagesRequest, chat_request
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
@@ -174,8 +174,8 @@ def test_temperature_0_gives_the_same_message_whatever_the_seed(
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].type"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice goes only with tools"),
-        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice goes only with tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice requires tools"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice requires tools"),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
             "context_management",
@@ -346,14 +346,14 @@ def test_output_config_holds_the_answer_to_its_schema(demo: Any) -> None:
     assert set(json.loads(message.content[0].text)) == {"city"}
 
 
-def piece(*parts: Part, end: str | None = None) -> Piece:
-    return Piece(0, "", [], end, (), parts)
+def delta(*parts: Part, end: str | None = None) -> OutputDelta:
+    return OutputDelta(0, "", [], end, (), parts)
 
 
 def test_thoughts_are_signed_before_their_block_ends() -> None:
     writer = MessageWriter(MODEL, Usage(4))
-    writer.piece(piece(ReasoningPart("Well")))
-    events = writer.piece(piece(TextPart("I ask."))).split(b"\n\n")
+    writer.delta(delta(ReasoningPart("Well")))
+    events = writer.delta(delta(TextPart("I ask."))).split(b"\n\n")
     assert b'"delta":{"type":"signature_delta","signature":""}' in events[0]
     assert b'"type":"content_block_stop","index":0' in events[1]
     assert b"signature" not in b"".join(events[2:]) + writer.end(Usage(4, 9))
@@ -361,9 +361,9 @@ def test_thoughts_are_signed_before_their_block_ends() -> None:
 
 def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
     writer = MessageWriter(MODEL, Usage(4))
-    writer.piece(piece(ReasoningPart("Well"), TextPart("I "), TextPart("ask.")))
-    writer.piece(piece(CallStart(0, "call_a", "look"), CallArguments(0, '{"at"')))
-    writer.piece(piece(CallArguments(0, ":1}"), CallStart(1, "call_b", "wait"), end="tool_calls"))
+    writer.delta(delta(ReasoningPart("Well"), TextPart("I "), TextPart("ask.")))
+    writer.delta(delta(CallStart(0, "call_a", "look"), CallArguments(0, '{"at"')))
+    writer.delta(delta(CallArguments(0, ":1}"), CallStart(1, "call_b", "wait"), end="tool_calls"))
     writer.end(Usage(4, 9))
     assert writer.message["content"] == [
         {"type": "thinking", "thinking": "Well", "signature": ""},

@@ -11,12 +11,11 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from penstock.server.api.openai.writer import ChatReply
 from penstock.server.api.responses.store import ResponseStore, StoredResponse
 from penstock.server.api.responses.writer import ResponseWriter
 from penstock.server.errors import ResponseNotFound
+from penstock.server.output.delta import OutputDelta, Usage
 from penstock.server.output.detokenizer import Vocabulary
-from penstock.server.output.generation import Piece, Usage
 from penstock.server.output.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
@@ -336,19 +335,19 @@ def head() -> dict[str, Any]:
     return {"id": "resp_1", "object": "response", "created_at": 1, "model": MODEL}
 
 
-def written(*pieces: Piece) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The data of each event, and the response, of an answer that came in these pieces."""
+def written(*deltas: OutputDelta) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The data of each event, and the response, of an answer that came in these deltas."""
     ended: list[dict[str, Any]] = []
     vocabulary = Vocabulary(Tokenizer.from_file(str(DEMO_TOKENIZER)))
-    writer = ResponseWriter(head(), ChatReply(vocabulary, None), ended.append)
-    events = writer.openings(1) + b"".join(writer.piece(piece) for piece in pieces)
+    writer = ResponseWriter(head(), vocabulary, None, ended.append)
+    events = writer.openings(1) + b"".join(writer.delta(delta) for delta in deltas)
     events += writer.end(Usage(4, 9, num_reasoning=3))
     blocks = events.decode().removesuffix("\n\n").split("\n\n")
     return [json.loads(block.partition("\ndata: ")[2]) for block in blocks], ended[0]
 
 
-def in_parts(*parts: Part, end: str | None = None) -> Piece:
-    return Piece(0, "", [], end, (), parts)
+def in_parts(*parts: Part, end: str | None = None) -> OutputDelta:
+    return OutputDelta(0, "", [], end, (), parts)
 
 
 def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
@@ -399,7 +398,7 @@ def test_a_call_streams_its_arguments_and_then_tells_them_whole() -> None:
 
 
 def test_an_answer_without_a_token_is_a_message_that_says_nothing() -> None:
-    events, response = written(Piece(0, "", [], "stop"))
+    events, response = written(OutputDelta(0, "", [], "stop"))
     assert response["output"][0]["content"][0]["text"] == ""
     assert events[-1]["type"] == "response.completed"
 

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from uvicorn.server import ServerState
 
 from penstock.server.errors import BodyTooSlow, reply_to
-from penstock.server.http import connection, middleware
+from penstock.server.http import body, connection
+from penstock.server.http.body import read_body
 from penstock.server.http.connection import SPARE_FILES, HttpProtocol
-from penstock.server.http.middleware import read_body
 from tests.support.serving import RunningServer, running_server, wait_until
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -102,7 +102,7 @@ async def test_who_waits_for_an_answer_is_not_hurried(port: int, behind: bytes) 
 
 
 async def test_a_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
 
     async def receive() -> dict[str, object]:
         await asyncio.sleep(0.01)

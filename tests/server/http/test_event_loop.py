@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from penstock.engine.config import EngineConfig
-from penstock.server.api.openai.writer import CompletionReply
+from penstock.server.api.openai.completion_writer import CompletionWriter
 from penstock.server.app import build_app
 from penstock.server.config import ServeConfig, ServerConfig
 from penstock.server.service import Service, State
@@ -38,13 +38,14 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 def writers(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """Who wrote logprobs, of each time."""
-    threads, write = [], CompletionReply.logprobs
+    threads: list[threading.Thread] = []
+    write = CompletionWriter._logprobs
 
     def logprobs(*arguments: Any) -> dict[str, Any]:
         threads.append(threading.current_thread())
         return write(*arguments)
 
-    monkeypatch.setattr(CompletionReply, "logprobs", logprobs)
+    monkeypatch.setattr(CompletionWriter, "_logprobs", logprobs)
     return threads
 
 

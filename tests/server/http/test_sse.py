@@ -2,22 +2,20 @@
 
 import asyncio
 import json
+from typing import Any, TypeVar
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from penstock.scheduler.types import TokenLogprobs
-from penstock.server.api.openai.writer import (
-    ChatReply,
-    ChunkWriter,
-    CompletionReply,
-    Envelope,
-    error_event,
-)
+from penstock.server.api.openai.chat_writer import ChatWriter
+from penstock.server.api.openai.completion_writer import CompletionWriter
+from penstock.server.api.openai.writer import AnswerOptions, Head, OpenAIWriter, error_event
 from penstock.server.errors import InvalidRequest
-from penstock.server.http.sse import ClientGone, begin, until_hangup
+from penstock.server.http.disconnect import ClientDisconnected, until_disconnect
+from penstock.server.http.sse import begin
+from penstock.server.output.delta import LogprobEntry, OutputDelta, Usage
 from penstock.server.output.detokenizer import Vocabulary
-from penstock.server.output.generation import LogprobEntry, Piece, Usage
 
 TEXTS = [
     "plain",
@@ -36,8 +34,11 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(tokenizer)
 
 
-def writer(reply: ChatReply | CompletionReply, *, wants_usage: bool = False) -> ChunkWriter:
-    return ChunkWriter(Envelope("id-1", 'a "model"', "fp"), reply, wants_usage=wants_usage)
+Kind = TypeVar("Kind", bound=OpenAIWriter)
+
+
+def writer(kind: type[Kind], vocabulary: Vocabulary, **options: Any) -> Kind:
+    return kind(Head("id-1", 'a "model"', "fp"), vocabulary, AnswerOptions(**options))
 
 
 def parsed(events: bytes) -> list[dict[str, object]]:
@@ -49,14 +50,14 @@ def parsed(events: bytes) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_any_text_survives_its_chunk(vocabulary: Vocabulary, text: str) -> None:
-    events = writer(CompletionReply(vocabulary, None)).piece(Piece(3, text, [], None))
+    events = writer(CompletionWriter, vocabulary).delta(OutputDelta(3, text, [], None))
     (chunk,) = parsed(events)
     assert chunk["model"] == 'a "model"'
     assert chunk["choices"] == [{"index": 3, "text": text, "logprobs": None, "finish_reason": None}]
 
 
 def test_text_and_finish_are_two_events(vocabulary: Vocabulary) -> None:
-    events = writer(ChatReply(vocabulary, None)).piece(Piece(0, "end", [], "stop"))
+    events = writer(ChatWriter, vocabulary).delta(OutputDelta(0, "end", [], "stop"))
     content, finish = (chunk["choices"] for chunk in parsed(events))
     blank = {"index": 0, "logprobs": None}
     assert content == [blank | {"delta": {"content": "end"}, "finish_reason": None}]
@@ -66,14 +67,14 @@ def test_text_and_finish_are_two_events(vocabulary: Vocabulary) -> None:
 def test_a_chunk_without_usage_says_so_only_where_usage_was_asked_for(
     vocabulary: Vocabulary,
 ) -> None:
-    piece = Piece(0, "x", [], None)
-    (silent,) = parsed(writer(ChatReply(vocabulary, None)).piece(piece))
-    (explicit,) = parsed(writer(ChatReply(vocabulary, None), wants_usage=True).piece(piece))
+    delta = OutputDelta(0, "x", [], None)
+    (silent,) = parsed(writer(ChatWriter, vocabulary).delta(delta))
+    (explicit,) = parsed(writer(ChatWriter, vocabulary, wants_usage=True).delta(delta))
     assert "usage" not in silent and explicit["usage"] is None
 
 
 def test_the_end_carries_the_usage_and_no_choice(vocabulary: Vocabulary) -> None:
-    end = writer(ChatReply(vocabulary, None), wants_usage=True).end(Usage(5, 7, 3))
+    end = writer(ChatWriter, vocabulary, wants_usage=True).end(Usage(5, 7, 3))
     usage, done = end.removesuffix(b"\n\n").split(b"\n\n")
     assert done == b"data: [DONE]"
     chunk = json.loads(usage.removeprefix(b"data: "))
@@ -89,8 +90,8 @@ def test_the_end_carries_the_usage_and_no_choice(vocabulary: Vocabulary) -> None
 
 def test_logprobs_hold_raw_bytes_and_no_infinity(vocabulary: Vocabulary) -> None:
     logprobs = TokenLogprobs(-1.5, ((0, -0.5), (1, float("-inf"))))
-    piece = Piece(0, "a", [LogprobEntry(1, logprobs, 0)], None)
-    (chunk,) = parsed(writer(ChatReply(vocabulary, 2)).piece(piece))
+    delta = OutputDelta(0, "a", [LogprobEntry(1, logprobs, 0)], None)
+    (chunk,) = parsed(writer(ChatWriter, vocabulary, num_logprobs=2).delta(delta))
     assert chunk["choices"][0]["logprobs"]["content"] == [  # type: ignore[index]
         {
             "token": "\ufffd",
@@ -108,7 +109,9 @@ def test_completion_logprobs_name_the_sampled_token_beside_the_best(
     vocabulary: Vocabulary,
 ) -> None:
     entry = LogprobEntry(0, TokenLogprobs(-3.0, ((1, -0.1),)), 4)
-    assert CompletionReply(vocabulary, 1).logprobs([entry]) == {
+    delta = OutputDelta(0, "a", [entry], "stop")
+    body = writer(CompletionWriter, vocabulary, num_logprobs=1).content([delta], Usage(1))
+    assert body["choices"][0]["logprobs"] == {
         "text_offset": [4],
         "token_logprobs": [-3.0],
         "tokens": ["a"],
@@ -139,7 +142,7 @@ async def test_work_that_ends_first_gives_its_result() -> None:
     async def work() -> str:
         return "done"
 
-    assert await until_hangup(never, work()) == "done"
+    assert await until_disconnect(never, work()) == "done"
 
 
 async def test_work_that_fails_first_raises_its_error() -> None:
@@ -147,7 +150,7 @@ async def test_work_that_fails_first_raises_its_error() -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        await until_hangup(never, work())
+        await until_disconnect(never, work())
 
 
 async def test_hanging_up_cancels_the_work() -> None:
@@ -160,15 +163,15 @@ async def test_hanging_up_cancels_the_work() -> None:
         finally:
             was_cancelled = True
 
-    with pytest.raises(ClientGone):
-        await until_hangup(gone, work())
+    with pytest.raises(ClientDisconnected):
+        await until_disconnect(gone, work())
     assert was_cancelled
 
 
 async def test_cancelling_from_outside_cancels_both() -> None:
     before = asyncio.all_tasks()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(until_hangup(never, never()), 0.01)
+        await asyncio.wait_for(until_disconnect(never, never()), 0.01)
     assert asyncio.all_tasks() == before
 
 

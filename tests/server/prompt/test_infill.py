@@ -15,9 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from penstock.engine.executors.scripted import scripted_info
 from penstock.server.errors import UnsupportedParameter
-from penstock.server.prompt.generation_request import ServedModel, ask_completion
+from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
 from penstock.server.protocol.openai import CompletionRequest
+from tests.support.chatting import prepared
 from tests.support.paths import ROOT
 from tests.support.serving import RunningServer, running_server
 
@@ -129,7 +130,7 @@ async def test_the_middle_ends_where_a_file_ends_unless_no_end_is_to_count(
     for suffix, is_end in (("", False), (" end", not ignore_eos)):
         fields = {"model": "m", "prompt": "Once", "suffix": suffix, "ignore_eos": ignore_eos}
         parsed = CompletionRequest.parse(json.dumps(fields).encode())
-        ask = await ask_completion(parsed, model, tenant="", arrival_s=0.0)
+        ask = await prepared(parsed, model)
         stops = ask.requests[0].sampling.stop_token_ids
         assert [tokenizer.token_to_id(name) in stops for name in QWEN] == [is_end] * 4
 

@@ -240,7 +240,7 @@ def test_auto_is_refused_where_the_server_looks_for_no_calls(tmp_path: Path) -> 
     model = make_model(tmp_path, QWEN, tool_parser="none")
     with pytest.raises(InvalidRequest, match="--tool-call-parser none"):
         ask(model, tools=TOOLS)
-    assert ask(model, tools=TOOLS, tool_choice="required").make_reader
+    assert ask(model, tools=TOOLS, tool_choice="required").make_parser
 
 
 def test_no_value_of_these_fields_is_taken_that_would_be_ignored() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.server.api.openai.message_parts import message_of
+from penstock.server.api.openai.chat_writer import message_of
 from penstock.server.output.parts import CallArguments, CallStart, Part, TextPart, merged
 from penstock.server.tools.chat_format import ChatFormat
 from penstock.server.tools.parsers import (

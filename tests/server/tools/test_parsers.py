@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.server.api.openai.message_parts import message_of
+from penstock.server.api.openai.chat_writer import message_of
 from penstock.server.output.json_scanner import JsonScanner
 from penstock.server.output.parts import CallArguments, CallStart, Part, TextPart, merged
 from penstock.server.tools.parsers import (

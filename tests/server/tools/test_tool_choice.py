@@ -13,13 +13,13 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from penstock.server.api.openai.message_parts import message_of
-from penstock.server.api.responses.truncation import asked_with_what_fits, droppable
+from penstock.server.api.openai.chat_writer import message_of
+from penstock.server.api.responses.truncation import droppable, with_what_fits
 from penstock.server.errors import InvalidRequest
 from penstock.server.protocol.responses import (
     ResponsesRequest,
     chat_request,
-    in_words_of_responses,
+    names_of_responses,
 )
 from penstock.server.tools.call_grammar import can_enforce, own_call_grammar
 from penstock.server.tools.parsers import MARKUP, ToolFormat, make_tool_parser
@@ -183,7 +183,7 @@ def test_what_is_wrong_with_allowed_tools_is_said(choice: dict[str, Any], param:
 def responses(**fields: Any) -> Any:
     body = json.dumps({"model": "m", "input": "Hi"} | fields).encode()
     parsed = ResponsesRequest.parse(body)
-    with in_words_of_responses(parsed):
+    with names_of_responses(parsed):
         return chat_request(parsed, [], parsed.input_items)
 
 
@@ -253,7 +253,7 @@ def test_no_more_goes_than_must_and_a_question_that_never_fits_is_refused() -> N
                 raise InvalidRequest("too long", code="context_length_exceeded")
             return [item["content"] for item in before + now]
 
-        return asyncio.run(asked_with_what_fits(past, turn("last")[:1], count))
+        return asyncio.run(with_what_fits(past, turn("last")[:1], count))
 
     assert len(kept(17)) == 17
     assert kept(16)[0] == "b" and len(kept(16)) == 15

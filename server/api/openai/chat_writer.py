@@ -1,0 +1,140 @@
+"""The answers of `/v1/chat/completions`."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from penstock.server.api.openai.writer import OpenAIWriter, encode
+from penstock.server.output.delta import LogprobEntry, OutputDelta
+from penstock.server.output.detokenizer import Vocabulary
+from penstock.server.output.logprobs import EchoedToken, PositionLogprobs, finite
+from penstock.server.output.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
+
+# DeepSeek's name, which most servers and clients took over, and vLLM's newer one. Clients read the
+# one or the other, and those that know both take the first that is there.
+_REASONING = ("reasoning_content", "reasoning")
+
+
+class ChatWriter(OpenAIWriter):
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    ends_with_text = False
+
+    def _choice(self, delta: OutputDelta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.parts is not None:
+            message = message_of(delta.parts)
+        has_logprobs = self._options.num_logprobs is not None
+        choice = {
+            "index": delta.choice,
+            "message": message,
+            "logprobs": self._logprobs(delta.logprobs) if has_logprobs else None,
+            "finish_reason": delta.finish_reason,
+        }
+        return choice | self._delta_extras(delta, is_first=True)
+
+    def _head_extras(self) -> dict[str, Any]:
+        prompts = self._options.prompt_ids
+        return {"prompt_token_ids": prompts[0]} if prompts else {}
+
+    def _delta_extras(self, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
+        return {"token_ids": delta.token_ids} if self._options.prompt_ids else {}
+
+    def _add_prompt_logprobs(
+        self, body: dict[str, Any], prompts: list[list[PositionLogprobs]]
+    ) -> None:
+        body["prompt_logprobs"] = prompts[0]
+
+    def _logprobs(
+        self, entries: list[LogprobEntry], echoed: Sequence[EchoedToken] = ()
+    ) -> dict[str, Any]:
+        """A chat's answer echoes nothing."""
+        num_top, names_ids = self._options.num_logprobs, self._options.names_ids
+        content = logprob_content(entries, self._vocabulary, num_top, names_ids=names_ids)
+        return {"content": content, "refusal": None}
+
+    def _opening(self, index: int) -> dict[str, Any] | None:
+        return _chunk(index, {"role": "assistant", "content": ""}, None)
+
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        return b'{"index":%d,"delta":{"content":' % index, b"}"
+
+    def _closing(self, index: int, finish_reason: str) -> dict[str, Any]:
+        return _chunk(index, {}, finish_reason)
+
+    def _part_events(self, delta: OutputDelta) -> bytes:
+        """What is known of the tokens goes with the first."""
+        assert delta.parts is not None
+        parts = [delta_of(part) for part in delta.parts]
+        if not parts and (delta.logprobs or delta.token_ids):
+            parts = [{}]
+        logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+        extras = self._delta_extras(delta, False) if delta.token_ids else {}
+        events = []
+        for part in parts:
+            choice = {"index": delta.choice, "delta": part, "logprobs": logprobs}
+            events.append(self._event(encode(choice | {"finish_reason": None} | extras)))
+            logprobs, extras = None, {}
+        return b"".join(events)
+
+
+def logprob_content(
+    entries: list[LogprobEntry],
+    vocabulary: Vocabulary,
+    num_top: int | None,
+    *,
+    names_ids: bool = False,
+) -> list[dict[str, Any]]:
+    """The tokens' logprobs as chats and responses have them. names_ids: see `AnswerOptions`."""
+
+    def token(token_id: int, logprob: float) -> dict[str, Any]:
+        spelling = vocabulary.spelling(token_id)
+        name = f"token_id:{token_id}" if names_ids else spelling.decode(errors="replace")
+        return {"token": name, "logprob": finite(logprob), "bytes": list(spelling)}
+
+    return [
+        token(entry.token_id, entry.logprobs.logprob)
+        | {"top_logprobs": [token(*pair) for pair in entry.logprobs.top[:num_top]]}
+        for entry in entries
+    ]
+
+
+def _chunk(index: int, delta: dict[str, str], finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+def message_of(parts: Iterable[Part]) -> dict[str, Any]:
+    """The assistant's message. content is null if there are only calls or reasoning."""
+    text, reasoning, calls = "", "", list[dict[str, Any]]()
+    for part in parts:
+        match part:
+            case TextPart():
+                text += part.text
+            case ReasoningPart():
+                reasoning += part.text
+            case CallStart():
+                function = {"name": part.name, "arguments": ""}
+                calls.append({"id": part.id, "type": "function", "function": function})
+            case CallArguments():
+                calls[part.index]["function"]["arguments"] += part.text
+    content = text or (None if calls or reasoning else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning:
+        message |= dict.fromkeys(_REASONING, reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def delta_of(part: Part) -> dict[str, Any]:
+    """Id and name come once: clients join what they get."""
+    match part:
+        case TextPart():
+            return {"content": part.text}
+        case ReasoningPart():
+            return dict.fromkeys(_REASONING, part.text)
+        case CallStart():
+            function = {"name": part.name, "arguments": ""}
+            call = {"index": part.index, "id": part.id, "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        case CallArguments():
+            return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}

@@ -1,0 +1,99 @@
+"""The answers of `/v1/completions`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.server.api.openai.writer import AnswerOptions, Head, OpenAIWriter
+from penstock.server.output.best_of import likeliest
+from penstock.server.output.delta import LogprobEntry, OutputDelta, Usage
+from penstock.server.output.detokenizer import Vocabulary
+from penstock.server.output.logprobs import EchoedToken, PositionLogprobs, finite
+
+
+class CompletionWriter(OpenAIWriter):
+    """n: choices of each prompt in a body; the likeliest, if more were generated (`best_of`)."""
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+    ends_with_text = True
+
+    def __init__(
+        self,
+        head: Head,
+        vocabulary: Vocabulary,
+        options: AnswerOptions | None = None,
+        usage: Usage | None = None,
+        *,
+        n: int = 1,
+        num_sampled: int = 1,
+    ) -> None:
+        super().__init__(head, vocabulary, options, usage)
+        self._n = n
+        self._num_sampled = num_sampled
+
+    def content(self, deltas: list[OutputDelta], usage: Usage) -> dict[str, Any]:
+        if self._num_sampled > self._n:
+            deltas = likeliest(deltas, self._num_sampled, self._n)
+        return super().content(deltas, usage)
+
+    def _choice(self, delta: OutputDelta) -> dict[str, Any]:
+        choice = {
+            "index": delta.choice,
+            "text": delta.text,
+            "logprobs": None,
+            "finish_reason": delta.finish_reason,
+        }
+        if self._options.num_logprobs is not None:
+            choice["logprobs"] = self._logprobs(delta.logprobs, delta.echoed)
+        return choice | self._delta_extras(delta, is_first=True)
+
+    def _delta_extras(self, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
+        prompts = self._options.prompt_ids
+        if not prompts:
+            return {}
+        prompt = {"prompt_token_ids": prompts[delta.choice]} if is_first else {}
+        return prompt | {"token_ids": delta.token_ids}
+
+    def _add_prompt_logprobs(
+        self, body: dict[str, Any], prompts: list[list[PositionLogprobs]]
+    ) -> None:
+        for choice in body["choices"]:
+            choice["prompt_logprobs"] = prompts[choice["index"] // self._n]
+
+    def _logprobs(
+        self, entries: list[LogprobEntry], echoed: Sequence[EchoedToken] = ()
+    ) -> dict[str, Any]:
+        """Those of the prompt, if it is echoed, and of the answer as one list."""
+        tokens: list[LogprobEntry | EchoedToken] = [*echoed, *entries]
+        return {
+            "text_offset": [token.offset for token in tokens],
+            "token_logprobs": [
+                finite(token.logprobs.logprob) if token.logprobs else None for token in tokens
+            ],
+            "tokens": [self._token_name(token.token_id) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+        }
+
+    def _opening(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        return b'{"index":%d,"text":' % index, b""
+
+    def _closing(self, index: int, finish_reason: str) -> dict[str, Any]:
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}
+
+    def _part_events(self, delta: OutputDelta) -> bytes:
+        raise AssertionError("a completion is plain text")
+
+    def _top(self, token: LogprobEntry | EchoedToken) -> dict[str, float] | None:
+        """The best tokens, and the token itself besides, as at OpenAI."""
+        if token.logprobs is None:
+            return None
+        best = token.logprobs.top[: self._options.num_logprobs]
+        top: dict[str, float] = {}
+        for token_id, logprob in (*best, (token.token_id, token.logprobs.logprob)):
+            # Halves of characters may be spelled alike: the best one stays, as clients that take
+            # the maximum expect.
+            top.setdefault(self._token_name(token_id), finite(logprob))
+        return top

@@ -1,0 +1,139 @@
+"""The trip of a request whose answer is generated text, from the socket to the last event.
+
+Read `answer_request` and `TextResponse` first: they are the whole trip, for every API.
+"""
+
+import asyncio
+import logging
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Protocol, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.server.api.common import NamesModel, Received, receive
+from penstock.server.http.disconnect import (
+    CLIENT_DISCONNECTED,
+    ClientDisconnected,
+    until_disconnect,
+)
+from penstock.server.http.middleware import DIRECT_SEND
+from penstock.server.http.sse import EventStream, EventWriter
+from penstock.server.output.delta import OutputDelta
+from penstock.server.output.generation import Generation, collected
+from penstock.server.output.request import GenerationRequest
+from penstock.server.prompt.constraints import constrain
+from penstock.server.prompt.generation_request import build_generation_request
+from penstock.server.prompt.prompts import Prompts
+from penstock.server.protocol.openai import GenerationFields
+
+logger = logging.getLogger("penstock")
+
+# The tokens whose logprobs an answer reports: more of them are written in a thread.
+_MAX_LOGPROBS_ON_LOOP = 1000
+
+
+class Writer(EventWriter, Protocol):
+    """One API's answer while it is generated: its events, and the body that they add up to."""
+
+    def body(self, deltas: list[OutputDelta], generation: Generation) -> bytes:
+        """deltas: each choice as a whole, in order."""
+        ...
+
+
+Fields = TypeVar("Fields", bound=NamesModel)
+
+
+class TextApi(Protocol[Fields]):
+    """What an API adds to the trip: its wire format on the way in and on the way out."""
+
+    def parse(self, body: bytes) -> Fields:
+        """Raises InvalidRequest for what is wrong with the fields themselves."""
+        ...
+
+    async def render(self, received: Received[Fields]) -> tuple[GenerationFields, Prompts]:
+        """The fields as a completion or chat completion has them, and the tokenized prompts."""
+        ...
+
+    def error_names(self, received: Received[Fields]) -> AbstractContextManager[None]:
+        """Within it, errors name this API's fields."""
+        ...
+
+    def writer(
+        self, received: Received[Fields], fields: GenerationFields, generation: Generation
+    ) -> Writer: ...
+
+
+async def answer_request(http: Request, api: TextApi[Fields]) -> Response:
+    """Received, authenticated (by the middleware), parsed, checked; the response does the rest."""
+    return TextResponse(api, await receive(http, api.parse))
+
+
+async def prepare(
+    api: TextApi[Fields], received: Received[Fields]
+) -> tuple[GenerationFields, GenerationRequest]:
+    """Rendered, tokenized, constrained, and turned into one frozen object."""
+    model = received.service.model
+    with api.error_names(received):
+        fields, prompts = await api.render(received)
+        answer_format = await constrain(fields, prompts, model)
+        request = build_generation_request(
+            fields,
+            prompts,
+            answer_format,
+            model,
+            tenant=received.tenant,
+            arrival_s=received.arrival_s,
+        )
+    return fields, request
+
+
+class TextResponse(Response):
+    """Prepares, submits, and streams or collects; all of it ends when the client disconnects."""
+
+    def __init__(self, api: TextApi[Fields], received: Received[Fields]) -> None:
+        super().__init__()
+        self._api = api
+        self._received = received
+        self._has_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._answer(scope, receive, send))
+        except ClientDisconnected:
+            logger.debug("the client disconnected")
+            if not self._has_started:
+                await Response(status_code=CLIENT_DISCONNECTED)(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        api, received, service = self._api, self._received, self._received.service
+        fields, request = await prepare(api, received)
+        generation = service.submit_generation(request)
+        try:
+            writer = api.writer(received, fields, generation)
+            if fields.stream:
+                self._has_started = True
+                ping_interval_s = service.config.server.sse_ping_interval_s
+                direct = scope.get(DIRECT_SEND, send)
+                stream = EventStream(
+                    generation, writer, send, direct, ping_interval_s=ping_interval_s
+                )
+                await stream.run()
+                return
+            deltas = await collected(generation)
+            body = await _written(writer, deltas, generation)
+        finally:
+            generation.close()
+        self._has_started = True
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+
+async def _written(writer: Writer, deltas: list[OutputDelta], generation: Generation) -> bytes:
+    """In a thread if logprobs of many tokens, a hundred thousand small objects, are encoded."""
+    write = partial(writer.body, deltas, generation)
+    num_logprobs = sum(len(delta.logprobs) + len(delta.echoed) for delta in deltas)
+    if generation.prompts or num_logprobs > _MAX_LOGPROBS_ON_LOOP:
+        return await asyncio.to_thread(write)
+    return write()

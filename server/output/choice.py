@@ -1,0 +1,150 @@
+"""`Choice`: one answer while it is generated, from token ids to text and parts."""
+
+from collections.abc import Sequence
+
+from penstock.scheduler.types import FinishReason, RequestOutput
+from penstock.server.errors import GrammarFailed
+from penstock.server.output.delta import LogprobEntry, OutputDelta
+from penstock.server.output.detokenizer import StopScanner, TextDecoder
+from penstock.server.output.logprobs import EchoedToken
+from penstock.server.output.parts import Part, merged
+from penstock.server.output.request import AnswerParser
+
+
+class Choice:
+    """One answer: ids in, text out, until the engine or a stop string ends it."""
+
+    def __init__(
+        self,
+        index: int,
+        decoder: TextDecoder,
+        scanner: StopScanner | None,
+        includes_stop: bool,
+        *,
+        echo: str = "",
+        min_tokens: int = 0,
+        wants_token_ids: bool = False,
+        parser: AnswerParser | None = None,
+    ) -> None:
+        """See `GenerationRequest` for the last four."""
+        self.index = index
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+        self.has_stop_string = False
+        self.first_token_s = 0.0
+        self.last_token_s = 0.0
+        self._decoder = decoder
+        self._scanner = scanner
+        self._includes_stop = includes_stop
+        self._echo = echo  # until it has been sent
+        self._min_tokens = min_tokens
+        self._token_ids: list[int] | None = [] if wants_token_ids else None  # not yet sent
+        self.num_reasoning = 0
+        self._parser = parser
+        self._parts: list[Part] = []  # not yet sent
+        self._num_echoed = self._num_sent = len(echo)
+        self._entries: list[LogprobEntry] = []  # of tokens whose text is held back
+        self._echoed: Sequence[EchoedToken] = ()  # until they have been sent
+        self._shows_stop = False
+
+    def echo_logprobs(self, echoed: Sequence[EchoedToken]) -> None:
+        """Call it before the first token. The token that ends the answer is then reported too:
+        evaluation harnesses expect as many entries after the prompt's as were sampled."""
+        self._echoed, self._shows_stop = echoed, True
+
+    def take(self, output: RequestOutput) -> OutputDelta | None:
+        """Takes new ids; None if there is nothing to send yet."""
+        shown_ids = output.token_ids
+        if output.finish and output.finish.stop_token_id is not None and not self._includes_stop:
+            shown_ids = shown_ids[:-1]  # it counts, but is not shown
+        text = ""
+        for i, token_id in enumerate(shown_ids):
+            self.num_tokens += 1
+            if self._token_ids is not None:
+                self._token_ids.append(token_id)
+            new = self._pass(self._decoder.feed(token_id))
+            text += new
+            if output.logprobs:
+                start = self._num_echoed + self._decoder.token_start
+                self._entries.append(LogprobEntry(token_id, output.logprobs[i], start))
+            if self._parser:
+                self._parse(self._parser, new)
+                if self._parser.is_over:
+                    return self._finish(text, "stop")
+            if self.has_stop_string:
+                return self._finish(text, "stop")
+        if len(shown_ids) < len(output.token_ids):
+            self.num_tokens += 1
+            if self._token_ids is not None:
+                self._token_ids.append(output.token_ids[-1])
+            if self._shows_stop and output.logprobs:
+                end = self._num_sent + len(text)
+                self._entries.append(LogprobEntry(output.token_ids[-1], output.logprobs[-1], end))
+        if output.finish:
+            if output.finish.reason is FinishReason.ERROR:
+                raise GrammarFailed
+            rest = self._pass(self._decoder.end())
+            if self._scanner and not self.has_stop_string:
+                rest += self._scanner.end()
+            if self._parser:
+                self._parts += self._parser.feed(rest)
+            text += rest
+            reason = "stop" if self.has_stop_string else output.finish.reason.value
+            return self._finish(text, reason)
+        if not text:
+            return None
+        self._num_sent += len(text)
+        entries = self._take_entries()
+        if self._parser and not (self._parts or entries or self._token_ids):
+            return None  # the parser holds back what may be markup
+        return self._piece(text, entries, None)
+
+    def _piece(self, text: str, entries: list[LogprobEntry], reason: str | None) -> OutputDelta:
+        if self._echo:
+            text, self._echo = self._echo + text, ""
+        echoed, self._echoed = self._echoed, ()
+        if self._token_ids is None and self._parser is None:
+            return OutputDelta(self.index, text, entries, reason, echoed=echoed)
+        token_ids: Sequence[int] = ()
+        if self._token_ids is not None:
+            token_ids, self._token_ids = self._token_ids, []
+        parts, self._parts = self._parts, []
+        sent = merged(parts) if self._parser else None
+        return OutputDelta(self.index, text, entries, reason, token_ids, sent, echoed)
+
+    def _parse(self, parser: AnswerParser, text: str) -> None:
+        """Adds one token's text. It counts as reasoning if the reasoning continues after it."""
+        was_thinking = parser.is_thinking
+        self._parts += parser.feed(text)
+        self.num_reasoning += was_thinking and parser.is_thinking
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended it, if one did."""
+        return self._scanner.stop if self._scanner else None
+
+    def _pass(self, text: str) -> str:
+        """Through the scanner, if there is one."""
+        if self._scanner is None or not text or self.num_tokens <= self._min_tokens:
+            return text
+        text = self._scanner.feed(text)
+        self.has_stop_string = self._scanner.has_stopped
+        return text
+
+    def _finish(self, text: str, reason: str) -> OutputDelta:
+        if self._parser:
+            self._parts += self._parser.end()
+            if self._parser.has_calls and reason == "stop":
+                reason = "tool_calls"
+        self.finish_reason = reason
+        self._num_sent += len(text)
+        entries = self._take_entries() if self.has_stop_string else self._entries
+        return self._piece(text, entries, reason)
+
+    def _take_entries(self) -> list[LogprobEntry]:
+        """Those of the tokens whose text has been sent, at least in part."""
+        if not self._entries:
+            return []
+        num_ready = sum(entry.offset < self._num_sent for entry in self._entries)
+        entries, self._entries = self._entries[:num_ready], self._entries[num_ready:]
+        return entries

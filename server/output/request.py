@@ -1,0 +1,64 @@
+"""`GenerationRequest`: what a request asks for once its wire format no longer matters."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.scheduler.types import Request
+from penstock.server.output.detokenizer import StopStrings
+from penstock.server.output.parts import Part
+
+
+class AnswerParser(Protocol):
+    """Splits one answer's text, as it comes, into reasoning, calls and plain text."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """The text so far ended within the reasoning."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """The answer may have no more calls, so generation can stop."""
+        ...
+
+    @property
+    def has_calls(self) -> bool: ...
+
+    def feed(self, text: str) -> list[Part]: ...
+
+    def end(self) -> list[Part]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One HTTP request to the engine: a `Request` for each prompt, `n` answers to each.
+
+    are_whole: for each prompt, whether its answers are texts of their own (see `TextDecoder`).
+    echoes: for each prompt, the text that its answers begin with; empty for none.
+    echoes_logprobs: their logprobs begin with the prompt's too.
+    min_tokens: a stop string is looked for only after this many. shows_special: special tokens
+    appear in the text, by name.
+    make_parser: makes a parser for each answer; None where all of it is plain text. markup: the
+    special tokens that the parser must see, id -> text.
+    Choices are numbered prompt by prompt: choice = prompt * n + sample.
+    """
+
+    id: str
+    requests: tuple[Request, ...]
+    are_whole: tuple[bool, ...]
+    n: int
+    stops: StopStrings | None
+    includes_stop: bool
+    arrival_s: float
+    echoes: tuple[str, ...] = ()
+    echoes_logprobs: bool = False
+    min_tokens: int = 0
+    shows_special: bool = False
+    wants_token_ids: bool = False
+    make_parser: Callable[[], AnswerParser] | None = None
+    markup: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def prompt_token_ids(self) -> list[tuple[int, ...]]:
+        return [request.prompt_token_ids for request in self.requests]

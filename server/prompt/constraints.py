@@ -1,0 +1,110 @@
+"""What an answer must follow, and how it is read: a request's grammar and its parser."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.server.output.reasoning import Thoughts
+from penstock.server.output.request import AnswerParser
+from penstock.server.prompt.model import ServedModel
+from penstock.server.prompt.prompts import Prompts
+from penstock.server.protocol.openai import ChatCompletionRequest, GenerationFields
+from penstock.server.structured.constraint import check_grammar
+from penstock.server.structured.reasoning_grammar import (
+    BUDGET_FIELD,
+    check_budget,
+    leaves_room,
+    with_thoughts,
+)
+from penstock.server.tools.chat_format import MARKUP, make_splitter
+from penstock.server.tools.parsers import MARKUP as CALL_MARKUP
+from penstock.server.tools.prompting import call_grammar, calls_or_answer, make_reader
+
+
+class Grammar(NamedTuple):
+    """In llguidance's notation. param: the field of the request that it comes from."""
+
+    text: str
+    param: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormat:
+    """grammar None: any text. make_parser, markup: see `GenerationRequest`."""
+
+    grammar: Grammar | None = None
+    make_parser: Callable[[], AnswerParser] | None = None
+    markup: Mapping[int, str] = field(default_factory=dict)
+
+
+async def constrain(fields: GenerationFields, prompts: Prompts, model: ServedModel) -> AnswerFormat:
+    """Compiles the grammar, if there is one. Raises InvalidRequest; `param` is its field."""
+    grammar = await _answer_grammar(fields)
+    if not isinstance(fields, ChatCompletionRequest):
+        await _check(grammar, model)
+        return AnswerFormat(grammar=grammar)
+    grammar = await _with_calls(grammar, fields, model)
+    grammar, reasoning = _with_reasoning(grammar, fields, prompts.reasoning, model)
+    await _check(grammar, model)
+    if make_reader(fields, model.chat_format, make_splitter(reasoning)) is None:
+        return AnswerFormat(grammar=grammar)
+
+    def make_parser() -> AnswerParser:
+        parser = make_reader(fields, model.chat_format, make_splitter(reasoning))
+        assert parser, "the answer has parts"
+        return parser
+
+    markup = model.encoder.vocabulary.special_among(MARKUP)
+    return AnswerFormat(grammar=grammar, make_parser=make_parser, markup=markup)
+
+
+async def _answer_grammar(fields: GenerationFields) -> Grammar | None:
+    """From response_format, structured_outputs and the like."""
+    constraint = fields.constraint
+    if constraint is None:
+        return None
+    return Grammar(await asyncio.to_thread(constraint.build), constraint.param)
+
+
+async def _with_calls(
+    grammar: Grammar | None, fields: ChatCompletionRequest, model: ServedModel
+) -> Grammar | None:
+    """A call where one is required; a call or the answer's format where one is allowed."""
+    if not fields.functions or not (fields.must_call or grammar):
+        return grammar
+    marks = model.encoder.vocabulary.special_among(CALL_MARKUP)
+    special = {text: token_id for token_id, text in marks.items()}
+    calls = await asyncio.to_thread(call_grammar, fields, model.chat_format.tools, special)
+    if grammar is None or fields.must_call:
+        return Grammar(calls, "tools")
+    return Grammar(calls_or_answer(calls, grammar.text), grammar.param)
+
+
+def _with_reasoning(
+    grammar: Grammar | None,
+    fields: ChatCompletionRequest,
+    reasoning: Thoughts | None,
+    model: ServedModel,
+) -> tuple[Grammar | None, Thoughts | None]:
+    """Lets reasoning precede what the grammar allows, and ends it where its budget is spent.
+
+    Also returns the reasoning that the answer then may have. Raises UnsupportedParameter.
+    """
+    budget = fields.thinking_budget
+    if grammar is None and budget is None:
+        return None, reasoning
+    token_ids = model.encoder.ids_of_tokens(reasoning.markers) if reasoning else {}
+    check_budget(reasoning, token_ids, budget)
+    if not reasoning or reasoning.is_closed or not leaves_room(reasoning, token_ids):
+        return grammar, reasoning if grammar is None else None
+    markup_ids = tuple(model.encoder.vocabulary.special_among(CALL_MARKUP))
+    answer = grammar.text if grammar else None
+    text = with_thoughts(answer, reasoning, token_ids, markup_ids, budget)
+    assert text is not None, "reasoning that is not closed has a grammar"
+    return Grammar(text, grammar.param if grammar else BUDGET_FIELD), reasoning
+
+
+async def _check(grammar: Grammar | None, model: ServedModel) -> None:
+    if grammar and model.grammars:
+        await check_grammar(model.grammars, grammar.text, grammar.param)

@@ -1,0 +1,91 @@
+"""What a prompt may be: long enough, short enough, and of ids that the model has."""
+
+from penstock.scheduler.errors import ContextTooLong, PenstockError, PromptTooLong
+from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.prompt.model import ServedModel
+from penstock.server.protocol.openai import GenerationFields
+
+# OpenAI's default for completions; a chat's is what the context has left.
+_COMPLETION_MAX_TOKENS = 16
+
+
+def check_could_fit(
+    model: ServedModel, param: str, *, num_chars: int = 0, num_messages: int = 0
+) -> None:
+    """Raises InvalidRequest before a text is tokenized that cannot fit.
+
+    A token is a few characters at most, a message at least one token; a megabyte of text takes a
+    second to tokenize.
+    """
+    counted = {
+        "characters": (num_chars, model.max_prompt_chars),
+        "messages": (num_messages, model.max_model_len),
+    }
+    for what, (num, limit) in counted.items():
+        if num > limit:
+            message = (
+                f"{param} has {num} {what}, more than this model's context of "
+                f"{model.max_model_len} tokens can hold; shorten it"
+            )
+            raise InvalidRequest(message, param=param, code="context_length_exceeded")
+
+
+def truncated(prompt: tuple[int, ...], num_kept: int | None, max_kept: int) -> tuple[int, ...]:
+    """The last tokens of a prompt whose client prefers truncation to an error.
+
+    num_kept: its `truncate_prompt_tokens`; -1 stands for max_kept, None for the whole prompt.
+    """
+    if num_kept is None:
+        return prompt
+    return prompt[-(max_kept if num_kept < 0 else num_kept) :]
+
+
+def max_kept_tokens(fields: GenerationFields, limit: int) -> int:
+    """What `truncate_prompt_tokens: -1` stands for: room is left for max_tokens."""
+    wanted = fields.wanted_max_tokens
+    return max(1, limit - (1 if wanted is None else wanted))
+
+
+def check_prompt(prompt: tuple[int, ...], vocab_size: int, param: str) -> None:
+    if not prompt:
+        message = f"{param} is empty; the model needs at least one token to continue"
+        raise InvalidRequest(message, param=param)
+    if (highest := max(prompt)) >= vocab_size:
+        raise unknown_id(param, highest, vocab_size)
+
+
+def check_fields(fields: GenerationFields, model: ServedModel) -> None:
+    """What the fields ask of this model, as far as no prompt is needed to check it."""
+    for param in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for token_id in getattr(fields, param) or ():
+            if not 0 <= token_id < model.info.vocab_size:
+                raise unknown_id(param, token_id, model.info.vocab_size)
+    check_priority(fields.priority, model)
+
+
+def check_priority(priority: int | None, model: ServedModel) -> None:
+    if priority and not model.has_priorities:
+        hint = "start the server with --scheduling-policy priority, or leave it out"
+        raise UnsupportedParameter("priority", hint)
+
+
+def unknown_id(param: str, token_id: int, vocab_size: int) -> InvalidRequest:
+    message = f"{param} has the token id {token_id}; this model's go from 0 to {vocab_size - 1}"
+    return InvalidRequest(message, param=param)
+
+
+def max_tokens(fields: GenerationFields, num_prompt: int, limit: int, param: str) -> int:
+    """A default is reduced to what fits; a value that the client set must fit."""
+    room, wanted = limit - num_prompt, fields.wanted_max_tokens
+    has_answer = wanted != 0
+    if room < has_answer:
+        raise too_long(PromptTooLong(num_prompt, limit, has_answer=has_answer), param)
+    if wanted is None:
+        return min(room, _COMPLETION_MAX_TOKENS) if param == "prompt" else room
+    if wanted > room:
+        raise too_long(ContextTooLong(num_prompt, wanted, limit), param)
+    return wanted
+
+
+def too_long(error: PenstockError, param: str) -> InvalidRequest:
+    return InvalidRequest(str(error), param=param, code="context_length_exceeded")

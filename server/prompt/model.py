@@ -1,0 +1,48 @@
+"""`ServedModel`: all that the server knows of the model once it is loaded."""
+
+from dataclasses import dataclass, field
+
+from penstock.engine.executor import ModelInfo
+from penstock.engine.sampling.grammar import Grammars
+from penstock.server.observability.version import version
+from penstock.server.output.pooling import Pooler
+from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
+from penstock.server.tools.chat_format import ChatFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The first name is the one that answers carry.
+
+    grammars None: grammars are not compiled before the engine sees them. has_priorities: requests
+    are scheduled by their priority.
+    """
+
+    names: tuple[str, ...]
+    created_s: int
+    info: ModelInfo
+    encoder: PromptEncoder
+    defaults: GenerationDefaults
+    chat_format: ChatFormat = field(default_factory=ChatFormat)
+    grammars: Grammars | None = None
+    pooler: Pooler = field(default_factory=Pooler)
+    has_priorities: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when anything does that may change a seeded answer."""
+        info = self.info
+        return f"fp_penstock_{version()}_{info.architecture}_{info.dtype}_{info.device}"
+
+    @property
+    def max_model_len(self) -> int:
+        return self.info.max_model_len
+
+    @property
+    def max_prompt_chars(self) -> int:
+        """No longer text fits: every token of it would have to be the longest there is."""
+        return self.info.max_model_len * self.encoder.max_token_chars

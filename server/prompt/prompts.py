@@ -1,0 +1,124 @@
+"""Renders and tokenizes: the prompts of a request, as token ids that fit the model."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from penstock.server.output.reasoning import Thoughts, thoughts_of
+from penstock.server.prompt import limits
+from penstock.server.prompt.chat import chat_prompt
+from penstock.server.prompt.model import ServedModel
+from penstock.server.prompt.tokenizer import PromptEncoder
+from penstock.server.protocol.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationFields,
+)
+from penstock.server.tools.prompting import check_servable
+
+# Tokenizing a text this short takes less time than handing it to a thread.
+_INLINE_CHARS = 2000
+
+T = TypeVar("T")
+Ids = TypeVar("Ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """token_ids, max_tokens, are_whole, echoes: one entry for each prompt of the request.
+
+    param: the field that they come from. max_tokens: of each prompt's answers. are_whole, echoes:
+    see `GenerationRequest`. reasoning: how the answer's reasoning is marked, if it may have any.
+    """
+
+    param: str
+    token_ids: tuple[tuple[int, ...], ...]
+    max_tokens: tuple[int, ...]
+    are_whole: tuple[bool, ...]
+    echoes: tuple[str, ...] = ()
+    reasoning: Thoughts | None = None
+
+
+async def completion_prompts(fields: CompletionRequest, model: ServedModel) -> Prompts:
+    """Raises InvalidRequest."""
+    texts = [prompt for prompt in fields.prompts if isinstance(prompt, str)]
+    num_chars = sum(map(len, texts))
+    if fields.truncate_prompt_tokens is None:
+        limits.check_could_fit(model, "prompt", num_chars=max(map(len, texts), default=0))
+    encode = partial(_encoded, fields, model.encoder)
+    tokenized = await off_loop(encode, fields.prompts, num_chars + len(fields.suffix or ""))
+    pieces = model.encoder.vocabulary.pieces
+    are_whole = tuple(not any(i in pieces for i in prompt) for prompt in tokenized)
+    token_ids, max_tokens = _fitted(tokenized, fields, model, "prompt")
+    return Prompts(
+        param="prompt",
+        token_ids=token_ids,
+        max_tokens=max_tokens,
+        are_whole=are_whole,
+        echoes=_echoes(fields, token_ids, model) if fields.echo else (),
+    )
+
+
+async def chat_prompts(fields: ChatCompletionRequest, model: ServedModel) -> Prompts:
+    """The one prompt of a conversation. Raises InvalidRequest."""
+    check_servable(fields, model.chat_format)
+    if fields.truncate_prompt_tokens is None:
+        num_chars, num_messages = fields.num_content_chars, len(fields.messages)
+        limits.check_could_fit(model, "messages", num_chars=num_chars, num_messages=num_messages)
+    prompt = await chat_prompt(fields, model.encoder)
+    token_ids, max_tokens = _fitted([prompt.token_ids], fields, model, "messages")
+    return Prompts(
+        param="messages",
+        token_ids=token_ids,
+        max_tokens=max_tokens,
+        are_whole=(not prompt.begun,),
+        reasoning=thoughts_of(model.chat_format.reasoning, prompt.text, prompt.begun),
+    )
+
+
+async def off_loop(encode: Callable[[T], Ids], text: T, num_chars: int) -> Ids:
+    """In a thread, unless it takes less time than that."""
+    if num_chars <= _INLINE_CHARS:
+        return encode(text)
+    return await asyncio.to_thread(encode, text)
+
+
+def _encoded(
+    fields: CompletionRequest, encoder: PromptEncoder, prompts: list[str | list[int]]
+) -> list[tuple[int, ...]]:
+    """Raises UnsupportedParameter for a suffix if the model cannot fill in the middle."""
+    adds_special = fields.add_special_tokens is not False
+    if not fields.suffix:
+        return encoder.encode_all(prompts, add_special_tokens=adds_special)
+    prefixes = [prompt for prompt in prompts if isinstance(prompt, str)]  # a suffix needs text
+    return encoder.encode_infill(prefixes, fields.suffix, add_special_tokens=adds_special)
+
+
+def _fitted(
+    tokenized: list[tuple[int, ...]], fields: GenerationFields, model: ServedModel, param: str
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """The prompts, truncated where the client wants that, and max_tokens for each."""
+    limits.check_fields(fields, model)
+    limit, vocab_size = model.max_model_len, model.info.vocab_size
+    max_kept, max_tokens = limits.max_kept_tokens(fields, limit), []
+    prompts = [
+        limits.truncated(prompt, fields.truncate_prompt_tokens, max_kept) for prompt in tokenized
+    ]
+    for prompt in prompts:
+        limits.check_prompt(prompt, vocab_size, param)
+        max_tokens.append(limits.max_tokens(fields, len(prompt), limit, param))
+    return tuple(prompts), tuple(max_tokens)
+
+
+def _echoes(
+    fields: CompletionRequest, token_ids: tuple[tuple[int, ...], ...], model: ServedModel
+) -> tuple[str, ...]:
+    """Each prompt as the client sent it, or, if that was ids or was truncated, its ids' text."""
+    return tuple(
+        prompt
+        if isinstance(prompt, str) and fields.truncate_prompt_tokens is None
+        else model.encoder.vocabulary.text_of(ids)
+        for prompt, ids in zip(fields.prompts, token_ids, strict=True)
+    )
