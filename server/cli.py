@@ -20,7 +20,8 @@ from penstock.engine.config import (
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 from penstock.scheduler.types import Pooling
-from penstock.server.config import MIB, CorsConfig, MetricsAlias, ServeConfig, ServerConfig
+from penstock.server.config import MIB, CorsConfig, ServeConfig, ServerConfig
+from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.observability.version import version
 from penstock.server.output.pooling import PoolerConfig
 from penstock.server.output.reasoning import ReasoningFormat

@@ -1,20 +1,14 @@
 """The server's settings, and the tree that joins them with the engine's."""
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from penstock.engine.config import EngineConfig, LogFormat
 from penstock.scheduler.errors import InvalidConfig
+from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.output.pooling import PoolerConfig
 
 MIB = 1 << 20
-
-
-class MetricsAlias(StrEnum):
-    """Whose names /metrics has beside ours."""
-
-    VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

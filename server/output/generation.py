@@ -260,8 +260,8 @@ class Generation:
             self._times.append(
                 self._metrics.on_submit(request.id, num_prompt, self.ask.arrival_s, request.n)
             )
-            self._metrics.answers_asked.observe(request.n)
-            self._metrics.max_tokens_asked.observe(request.sampling.max_tokens)
+            self._metrics.answers_per_prompt.observe(request.n)
+            self._metrics.max_tokens.observe(request.sampling.max_tokens)
             for _ in range(request.n):
                 self.choices.append(self._choice(is_whole, echo))
         self._num_open = len(self.choices)
