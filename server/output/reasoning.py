@@ -49,7 +49,7 @@ MARKUP = tuple(text for form in ReasoningFormat for text in form.markers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thoughts:
+class ReasoningState:
     """Where an answer may have thoughts.
 
     is_open: the prompt has opened them already. is_closed: and closed them too, which is how a
@@ -61,7 +61,9 @@ class Thoughts:
     is_closed: bool
 
 
-def thoughts_of(form: ReasoningFormat | None, prompt: str, begun: str = "") -> Thoughts | None:
+def reasoning_state(
+    form: ReasoningFormat | None, prompt: str, begun: str = ""
+) -> ReasoningState | None:
     """None where the answer has none. prompt: as the template has rendered it. begun: what of the
     answer is in it already."""
     if form is None or form.markers.closing in begun:
@@ -70,7 +72,9 @@ def thoughts_of(form: ReasoningFormat | None, prompt: str, begun: str = "") -> T
     is_closed = prompt.endswith(form.markers.closing) or bool(begun)
     is_open = form.markers.opening in begun or prompt.endswith(form.markers.opening)
     is_open = is_open or (form.begins_open and not is_closed)
-    return Thoughts(markers=form.markers, is_open=is_open, is_closed=is_closed and not is_open)
+    return ReasoningState(
+        markers=form.markers, is_open=is_open, is_closed=is_closed and not is_open
+    )
 
 
 def format_of_template(template: str) -> ReasoningFormat | None:

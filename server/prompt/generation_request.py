@@ -16,7 +16,7 @@ from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.http.limits import check_could_fit
 from penstock.server.output.detokenizer import StopStrings
 from penstock.server.output.pooling import Pooler
-from penstock.server.output.reasoning import Thoughts, thoughts_of
+from penstock.server.output.reasoning import ReasoningState, reasoning_state
 from penstock.server.prompt.chat import chat_prompt
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
 from penstock.server.protocol.openai import (
@@ -28,8 +28,8 @@ from penstock.server.structured.constraint import check_grammar
 from penstock.server.structured.reasoning_grammar import (
     BUDGET_FIELD,
     check_budget,
-    leaves_room,
-    with_thoughts,
+    has_marker_tokens,
+    with_reasoning,
 )
 from penstock.server.tools.chat_format import (
     MARKUP,
@@ -159,7 +159,7 @@ async def ask_chat(
     ids, are_whole = [prompt.token_ids], (not prompt.begun,)
     ask = _ask("chatcmpl", "messages", fields, model, ids, are_whole, tenant, arrival_s)
     ask = await _with_call_grammar(await _with_grammar(ask, fields), fields, model)
-    thoughts = thoughts_of(model.chat_format.reasoning, prompt.text, prompt.begun)
+    thoughts = reasoning_state(model.chat_format.reasoning, prompt.text, prompt.begun)
     ask, thoughts = _with_thoughts(ask, fields, model, thoughts)
     ask = await _held_to_grammar(ask, fields, model)
     return _with_reader(ask, fields, model, thoughts)
@@ -202,8 +202,8 @@ def _resampled(ask: Ask, **changes: Any) -> Ask:
 
 
 def _with_thoughts(
-    ask: Ask, fields: ChatCompletionRequest, model: ServedModel, thoughts: Thoughts | None
-) -> tuple[Ask, Thoughts | None]:
+    ask: Ask, fields: ChatCompletionRequest, model: ServedModel, thoughts: ReasoningState | None
+) -> tuple[Ask, ReasoningState | None]:
     """With room for thoughts before what a grammar says, and an end for those that cost too much.
 
     And the thoughts that the answer then may have. Raises UnsupportedParameter.
@@ -213,15 +213,15 @@ def _with_thoughts(
         return ask, thoughts
     token_ids = model.encoder.ids_of_tokens(thoughts.markers) if thoughts else {}
     check_budget(thoughts, token_ids, budget)
-    if not thoughts or thoughts.is_closed or not leaves_room(thoughts, token_ids):
+    if not thoughts or thoughts.is_closed or not has_marker_tokens(thoughts, token_ids):
         return ask, thoughts if grammar is None else None
     markup_ids = tuple(model.encoder.vocabulary.special_among(CALL_MARKUP))
-    grammar = with_thoughts(grammar, thoughts, token_ids, markup_ids, budget)
+    grammar = with_reasoning(grammar, thoughts, token_ids, markup_ids, budget)
     return _resampled(ask, grammar=grammar), thoughts
 
 
 def _with_reader(
-    ask: Ask, fields: ChatCompletionRequest, model: ServedModel, thoughts: Thoughts | None
+    ask: Ask, fields: ChatCompletionRequest, model: ServedModel, thoughts: ReasoningState | None
 ) -> Ask:
     make = partial(_reader, fields, model.chat_format, thoughts)
     if make() is None:
@@ -231,7 +231,7 @@ def _with_reader(
 
 
 def _reader(
-    fields: ChatCompletionRequest, form: ChatFormat, thoughts: Thoughts | None
+    fields: ChatCompletionRequest, form: ChatFormat, thoughts: ReasoningState | None
 ) -> AnswerReader | None:
     return make_reader(fields, form, make_splitter(thoughts))
 

@@ -8,7 +8,7 @@ from penstock.server.output.reasoning import MARKUP as THOUGHT_MARKUP
 from penstock.server.output.reasoning import (
     ReasoningFormat,
     ReasoningSplitter,
-    Thoughts,
+    ReasoningState,
     format_of_template,
 )
 from penstock.server.tools.parsers import MARKUP as CALL_MARKUP
@@ -123,7 +123,7 @@ class AnswerReader:
 MakeReader = Callable[[], AnswerReader | None]
 
 
-def make_splitter(thoughts: Thoughts | None) -> ReasoningSplitter | None:
+def make_splitter(thoughts: ReasoningState | None) -> ReasoningSplitter | None:
     if thoughts is None:
         return None
     return ReasoningSplitter(is_open=thoughts.is_open, markers=thoughts.markers)
