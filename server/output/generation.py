@@ -18,9 +18,8 @@ from penstock.server.observability.metrics import Metrics, RequestTimes
 from penstock.server.observability.tracing import RequestTrace, TracedRequest
 from penstock.server.output.detokenizer import StopScanner, TextDecoder, Vocabulary
 from penstock.server.output.logprobs import EchoedToken, echoed_tokens
-from penstock.server.output.parts import Part, TextPart, merged
+from penstock.server.output.parts import AnswerReader, Part, TextPart, merged
 from penstock.server.prompt.generation_request import Ask
-from penstock.server.tools.chat_format import AnswerReader
 
 
 class LogprobEntry(NamedTuple):

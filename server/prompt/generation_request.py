@@ -15,6 +15,7 @@ from penstock.scheduler.types import Request, RequestId, SamplingParams
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.http.limits import check_could_fit
 from penstock.server.output.detokenizer import StopStrings
+from penstock.server.output.parts import AnswerReader, MakeReader
 from penstock.server.output.pooling import Pooler
 from penstock.server.output.reasoning import ReasoningState, reasoning_state
 from penstock.server.prompt.chat import chat_prompt
@@ -31,20 +32,11 @@ from penstock.server.structured.reasoning_grammar import (
     has_marker_tokens,
     with_reasoning,
 )
-from penstock.server.tools.chat_format import (
-    MARKUP,
-    AnswerReader,
-    ChatFormat,
-    MakeReader,
-    make_splitter,
-)
+from penstock.server.tools.answer_reader import make_reader, make_splitter
+from penstock.server.tools.call_grammar import call_grammar, calls_or_answer
+from penstock.server.tools.chat_format import MARKUP, ChatFormat
 from penstock.server.tools.parsers import MARKUP as CALL_MARKUP
-from penstock.server.tools.prompting import (
-    call_grammar,
-    calls_or_answer,
-    check_servable,
-    make_reader,
-)
+from penstock.server.tools.prompting import check_servable
 
 # OpenAI's default for completions; a chat's is what the context has left.
 _COMPLETION_MAX_TOKENS = 16
