@@ -20,10 +20,9 @@ from penstock.engine.config import (
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 from penstock.scheduler.types import Pooling
-from penstock.server.config import MIB, CorsConfig, ServeConfig, ServerConfig
+from penstock.server.config import MIB, CorsConfig, PoolerConfig, ServeConfig, ServerConfig
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.observability.version import version
-from penstock.server.output.pooling import PoolerConfig
 from penstock.server.output.reasoning import ReasoningFormat
 from penstock.server.tools.chat_format import NO_PARSER
 from penstock.server.tools.parsers import ToolFormat
