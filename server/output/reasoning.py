@@ -62,15 +62,17 @@ class ReasoningState:
 
 
 def reasoning_state(
-    form: ReasoningFormat | None, prompt: str, begun: str = ""
+    form: ReasoningFormat | None, prompt: str, answer_prefix: str = ""
 ) -> ReasoningState | None:
-    """None if the answer has no reasoning. prompt: as rendered by the template. begun: the part of
-    the answer that is in the prompt."""
-    if form is None or form.markers.closing in begun:
+    """None if the answer has no reasoning.
+
+    prompt: as rendered by the template. answer_prefix: the part of the answer that it contains.
+    """
+    if form is None or form.markers.closing in answer_prefix:
         return None  # the reasoning has ended
     prompt = prompt.rstrip()
-    is_closed = prompt.endswith(form.markers.closing) or bool(begun)
-    is_open = form.markers.opening in begun or prompt.endswith(form.markers.opening)
+    is_closed = prompt.endswith(form.markers.closing) or bool(answer_prefix)
+    is_open = form.markers.opening in answer_prefix or prompt.endswith(form.markers.opening)
     is_open = is_open or (form.begins_open and not is_closed)
     return ReasoningState(
         markers=form.markers, is_open=is_open, is_closed=is_closed and not is_open
