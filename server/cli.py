@@ -29,18 +29,18 @@ from penstock.server.tools.parsers import ToolFormat
 
 TOOL_PARSERS = tuple(form.value for form in ToolFormat)
 REASONING_PARSERS = tuple(form.value for form in ReasoningFormat)
-# The demo was taught to call itself the second in its examples.
+# The demo uses the second name for itself in its training examples.
 _DEMO_NAMES = ("penstock-demo", "demo")
-# Better than a flag: other users of the machine can read a command line.
+# Safer than a flag: other users of the machine can read command lines.
 _API_KEY_VARIABLE = "PENSTOCK_API_KEY"
-_EXIT_MISTAKEN = 2  # argparse's own
+_EXIT_USAGE = 2  # as argparse exits
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code; a mistake of the person who typed is one sentence on stderr."""
+    """Returns the exit code. Wrong arguments are reported in one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["bench"]:  # it has a command line of its own
+    if arguments[:1] == ["bench"]:  # it parses its own arguments
         from penstock.loadtest.bench.cli import main as bench
 
         return bench(arguments[1:])
@@ -51,14 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         config = _config(options)
-        from penstock.server.app import (
-            serve,  # not at the top: `--help` should not wait for a web framework
-        )
+        # Not at the top: `--help` should not wait for a web framework.
+        from penstock.server.app import serve
 
         return serve(config)
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
-        return _EXIT_MISTAKEN
+        return _EXIT_USAGE
 
 
 def _config(options: argparse.Namespace) -> ServeConfig:
@@ -137,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_serve_flags(serve: argparse.ArgumentParser) -> None:
-    """What `penstock serve` takes; each flag's help ends with its default, for the README."""
+    """The flags of `penstock serve`. Each help text ends with the default, for the docs."""
     serve.add_argument(
         "model",
         nargs="?",
@@ -161,7 +160,7 @@ def _add_listening_flags(group: "argparse._ArgumentGroup") -> None:
         "--host",
         metavar="ADDRESS",
         default="127.0.0.1",
-        help="address to listen on; 0.0.0.0 lets other machines in (default: %(default)s)",
+        help="address to listen on; 0.0.0.0 accepts other machines (default: %(default)s)",
     )
     flag(
         "--port",
@@ -170,40 +169,40 @@ def _add_listening_flags(group: "argparse._ArgumentGroup") -> None:
         default=8000,
         help="port to listen on (default: %(default)s)",
     )
-    flag("--no-ui", action="store_true", help="no page at / (default: it is there)")
+    flag("--no-ui", action="store_true", help="no page at / (default: the page is served)")
     flag(
         "--root-path",
         default="",
         metavar="PATH",
-        help="under which a proxy shows this server, like /llm (default: none)",
+        help="path under which a proxy publishes this server, such as /llm (default: none)",
     )
     flag(
         "--ssl-certfile",
         type=Path,
         metavar="FILE",
-        help="speak TLS: the certificate and its chain, PEM (default: no TLS)",
+        help="serve HTTPS with this certificate and its chain, PEM (default: no TLS)",
     )
     flag(
         "--ssl-keyfile",
         type=Path,
         metavar="FILE",
-        help="speak TLS: the private key, PEM (default: it is in the certificate's file)",
+        help="the certificate's private key, PEM (default: in the file of the certificate)",
     )
     flag(
         "--shutdown-timeout",
         type=float,
         metavar="SECONDS",
         default=30.0,
-        help="what runs at SIGTERM may take so long to finish; a container's own grace period must "
-        "be longer (default: %(default)s)",
+        help="how long running requests may take to finish after SIGTERM; a container's own grace "
+        "period must be longer (default: %(default)s)",
     )
     flag(
         "--sse-ping-interval",
         type=float,
         metavar="SECONDS",
         default=15.0,
-        help="a stream that is silent so long gets a comment; lower it where a proxy cuts silent "
-        "connections sooner (default: %(default)s)",
+        help="a stream without output for this long gets a comment; lower it if a proxy closes "
+        "idle connections sooner (default: %(default)s)",
     )
 
 
@@ -213,43 +212,43 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         "--served-model-name",
         nargs="+",
         metavar="NAME",
-        help="what clients may call the model; the first is what answers say "
+        help="names that clients may use for the model; answers contain the first "
         f"(default: MODEL as given, {_DEMO_NAMES[0]} for the demo)",
     )
     _add_choice(
-        group, "--device", Device, "where the model runs; auto is CUDA where there is one, else CPU"
+        group, "--device", Device, "where the model runs; auto is CUDA if there is a GPU, else CPU"
     )
     _add_choice(
         group,
         "--dtype",
         Dtype,
-        "what weights and KV cache are held in; auto is bfloat16 where the device computes it, "
-        "else float32",
+        "type of weights and KV cache; auto is bfloat16 if the device computes it, else float32",
     )
     _add_choice(
         group,
         "--load-format",
         LoadFormat,
-        "auto reads the weights; dummy makes them up in the shape of config.json, for speed work",
+        "auto reads the weights; dummy makes random ones in the shape of config.json, to measure "
+        "speed",
     )
     _add_choice(
         group,
         "--attention-backend",
         AttentionBackend,
-        "what computes attention on a GPU; auto is triton, our kernels; flash_attn must be "
-        "installed, and version 2 needs --block-size 256; torch is slow, to tell a kernel's fault "
-        "from a model's",
+        "what computes attention on a GPU; auto is triton, our own kernels; flash_attn must be "
+        "installed, and its version 2 needs --block-size 256; torch is slow, and shows whether a "
+        "kernel or the model is at fault",
     )
     flag(
         "--enforce-eager",
         action="store_true",
-        help="no CUDA graphs: slower steps, a quicker start, less memory (default: off)",
+        help="no CUDA graphs: slower steps, a faster start, less memory (default: off)",
     )
     flag(
         "--num-threads",
         type=int,
         metavar="N",
-        help="CPU threads that compute; lower it where other programs need the cores "
+        help="CPU threads that compute; lower it if other programs need the cores "
         "(default: all cores but one)",
     )
 
@@ -260,37 +259,37 @@ def _add_memory_flags(group: "argparse._ArgumentGroup") -> None:
         "--max-model-len",
         type=int,
         metavar="TOKENS",
-        help="the longest sequence, prompt and answer together; lower it where one full sequence "
-        "does not fit the KV cache (default: the model's)",
+        help="tokens of the longest sequence, prompt and answer together; lower it if one full "
+        "sequence does not fit in the KV cache (default: the model's)",
     )
     flag(
         "--gpu-memory-utilization",
         type=float,
         metavar="SHARE",
         default=0.9,
-        help="of a GPU's memory, what all that runs on it may take together; what weights, graphs "
-        "and activations leave of it is the KV cache's; lower it where another program shares the "
-        "GPU (default: %(default)s)",
+        help="share of the GPU's memory that may be used, other programs included; the KV cache "
+        "gets what weights, graphs and activations leave of it; lower it if another program shares "
+        "the GPU (default: %(default)s)",
     )
     flag(
         "--kv-cache-memory-bytes",
         type=int,
         metavar="BYTES",
-        help="memory of the KV cache; more of it carries more or longer sequences (default: on CPU "
-        "a quarter of what is free, on CUDA what --gpu-memory-utilization leaves)",
+        help="memory of the KV cache; more of it holds more or longer sequences (default: on CPU a "
+        "quarter of the free memory, on CUDA what --gpu-memory-utilization leaves)",
     )
     flag(
         "--block-size",
         type=int,
         metavar="TOKENS",
-        help="tokens of a KV block; smaller ones waste less at a sequence's end and share shorter "
-        "beginnings (default: 16 on CPU, 64 on CUDA)",
+        help="tokens of a KV block; smaller blocks waste less memory at the end of a sequence and "
+        "share shorter beginnings of prompts (default: 16 on CPU, 64 on CUDA)",
     )
     flag(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="share the KV blocks of equal prompt beginnings (default: on)",
+        help="share the KV blocks of prompts that begin alike (default: on)",
     )
 
 
@@ -301,7 +300,7 @@ def _add_scheduling_flags(group: "argparse._ArgumentGroup") -> None:
         type=int,
         metavar="N",
         default=256,
-        help="sequences that run together; raise it for throughput, lower it for TPOT "
+        help="most sequences that run together; raise it for throughput, lower it for TPOT "
         "(default: %(default)s)",
     )
     flag(
@@ -309,35 +308,35 @@ def _add_scheduling_flags(group: "argparse._ArgumentGroup") -> None:
         type=int,
         metavar="TOKENS",
         default=2048,
-        help="tokens of one step, prefill chunks and decodes; raise it for TTFT, lower it for the "
-        "ITL of those who already stream (default: %(default)s)",
+        help="most tokens of one step, prefill chunks and decodes; raise it for a shorter TTFT, "
+        "lower it for a shorter ITL of running streams (default: %(default)s)",
     )
     flag(
         "--max-num-queued-reqs",
         type=int,
         metavar="N",
         default=1024,
-        help="answers that may wait; more get status 429 (default: %(default)s)",
+        help="most answers that may wait; further ones get status 429 (default: %(default)s)",
     )
     flag(
         "--request-timeout",
         type=float,
         metavar="SECONDS",
-        help="an answer that takes longer, waiting included, ends with an error, 504 where nothing "
-        "was sent yet (default: none)",
+        help="an answer that takes longer, queueing included, ends with an error; status 504 if "
+        "nothing was sent yet (default: none)",
     )
     _add_choice(
         group,
         "--scheduling-policy",
         Policy,
-        "who is next: the first come, or the lowest `priority` field",
+        "which request is next: the first to arrive, or the one with the lowest `priority` field",
     )
     _add_choice(
         group,
         "--batching",
         Batching,
-        "when the waiting may join: at every step, or only when the batch before has ended, which "
-        "is slower and there for comparison",
+        "when waiting requests may join: at every step, or only when the previous batch has ended, "
+        "which is slower and exists for comparison",
     )
 
 
@@ -352,20 +351,20 @@ def _add_api_flags(group: "argparse._ArgumentGroup") -> None:
     flag(
         "--tool-call-parser",
         choices=[*TOOL_PARSERS, NO_PARSER],
-        help="how the model writes calls of tools (default: as its chat template tells)",
+        help="how the model writes tool calls (default: detected from its chat template)",
     )
     flag(
         "--reasoning-parser",
         choices=[*REASONING_PARSERS, NO_PARSER],
-        help="how the model marks its thoughts (default: as its chat template tells)",
+        help="how the model marks its reasoning (default: detected from its chat template)",
     )
     flag(
         "--pooler-config",
         type=_pooler_config,
         default=PoolerConfig(),
         metavar="JSON",
-        help='how embeddings are made, as {"pooling_type": "MEAN", "normalize": true}; '
-        "pooling_type is LAST or MEAN (default: as the model's directory tells, else the last "
+        help='how embeddings are made, such as {"pooling_type": "MEAN", "normalize": true}; '
+        "pooling_type is LAST or MEAN (default: as the model's directory says, else the last "
         "token's state, normalized)",
     )
     flag(
@@ -373,14 +372,15 @@ def _add_api_flags(group: "argparse._ArgumentGroup") -> None:
         type=int,
         metavar="N",
         default=4096,
-        help="/v1/responses keeps so many to go on from; 0: none (default: %(default)s)",
+        help="most responses that /v1/responses keeps for previous_response_id; 0 keeps none "
+        "(default: %(default)s)",
     )
     flag(
         "--max-stored-response-bytes",
         type=int,
         metavar="BYTES",
         default=256 * MIB,
-        help="and no more than so many bytes of them (default: %(default)s, 256 MiB)",
+        help="most memory that these responses take (default: %(default)s, 256 MiB)",
     )
 
 
@@ -391,28 +391,29 @@ def _add_security_flags(group: "argparse._ArgumentGroup") -> None:
         nargs="+",
         action="extend",
         metavar="KEY",
-        help="let in only who sends one of these keys, on every route but /health, /ready "
-        f"and the page at / (default: ${_API_KEY_VARIABLE}, else all may come)",
+        help="accept only requests with one of these keys, on every route except /health, /ready "
+        f"and the page at / (default: ${_API_KEY_VARIABLE}, else no key is needed)",
     )
     flag(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="more such keys, one a line; other users of the machine cannot read it from the "
-        "command line (default: none)",
+        help="more such keys, one per line; unlike those of --api-key, other users of the machine "
+        "cannot see them in the list of processes (default: none)",
     )
     flag(
         "--max-body-bytes",
         type=int,
         metavar="BYTES",
         default=32 * MIB,
-        help="the largest request body; more is status 413 (default: %(default)s, 32 MiB)",
+        help="the largest request body; a larger one gets status 413 "
+        "(default: %(default)s, 32 MiB)",
     )
     flag(
         "--trust-request-chat-template",
         action="store_true",
-        help="requests may bring a chat template; each runs in a process of its own, with "
-        "little time and memory (default: off)",
+        help="accept chat templates in requests; each runs in a process of its own, with little "
+        "time and memory (default: off)",
     )
 
 
@@ -422,24 +423,24 @@ def _add_log_flags(group: "argparse._ArgumentGroup") -> None:
         "--log-level",
         choices=_LOG_LEVELS,
         default="info",
-        help="what the log leaves out: all that is less than this (default: %(default)s)",
+        help="log messages of this level and above (default: %(default)s)",
     )
     _add_choice(
         group,
         "--log-format",
         LogFormat,
-        "how the log is written: json for what collects logs, one object a line",
+        "format of the log; json is one object per line, for log collectors",
     )
     flag(
         "--metrics-alias",
         choices=[alias.value for alias in MetricsAlias],
-        help="show /metrics under this server's names too, for dashboards and autoscalers that "
-        "were made for it (default: ours alone)",
+        help="export the metrics under this server's names too, for dashboards and autoscalers "
+        "made for it (default: only our names)",
     )
     flag(
         "--otlp-traces-endpoint",
         metavar="URL",
-        help="send a trace of each request there by OTLP over HTTP, as "
+        help="send a trace of each request to this URL by OTLP over HTTP, such as "
         "http://localhost:4318/v1/traces; needs penstock[otel] (default: no traces)",
     )
 
@@ -449,7 +450,7 @@ def _add_development_flags(group: "argparse._ArgumentGroup") -> None:
     flag(
         "--scripted",
         action="store_true",
-        help="made-up tokens in place of the model's, to test the server or a client "
+        help="generate made-up tokens without a model, to test the server or a client "
         "(default: off)",
     )
     flag(
@@ -457,7 +458,7 @@ def _add_development_flags(group: "argparse._ArgumentGroup") -> None:
         type=float,
         metavar="MS",
         default=0.0,
-        help="with --scripted: a step takes at least so long (default: %(default)s)",
+        help="with --scripted: the least time of a step (default: %(default)s)",
     )
 
 
@@ -468,7 +469,8 @@ def _add_cors_flags(group: "argparse._ArgumentGroup") -> None:
         type=_json_list,
         default=[],
         metavar="JSON",
-        help='whose pages may call this server, as ["https://a.example"] or ["*"] (default: none)',
+        help='origins whose pages may call this server, such as ["https://a.example"] or ["*"] '
+        "(default: none)",
     )
     for what in ("methods", "headers"):
         flag(
@@ -476,9 +478,13 @@ def _add_cors_flags(group: "argparse._ArgumentGroup") -> None:
             type=_json_list,
             default=["*"],
             metavar="JSON",
-            help=f'which {what} they may use (default: ["*"])',
+            help=f'{what} that these pages may use (default: ["*"])',
         )
-    flag("--allow-credentials", action="store_true", help="they may send cookies (default: off)")
+    flag(
+        "--allow-credentials",
+        action="store_true",
+        help="these pages may send cookies (default: off)",
+    )
 
 
 def _json_list(text: str) -> list[str]:
@@ -488,7 +494,9 @@ def _json_list(text: str) -> list[str]:
     except ValueError:
         values = None
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise argparse.ArgumentTypeError(f'{text} is no JSON list of strings; write ["*"]')
+        raise argparse.ArgumentTypeError(
+            f'{text} is not a JSON list of strings; write it like ["*"]'
+        )
     return values
 
 
@@ -510,7 +518,7 @@ def _pooler_config(text: str) -> PoolerConfig:
 
 
 def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
-    """Of the command line and the file; where there is neither, of the environment."""
+    """Keys of the command line and the file, or else of the environment. Raises InvalidConfig."""
     keys = list(given or ())
     if file:
         try:
@@ -519,7 +527,7 @@ def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
             raise InvalidConfig(f"--api-key-file {file} cannot be read: {error}") from error
         from_file = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
         if not from_file:
-            raise InvalidConfig(f"--api-key-file {file} has no key; write one a line")
+            raise InvalidConfig(f"--api-key-file {file} contains no key; write one per line")
         keys += from_file
     if not keys and (from_environment := os.environ.get(_API_KEY_VARIABLE)):
         keys = [from_environment]
@@ -529,7 +537,7 @@ def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
 def _add_choice(
     group: "argparse._ArgumentGroup", flag: str, kind: type[StrEnum], help_text: str
 ) -> None:
-    """The first of the choices is the default."""
+    """A flag with the values of `kind`, the first of which is the default."""
     names = [choice.value for choice in kind]
     group.add_argument(
         flag,

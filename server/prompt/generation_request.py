@@ -13,12 +13,12 @@ from penstock.engine.sampling.grammar import Grammars
 from penstock.scheduler.errors import ContextTooLong, PenstockError, PromptTooLong
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
-from penstock.server.http.limits import check_could_fit
 from penstock.server.output.detokenizer import StopStrings
 from penstock.server.output.parts import AnswerReader, MakeReader
 from penstock.server.output.pooling import Pooler
 from penstock.server.output.reasoning import ReasoningState, reasoning_state
 from penstock.server.prompt.chat import chat_prompt
+from penstock.server.prompt.limits import check_could_fit
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
 from penstock.server.protocol.openai import (
     ChatCompletionRequest,

@@ -1,7 +1,7 @@
-"""What the tests of tools and reasoning share: answers that are written for them.
+"""Shared by tests of tools and reasoning: answers with a given text, without an engine.
 
-The ids are real ones of a tokenizer of single bytes with a few special tokens; they take the way
-from `ask_chat` to the bytes of the reply, all but the engine.
+Their ids are those of a tokenizer of single bytes with a few special tokens. They pass through
+everything from `ask_chat` to the bytes of the response, except the engine.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ ADD = {
         },
     },
 }
-# Plain, and in the manner of Qwen3: tools, tool_calls, thoughts and all.
+# A minimal template, and one like Qwen3's, with tools, tool_calls and reasoning.
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 QWEN = (
     "{% if tools %}# Tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
@@ -67,7 +67,7 @@ QWEN = (
 
 
 def make_model(directory: Path, template: str, **flags: Any) -> ServedModel:
-    """flags: of `ChatFormat.detect`."""
+    """flags: arguments of `ChatFormat.detect`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -116,13 +116,13 @@ def ask(model: ServedModel, **fields: Any) -> Ask:
 
 
 def prompt_of(model: ServedModel, **fields: Any) -> str:
-    """What the model gets, as text."""
+    """The prompt of the model, as text."""
     ids = ask(model, **fields).requests[0].prompt_token_ids
     return model.encoder.vocabulary.text_of(ids, shows_special=True)
 
 
 class Answer:
-    """One answer, token by token: its pieces, and what the wire makes of them."""
+    """One answer, token by token: its pieces, and the responses made of them."""
 
     def __init__(
         self,
@@ -131,10 +131,10 @@ class Answer:
         reason: FinishReason = FinishReason.STOP,
         **fields: Any,
     ) -> None:
-        self.asked = ask(model, **fields)
+        self.request = ask(model, **fields)
         self._reply = ChatReply(model.encoder.vocabulary, None)
-        make = self.asked.make_reader
-        decoder = TextDecoder(model.encoder.vocabulary, is_whole=True, shown=self.asked.markup)
+        make = self.request.make_reader
+        decoder = TextDecoder(model.encoder.vocabulary, is_whole=True, shown=self.request.markup)
         self.choice = Choice(0, decoder, None, False, reader=make() if make else None)
         ids = list(model.encoder.encode_rendered(text))
         self.pieces: list[Piece] = []
@@ -164,7 +164,7 @@ class Answer:
         return writer.openings(1) + events + writer.end(self.usage)
 
     def streamed(self) -> Any:
-        """A completion, as the client's own helper accumulates it."""
+        """The completion that OpenAI's client accumulates from the stream."""
         headers = {"content-type": "text/event-stream"}
         with (
             client_of(httpx.Response(200, headers=headers, content=self.sse)) as client,
@@ -177,18 +177,18 @@ class Answer:
     def plain(self) -> Any:
         parts = [part for piece in self.pieces for part in piece.parts or ()]
         text = "".join(piece.text for piece in self.pieces)
-        has_parts = self.asked.make_reader is not None
+        has_parts = self.request.make_reader is not None
         whole = Piece(0, text, [], self.choice.finish_reason, (), parts if has_parts else None)
         body = plain_body(Envelope("chatcmpl-1", "m", "fp"), self._reply, [whole], self.usage)
         return openai.types.chat.ChatCompletion.model_validate_json(body)
 
 
 def client_of(response: httpx.Response) -> openai.OpenAI:
-    """The real client, and a wire that carries one answer."""
-    wire: Any = httpx.Client(transport=httpx.MockTransport(lambda _: response))
+    """OpenAI's client with a transport that returns this response."""
+    transport: Any = httpx.Client(transport=httpx.MockTransport(lambda _: response))
     return openai.OpenAI(
         base_url="http://test/v1",
         api_key="x",
-        http_client=wire,
+        http_client=transport,
         _strict_response_validation=True,
     )
