@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_serve_flags(serve: argparse.ArgumentParser) -> None:
-    """The flags of `penstock serve`. Each help text ends with the default, for the docs."""
+    """What `penstock serve` takes; each flag's help ends with its default, for docs/flags.md."""
     serve.add_argument(
         "model",
         nargs="?",
