@@ -1,12 +1,13 @@
 """From the text of one answer to its parts: reasoning, plain text and calls."""
 
+from typing import Any
+
 from penstock.server.output.parts import AnswerReader, Part, TextPart
 from penstock.server.output.reasoning import ReasoningSplitter, ReasoningState
 from penstock.server.protocol.openai import ChatCompletionRequest
 from penstock.server.protocol.tools import FunctionSpec, ToolFields
 from penstock.server.tools.call_grammar import uses_native_format
 from penstock.server.tools.chat_format import ChatFormat
-from penstock.server.tools.native_grammar import schemas_of
 from penstock.server.tools.parsers import (
     JsonParser,
     NamedCallParser,
@@ -86,4 +87,9 @@ def _enforced_parser(fields: ToolFields, form: ToolFormat | None) -> ToolParser 
 def _parser(form: ToolFormat, functions: list[FunctionSpec], parallel: bool | None) -> ToolParser:
     names = frozenset(function.name for function in functions)
     max_calls = 1 if parallel is False else None
-    return make_tool_parser(form, names, schemas=schemas_of(functions), max_calls=max_calls)
+    return make_tool_parser(form, names, schemas=_schemas_of(functions), max_calls=max_calls)
+
+
+def _schemas_of(functions: list[FunctionSpec]) -> dict[str, dict[str, Any]]:
+    """Name -> parameters as sent by the client; parsers take the types of values from them."""
+    return {function.name: function.parameters or {} for function in functions}

@@ -25,10 +25,10 @@ def call_grammar(fields: ToolFields, form: ToolFormat | None, special: Mapping[s
     """
     try:
         if form and uses_native_format(form, fields):
-            schemas = {function.name: arguments_schema(function) for function in fields.to_call}
+            schemas = {function.name: _arguments_schema(function) for function in fields.to_call}
             max_calls = fields.max_required_calls
             return native_call_grammar(form, schemas, special, max_calls=max_calls)
-        return json_schema_grammar(call_schema(fields), whitespace=WHITESPACE)
+        return json_schema_grammar(_call_schema(fields), whitespace=WHITESPACE)
     except (ValueError, RecursionError) as error:
         message = f"the parameters of tools cannot be compiled to a grammar: {error}"
         raise InvalidRequest(message, param="tools", code="invalid_grammar") from error
@@ -68,18 +68,18 @@ def uses_native_format(form: ToolFormat | None, fields: ToolFields) -> bool:
     """Whether enforced calls are in the model's own format."""
     if not fields.must_call and begins_as_json(form):
         return False  # an alternative grammar of JSON begins alike: see `calls_or_answer`
-    return can_enforce(form, {each.name: arguments_schema(each) for each in fields.to_call})
+    return can_enforce(form, {each.name: _arguments_schema(each) for each in fields.to_call})
 
 
-def call_schema(fields: ToolFields) -> dict[str, Any]:
+def _call_schema(fields: ToolFields) -> dict[str, Any]:
     """The schema of a whole answer that consists of calls: one object, or a list of them.
 
     A single call is not a list, which is how models write it and does not suggest a second call.
     """
     if fields.named_function:
-        return arguments_schema(fields.named_function)
+        return _arguments_schema(fields.named_function)
     functions = fields.functions
-    schemas = {f"f{i}": _relocated(arguments_schema(f), i) for i, f in enumerate(functions)}
+    schemas = {f"f{i}": _relocated(_arguments_schema(f), i) for i, f in enumerate(functions)}
     call = {"anyOf": [_one_call(f, i) for i, f in enumerate(functions)]}
     if fields.max_required_calls == 1:
         return {**call, "$defs": schemas}
@@ -104,7 +104,7 @@ def _one_call(function: FunctionSpec, index: int) -> dict[str, Any]:
     }
 
 
-def arguments_schema(function: FunctionSpec) -> dict[str, Any]:
+def _arguments_schema(function: FunctionSpec) -> dict[str, Any]:
     """The schema of a call's arguments: an object, without undeclared properties by default.
 
     Raises InvalidRequest.

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.server.protocol.tools import FunctionSpec
 from penstock.server.structured.lark import ANY_TEXT, literal, nested
 from penstock.server.tools.parsers import ToolFormat
 from penstock.server.tools.parsers import deepseek as ds
@@ -254,8 +253,3 @@ def _listed(schema: dict[str, Any]) -> list[str]:
     """The strings that it lists, if it does."""
     values: list[str] = [schema["const"]] if "const" in schema else schema.get("enum", [])
     return values
-
-
-def schemas_of(functions: list[FunctionSpec]) -> dict[str, dict[str, Any]]:
-    """Name -> parameters as sent by the client; parsers take the types of values from them."""
-    return {function.name: function.parameters or {} for function in functions}
