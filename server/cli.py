@@ -20,27 +20,27 @@ from penstock.engine.config import (
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 from penstock.scheduler.types import Pooling
-from penstock.server.config import MIB, CorsConfig, MetricsAlias, ServeConfig, ServerConfig
+from penstock.server.config import MIB, CorsConfig, PoolerConfig, ServeConfig, ServerConfig
+from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.observability.version import version
-from penstock.server.output.pooling import PoolerConfig
 from penstock.server.output.reasoning import ReasoningFormat
 from penstock.server.tools.chat_format import NO_PARSER
 from penstock.server.tools.parsers import ToolFormat
 
 TOOL_PARSERS = tuple(form.value for form in ToolFormat)
 REASONING_PARSERS = tuple(form.value for form in ReasoningFormat)
-# The demo was taught to call itself the second in its examples.
+# The demo uses the second name for itself in its training examples.
 _DEMO_NAMES = ("penstock-demo", "demo")
-# Better than a flag: other users of the machine can read a command line.
+# Safer than a flag: other users of the machine can read command lines.
 _API_KEY_VARIABLE = "PENSTOCK_API_KEY"
-_EXIT_MISTAKEN = 2  # argparse's own
+_EXIT_USAGE = 2  # as argparse exits
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code; a mistake of the person who typed is one sentence on stderr."""
+    """Returns the exit code. Wrong arguments are reported in one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["bench"]:  # it has a command line of its own
+    if arguments[:1] == ["bench"]:  # it parses its own arguments
         from penstock.loadtest.bench.cli import main as bench
 
         return bench(arguments[1:])
@@ -51,14 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         config = _config(options)
-        from penstock.server.app import (
-            serve,  # not at the top: `--help` should not wait for a web framework
-        )
+        # Not at the top: `--help` should not wait for a web framework.
+        from penstock.server.app import serve
 
         return serve(config)
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
-        return _EXIT_MISTAKEN
+        return _EXIT_USAGE
 
 
 def _config(options: argparse.Namespace) -> ServeConfig:
@@ -495,7 +494,9 @@ def _json_list(text: str) -> list[str]:
     except ValueError:
         values = None
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise argparse.ArgumentTypeError(f'{text} is no JSON list of strings; write ["*"]')
+        raise argparse.ArgumentTypeError(
+            f'{text} is not a JSON list of strings; write it like ["*"]'
+        )
     return values
 
 
@@ -517,7 +518,7 @@ def _pooler_config(text: str) -> PoolerConfig:
 
 
 def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
-    """Of the command line and the file; where there is neither, of the environment."""
+    """Keys of the command line and the file, or else of the environment. Raises InvalidConfig."""
     keys = list(given or ())
     if file:
         try:
@@ -526,7 +527,7 @@ def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
             raise InvalidConfig(f"--api-key-file {file} cannot be read: {error}") from error
         from_file = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
         if not from_file:
-            raise InvalidConfig(f"--api-key-file {file} has no key; write one a line")
+            raise InvalidConfig(f"--api-key-file {file} contains no key; write one per line")
         keys += from_file
     if not keys and (from_environment := os.environ.get(_API_KEY_VARIABLE)):
         keys = [from_environment]
@@ -536,7 +537,7 @@ def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
 def _add_choice(
     group: "argparse._ArgumentGroup", flag: str, kind: type[StrEnum], help_text: str
 ) -> None:
-    """The first of the choices is the default."""
+    """A flag with the values of `kind`, the first of which is the default."""
     names = [choice.value for choice in kind]
     group.add_argument(
         flag,

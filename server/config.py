@@ -1,25 +1,22 @@
-"""The server's settings, and the tree that joins them with the engine's."""
+"""The server's settings, and the tree that joins them with the engine's.
+
+It knows the settings and their limits, not the rooms that use them.
+"""
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from penstock.engine.config import EngineConfig, LogFormat
 from penstock.scheduler.errors import InvalidConfig
-from penstock.server.output.pooling import PoolerConfig
+from penstock.scheduler.types import Pooling
+from penstock.server.observability.metrics_alias import MetricsAlias
 
 MIB = 1 << 20
 
 
-class MetricsAlias(StrEnum):
-    """Whose names /metrics has beside ours."""
-
-    VLLM = "vllm"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorsConfig:
-    """Which pages of other origins a browser lets call us. No origin: none, and no headers."""
+    """The pages of other origins that browsers allow to call the server; by default none."""
 
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
@@ -28,15 +25,22 @@ class CorsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """Where it listens, what it is called, and what it lets in.
+class PoolerConfig:
+    """How embeddings are made, vLLM's `--pooler-config`; None takes the model's own setting."""
 
-    api_keys empty: no key is asked for. root_path: under which a proxy shows this server.
-    request_timeout_s None: an answer may take as long as it takes. chat_template None: the one
-    beside the model. tool_call_parser, reasoning_parser: a name, "none", or None for what the
-    chat template tells. pooler: how embeddings are made. has_page: the one at `/`.
-    metrics_alias: whose names /metrics has beside ours. otlp_traces_endpoint: a URL that traces
-    are sent to, or None for no traces.
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where the server listens, its names, and which requests it accepts.
+
+    api_keys empty: no key is needed. root_path: the path under which a proxy publishes the server.
+    request_timeout_s None: no limit. chat_template None: the model's own. tool_call_parser,
+    reasoning_parser: a name, "none", or None to detect it from the chat template. has_page: whether
+    a page is served at `/`. metrics_alias: a server under whose names /metrics is shown too.
+    otlp_traces_endpoint: a URL that traces are sent to, or None for no traces.
     """
 
     host: str = "127.0.0.1"
@@ -89,7 +93,7 @@ class ServerConfig:
                 f"--otlp-traces-endpoint is {url}; write it like http://localhost:4318/v1/traces"
             )
         if self.ssl_keyfile and not self.ssl_certfile:
-            raise InvalidConfig("--ssl-keyfile needs --ssl-certfile beside it")
+            raise InvalidConfig("--ssl-keyfile requires --ssl-certfile")
         for flag, path in (("key", self.ssl_keyfile), ("cert", self.ssl_certfile)):
             if path and not path.is_file():
                 raise InvalidConfig(f"--ssl-{flag}file: there is no file {path}")
@@ -99,7 +103,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Everything that `penstock serve` is told."""
+    """All settings of `penstock serve`."""
 
     server: ServerConfig
     engine: EngineConfig

@@ -1,4 +1,4 @@
-"""The one table from exception to status and body. Every error of every route goes through it."""
+"""The table from exceptions to status and body, through which every error of every route goes."""
 
 import math
 from http import HTTPStatus
@@ -12,11 +12,10 @@ from penstock.engine.ipc.client import EngineFailed, QueueFull, RequestRefused
 from penstock.scheduler.errors import PenstockError
 from penstock.server.observability.request_context import request_id
 
-# How long to stay away where nothing better is known: while the model loads, or when draining.
+# Retry-After where nothing better is known: while the model loads, or while the server drains.
 RETRY_SOON_S = 2
 
-
-# Where errors are Anthropic's, and how Anthropic names them; what is not here is a bad request.
+# The path where errors have Anthropic's form, and Anthropic's types; any other is a bad request.
 ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -31,7 +30,7 @@ _ANTHROPIC_TYPES = {
 
 
 class InvalidRequest(PenstockError):
-    """Something in the body is not as it must be; `param` is the field."""
+    """The body is not valid; `param` names the field."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -40,10 +39,10 @@ class InvalidRequest(PenstockError):
 
 
 class UnsupportedParameter(InvalidRequest):
-    """A field that we know, do not support, and that would change the answer."""
+    """A known field that is not supported and would change the answer."""
 
     def __init__(self, what: str, hint: str = "leave it out") -> None:
-        """what: the field, and after a space its value where only that is not supported."""
+        """what: the field, followed by a space and its value if only the value is unsupported."""
         super().__init__(
             f"{what} is not supported by this server; {hint}",
             param=what.partition(" ")[0],
@@ -52,7 +51,7 @@ class UnsupportedParameter(InvalidRequest):
 
 
 class ThreadUnsupported(UnsupportedParameter):
-    """Anthropic's clients then send the whole conversation, where they were let to.
+    """Anthropic's clients then send the whole conversation, if they are configured to.
 
     Source: `ThreadState` of @anthropic-ai/sdk 1.12.
     """
@@ -64,35 +63,39 @@ class ThreadUnsupported(UnsupportedParameter):
 
 
 class GrammarFailed(InvalidRequest):
-    """A grammar that compiled could not be followed to its end."""
+    """An answer could not be completed within its grammar, although the grammar compiled."""
 
     def __init__(self) -> None:
         super().__init__(
-            "the answer could not be held to its grammar or schema any longer: it became too "
-            "complex, or the other fields forbid all that it allows; simplify it",
+            "the answer could not follow its grammar or schema any further: the grammar became too "
+            "complex, or other fields forbid every token that it allows; simplify it",
             code="grammar_failed",
         )
 
 
 class ModelNotFound(PenstockError):
     def __init__(self, model: str, served: str) -> None:
-        asked = model[:200]
-        super().__init__(f"the model {asked!r} is not served here; this server has {served!r}")
+        super().__init__(
+            f"the model {model[:200]!r} does not exist on this server, which serves {served!r}"
+        )
 
 
 class ResponseNotFound(PenstockError):
-    """Never made, not stored, deleted, forgotten, or another key's: which of them is not told."""
+    """The id is unknown, was not stored, was deleted or evicted, or belongs to another key.
+
+    Clients cannot distinguish these cases.
+    """
 
     def __init__(self, response_id: str) -> None:
         super().__init__(
-            f"there is no stored response {response_id[:64]!r}; responses are kept where store is "
-            "not false, until newer ones need the room or the server ends"
+            f"there is no stored response {response_id[:64]!r}; responses are stored unless store "
+            "is false, until newer ones take their place or the server stops"
         )
 
 
 class InvalidApiKey(PenstockError):
     def __init__(self, *, is_given: bool) -> None:
-        # OpenAI's words, by which LiteLLM tells it from another bad request.
+        # OpenAI's words, by which LiteLLM recognizes it.
         what = "Incorrect API key provided" if is_given else "You didn't provide an API key"
         super().__init__(
             f"{what}; send the header 'Authorization: Bearer KEY' with the key of this server"
@@ -102,30 +105,32 @@ class InvalidApiKey(PenstockError):
 class RequestTimedOut(PenstockError):
     def __init__(self, timeout_s: float) -> None:
         super().__init__(
-            f"the answer took longer than {timeout_s:g} s, which this server allows; "
-            "ask for less, or later"
+            f"the answer took longer than {timeout_s:g} s, the limit of this server; "
+            "request a shorter answer, or try again later"
         )
 
 
 class BodyTooLarge(PenstockError):
     def __init__(self, limit: int) -> None:
-        super().__init__(f"the body is larger than {limit} bytes, the most this server takes")
+        super().__init__(
+            f"the body is larger than {limit} bytes, the most that this server accepts"
+        )
 
 
 class BodyTooSlow(PenstockError):
     def __init__(self, timeout_s: float) -> None:
-        super().__init__(f"the body did not come within {timeout_s:g} s; send it at once")
+        super().__init__(f"the body did not arrive within {timeout_s:g} s; send it without a pause")
 
 
 class UnsupportedEncoding(PenstockError):
     def __init__(self, encoding: str) -> None:
         super().__init__(
-            f"a body in the content-encoding {encoding[:64]!r} is not read here; send it as it is"
+            f"the content-encoding {encoding[:64]!r} is not supported; send the body uncompressed"
         )
 
 
 class NotServing(PenstockError):
-    """The model is loading, or the server is about to end."""
+    """The model is loading, or the server is shutting down."""
 
     def __init__(self, message: str, *, is_ending: bool) -> None:
         super().__init__(message)
@@ -133,7 +138,7 @@ class NotServing(PenstockError):
 
 
 class ErrorReply(NamedTuple):
-    """OpenAI's error object, its status, and the headers that go with it."""
+    """OpenAI's error object, with its status and headers."""
 
     status: int
     type: str
@@ -141,7 +146,7 @@ class ErrorReply(NamedTuple):
     param: str | None = None
     code: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
-    details: tuple[tuple[str, object], ...] = ()  # told to Anthropic's clients alone
+    details: tuple[tuple[str, object], ...] = ()  # only in Anthropic's form
 
     @property
     def body(self) -> bytes:
@@ -150,7 +155,7 @@ class ErrorReply(NamedTuple):
 
     @property
     def anthropic_body(self) -> bytes:
-        """The same as Anthropic's clients know it."""
+        """The same error in Anthropic's form."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         error: dict[str, object] = {"type": kind, "message": self.message}
         if self.details:
@@ -159,27 +164,27 @@ class ErrorReply(NamedTuple):
         return msgspec.json.encode(fields)
 
     def response(self, path: str) -> Response:
-        """In the shape that the clients of the path's API know."""
+        """In the form of the API to which the path belongs."""
         body = self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
         headers = dict(_NO_RETRY if self._is_final else ()) | dict(self.headers)
         return Response(body, self.status, headers, media_type="application/json")
 
     @property
     def _is_final(self) -> bool:
-        """Whether the same request would get the same answer again."""
+        """Whether the same request would get the same error again."""
         return 400 <= self.status < 500 and self.status not in (408, 429)
 
 
 _BAD_REQUEST = "invalid_request_error"
 _UNAVAILABLE = "service_unavailable_error"
-# OpenAI's clients ask again after a 504 unless they are told not to: a second try would be as slow,
-# and comes when there is already too much to do.
+# OpenAI's clients retry after a 504 unless this header is present: a second try would be as slow,
+# and would add load to a server that is overloaded.
 _NO_RETRY = (("x-should-retry", "false"),)
 _CLOSE = (("Connection", "close"),)
 
 
 def reply_to(error: Exception) -> ErrorReply:
-    """The table."""
+    """The status and body for an exception."""
     message = str(error)
     match error:
         case ThreadUnsupported():
@@ -217,18 +222,18 @@ def reply_to(error: Exception) -> ErrorReply:
         case HTTPException():
             return _reply_to_http(error)
         case _:
-            text = "the server made a mistake; its log has the details under this x-request-id"
+            text = "internal error of the server; its log has the details under this x-request-id"
             return ErrorReply(500, "server_error", text, None, "internal_error")
 
 
 def malformed_http(status: int, message: str, code: str) -> ErrorReply:
-    """For what never becomes a request."""
+    """For bytes that never become a request."""
     return ErrorReply(status, _BAD_REQUEST, message, None, code)
 
 
 def too_many_connections(max_files: int) -> ErrorReply:
-    """For a client that has connected, and cannot be let in."""
-    message = f"this server holds too many connections, with {max_files} files at most; try again"
+    """For a connection that cannot be served."""
+    message = f"this server has too many connections for its limit of {max_files} files; try again"
     headers = _retry_after(RETRY_SOON_S)
     return ErrorReply(503, _UNAVAILABLE, message, None, "too_many_connections", headers)
 
@@ -238,14 +243,14 @@ def _retry_after(seconds: float) -> tuple[tuple[str, str], ...]:
 
 
 def _reply_to_http(error: HTTPException) -> ErrorReply:
-    """What the router itself raises: no such path, or not with this method."""
+    """Errors of the router: no such path, or not with this method."""
     headers = tuple((error.headers or {}).items())
     if error.status_code == 404:
         text = "there is no such path; the API is under /v1, for example /v1/chat/completions"
         return ErrorReply(404, _BAD_REQUEST, text, None, "unknown_url", headers)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        text = f"this path does not take the method; use {allowed}"
+        text = f"this path does not support the method; use {allowed}"
         return ErrorReply(405, _BAD_REQUEST, text, None, "method_not_supported", headers)
     phrase = HTTPStatus(error.status_code).phrase
     return ErrorReply(error.status_code, _BAD_REQUEST, phrase, None, None, headers)

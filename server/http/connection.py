@@ -1,7 +1,8 @@
-"""uvicorn's HTTP parser, which answers what is no HTTP as all else here is answered.
+"""uvicorn's HTTP parser, with our error format for bytes that are not HTTP.
 
-It also ends a connection whose head has no end, in bytes or in time, and says so where no more
-files may be open: uvicorn would keep all of the one, and drop the other without a word.
+It also closes connections whose headers are too large or too slow, and answers with 503 when the
+process may open no more files: uvicorn would buffer the former without limit, and drop the latter
+without a response.
 """
 
 import asyncio
@@ -20,13 +21,13 @@ from penstock.server.errors import ErrorReply, malformed_http, too_many_connecti
 
 logger = logging.getLogger("penstock")
 
-# Of a request's line and headers. Above what is read from the socket at once, which may begin with
-# the end of another request.
+# Of the request line and headers. Larger than one read from the socket, which may begin with the
+# end of the previous request.
 MAX_HEAD_BYTES = 512 << 10
-# From the connection, or the request's first byte, to the end of its headers. Longer than balancers
-# leave a connection open that they made ahead of its first request.
+# From the connection, or the request's first byte, to the end of its headers. Longer than load
+# balancers keep connections open that they opened in advance.
 HEAD_TIMEOUT_S = 75.0
-# Files that the server itself may need to open while connections take all others.
+# Files left for the server itself while connections take all others.
 SPARE_FILES = 32
 _WARN_EVERY_S = 60.0
 
@@ -36,15 +37,15 @@ class HttpProtocol(HttpToolsProtocol):
 
     _is_in_head = True
     _num_head_bytes = 0
-    _cycles: tuple[RequestResponseCycle, ...] = ()  # those that are not answered yet
+    _cycles: tuple[RequestResponseCycle, ...] = ()  # requests that are not answered yet
     _head_timer: asyncio.TimerHandle | None = None
-    _max_files: int | None = None  # where there are too many, how many may be open
-    _warned_s = -_WARN_EVERY_S  # of all connections
+    _max_files: int | None = None  # the limit of open files, if it is reached
+    _warned_s = -_WARN_EVERY_S  # shared by all connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # The kernel gives the lowest number that is free.
+        # The kernel assigns the lowest free number.
         number = transport.get_extra_info("socket").fileno()
         if max_files != resource.RLIM_INFINITY and number >= max_files - SPARE_FILES:
             self._max_files = max_files
@@ -72,12 +73,14 @@ class HttpProtocol(HttpToolsProtocol):
     def _end_head(self) -> None:
         self._head_timer = None
         if any(not cycle.response_complete for cycle in self._cycles):
-            self._await_head()  # reading rests until the request before it is answered
+            self._await_head()  # reading is paused until the previous request is answered
             return
         if not self._num_head_bytes:
-            self.transport.close()  # it never asked for anything
+            self.transport.close()  # it sent nothing
             return
-        message = f"the headers did not come within {HEAD_TIMEOUT_S:g} s; send them at once"
+        message = (
+            f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s; send them without a pause"
+        )
         self._refuse(malformed_http(408, message, "request_timeout"))
 
     def data_received(self, data: bytes) -> None:
@@ -110,19 +113,21 @@ class HttpProtocol(HttpToolsProtocol):
         self._abandon()
 
     def send_400_response(self, msg: str) -> None:
-        message = "this is no HTTP/1.1 request that can be read; check method, path and headers"
+        message = "this is not a valid HTTP/1.1 request; check method, path and headers"
         self._refuse(malformed_http(400, message, "invalid_http"))
 
     def _refuse(self, reply: ErrorReply) -> None:
-        """Ends the connection, and whatever is still being answered on it."""
-        is_amid_answer = any(c.response_started and not c.response_complete for c in self._cycles)
+        """Closes the connection, and aborts the requests on it that are not answered yet."""
+        has_begun_response = any(
+            c.response_started and not c.response_complete for c in self._cycles
+        )
         self._abandon()
-        if not is_amid_answer:
+        if not has_begun_response:
             self._write(reply)
         self.transport.close()
 
     def _abandon(self) -> None:
-        """Tells the app that the client is gone. uvicorn tells only the last pipelined request."""
+        """Signals the disconnect to every pipelined request; uvicorn does to the last only."""
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True

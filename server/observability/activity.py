@@ -1,4 +1,4 @@
-"""A line in the log every ten seconds while there is work, and none while there is not."""
+"""The line in the log every ten seconds while there is work: what runs, how fast, how full."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ class _Counts(NamedTuple):
 
 
 class Activity:
-    """`run` it as a task, from when the model is loaded."""
+    """Logs what the server does. `run` is a task that starts once the model is loaded."""
 
     def __init__(self, metrics: Metrics, model: ModelInfo, interval_s: float = _INTERVAL_S) -> None:
         self._metrics = metrics
@@ -37,7 +37,7 @@ class Activity:
                 logger.info("%s", line)
 
     def line(self) -> str | None:
-        """What came to pass since the last line, and what is now; None where there is no work."""
+        """The work since the previous line and the current state; None if there was no work."""
         before, now = self._last, self._counts()
         self._last = now
         stats, num_waiting = self._metrics.stats, self._metrics.num_waiting
@@ -54,12 +54,12 @@ class Activity:
             *self._utilization(),
             f"KV use {stats.num_used_blocks / max(num_blocks, 1):.1%}",
         ]
-        if asked := now.query_tokens - before.query_tokens:
-            parts.append(f"prefix hits {(now.hit_tokens - before.hit_tokens) / asked:.1%}")
+        if num_queried := now.query_tokens - before.query_tokens:
+            parts.append(f"prefix hits {(now.hit_tokens - before.hit_tokens) / num_queried:.1%}")
         return ", ".join(parts)
 
     def _utilization(self) -> list[str]:
-        """Against the datasheet, or where it is not known, against what was measured."""
+        """MBU relative to the datasheet's bandwidth, or to the measured one if that is unknown."""
         model = self._model
         peak = model.peak_bandwidth_bytes_per_s or model.measured_bandwidth_bytes_per_s
         return [f"MBU {self._metrics.recent().bytes_per_s / peak:.1%}"] if peak else []

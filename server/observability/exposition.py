@@ -1,7 +1,7 @@
-"""Prometheus's text, in a fraction of the time: a stream waits while a scrape is answered.
+"""Prometheus's text format, rendered fast: every stream waits while a scrape is answered.
 
-From one scrape to the next only values change. So prometheus-client renders all lines once, and
-after that the values are filled in.
+Between two scrapes only values change. So prometheus-client renders the lines once, and later
+scrapes fill in the values.
 """
 
 from collections.abc import Iterable
@@ -14,53 +14,54 @@ from prometheus_client.utils import floatToGoString
 
 
 class Lines:
-    """Those of one family, with a hole where each sample's value belongs."""
+    """The lines of one metric family, with a placeholder for the value of each sample."""
 
     def __init__(self, metric: Metric) -> None:
-        """metric: its samples are without times of their own."""
-        text = generate_latest(_One(metric)).decode().replace("%", "%%")
+        """metric: its samples must have no timestamps."""
+        text = generate_latest(_SingleFamily(metric)).decode().replace("%", "%%")
         self._format = "\n".join(
             f"{line.rpartition(' ')[0]} %s" if line and not line.startswith("#") else line
             for line in text.split("\n")
         )
 
     def filled(self, values: Iterable[str]) -> str:
-        """values: as `number` writes them, in the order of the samples."""
+        """values: formatted by `number`, in the order of the samples."""
         return self._format % tuple(values)
 
 
 class Renderer:
-    """Families to text."""
+    """Renders metric families as text and keeps their lines for the next scrape."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}  # by the name of the family
+        self._rendered: dict[str, _Rendered] = {}  # by the name of the family
 
     def text(self, metrics: Iterable[Metric]) -> str:
-        """As `generate_latest` has it."""
+        """The same text as prometheus-client's `generate_latest`."""
         return "".join(map(self._text_of, metrics))
 
     def _text_of(self, metric: Metric) -> str:
         labels = [(sample.name, sample.labels) for sample in metric.samples]
-        known = self._known.get(metric.name)
-        if known is None or known.labels != labels:
-            known = self._known[metric.name] = _Known(labels, Lines(metric))
-        return known.lines.filled(number(sample.value) for sample in metric.samples)
+        rendered = self._rendered.get(metric.name)
+        if rendered is None or rendered.labels != labels:
+            rendered = self._rendered[metric.name] = _Rendered(labels, Lines(metric))
+        return rendered.lines.filled(number(sample.value) for sample in metric.samples)
 
 
 def number(value: float) -> str:
-    written: str = floatToGoString(value)  # type: ignore[no-untyped-call]
-    return written
+    """As prometheus-client formats it."""
+    formatted: str = floatToGoString(value)  # type: ignore[no-untyped-call]
+    return formatted
 
 
-class _Known(NamedTuple):
-    """labels: each sample's, and its name."""
+class _Rendered(NamedTuple):
+    """labels: of each sample, its name and its labels."""
 
     labels: list[tuple[str, dict[str, str]]]
     lines: Lines
 
 
-class _One(Collector):
-    """A registry of one family."""
+class _SingleFamily(Collector):
+    """A collector of one metric family."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric

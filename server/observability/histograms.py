@@ -1,4 +1,4 @@
-"""Counts in buckets, and the bounds that Penstock's buckets have."""
+"""Histograms, the bounds of their buckets, and the times between tokens."""
 
 import bisect
 from collections import Counter
@@ -9,26 +9,27 @@ from prometheus_client.core import HistogramMetricFamily
 
 from penstock.server.observability.exposition import Lines, number
 
-# Ten bounds a decade: a quantile read from them is a tenth off at most, in the middle of a bucket.
+# Ten bounds per decade: a quantile read from the middle of a bucket is at most 10 % off.
 _DECADE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
-# From 1 ms, because a small model's first token takes less than ten; to 10 min, clients' patience.
+# From 1 ms, because a small model's first token takes less than 10 ms; to 10 min, the longest that
+# clients usually wait.
 REQUEST_SECONDS = tuple(
     round(base * 10.0**exponent, 6)
     for exponent in range(-3, 3)
     for base in _DECADE
     if base * 10.0**exponent <= 600
 )
-# From 0.1 ms, so that a 2 ms token is told from a 2.5 ms one; to 10 s, a large chunk on a CPU.
+# From 0.1 ms, which resolves a token of 2 ms from one of 2.5 ms; to 10 s, a large chunk on a CPU.
 STEP_SECONDS = tuple(value / 10 for value in REQUEST_SECONDS if value <= 100)
 SIZES = tuple(float(1 << exponent) for exponent in range(18))
-# A prompt may be as long as a context of a million tokens.
+# Up to a context of a million tokens.
 LENGTHS = tuple(float(1 << exponent) for exponent in range(21))
-# From here on Prometheus's text has exponents.
+# Prometheus's text writes numbers from this size on with exponents.
 _LEAST_EXPONENT = 1_000_000
 
 
 class Histogram:
-    """Upper bounds are inclusive, as Prometheus has them."""
+    """Counts by bucket, and the sum. Upper bounds are inclusive, as in Prometheus."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -38,17 +39,17 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """count: as many times as if `value` had been seen."""
+        """count: how often `value` occurred."""
         self._counts[bisect.bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, how many are no larger), the last bound +Inf."""
+        """(upper bound, number of values up to it); the last bound is +Inf."""
         names = (*map(str, self._bounds), "+Inf")
         return list(zip(names, map(float, accumulate(self._counts)), strict=True))
 
-    def told(self) -> list[str]:
-        """The values of its samples, as Prometheus's text has them: buckets, count, sum."""
+    def sample_values(self) -> list[str]:
+        """The values of its samples in Prometheus's text format: buckets, count, sum."""
         totals = [f"{n}.0" if n < _LEAST_EXPONENT else number(n) for n in accumulate(self._counts)]
         return [*totals, totals[-1], number(self._sum)]
 
@@ -58,11 +59,11 @@ class Histogram:
 
 
 class Gaps:
-    """The gaps between an answer's tokens, counted a look at a time.
+    """The times between two tokens of an answer, counted in batches.
 
-    All tokens that are taken in one look at the clock have come at `now_s`, and most of them follow
-    one that came with all the others too: those gaps are one observation. So a token costs an
-    append to `since_s`, of when the one before it came, and nothing else.
+    All tokens that the event loop takes at once count as arrived at `now_s`, and the previous
+    tokens of most streams arrived together too: equal gaps are one observation. So a token costs
+    only an append to `since_s`, of the time at which its predecessor arrived.
     """
 
     __slots__ = ("_histogram", "now_s", "since_s")
@@ -72,17 +73,17 @@ class Gaps:
         self.now_s = now_s
         self.since_s: list[float] = []
 
-    def look(self, now_s: float) -> None:
-        """What is taken from now on has come at now_s."""
+    def advance(self, now_s: float) -> None:
+        """Tokens taken from now on arrived at now_s."""
         self.count()
         self.now_s = now_s
 
     def add_spread(self, since_s: float, num_tokens: int) -> None:
-        """Tokens that have come together have come at even distances."""
+        """Tokens of one stream that arrived at once count as evenly spaced since `since_s`."""
         self._histogram.observe((self.now_s - since_s) / num_tokens, num_tokens)
 
     def count(self) -> None:
-        """Puts into the histogram what has been taken in this look."""
+        """Moves the gaps noted in `since_s` into the histogram."""
         if not self.since_s:
             return
         for since_s, num_gaps in self._grouped():
@@ -90,14 +91,14 @@ class Gaps:
         self.since_s.clear()
 
     def _grouped(self) -> Iterable[tuple[float, int]]:
-        first_s, num_all = self.since_s[0], len(self.since_s)
-        if self.since_s.count(first_s) == num_all:  # as good as free, and nearly always so
-            return [(first_s, num_all)]
+        first_s, num_gaps = self.since_s[0], len(self.since_s)
+        if self.since_s.count(first_s) == num_gaps:  # the usual case, and cheap to check
+            return [(first_s, num_gaps)]
         return Counter(self.since_s).items()
 
 
 class HistogramFamily:
-    """Histograms of one name, each with its labels, and their lines on /metrics."""
+    """The histograms that share a name, each with its own labels, and their lines on /metrics."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class HistogramFamily:
         help_text: str,
         members: Sequence[tuple[dict[str, str], Histogram]],
     ) -> None:
-        """members: all have the same labels."""
+        """members: (labels, histogram), all with the same label names."""
         self.name = name
         self.help_text = help_text
         self.members = members
@@ -118,7 +119,7 @@ class HistogramFamily:
         return metric
 
     def text(self) -> str:
-        """As prometheus-client renders `metric`, without making its thousand objects."""
+        """The text that prometheus-client renders of `metric`, without its thousand objects."""
         return self._lines.filled(
-            value for _, histogram in self.members for value in histogram.told()
+            value for _, histogram in self.members for value in histogram.sample_values()
         )

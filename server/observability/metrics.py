@@ -1,7 +1,7 @@
-"""Step snapshots and request times to Prometheus.
+"""Prometheus metrics of steps and requests.
 
-What happens is added to plain numbers, and put into Prometheus's words when somebody scrapes. So a
-step costs one call, and a token an append, with no lock and no label look-up.
+Events are added to plain numbers, which become Prometheus metrics only at a scrape. So a step costs
+one call and a token one append, with no lock and no label look-up.
 """
 
 import time
@@ -22,8 +22,6 @@ from penstock.engine.executor import ModelInfo
 from penstock.engine.ipc.messages import StepReport
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.types import RequestId, Started
-from penstock.server.config import MetricsAlias
-from penstock.server.observability.build_info import build_info
 from penstock.server.observability.exposition import Renderer
 from penstock.server.observability.histograms import (
     LENGTHS,
@@ -34,6 +32,7 @@ from penstock.server.observability.histograms import (
     Histogram,
     HistogramFamily,
 )
+from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.observability.step_window import (
     WINDOW_S,
     RecentSteps,
@@ -41,25 +40,26 @@ from penstock.server.observability.step_window import (
     Totals,
     class_of,
 )
+from penstock.server.observability.version import build_info
 from penstock.server.observability.vllm_names import (
     HttpResponses,
-    aliased_histograms,
-    only_theirs,
-    with_alias,
+    histograms_renamed,
+    metrics_of_vllm_alone,
+    with_vllm_names,
 )
 
 _NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
 _OUTCOMES = ("stop", "length", "abandoned", "failed")
 _token_ids_of = attrgetter("token_ids")
 NO_HANDLER = "none"
-# A client may make up others, and each would be a series.
+# A client may invent other methods, and each would become a series of its own.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class RequestTimes:
-    """When a prompt arrived, and when each of its answers had its first step, in time.monotonic().
+    """When a prompt arrived, and when each of its answers started: its first step, or None before.
 
-    None where it has had none.
+    Times are in time.monotonic().
     """
 
     __slots__ = ("arrival_s", "num_prompt_tokens", "started_s")
@@ -71,10 +71,10 @@ class RequestTimes:
 
 
 class Metrics:
-    """Everything that `/metrics` shows. Lives on the event loop, written and read there."""
+    """Everything that `/metrics` shows. Used on the event loop only."""
 
     def __init__(self, model_name: str = "", alias: MetricsAlias | None = None) -> None:
-        """alias: show it a second time under the names of another server."""
+        """alias: another server, under whose names the metrics are shown in addition."""
         self.ttft = Histogram(REQUEST_SECONDS)
         self.tpot = Histogram(STEP_SECONDS)
         self._itl = Histogram(STEP_SECONDS)
@@ -84,8 +84,8 @@ class Metrics:
         self.prefill_time = Histogram(REQUEST_SECONDS)
         self.decode_time = Histogram(REQUEST_SECONDS)
         self.inference_time = Histogram(REQUEST_SECONDS)
-        self.answers_asked = Histogram(SIZES)
-        self.max_tokens_asked = Histogram(LENGTHS)
+        self.answers_per_prompt = Histogram(SIZES)
+        self.max_tokens = Histogram(LENGTHS)
         self.prompt_lengths = Histogram(LENGTHS)
         self._computed_lengths = Histogram(LENGTHS)
         self.answer_lengths = Histogram(LENGTHS)
@@ -111,19 +111,19 @@ class Metrics:
         self._engine_pid: Callable[[], int | None] = lambda: None
         self._histograms = self._own_histograms()
         if alias:
-            self._histograms += aliased_histograms(self._histograms, alias, model_name)
+            self._histograms += histograms_renamed(self._histograms, alias, model_name)
         self._renderer = Renderer()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
-        # The engine's own, which computes. No process has the name it goes by before it starts.
+        # The engine process. Before it starts there is none, and no process is called "none".
         ProcessCollector(
             "penstock_engine", lambda: self._engine_pid() or "none", registry=self._registry
         )
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
 
-    # What it is told.
+    # Recording.
 
     def watch(
         self,
@@ -131,8 +131,8 @@ class Metrics:
         silence_s: Callable[[], float],
         engine_pid: Callable[[], int | None],
     ) -> None:
-        """num_open: answers asked of the engine and not ended. silence_s: since its last step, with
-        work open. engine_pid: of its process, while there is one."""
+        """num_open: answers that were submitted to the engine and have not ended. silence_s: time
+        since the engine's last step while it has work. engine_pid: None if it does not run."""
         self._num_open, self._silence_s, self._engine_pid = num_open, silence_s, engine_pid
 
     def on_ready(self, model: ModelInfo) -> None:
@@ -142,24 +142,27 @@ class Metrics:
     def on_submit(
         self, request_id: RequestId, num_prompt_tokens: int, arrival_s: float, n: int = 1
     ) -> RequestTimes:
-        """What it returns is filled in as the answers start. `forget` it in any case."""
+        """The returned times are filled in as the answers start. Always followed by `forget`."""
         self._prompt_tokens += num_prompt_tokens
         self.prompt_lengths.observe(num_prompt_tokens)
         times = self._times[request_id] = RequestTimes(arrival_s, n, num_prompt_tokens)
         return times
 
     def on_response(self, handler: str, method: str, status: int) -> None:
-        """handler: its route as it is declared, or NO_HANDLER."""
+        """handler: the route as declared, such as /v1/models/{model}, or NO_HANDLER."""
         known_method = method if method in _METHODS else "other"
         self._responses[HttpResponses(handler, known_method, status)] += 1
 
     def forget(self, request_id: RequestId) -> None:
-        """The request has ended, however it did."""
+        """The request has ended in any way."""
         self._times.pop(request_id, None)
 
     def on_step(self, report: StepReport) -> None:
-        """Takes in one step's report, before its streams do; what only tells aborts is no step."""
-        self.gaps.look(time.monotonic())
+        """Counts one report of the engine, before its outputs reach the streams.
+
+        A report of step 0 only confirms aborts.
+        """
+        self.gaps.advance(time.monotonic())
         self._stats, self._has_stats = report.stats, True
         for started in report.started:
             self._start(started)
@@ -184,7 +187,7 @@ class Metrics:
             if started.index == 0:
                 self._computed_lengths.observe(times.num_prompt_tokens - started.num_cached_tokens)
 
-    # What it tells.
+    # Reading.
 
     @property
     def stats(self) -> SchedulerStats:
@@ -193,12 +196,12 @@ class Metrics:
 
     @property
     def num_waiting(self) -> int:
-        """Answers in the queue, those on their way to the engine included."""
+        """Answers in the queue, including those that the engine has not received yet."""
         return max(self._stats.num_waiting, self._num_open() - self._stats.num_running)
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that steps have run."""
+        """Prompt tokens that steps have computed."""
         return self._prefill_tokens
 
     @property
@@ -206,7 +209,7 @@ class Metrics:
         return self._generated_tokens
 
     def recent(self) -> Totals:
-        """Of the steps of the last seconds, whatever their class."""
+        """All steps of the last seconds, whatever their class."""
         return _sum(self._recent.totals(time.monotonic()))
 
     def text(self) -> bytes:
@@ -216,16 +219,16 @@ class Metrics:
         return (histograms + self._renderer.text(self._registry.collect())).encode()
 
     def families(self) -> Iterator[Metric]:
-        """All that is ours on it."""
+        """All of our own metrics."""
         self.gaps.count()
         yield from (family.metric() for family in self._histograms)
         yield from self.collect()
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry at a scrape: all but the histograms."""
+        """Called by the registry at a scrape: all metrics except histograms."""
         if not self._alias:
             return self._own()
-        theirs = only_theirs(
+        theirs = metrics_of_vllm_alone(
             self._alias,
             self._model_name,
             self.model,
@@ -235,7 +238,7 @@ class Metrics:
             },
             self._responses,
         )
-        return chain(with_alias(self._own(), self._alias, self._model_name), theirs)
+        return chain(with_vllm_names(self._own(), self._alias, self._model_name), theirs)
 
     def _own(self) -> Iterator[Metric]:
         yield from self._counters()
@@ -285,11 +288,11 @@ class Metrics:
                 "Tokens of one prompt that were not in the prefix cache at its first step",
             ),
             "request_answers": (
-                self.answers_asked,
+                self.answers_per_prompt,
                 "Answers that a request asks for per accepted prompt (n)",
             ),
             "request_max_tokens": (
-                self.max_tokens_asked,
+                self.max_tokens,
                 "Most tokens that an answer to an accepted prompt may have (max_tokens)",
             ),
             "request_generated_tokens": (
@@ -384,7 +387,7 @@ class Metrics:
             yield GaugeMetricFamily(f"penstock_{name}", help_text, value=value)
 
     def _engine(self, model: ModelInfo) -> Iterator[Metric]:
-        """What there is from when the model is loaded."""
+        """Metrics that exist once the model is loaded."""
         yield GaugeMetricFamily(
             "penstock_kv_block_size_tokens", "Tokens of a KV block", value=model.block_size
         )
@@ -418,7 +421,7 @@ class Metrics:
         yield load
 
     def _hardware(self, model: ModelInfo) -> Iterator[Metric]:
-        """What the hardware could do, and how much of it the steps of late have used."""
+        """The hardware's peaks, and the share of them that the last seconds' steps used."""
         recent = self._recent.totals(time.monotonic())
         by_class = {kind.value: totals for kind, totals in recent.items()} | {"all": _sum(recent)}
         yield from _utilization(
@@ -448,7 +451,10 @@ def _sum(by_class: dict[StepClass, Totals]) -> Totals:
 def _utilization(
     resource: str, unit: str, peaks: dict[str, float | None], rates: dict[str, float]
 ) -> Iterator[Metric]:
-    """The peaks that are known, and each rate as a ratio of each: no peak, no ratio."""
+    """The known peaks, and each rate as a ratio of each of them.
+
+    peaks: by source, None where unknown. rates: by class.
+    """
     peak_family = GaugeMetricFamily(
         f"penstock_peak_{resource}_{unit}", f"The hardware's peak {resource}", labels=["peak"]
     )

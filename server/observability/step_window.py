@@ -1,7 +1,7 @@
-"""What the engine did in the last ten seconds: for utilization, idle share and the log's line.
+"""The engine's steps of the last ten seconds: for utilization, idle ratio and the line in the log.
 
-Steps are added up by the second in which they ended, so a step costs a few additions and a look
-back some thirty, however many steps there were.
+Steps are added up by the second in which they ended. So a step costs a few additions, and reading
+the window some thirty, however many steps it holds.
 """
 
 import math
@@ -12,15 +12,15 @@ from enum import StrEnum
 from penstock.engine.ipc.messages import StepReport
 from penstock.scheduler.stats import StepWork
 
-# Long enough to be steady, short enough to be live.
+# Long enough for steady values, short enough to follow the load.
 WINDOW_S = 10
 
 
 class StepClass(StrEnum):
-    """What a step's rows are."""
+    """What the rows of a step compute."""
 
     DECODE = "decode"  # one token each
-    PREFILL = "prefill"  # parts of prompts
+    PREFILL = "prefill"  # chunks of prompts
     MIXED = "mixed"  # both
 
 
@@ -32,7 +32,7 @@ def class_of(work: StepWork) -> StepClass:
 
 @dataclass(slots=True)
 class Totals:
-    """Of some steps. model_bytes, model_flops: see `StepReport`."""
+    """Sums over steps. model_bytes, model_flops: see `StepReport`."""
 
     step_s: float = 0.0
     model_bytes: int = 0
@@ -45,7 +45,7 @@ class Totals:
 
     @property
     def bytes_per_s(self) -> float:
-        """While they ran; 0 where there was none."""
+        """While the steps ran; 0 if none ran."""
         return self.model_bytes / self.step_s if self.step_s else 0.0
 
     @property
@@ -55,7 +55,7 @@ class Totals:
 
 @dataclass(slots=True)
 class _Second:
-    """busy_s: of this second, the part in which a step ran, wherever that step ended."""
+    """totals: of the steps that ended in this second. busy_s: how much of the second a step ran."""
 
     number: int
     busy_s: float = 0.0
@@ -65,7 +65,7 @@ class _Second:
 
 
 class RecentSteps:
-    """Times are in time.monotonic(), and those of the steps rise."""
+    """The steps of the window. Times are in time.monotonic(); steps are added in their order."""
 
     def __init__(self) -> None:
         self._seconds: deque[_Second] = deque()
@@ -73,7 +73,7 @@ class RecentSteps:
         self._last_end_s = -math.inf
 
     def begin(self, now_s: float) -> None:
-        """The engine is ready: what comes before is no idleness."""
+        """The engine is ready: time before this does not count as idle."""
         self._first_s = min(self._first_s, now_s)
 
     def add(self, report: StepReport, kind: StepClass) -> None:
@@ -90,10 +90,10 @@ class RecentSteps:
         if start_s >= number:
             second.busy_s += step_s
         else:
-            self._spread(start_s, end_s)
+            self._add_busy_time(start_s, end_s)
 
     def totals(self, now_s: float) -> dict[StepClass, Totals]:
-        """Of the steps that ended in the window."""
+        """By class, the sums over the steps that ended in the window."""
         sums = {kind: Totals() for kind in StepClass}
         for second in self._window(now_s):
             for kind, part in second.totals.items():
@@ -101,9 +101,9 @@ class RecentSteps:
         return sums
 
     def idle_ratio(self, now_s: float, *, is_stepping: bool) -> float:
-        """Of the window, the share in which no step ran.
+        """The share of the window in which no step ran.
 
-        is_stepping: there is work, so a step has been running since the last one ended.
+        is_stepping: the engine has work, so a step has been running since the last one ended.
         """
         since_s = max(self._first_s, float(int(now_s) - WINDOW_S))
         if now_s <= since_s:
@@ -118,7 +118,7 @@ class RecentSteps:
         return [second for second in self._seconds if second.number >= oldest]
 
     def _begin_seconds(self, start_s: float, number: int) -> None:
-        """Those from the step's start to its end that are not there yet, the old ones dropped."""
+        """Adds the missing seconds from the step's start to its end, and drops the old ones."""
         oldest = number - WINDOW_S
         first = max(int(start_s), oldest)
         if self._seconds:
@@ -127,8 +127,8 @@ class RecentSteps:
         while self._seconds[0].number < oldest:
             self._seconds.popleft()
 
-    def _spread(self, start_s: float, end_s: float) -> None:
-        """A step that ran over the edge of a second is a part of each."""
+    def _add_busy_time(self, start_s: float, end_s: float) -> None:
+        """Splits a step that ran across the boundary of a second between the seconds."""
         for second in self._seconds:
             overlap_s = min(end_s, second.number + 1) - max(start_s, second.number)
             second.busy_s += max(0.0, overlap_s)

@@ -1,8 +1,8 @@
-"""Traces by OpenTelemetry: a span for each request, and in it queue, prefill and decode.
+"""OpenTelemetry traces: a span per request, with child spans for queue, prefill and decode.
 
-Spans are made when a request has ended, from times that were known anyway: a token pays nothing.
-They are sent from a thread of OpenTelemetry's own, and dropped where the collector is away.
-Attributes have the names of OpenTelemetry's conventions for generative AI.
+Spans are made when a request has ended, from times that are recorded anyway: tokens cost nothing.
+A thread of OpenTelemetry's sends them, and drops them if the collector cannot be reached.
+Attributes follow OpenTelemetry's semantic conventions for generative AI.
 """
 
 import os
@@ -16,24 +16,24 @@ from penstock.scheduler.types import SamplingParams
 from penstock.server.observability.request_context import trace_headers
 from penstock.server.observability.version import version
 
-if TYPE_CHECKING:  # an extra: without --otlp-traces-endpoint it need not be installed
+if TYPE_CHECKING:  # an optional dependency of --otlp-traces-endpoint
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Span
 
-# W3C Trace Context: where in whose trace the caller stands.
+# W3C Trace Context: the client's trace, and its span within it.
 TRACE_HEADERS = ("traceparent", "tracestate")
 _DEFAULT_PATH = "/v1/traces"
-# At the server's end, for spans that have not been sent.
+# How long shutdown waits for unsent spans.
 _CLOSE_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedRequest:
-    """What is known of an HTTP request at its end.
+    """What is known of an HTTP request when it has ended.
 
-    operation: in the words of the conventions. sampling: None where nothing is sampled. Times are
-    in time.monotonic(), None for what did not come to pass; of many answers, the first to start
-    and the last token of all.
+    operation: a `gen_ai.operation.name` of the conventions. sampling: None if nothing is sampled.
+    Times are in time.monotonic(), None for what did not happen; of several answers, started_s and
+    first_token_s are the earliest and last_token_s is the latest.
     """
 
     id: str
@@ -52,10 +52,10 @@ class TracedRequest:
 
 
 class Tracer:
-    """Of one server."""
+    """Makes and sends the spans of one server."""
 
     def __init__(self, processor: "SpanProcessor") -> None:
-        """Raises InvalidConfig where OpenTelemetry is not installed."""
+        """Raises InvalidConfig if OpenTelemetry is not installed."""
         try:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
@@ -69,7 +69,10 @@ class Tracer:
 
     @classmethod
     def to_endpoint(cls, url: str) -> "Tracer":
-        """url: of a collector, with the path of traces or without any."""
+        """url: a collector's; without a path, that of OTLP traces is added.
+
+        Raises InvalidConfig if OpenTelemetry is not installed.
+        """
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -81,7 +84,7 @@ class Tracer:
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
 
     def begin(self, model_name: str) -> "RequestTrace":
-        """For the HTTP request in whose task this is called."""
+        """For the HTTP request whose task calls this."""
         return RequestTrace(self, model_name, trace_headers.get() or {})
 
     def record(self, request: TracedRequest, model_name: str, headers: dict[str, str]) -> None:
@@ -103,27 +106,28 @@ class Tracer:
         span.end(_wall_ns(end_s))
 
     def close(self) -> None:
-        """Sends what is left, where that takes little time."""
+        """Sends the remaining spans, waiting for at most _CLOSE_TIMEOUT_S."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(_CLOSE_TIMEOUT_S)
 
     def _record_phases(self, request: TracedRequest, end_s: float, context: Any) -> None:
-        """Each ends where the next begins; the last that began, with the request."""
-        edges = [("queue", request.arrival_s)]
+        """Each phase ends where the next begins, and the last one with the last token, or the
+        request if there was none."""
+        phases = [("queue", request.arrival_s)]
         if request.started_s is not None:
-            edges.append(("prefill", request.started_s))
+            phases.append(("prefill", request.started_s))
         if request.first_token_s is not None:
-            edges.append(("decode", request.first_token_s))
+            phases.append(("decode", request.first_token_s))
         last_s = request.last_token_s if request.last_token_s is not None else end_s
-        ends_s = [*(start_s for _, start_s in edges[1:]), last_s]
-        for (name, start_s), phase_end_s in zip(edges, ends_s, strict=True):
+        ends_s = [*(start_s for _, start_s in phases[1:]), last_s]
+        for (name, start_s), phase_end_s in zip(phases, ends_s, strict=True):
             span: Span = self._tracer.start_span(name, context, start_time=_wall_ns(start_s))
             span.end(_wall_ns(phase_end_s))
 
 
 class RequestTrace:
-    """One HTTP request's trace, told at its end."""
+    """The trace of one HTTP request, recorded when the request ends."""
 
     def __init__(self, tracer: Tracer, model_name: str, headers: dict[str, str]) -> None:
         self._tracer = tracer
@@ -164,12 +168,12 @@ def _attributes(request: TracedRequest, model_name: str) -> dict[str, Any]:
 
 
 def _wall_ns(monotonic_s: float) -> int:
-    """A time of this process's clock on everybody's."""
+    """A time of time.monotonic() as Unix time."""
     return time.time_ns() - time.monotonic_ns() + round(monotonic_s * 1e9)
 
 
 def _not_installed() -> InvalidConfig:
     return InvalidConfig(
-        "--otlp-traces-endpoint needs OpenTelemetry; install it with pip install 'penstock[otel]', "
-        "or leave the flag out"
+        "--otlp-traces-endpoint requires OpenTelemetry; install it with "
+        "pip install 'penstock[otel]', or leave the flag out"
     )

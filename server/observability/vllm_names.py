@@ -1,7 +1,7 @@
-"""Our metrics a second time, under the names and labels of another server.
+"""Our metrics under vLLM's names and labels, in addition to our own.
 
-Dashboards, autoscalers and gateways that were made for it then work with Penstock. Each sample is
-one of ours with another name, or a sum of such: nothing is measured twice, and buckets are ours.
+Dashboards, autoscalers and gateways made for vLLM then work with Penstock. Each sample is one of
+ours under another name, or a sum of ours: nothing is measured twice, and the buckets are ours.
 """
 
 from collections import Counter
@@ -17,8 +17,8 @@ from prometheus_client.core import (
 from prometheus_client.samples import Sample
 
 from penstock.engine.executor import ModelInfo
-from penstock.server.config import MetricsAlias
 from penstock.server.observability.histograms import HistogramFamily
+from penstock.server.observability.metrics_alias import MetricsAlias
 
 # Ours -> vLLM's (0.33), without the prefixes and without a counter's _total.
 _VLLM_NAMES = {
@@ -48,38 +48,40 @@ _VLLM_NAMES = {
 }
 _VLLM_LABELS = {"outcome": "finished_reason"}
 _VLLM_VALUES = {"abandoned": "abort", "failed": "error"}  # of finished_reason
-# What asks for these is no client, and vLLM does not count it.
+# Requested by monitoring and not by clients; vLLM does not count these routes either.
 _NOT_COUNTED = frozenset({"/metrics", "/health", "/ready", "/version"})
 _KV_BLOCKS = ("penstock_kv_used_blocks", "penstock_kv_idle_blocks", "penstock_kv_free_blocks")
 
 
 class HttpResponses(NamedTuple):
-    """Those that were alike. handler: the route as it is declared."""
+    """A kind of response that is counted. handler: the route as declared."""
 
     handler: str
     method: str
     status: int
 
 
-def aliased_histograms(
+def histograms_renamed(
     own: Iterable[HistogramFamily], alias: MetricsAlias, model_name: str
 ) -> list[HistogramFamily]:
-    """Those of ours that the other server has too."""
+    """Those of our histograms that vLLM has too, under its names."""
     assert alias is MetricsAlias.VLLM, alias
     labels = _labels(model_name)
     return [
         HistogramFamily(
             f"vllm:{name}",
             f"{family.help_text} ({family.name})",
-            [(labels | its_own, histogram) for its_own, histogram in family.members],
+            [(labels | own_labels, histogram) for own_labels, histogram in family.members],
         )
         for family in own
         if (name := _VLLM_NAMES.get(family.name.removeprefix("penstock_")))
     ]
 
 
-def with_alias(metrics: Iterable[Metric], alias: MetricsAlias, model_name: str) -> Iterator[Metric]:
-    """All of ours, and behind them those that the other server has too."""
+def with_vllm_names(
+    metrics: Iterable[Metric], alias: MetricsAlias, model_name: str
+) -> Iterator[Metric]:
+    """All of our metrics, followed by those that vLLM has too, under its names."""
     assert alias is MetricsAlias.VLLM, alias
     own = list(metrics)
     yield from own
@@ -90,19 +92,19 @@ def with_alias(metrics: Iterable[Metric], alias: MetricsAlias, model_name: str) 
     yield _kv_cache_usage(own, labels)
 
 
-def only_theirs(
+def metrics_of_vllm_alone(
     alias: MetricsAlias,
     model_name: str,
     model: ModelInfo | None,
     prompt_tokens: Mapping[str, float],
     responses: Mapping[HttpResponses, int],
 ) -> Iterator[Metric]:
-    """What the other server cuts in another way. prompt_tokens: by where they came from."""
+    """vLLM's metrics whose labels differ from ours. prompt_tokens: by source."""
     assert alias is MetricsAlias.VLLM, alias
     labels = _labels(model_name)
     by_source = CounterMetricFamily(
         "vllm:prompt_tokens_by_source",
-        "Tokens of prompts that have had their first step, by what they took",
+        "Tokens of prompts that have had their first step, by source: computed or cached",
         labels=(*labels, "source"),
     )
     for source, num_tokens in prompt_tokens.items():
@@ -115,7 +117,7 @@ def only_theirs(
 
 
 def _http_requests(responses: Mapping[HttpResponses, int]) -> Metric:
-    """As prometheus-fastapi-instrumentator has it, which vLLM uses."""
+    """The counter of prometheus-fastapi-instrumentator, which vLLM uses."""
     counts: Counter[tuple[str, str, str]] = Counter()
     for response, count in responses.items():
         if response.handler not in _NOT_COUNTED:
@@ -151,7 +153,7 @@ def _renamed(metric: Metric, name: str, labels: dict[str, str]) -> Metric:
 
 
 def _kv_cache_usage(own: list[Metric], labels: dict[str, str]) -> Metric:
-    """From 0 to 1, in spite of its name."""
+    """vLLM's value is from 0 to 1 although the name says percent."""
     blocks = {metric.name: metric.samples[0].value for metric in own if metric.name in _KV_BLOCKS}
     num_blocks = sum(blocks.values())
     family = GaugeMetricFamily(

@@ -1,1 +1,1 @@
-"""From token ids to text, and to the parts of an answer. It never sees a wire format."""
+"""From token ids to text, and to the parts of an answer. It knows no prompt and no wire format."""

@@ -1,4 +1,4 @@
-"""`best_of`: of the answers that were made to a prompt, the n that the model finds likeliest."""
+"""`best_of`: of the answers to a prompt, the n with the highest mean logprob."""
 
 import math
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from penstock.server.output.delta import OutputDelta
 
 
 def likeliest(deltas: Sequence[OutputDelta], num_sampled: int, n: int) -> list[OutputDelta]:
-    """n of each num_sampled whole choices, best first, numbered anew.
+    """The n best of each num_sampled complete choices, best first, with new indices.
 
-    By the mean logprob of a token: by the sum, the shortest answer would win.
+    By the mean logprob per token: by the sum, the shortest answer would win.
     """
     kept: list[OutputDelta] = []
     for start in range(0, len(deltas), num_sampled):
@@ -20,5 +20,5 @@ def likeliest(deltas: Sequence[OutputDelta], num_sampled: int, n: int) -> list[O
 
 def _mean_logprob(delta: OutputDelta) -> float:
     if not delta.logprobs:
-        return -math.inf  # nothing was said that could be likely
+        return -math.inf  # it has no tokens
     return sum(entry.logprobs.logprob for entry in delta.logprobs) / len(delta.logprobs)

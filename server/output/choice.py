@@ -7,8 +7,7 @@ from penstock.server.errors import GrammarFailed
 from penstock.server.output.delta import LogprobEntry, OutputDelta
 from penstock.server.output.detokenizer import StopScanner, TextDecoder
 from penstock.server.output.logprobs import EchoedToken
-from penstock.server.output.parts import Part, merged
-from penstock.server.output.request import AnswerParser
+from penstock.server.output.parts import AnswerReader, Part, merged
 
 
 class Choice:
@@ -24,7 +23,7 @@ class Choice:
         echo: str = "",
         min_tokens: int = 0,
         wants_token_ids: bool = False,
-        parser: AnswerParser | None = None,
+        reader: AnswerReader | None = None,
     ) -> None:
         """See `GenerationRequest` for the last four."""
         self.index = index
@@ -40,7 +39,7 @@ class Choice:
         self._min_tokens = min_tokens
         self._token_ids: list[int] | None = [] if wants_token_ids else None  # not yet sent
         self.num_reasoning = 0
-        self._parser = parser
+        self._reader = reader
         self._parts: list[Part] = []  # not yet sent
         self._num_echoed = self._num_sent = len(echo)
         self._entries: list[LogprobEntry] = []  # of tokens whose text is held back
@@ -67,9 +66,9 @@ class Choice:
             if output.logprobs:
                 start = self._num_echoed + self._decoder.token_start
                 self._entries.append(LogprobEntry(token_id, output.logprobs[i], start))
-            if self._parser:
-                self._parse(self._parser, new)
-                if self._parser.is_over:
+            if self._reader:
+                self._read(self._reader, new)
+                if self._reader.is_over:
                     return self._finish(text, "stop")
             if self.has_stop_string:
                 return self._finish(text, "stop")
@@ -86,8 +85,8 @@ class Choice:
             rest = self._pass(self._decoder.end())
             if self._scanner and not self.has_stop_string:
                 rest += self._scanner.end()
-            if self._parser:
-                self._parts += self._parser.feed(rest)
+            if self._reader:
+                self._parts += self._reader.feed(rest)
             text += rest
             reason = "stop" if self.has_stop_string else output.finish.reason.value
             return self._finish(text, reason)
@@ -95,28 +94,28 @@ class Choice:
             return None
         self._num_sent += len(text)
         entries = self._take_entries()
-        if self._parser and not (self._parts or entries or self._token_ids):
-            return None  # the parser holds back what may be markup
+        if self._reader and not (self._parts or entries or self._token_ids):
+            return None  # the reader holds back what may be markup
         return self._piece(text, entries, None)
 
     def _piece(self, text: str, entries: list[LogprobEntry], reason: str | None) -> OutputDelta:
         if self._echo:
             text, self._echo = self._echo + text, ""
         echoed, self._echoed = self._echoed, ()
-        if self._token_ids is None and self._parser is None:
+        if self._token_ids is None and self._reader is None:
             return OutputDelta(self.index, text, entries, reason, echoed=echoed)
         token_ids: Sequence[int] = ()
         if self._token_ids is not None:
             token_ids, self._token_ids = self._token_ids, []
         parts, self._parts = self._parts, []
-        sent = merged(parts) if self._parser else None
+        sent = merged(parts) if self._reader else None
         return OutputDelta(self.index, text, entries, reason, token_ids, sent, echoed)
 
-    def _parse(self, parser: AnswerParser, text: str) -> None:
+    def _read(self, reader: AnswerReader, text: str) -> None:
         """Adds one token's text. It counts as reasoning if the reasoning continues after it."""
-        was_thinking = parser.is_thinking
-        self._parts += parser.feed(text)
-        self.num_reasoning += was_thinking and parser.is_thinking
+        was_thinking = reader.is_thinking
+        self._parts += reader.feed(text)
+        self.num_reasoning += was_thinking and reader.is_thinking
 
     @property
     def stop_string(self) -> str | None:
@@ -132,9 +131,9 @@ class Choice:
         return text
 
     def _finish(self, text: str, reason: str) -> OutputDelta:
-        if self._parser:
-            self._parts += self._parser.end()
-            if self._parser.has_calls and reason == "stop":
+        if self._reader:
+            self._parts += self._reader.end()
+            if self._reader.has_calls and reason == "stop":
                 reason = "tool_calls"
         self.finish_reason = reason
         self._num_sent += len(text)

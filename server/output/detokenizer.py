@@ -1,12 +1,13 @@
-"""Ids to text as they come: never half a character, and never what may be the start of a stop.
+"""Incremental detokenization: never half a character, and never the beginning of a stop string.
 
-Three small machines, each fed a little at a time: `Vocabulary` knows what an id adds, a
-`TextDecoder` joins that to text, a `StopScanner` watches the text for stop strings.
+`Vocabulary` knows the text of each id, a `TextDecoder` joins these texts, and a `StopScanner`
+searches the result for stop strings.
 
-Why not tokenizers' own `DecodeStream`: it raises "Invalid prefix encountered" when a byte that
-belongs to no character follows a whole one, and costs 1.5 us a token. Why not the usual two offsets
-into a sliding `decode`: that is two decodes a token, and differs from the full decode after such a
-byte. A table of what each id adds is exact for the two kinds of decoder that language models have.
+Why not the `DecodeStream` of tokenizers: it raises "Invalid prefix encountered" when a byte that
+belongs to no character follows a complete one, and costs 1.5 us per token. Why not two offsets into
+a sliding `decode`, as usual: that is two decodes per token, and differs from the full decode after
+such a byte. A table with the text of each id is exact for the two kinds of decoder that language
+models have.
 """
 
 import codecs
@@ -23,17 +24,17 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class ByteRun(Protocol):
-    """Bytes that do not yet make whole characters."""
+    """Bytes that do not yet form complete characters."""
 
     def feed(self, data: bytes) -> str: ...
 
     def end(self) -> str:
-        """No more bytes follow: what is left, with U+FFFD for what makes no character."""
+        """No more bytes follow: the rest, with U+FFFD for bytes that form no character."""
         ...
 
 
 class Utf8Run:
-    """Byte-level BPE: gives each character as soon as it is whole."""
+    """Byte-level BPE: returns each character as soon as it is complete."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -46,9 +47,9 @@ class Utf8Run:
 
 
 class FallbackRun:
-    """Sentencepiece's byte fallback: tokenizers decides a run as a whole, so nothing comes early.
+    """Sentencepiece's byte fallback: tokenizers decodes a run of bytes as a whole, at its end.
 
-    One byte that fits nowhere turns every byte of its run into U+FFFD, whole characters too.
+    One invalid byte turns every byte of its run into U+FFFD, complete characters too.
     """
 
     def __init__(self) -> None:
@@ -68,15 +69,15 @@ class FallbackRun:
 
 
 class Vocabulary:
-    """What each id of a tokenizer adds to the text.
+    """The text that each id of a tokenizer adds.
 
-    pieces: text, or bytes that may be part of a character. An id that adds nothing (a special
-    token, or padding of the model's vocabulary) is not in it. num_stripped: spaces that fall away
-    at the beginning of a text.
+    pieces: id -> text, or bytes that may be part of a character. Ids that add nothing (special
+    tokens, padding of the model's vocabulary) are missing. num_stripped: how many spaces are
+    dropped at the beginning of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises InvalidConfig for a decoder that is neither byte-level nor sentencepiece's."""
+        """Raises InvalidConfig unless the decoder is byte-level or sentencepiece's."""
         parts = _decoder_parts(tokenizer)
         kinds = [part["type"] for part in parts]
         self.num_stripped = 0
@@ -89,7 +90,7 @@ class Vocabulary:
             self.num_stripped = sum(part["start"] for part in parts if part["type"] == "Strip")
         else:
             raise InvalidConfig(
-                f"this tokenizer's decoder is {' + '.join(kinds) or 'missing'}; penstock serves "
+                f"this tokenizer's decoder is {' + '.join(kinds) or 'missing'}; penstock supports "
                 "byte-level BPE and sentencepiece tokenizers"
             )
         added = tokenizer.get_added_tokens_decoder()
@@ -99,20 +100,20 @@ class Vocabulary:
             piece = spell(token)
             if piece and token_id not in self._special:
                 self.pieces[token_id] = piece
-        # For clients that want to see the special tokens too.
+        # With special tokens, for skip_special_tokens: false.
         self.all_pieces: dict[int, str | bytes] = {**self.pieces, **self._special}
 
     def spelling(self, token_id: int) -> bytes:
-        """The bytes of one token by itself, for logprobs; a special token's name."""
+        """The bytes of a single token, for logprobs; of a special token, its name."""
         piece = self.pieces.get(token_id) or self._special.get(token_id, "")
         return piece if isinstance(piece, bytes) else piece.encode()
 
     def special_among(self, texts: Collection[str]) -> dict[int, str]:
-        """Those special tokens that spell one of the texts."""
+        """The special tokens whose text is one of these: id -> text."""
         return {i: text for i, text in self._special.items() if text in texts}
 
     def text_of(self, token_ids: Iterable[int], *, shows_special: bool = False) -> str:
-        """The text of all ids, as one of its own."""
+        """The text of all ids, which begin a text."""
         decoder = TextDecoder(self, is_whole=True, shows_special=shows_special)
         return "".join([*map(decoder.feed, token_ids), decoder.end()])
 
@@ -125,30 +126,30 @@ def _decoder_parts(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def _is_fused(kinds: list[str]) -> bool:
-    """Whether a Strip strips the whole text, and not every token."""
+    """Whether a Strip applies to the whole text, and not to every token."""
     return "Strip" not in kinds or "Fuse" in kinds[: kinds.index("Strip")]
 
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[int, str]:
-    """GPT-2's bytes in disguise: code point of the stand-in -> the byte as a latin-1 character.
+    """GPT-2's characters for bytes: code point -> the byte as a latin-1 character.
 
     Source: Radford et al. 2019, `bytes_to_unicode`.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    stand_ins = {byte: byte for byte in printable} | {b: 256 + i for i, b in enumerate(others)}
-    return {code_point: chr(byte) for byte, code_point in stand_ins.items()}
+    code_points = {byte: byte for byte in printable} | {b: 256 + i for i, b in enumerate(others)}
+    return {code_point: chr(byte) for byte, code_point in code_points.items()}
 
 
 def _spell_byte_level(token: str) -> str | bytes:
     alphabet = _byte_alphabet()
     if not all(ord(char) in alphabet for char in token):
-        return token  # added to the vocabulary as it is
-    return _text_if_whole(token.translate(alphabet).encode("latin-1"))
+        return token  # an added token, spelled literally
+    return _text_if_complete(token.translate(alphabet).encode("latin-1"))
 
 
-def _text_if_whole(data: bytes) -> str | bytes:
+def _text_if_complete(data: bytes) -> str | bytes:
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -176,10 +177,10 @@ def _sentencepiece_speller(parts: list[dict[str, Any]]) -> Speller:
 
 
 class TextDecoder:
-    """One answer's ids to text: the parts joined are the tokenizer's decode of all ids.
+    """Decodes the ids of one answer: the returned texts joined are the tokenizer's decode of all.
 
-    is_whole: the ids are a text of their own, so its first space may fall away; else they go on
-    from a text that came before. token_start: where the text of the last id begins, in characters.
+    is_whole: the ids begin a text, whose first space may be dropped; else they continue a text.
+    token_start: where the text of the last id begins, in characters.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class TextDecoder:
         shows_special: bool = False,
         shown: Mapping[int, str] | None = None,
     ) -> None:
-        """shown: special tokens to show, id -> text, where not all of them are."""
+        """shown: special tokens to include, id -> text, if not all of them are."""
         self._shown = shown or {}
         self._pieces = vocabulary.all_pieces if shows_special else vocabulary.pieces
         self._run: ByteRun = vocabulary.new_run()
@@ -200,7 +201,7 @@ class TextDecoder:
         self.token_start = 0
 
     def feed(self, token_id: int) -> str:
-        """The text that is certain now; empty where the id only adds a part of a character."""
+        """The text that is certain now; empty if the id only adds a part of a character."""
         self.token_start = self._num_chars
         piece = self._pieces.get(token_id) or self._shown.get(token_id)
         if piece is None:
@@ -244,7 +245,7 @@ class StopStrings:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """For each length k: the longest proper prefix that ends the first k characters."""
+    """For each length k: the length of the longest proper prefix that ends the first k."""
     table = [0] * (len(pattern) + 1)
     k = 0
     for i in range(1, len(pattern)):
@@ -256,16 +257,16 @@ def _failure_table(pattern: str) -> list[int]:
 
 
 class StopScanner:
-    """Lets text through until a stop string is complete; keeps back what may become one.
+    """Passes text on until a stop string is complete; holds back what may become one.
 
-    The first to be complete ends the text, and of those that end together the longest; so the
-    result does not depend on how the text was cut into parts. Each character is looked at once.
+    The first stop string to be complete ends the text, the longest one if several end together; so
+    the result does not depend on how the text was divided. Each character is examined once.
     """
 
     def __init__(self, stops: StopStrings, *, includes_stop: bool) -> None:
         self._stops = stops
         self._includes_stop = includes_stop
-        self._matched = [0] * len(stops.strings)  # characters of each that the text ends with
+        self._matched = [0] * len(stops.strings)  # of each, how many characters the text ends with
         self._held = ""
         self.stop: str | None = None  # the stop string that ended the text
 
@@ -274,7 +275,7 @@ class StopScanner:
         return self.stop is not None
 
     def feed(self, text: str) -> str:
-        """The text that may be sent. After a stop string nothing more comes."""
+        """The text that may be sent. Not to be called after a stop string."""
         if not self._held and self._stops.first_chars.isdisjoint(text):
             return text
         text, start = self._held + text, len(self._held)
@@ -287,12 +288,12 @@ class StopScanner:
         return text[: len(text) - num_held]
 
     def end(self) -> str:
-        """No more text comes: what was kept back."""
+        """The answer has ended: the text that was held back."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, char: str) -> int:
-        """Takes one character in; the length of the longest stop string complete with it, or 0."""
+        """Reads one character; the length of the longest stop string that it completes, or 0."""
         longest = 0
         for i, string in enumerate(self._stops.strings):
             table = self._stops.tables[i]

@@ -78,8 +78,8 @@ class Generation:
             self._times.append(
                 self._metrics.on_submit(request.id, num_prompt, self.request.arrival_s, request.n)
             )
-            self._metrics.answers_asked.observe(request.n)
-            self._metrics.max_tokens_asked.observe(request.sampling.max_tokens)
+            self._metrics.answers_per_prompt.observe(request.n)
+            self._metrics.max_tokens.observe(request.sampling.max_tokens)
             for _ in range(request.n):
                 self.choices.append(self._choice(is_whole, echo))
         self._num_open = len(self.choices)
@@ -205,7 +205,7 @@ class Generation:
             echo=echo,
             min_tokens=request.min_tokens,
             wants_token_ids=request.wants_token_ids,
-            parser=request.make_parser() if request.make_parser else None,
+            reader=request.make_reader() if request.make_reader else None,
         )
 
     def _take_all(self, outputs: list[RequestOutput]) -> list[OutputDelta]:

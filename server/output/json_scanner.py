@@ -1,4 +1,4 @@
-"""Where a JSON value ends, found character by character while it is being written."""
+"""Finds the end of a JSON value character by character, while the value is generated."""
 
 import re
 from enum import Enum, auto
@@ -9,12 +9,12 @@ _LITERALS = {"t": "true", "f": "false", "n": "null"}
 
 
 class Expect(Enum):
-    """What may come next, besides whitespace where that is allowed."""
+    """What may come next, apart from whitespace where it is allowed."""
 
     VALUE = auto()
-    VALUE_OR_END = auto()  # behind [
-    KEY = auto()  # behind , in an object
-    KEY_OR_END = auto()  # behind {
+    VALUE_OR_END = auto()  # after [
+    KEY = auto()  # after a comma in an object
+    KEY_OR_END = auto()  # after {
     COLON = auto()
     COMMA_OR_END = auto()
     STRING = auto()
@@ -28,14 +28,14 @@ class Expect(Enum):
 class JsonScanner:
     """A pushdown automaton for one object or array, exactly as strict as RFC 8259.
 
-    depth: how many containers are open. Never recurses, so no nesting is too deep for it.
+    depth: of nesting. It does not recurse, so no nesting is too deep.
     """
 
     def __init__(self) -> None:
         self.expects = Expect.VALUE
         self._open: list[str] = []
         self._is_key = False
-        self._rest = ""  # of a literal, or the number so far
+        self._rest = ""  # the rest of a literal, or the number so far
         self._num_hex = 0
 
     @property
@@ -74,7 +74,7 @@ class JsonScanner:
                 self.expects = Expect.VALUE
                 return char == ":"
             case Expect.COMMA_OR_END:
-                return self._behind_value(char)
+                return self._after_value(char)
         return False
 
     def _value(self, char: str) -> bool:
@@ -115,10 +115,10 @@ class JsonScanner:
         return char in "0123456789abcdefABCDEF"
 
     def _in_literal(self, char: str) -> bool:
-        wanted, self._rest = self._rest[0], self._rest[1:]
+        expected, self._rest = self._rest[0], self._rest[1:]
         if not self._rest:
             self.expects = Expect.COMMA_OR_END
-        return char == wanted
+        return char == expected
 
     def _in_number(self, char: str) -> bool:
         if char in "0123456789.eE+-":
@@ -126,9 +126,9 @@ class JsonScanner:
             return True
         self.expects = Expect.COMMA_OR_END
         is_number = _NUMBER.fullmatch(self._rest) is not None
-        return is_number and (char in WHITESPACE or self._behind_value(char))
+        return is_number and (char in WHITESPACE or self._after_value(char))
 
-    def _behind_value(self, char: str) -> bool:
+    def _after_value(self, char: str) -> bool:
         if char == ",":
             self.expects = Expect.KEY if self._open[-1] == "{" else Expect.VALUE
             return True

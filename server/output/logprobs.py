@@ -1,4 +1,4 @@
-"""What the model thought of a prompt's own tokens, as `echo` and `prompt_logprobs` tell it."""
+"""Logprobs of prompt tokens, for `echo` and `prompt_logprobs`."""
 
 import math
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 from penstock.scheduler.types import PromptLogprobs
 from penstock.server.output.detokenizer import TextDecoder, Vocabulary
 
-# JSON has no infinity; OpenAI's own stand-in for a token that cannot be.
+# JSON has no infinity; OpenAI's value for a token with probability 0.
 _LOWEST_LOGPROB = -9999.0
 
-# At one position, in vLLM's words: token id -> its logprob, rank and text. None at the first.
+# vLLM's form of one position: token id -> its logprob, rank and text. None at the first.
 PositionLogprobs = dict[str, dict[str, Any]] | None
 
 
 class EchoedToken(NamedTuple):
     """A prompt's token, in an answer that begins with the prompt. offset: as in `LogprobEntry`.
 
-    logprobs: None for the first token, before which nothing stands.
+    logprobs: None for the first token, which nothing predicts.
     """
 
     token_id: int
@@ -32,12 +32,12 @@ def finite(logprob: float) -> float:
 def echoed_tokens(
     vocabulary: Vocabulary,
     token_ids: Sequence[int],
-    told: Sequence[PromptLogprobs],
+    prompt_logprobs: Sequence[PromptLogprobs],
 ) -> list[EchoedToken]:
-    """told: of all tokens but the first."""
+    """prompt_logprobs: of all tokens except the first."""
     decoder = TextDecoder(vocabulary, is_whole=True)
     echoed = []
-    for token_id, logprobs in zip(token_ids, (None, *told), strict=True):
+    for token_id, logprobs in zip(token_ids, (None, *prompt_logprobs), strict=True):
         decoder.feed(token_id)
         echoed.append(EchoedToken(token_id, logprobs, decoder.token_start))
     return echoed
@@ -46,17 +46,22 @@ def echoed_tokens(
 def by_position(
     vocabulary: Vocabulary,
     token_ids: Sequence[int],
-    told: Sequence[PromptLogprobs],
+    prompt_logprobs: Sequence[PromptLogprobs],
     num_top: int,
 ) -> list[PositionLogprobs]:
-    """vLLM's `prompt_logprobs`: at each position its own token, then the num_top best besides."""
+    """vLLM's `prompt_logprobs`: at each position the prompt's token, then the num_top likeliest.
+
+    prompt_logprobs: of all tokens except the first.
+    """
     positions: list[PositionLogprobs] = [None]
-    for token_id, logprobs in zip(token_ids[1:], told, strict=True):
-        known = {str(token_id): _described(vocabulary, token_id, logprobs.logprob, logprobs.rank)}
+    for token_id, logprobs in zip(token_ids[1:], prompt_logprobs, strict=True):
+        position = {
+            str(token_id): _described(vocabulary, token_id, logprobs.logprob, logprobs.rank)
+        }
         for rank, (top_id, logprob) in enumerate(logprobs.top[:num_top], start=1):
             if top_id != token_id:
-                known[str(top_id)] = _described(vocabulary, top_id, logprob, rank)
-        positions.append(known)
+                position[str(top_id)] = _described(vocabulary, top_id, logprob, rank)
+        positions.append(position)
     return positions
 
 

@@ -1,35 +1,35 @@
-"""What a chat answer consists of besides its text: reasoning, and calls of the client's functions.
+"""The parts of a chat answer: text, reasoning, and calls of the client's functions.
 
-An answer's parts come in order and in pieces: texts of one kind that follow each other belong
-together, and so do the arguments of one call.
+Parts arrive in order and incrementally: consecutive texts of one kind belong together, and so do
+the arguments of one call.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class TextPart(NamedTuple):
-    """What the user is to read."""
+    """Text for the user."""
 
     text: str
 
 
 class ReasoningPart(NamedTuple):
-    """What the model thought before it."""
+    """The model's reasoning before it."""
 
     text: str
 
 
 class CallStart(NamedTuple):
-    """The client is asked to call a function. index counts the calls of this answer."""
+    """The model calls a function. index: of the call within this answer."""
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of it
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     id: str
     name: str
 
 
 class CallArguments(NamedTuple):
-    """More of a call's arguments: all of them joined are a JSON object."""
+    """More of a call's arguments; all of them joined are a JSON object."""
 
     index: int  # type: ignore[assignment]
     text: str
@@ -38,8 +38,31 @@ class CallArguments(NamedTuple):
 Part = TextPart | ReasoningPart | CallStart | CallArguments
 
 
+class AnswerReader(Protocol):
+    """Divides the text of one answer into parts, incrementally."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text so far ends within the reasoning."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer must end here, since all calls that are allowed are complete."""
+        ...
+
+    @property
+    def has_calls(self) -> bool: ...
+
+    def feed(self, text: str) -> list[Part]: ...
+
+    def end(self) -> list[Part]:
+        """The answer has ended: the parts that were held back."""
+        ...
+
+
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """The same with neighbours joined that belong together."""
+    """The same parts, with those joined that belong together."""
     runs: list[tuple[Part, list[str]]] = []
     for part in parts:
         text = [] if isinstance(part, CallStart) else [part.text]

@@ -1,7 +1,7 @@
-"""How a model's states become embeddings: what its directory says, and what the operator does.
+"""How a model's states become embeddings: by the model's directory, or by `--pooler-config`.
 
-A directory in the layout of sentence-transformers says it in `modules.json` and in the pooling
-module's `config.json`. One that says nothing gets the last token's state, normalized, as in vLLM.
+A directory in the layout of sentence-transformers defines it in `modules.json` and in the pooling
+module's `config.json`. For others it is the last token's state, normalized, as in vLLM.
 """
 
 import json
@@ -13,9 +13,10 @@ from typing import Any, Self
 
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Pooling
+from penstock.server.config import PoolerConfig
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 
-# In sentence-transformers' words, the older (a flag for each mode) and the newer (one name).
+# Names of sentence-transformers: the newer ones (one name) and the older (a flag for each mode).
 _MODES = {
     "lasttoken": Pooling.LAST,
     "mean": Pooling.MEAN,
@@ -26,19 +27,11 @@ _SERVED_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolerConfig:
-    """What the operator says, as vLLM's `--pooler-config`; None where the model is to tell."""
-
-    pooling: Pooling | None = None
-    normalize: bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pooler:
     """From the states of a prompt to its embedding.
 
-    hidden_size: how many numbers a state has. matryoshka: the lengths to which an embedding may be
-    cut; None for none, empty for any. problem: why this model cannot make embeddings, if so.
+    hidden_size: numbers of a state. matryoshka: the dimensions to which an embedding may be
+    truncated; None for none, empty for any. problem: why this model cannot make embeddings.
     """
 
     pooling: Pooling = Pooling.LAST
@@ -48,26 +41,28 @@ class Pooler:
     problem: str | None = None
 
     @classmethod
-    def load(cls, directory: Path, asked: PoolerConfig, hidden_size: int) -> Self:
-        """Raises InvalidConfig where a file is not valid JSON."""
+    def load(cls, directory: Path, config: PoolerConfig, hidden_size: int) -> Self:
+        """config: overrides the directory. Raises InvalidConfig if a file is not valid JSON."""
         model = _read_json(directory / "config.json") or {}
         pooling, normalizes, problem = _of_modules(directory)
         return cls(
-            pooling=asked.pooling or pooling or Pooling.LAST,
-            normalizes=normalizes if asked.normalize is None else asked.normalize,
+            pooling=config.pooling or pooling or Pooling.LAST,
+            normalizes=normalizes if config.normalize is None else config.normalize,
             hidden_size=hidden_size,
             matryoshka=_matryoshka(model),
-            problem=None if asked.pooling else problem,
+            problem=None if config.pooling else problem,
         )
 
     def check(self, dimensions: int | None) -> None:
-        """Raises InvalidRequest where such embeddings cannot be made."""
+        """Raises InvalidRequest if the model has no embeddings of these dimensions."""
         if self.problem:
             raise InvalidRequest(self.problem, code="pooling_not_served")
         if dimensions is None:
             return
         if self.matryoshka is None:
-            hint = f"this model's embeddings have {self.hidden_size} numbers and cannot be cut"
+            hint = (
+                f"this model's embeddings have {self.hidden_size} numbers and cannot be truncated"
+            )
             raise UnsupportedParameter("dimensions", f"{hint}; leave it out")
         allowed = self.matryoshka or range(1, self.hidden_size + 1)
         if dimensions not in allowed:
@@ -76,7 +71,7 @@ class Pooler:
             raise InvalidRequest(message, param="dimensions")
 
     def embedding(self, state: bytes, dimensions: int | None = None) -> "array[float]":
-        """What is told of a pooled state: float32, cut, and normalized where the model is so."""
+        """state: pooled, float32. It is truncated, and then normalized if the model says so."""
         values = array("f", state)[:dimensions]
         return normalized(values) if self.normalizes else values
 
@@ -88,7 +83,7 @@ def normalized(values: "array[float]") -> "array[float]":
 
 
 def _of_modules(directory: Path) -> tuple[Pooling | None, bool, str | None]:
-    """Pooling, whether it is normalized, and what speaks against serving it."""
+    """Pooling, whether it is normalized, and why it is not supported, if so."""
     modules = _read_json(directory / "modules.json") or []
     kinds = {str(module.get("type", "")).rpartition(".")[2]: module for module in modules}
     pooling_path = kinds["Pooling"].get("path", "") if "Pooling" in kinds else "1_Pooling"
@@ -96,15 +91,15 @@ def _of_modules(directory: Path) -> tuple[Pooling | None, bool, str | None]:
     if config is None:
         return None, True, None
     if unknown := [kind for kind in kinds if kind not in _SERVED_MODULES]:
-        problem = f"this model's modules.json has {unknown[0]}, which this server does not run"
+        problem = f"this model's modules.json has {unknown[0]}, which this server does not support"
         return None, True, f"{problem}; use another model for embeddings"
     modes = _modes(config)
     normalizes = "Normalize" in kinds or not kinds
     if len(modes) == 1 and modes[0] in _MODES:
         return _MODES[modes[0]], normalizes, None
     problem = (
-        f"this model pools by {' and '.join(modes) or 'nothing'}; this server takes the last "
-        "token's state or the mean, which its operator can choose with --pooler-config"
+        f"this model pools by {' and '.join(modes) or 'nothing'}; this server supports the last "
+        "token's state and the mean, which its operator can choose with --pooler-config"
     )
     return None, normalizes, problem
 
@@ -116,14 +111,14 @@ def _modes(config: dict[str, Any]) -> list[str]:
 
 
 def _matryoshka(model: dict[str, Any]) -> tuple[int, ...] | None:
-    """As models tell vLLM."""
+    """From the keys of config.json that vLLM reads."""
     if lengths := model.get("matryoshka_dimensions"):
         return tuple(sorted(lengths))
     return () if model.get("is_matryoshka") else None
 
 
 def _read_json(path: Path) -> Any:
-    """None where there is no such file."""
+    """None if there is no such file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a model thinks, between `<think>` and `</think>` or their like, apart from what it says."""
+"""Separates a model's reasoning, between `<think>` and `</think>` or the like, from its answer."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from penstock.server.output.parts import Part, ReasoningPart, TextPart, merged
 
 
 class Markers(NamedTuple):
-    """What a model writes around its thoughts."""
+    """The texts around a model's reasoning."""
 
     opening: str
     closing: str
 
 
 class ReasoningFormat(StrEnum):
-    """How thoughts are marked, and whether they begin at the marker or with the answer.
+    """How reasoning is marked, and whether it begins with a marker or with the answer.
 
     The names are vLLM's.
     """
@@ -34,7 +34,7 @@ class ReasoningFormat(StrEnum):
 
     @property
     def begins_open(self) -> bool:
-        """Whether an answer's first words are thoughts though no marker opened them."""
+        """Whether an answer begins with reasoning even without an opening marker."""
         return self is ReasoningFormat.DEEPSEEK_R1
 
 
@@ -44,16 +44,16 @@ _MARKERS = {
     ReasoningFormat.GRANITE: Markers("Here is my thought process:", "Here is my response:"),
     ReasoningFormat.SEED_OSS: Markers("<seed:think>", "</seed:think>"),
 }
-# What a splitter must see, though it may be special tokens.
+# Markup that a splitter must see even where it consists of special tokens.
 MARKUP = tuple(text for form in ReasoningFormat for text in form.markers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thoughts:
-    """Where an answer may have thoughts.
+class ReasoningState:
+    """How an answer's reasoning stands at the end of the prompt.
 
-    is_open: the prompt has opened them already. is_closed: and closed them too, which is how a
-    template tells a model not to think; so no grammar leaves room for them.
+    is_open: the prompt has opened it. is_closed: the prompt has opened and closed it, which is how
+    a template switches reasoning off; so a grammar does not allow any.
     """
 
     markers: Markers
@@ -61,20 +61,26 @@ class Thoughts:
     is_closed: bool
 
 
-def thoughts_of(form: ReasoningFormat | None, prompt: str, begun: str = "") -> Thoughts | None:
-    """None where the answer has none. prompt: as the template has rendered it. begun: what of the
-    answer is in it already."""
-    if form is None or form.markers.closing in begun:
-        return None  # those thoughts are over
+def reasoning_state(
+    form: ReasoningFormat | None, prompt: str, answer_prefix: str = ""
+) -> ReasoningState | None:
+    """None if the answer has no reasoning.
+
+    prompt: as rendered by the template. answer_prefix: the part of the answer that it contains.
+    """
+    if form is None or form.markers.closing in answer_prefix:
+        return None  # the reasoning has ended
     prompt = prompt.rstrip()
-    is_closed = prompt.endswith(form.markers.closing) or bool(begun)
-    is_open = form.markers.opening in begun or prompt.endswith(form.markers.opening)
+    is_closed = prompt.endswith(form.markers.closing) or bool(answer_prefix)
+    is_open = form.markers.opening in answer_prefix or prompt.endswith(form.markers.opening)
     is_open = is_open or (form.begins_open and not is_closed)
-    return Thoughts(markers=form.markers, is_open=is_open, is_closed=is_closed and not is_open)
+    return ReasoningState(
+        markers=form.markers, is_open=is_open, is_closed=is_closed and not is_open
+    )
 
 
 def format_of_template(template: str) -> ReasoningFormat | None:
-    """As the template's own words tell."""
+    """The format whose markers occur in the template."""
     return next((form for form in ReasoningFormat if _is_in(form.markers, template)), None)
 
 
@@ -83,33 +89,33 @@ def _is_in(markers: Collection[str], template: str) -> bool:
 
 
 class ReasoningSplitter:
-    """Fed a little at a time. The marker opens thoughts only at the answer's beginning, where it
-    may stand though they are open already: some models write it whatever the prompt ends with.
+    """Splits text incrementally. The marker opens reasoning only at the beginning of the answer,
+    even if it is open already: some models write the marker whatever the prompt ends with.
 
-    Whitespace around the markers belongs to them. is_thinking: whether the text so far has ended
-    amid the thoughts.
+    Whitespace around the markers belongs to them. is_thinking: whether the text so far ends within
+    the reasoning.
     """
 
     def __init__(self, *, is_open: bool, markers: Markers = _THINK) -> None:
         self.is_thinking = is_open
         self._opening, self._closing = markers
-        self._is_done = False  # thoughts are over, or there are none
-        self._is_fresh = True  # nothing but whitespace came since the marker
-        self._may_open = is_open  # which they are already
+        self._is_done = False  # the reasoning has ended, or there is none
+        self._is_fresh = True  # only whitespace has followed the marker
+        self._may_open = is_open  # a marker although the reasoning is open
         self._held = ""
 
     def feed(self, text: str) -> list[Part]:
         parts: list[Part] = []
         while text:
             if self._is_done:
-                parts += self._said(text)
+                parts += self._text_parts(text)
                 break
-            if plain := self._plain_thought(text):
+            if plain := self._plain_run(text):
                 parts.append(ReasoningPart(plain))
                 text = text[len(plain) :]
                 continue
             char, text = text[0], text[1:]
-            parts += self._think(char) if self.is_thinking else self._before(char)
+            parts += self._in_reasoning(char) if self.is_thinking else self._before_reasoning(char)
         return merged(parts)
 
     def end(self) -> list[Part]:
@@ -118,24 +124,24 @@ class ReasoningSplitter:
             return []
         return [ReasoningPart(held)] if self.is_thinking else [TextPart(held)]
 
-    def _before(self, char: str) -> list[Part]:
+    def _before_reasoning(self, char: str) -> list[Part]:
         self._held += char
-        begun = self._held.lstrip(WHITESPACE)
-        if begun == self._opening:
+        prefix = self._held.lstrip(WHITESPACE)
+        if prefix == self._opening:
             self.is_thinking, self._held = True, ""
-        elif not self._opening.startswith(begun):
+        elif not self._opening.startswith(prefix):
             self._is_done, self._is_fresh = True, False
             held, self._held = self._held, ""
             return [TextPart(held)]
         return []
 
-    def _plain_thought(self, text: str) -> str:
-        """What can be told at once, as most of all thoughts can: up to a marker or a space."""
+    def _plain_run(self, text: str) -> str:
+        """The text up to a possible marker or whitespace; most reasoning passes this way."""
         if self._held or self._is_fresh or not self.is_thinking:
             return ""
         return text.partition(self._closing[0])[0].rstrip(WHITESPACE)
 
-    def _think(self, char: str) -> list[Part]:
+    def _in_reasoning(self, char: str) -> list[Part]:
         if self._is_fresh and char in WHITESPACE and not self._held:
             return []
         self._held += char
@@ -145,16 +151,16 @@ class ReasoningSplitter:
             return []
         self._may_open = self._is_fresh = False
         if self._held.endswith(self._closing):
-            thought = self._held.removesuffix(self._closing).rstrip(WHITESPACE)
+            reasoning = self._held.removesuffix(self._closing).rstrip(WHITESPACE)
             self.is_thinking, self._is_done, self._is_fresh = False, True, True
             self._held = ""
         else:
-            thought = self._certain()
-            self._held = self._held[len(thought) :]
-        return [ReasoningPart(thought)] if thought else []
+            reasoning = self._certain()
+            self._held = self._held[len(reasoning) :]
+        return [ReasoningPart(reasoning)] if reasoning else []
 
     def _certain(self) -> str:
-        """What is held but for the beginning of a closing marker and the whitespace before it."""
+        """The held text without the beginning of a closing marker and whitespace before it."""
         end = len(self._held)
         for length in range(min(end, len(self._closing) - 1), 0, -1):
             if self._closing.startswith(self._held[end - length :]):
@@ -162,7 +168,7 @@ class ReasoningSplitter:
                 break
         return self._held[:end].rstrip(WHITESPACE)
 
-    def _said(self, text: str) -> list[Part]:
+    def _text_parts(self, text: str) -> list[Part]:
         if self._is_fresh:
             text = text.lstrip(WHITESPACE)
             self._is_fresh = not text

@@ -2,32 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from penstock.scheduler.types import Request
 from penstock.server.output.detokenizer import StopStrings
-from penstock.server.output.parts import Part
-
-
-class AnswerParser(Protocol):
-    """Splits one answer's text, as it comes, into reasoning, calls and plain text."""
-
-    @property
-    def is_thinking(self) -> bool:
-        """The text so far ended within the reasoning."""
-        ...
-
-    @property
-    def is_over(self) -> bool:
-        """The answer may have no more calls, so generation can stop."""
-        ...
-
-    @property
-    def has_calls(self) -> bool: ...
-
-    def feed(self, text: str) -> list[Part]: ...
-
-    def end(self) -> list[Part]: ...
+from penstock.server.output.parts import AnswerReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +17,8 @@ class GenerationRequest:
     echoes_logprobs: their logprobs begin with the prompt's too.
     min_tokens: a stop string is looked for only after this many. shows_special: special tokens
     appear in the text, by name.
-    make_parser: makes a parser for each answer; None where all of it is plain text. markup: the
-    special tokens that the parser must see, id -> text.
+    make_reader: makes a reader for each answer; None if all of it is plain text. markup: the
+    special tokens that the reader must see, id -> text.
     Choices are numbered prompt by prompt: choice = prompt * n + sample.
     """
 
@@ -56,7 +34,7 @@ class GenerationRequest:
     min_tokens: int = 0
     shows_special: bool = False
     wants_token_ids: bool = False
-    make_parser: Callable[[], AnswerParser] | None = None
+    make_reader: Callable[[], AnswerReader] | None = None
     markup: Mapping[int, str] = field(default_factory=dict)
 
     @property

@@ -12,8 +12,8 @@ from penstock.server.protocol.openai import ChatCompletionRequest
 from penstock.server.tools.prompting import (
     Message,
     calls_as_text,
-    for_template,
-    told_in_words,
+    template_tools,
+    with_instructions,
     with_short_ids,
     with_string_arguments,
 )
@@ -63,7 +63,7 @@ def encode_chat(fields: ChatCompletionRequest, encoder: PromptEncoder) -> ChatPr
     variables = _variables(fields, template)
     messages = _messages(fields, template)
     if fields.functions and template.knows("tools"):
-        variables["tools"] = for_template(fields.usable_tools)
+        variables["tools"] = template_tools(fields.usable_tools)
     variables["add_generation_prompt"] = fields.adds_generation_prompt
     begun = messages[-1]["content"] if fields.continue_final_message else ""
     if fields.continue_final_message:
@@ -82,7 +82,7 @@ def _messages(fields: ChatCompletionRequest, template: AnyTemplate) -> list[Mess
     elif "length 9" in template.source:  # from its error message about ids
         messages = with_short_ids(messages)
     if fields.functions and not template.knows("tools"):
-        messages = told_in_words(messages, fields.functions)
+        messages = with_instructions(messages, fields.functions)
     return messages
 
 

@@ -1,12 +1,12 @@
-"""What an answer must follow, and how it is read: a request's grammar and its parser."""
+"""What an answer must follow, and how it is read: a grammar, and the reader of its parts."""
 
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.server.output.reasoning import Thoughts
-from penstock.server.output.request import AnswerParser
+from penstock.server.output.parts import AnswerReader
+from penstock.server.output.reasoning import ReasoningState
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import Prompts
 from penstock.server.protocol.openai import ChatCompletionRequest, GenerationFields
@@ -14,12 +14,13 @@ from penstock.server.structured.constraint import check_grammar
 from penstock.server.structured.reasoning_grammar import (
     BUDGET_FIELD,
     check_budget,
-    leaves_room,
-    with_thoughts,
+    has_marker_tokens,
+    with_reasoning,
 )
-from penstock.server.tools.chat_format import MARKUP, make_splitter
+from penstock.server.tools.answer_reader import make_reader, make_splitter
+from penstock.server.tools.call_grammar import call_grammar, calls_or_answer
+from penstock.server.tools.chat_format import MARKUP
 from penstock.server.tools.parsers import MARKUP as CALL_MARKUP
-from penstock.server.tools.prompting import call_grammar, calls_or_answer, make_reader
 
 
 class Grammar(NamedTuple):
@@ -31,10 +32,10 @@ class Grammar(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """grammar None: any text. make_parser, markup: see `GenerationRequest`."""
+    """grammar None: any text. make_reader, markup: see `GenerationRequest`."""
 
     grammar: Grammar | None = None
-    make_parser: Callable[[], AnswerParser] | None = None
+    make_reader: Callable[[], AnswerReader] | None = None
     markup: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -50,13 +51,13 @@ async def constrain(fields: GenerationFields, prompts: Prompts, model: ServedMod
     if make_reader(fields, model.chat_format, make_splitter(reasoning)) is None:
         return AnswerFormat(grammar=grammar)
 
-    def make_parser() -> AnswerParser:
-        parser = make_reader(fields, model.chat_format, make_splitter(reasoning))
-        assert parser, "the answer has parts"
-        return parser
+    def make_answer_reader() -> AnswerReader:
+        reader = make_reader(fields, model.chat_format, make_splitter(reasoning))
+        assert reader, "the answer has parts"
+        return reader
 
     markup = model.encoder.vocabulary.special_among(MARKUP)
-    return AnswerFormat(grammar=grammar, make_parser=make_parser, markup=markup)
+    return AnswerFormat(grammar=grammar, make_reader=make_answer_reader, markup=markup)
 
 
 async def _answer_grammar(fields: GenerationFields) -> Grammar | None:
@@ -84,9 +85,9 @@ async def _with_calls(
 def _with_reasoning(
     grammar: Grammar | None,
     fields: ChatCompletionRequest,
-    reasoning: Thoughts | None,
+    reasoning: ReasoningState | None,
     model: ServedModel,
-) -> tuple[Grammar | None, Thoughts | None]:
+) -> tuple[Grammar | None, ReasoningState | None]:
     """Lets reasoning precede what the grammar allows, and ends it where its budget is spent.
 
     Also returns the reasoning that the answer then may have. Raises UnsupportedParameter.
@@ -96,11 +97,11 @@ def _with_reasoning(
         return None, reasoning
     token_ids = model.encoder.ids_of_tokens(reasoning.markers) if reasoning else {}
     check_budget(reasoning, token_ids, budget)
-    if not reasoning or reasoning.is_closed or not leaves_room(reasoning, token_ids):
+    if not reasoning or reasoning.is_closed or not has_marker_tokens(reasoning, token_ids):
         return grammar, reasoning if grammar is None else None
     markup_ids = tuple(model.encoder.vocabulary.special_among(CALL_MARKUP))
     answer = grammar.text if grammar else None
-    text = with_thoughts(answer, reasoning, token_ids, markup_ids, budget)
+    text = with_reasoning(answer, reasoning, token_ids, markup_ids, budget)
     assert text is not None, "reasoning that is not closed has a grammar"
     return Grammar(text, grammar.param if grammar else BUDGET_FIELD), reasoning
 

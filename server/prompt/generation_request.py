@@ -64,7 +64,7 @@ def build_generation_request(
         min_tokens=fields.min_tokens or 0,
         shows_special=fields.skip_special_tokens is False,
         wants_token_ids=bool(fields.return_token_ids),
-        make_parser=answer.make_parser,
+        make_reader=answer.make_reader,
         markup=answer.markup,
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from penstock.server.output.reasoning import Thoughts, thoughts_of
+from penstock.server.output.reasoning import ReasoningState, reasoning_state
 from penstock.server.prompt import limits
 from penstock.server.prompt.chat import chat_prompt
 from penstock.server.prompt.model import ServedModel
@@ -38,7 +38,7 @@ class Prompts:
     max_tokens: tuple[int, ...]
     are_whole: tuple[bool, ...]
     echoes: tuple[str, ...] = ()
-    reasoning: Thoughts | None = None
+    reasoning: ReasoningState | None = None
 
 
 async def completion_prompts(fields: CompletionRequest, model: ServedModel) -> Prompts:
@@ -74,7 +74,7 @@ async def chat_prompts(fields: ChatCompletionRequest, model: ServedModel) -> Pro
         token_ids=token_ids,
         max_tokens=max_tokens,
         are_whole=(not prompt.begun,),
-        reasoning=thoughts_of(model.chat_format.reasoning, prompt.text, prompt.begun),
+        reasoning=reasoning_state(model.chat_format.reasoning, prompt.text, prompt.begun),
     )
 
 

@@ -1,2 +1,4 @@
-"""Structured output: JSON schemas, regular expressions and grammars in the notation of llguidance.
-It knows no HTTP and no model."""
+"""Structured output: constraints on an answer, and the grammars for llguidance that enforce them.
+
+It knows no HTTP, no wire types, no tools and no model.
+"""

@@ -1,11 +1,11 @@
-"""What an answer must look like: the fields that ask for it, as grammars in llguidance's notation.
+"""Constraints on an answer: the request fields that set them, as grammars for llguidance.
 
-Why llguidance and not xgrammar: it computes each mask as it is needed, in some 50 us, and compiles
-next to nothing beforehand, so no request waits for a compilation; it is one small wheel that
-imports neither torch nor transformers; and what it cannot enforce of a JSON schema is an error
-with a sentence, not a silently weaker grammar.
+Why llguidance and not xgrammar: it computes each mask when it is needed, in about 50 us, and
+compiles next to nothing in advance, so no request waits for a compilation; it is one small wheel
+that imports neither torch nor transformers; and a JSON schema that it cannot enforce is an error
+with a message, not a silently weaker grammar.
 
-A grammar is a string here. `check_grammar` compiles it, as the engine will.
+A grammar is a string here. `check_grammar` compiles it, as the engine does later.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.structured.json_schema import enforceable
 
 MAX_GRAMMAR_CHARS = 1 << 20
-MAX_GBNF_CHARS = 1 << 16  # translated in Python, some 4 us a character
-# Never reached but on a machine that does something else: compiling is bounded by fuel.
+MAX_GBNF_CHARS = 1 << 16  # translated in Python, about 4 us per character
+# Only reached on an overloaded machine: compiling is bounded by llguidance's fuel.
 COMPILE_DEADLINE_S = 5.0
-# Between the tokens of a JSON text: nothing, a space, or a line or two with some indentation. With
-# more freedom a model may write blanks for ever. Source: llama.cpp's `space` rule.
+# Between the tokens of a JSON text: nothing, a space, or one or two newlines with indentation. With
+# more freedom a model may write whitespace forever. Source: llama.cpp's `space` rule.
 _WHITESPACE = r"( |\n{1,2}[ \t]{0,20})?"
-# vLLM's older names, and SGLang's.
+# Older names of vLLM, and names of SGLang.
 RENAMED = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
@@ -41,7 +41,7 @@ RENAMED = {
 
 
 class Constraint(NamedTuple):
-    """A field that constrains the answer. build: its grammar; it may take a while, and raises
+    """A field that constrains the answer. build: makes its grammar, which may take a while; raises
     InvalidRequest."""
 
     param: str
@@ -49,31 +49,31 @@ class Constraint(NamedTuple):
 
 
 def json_schema_grammar(
-    schema: dict[str, Any], *, whitespace: str = _WHITESPACE, leaves_out: bool = False
+    schema: dict[str, Any], *, whitespace: str = _WHITESPACE, is_lenient: bool = False
 ) -> str:
-    """The JSON texts that validate against the schema. Not compiled: that is `check_grammar`.
+    """The grammar of the JSON texts that validate against the schema, not yet compiled.
 
-    whitespace: a regex of what may stand between tokens. leaves_out: what of the schema cannot be
-    enforced is not; else it is refused. Raises ValueError.
+    whitespace: a regex of what may stand between tokens. is_lenient: keywords that cannot be
+    enforced are ignored, not refused. Raises ValueError.
     """
     if len(text := json.dumps(schema, allow_nan=False)) > MAX_GRAMMAR_CHARS:
         raise ValueError(
             f"it has {len(text)} characters, more than the {MAX_GRAMMAR_CHARS} allowed"
         )
-    enforced = enforceable(schema, leaves_out=leaves_out)
-    return grammar_of_schema(enforced, whitespace=whitespace, is_lenient=leaves_out)
+    enforced = enforceable(schema, is_lenient=is_lenient)
+    return grammar_of_schema(enforced, whitespace=whitespace, is_lenient=is_lenient)
 
 
 def grammar_of_schema(
     schema: dict[str, Any], *, whitespace: str = _WHITESPACE, is_lenient: bool = False
 ) -> str:
-    """The same for a schema that has already been made enforceable."""
+    """The same for a schema that `enforceable` returned."""
     options: Any = {"whitespace_pattern": whitespace, "lenient": is_lenient}
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
 
 
 def regex_grammar(regex: str) -> str:
-    """The texts that the regex matches from end to end, with or without anchors around it."""
+    """The texts that the regex matches completely; anchors around it change nothing."""
     regex = regex.removeprefix("^")
     num_backslashes = len(regex[:-1]) - len(regex[:-1].rstrip("\\"))
     if regex.endswith("$") and num_backslashes % 2 == 0:
@@ -82,27 +82,29 @@ def regex_grammar(regex: str) -> str:
 
 
 def choice_grammar(choices: list[str]) -> str:
-    # One terminal, not a rule: then they are one automaton, whatever their number.
+    # One terminal, not a rule: then all choices are one automaton.
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
 
 
 def gbnf_grammar(text: str) -> str:
-    """llama.cpp's notation, or Lark's. Raises ValueError."""
+    """A grammar in GBNF, llama.cpp's notation, or in Lark. Raises ValueError."""
     if len(text) > MAX_GBNF_CHARS:
         raise ValueError(f"it has {len(text)} characters, more than the {MAX_GBNF_CHARS} allowed")
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    except Exception as error:  # the translator raises plain Exception, and IndexError at its end
+    except (
+        Exception
+    ) as error:  # the translator raises plain Exception, and IndexError at the end of the text
         raise ValueError(str(error)) from error
 
 
 def structural_tag_grammar(value: dict[str, Any] | str) -> str:
-    """Free text in which each trigger begins one of the tags, and holds it to the tag's schema.
+    """Free text in which each trigger begins a tag, whose content follows the tag's schema.
 
-    value: `structures` of begin, schema and end, and `triggers`, as vLLM took them first. Raises
+    value: vLLM's first form: `structures` of begin, schema and end, and `triggers`. Raises
     ValueError.
     """
     value = json.loads(value) if isinstance(value, str) else value
@@ -133,10 +135,10 @@ def constraint_of(
     grammar: str | None,
     json_schema: dict[str, Any] | None,
 ) -> Constraint | None:
-    """What these fields ask for, of which one at most may ask. Raises InvalidRequest."""
+    """The constraint that one of these fields sets. Raises InvalidRequest, also if several do."""
     found = []
-    if response_format is not None and (asked := _from_response_format(response_format)):
-        found.append(asked)
+    if response_format is not None and (constraint := _from_response_format(response_format)):
+        found.append(constraint)
     if structured_outputs is not None:
         found.append(_from_structured_outputs(structured_outputs))
     if grammar:
@@ -145,7 +147,8 @@ def constraint_of(
         found.append(_constraint("json_schema", json_schema_grammar, json_schema))
     if len(found) > 1:
         names = " and ".join(constraint.param for constraint in found)
-        raise InvalidRequest(f"{names} go not together; send one of them", param=found[1].param)
+        message = f"{names} cannot be combined; send only one of them"
+        raise InvalidRequest(message, param=found[1].param)
     return found[0] if found else None
 
 
@@ -155,7 +158,7 @@ async def check_grammar(grammars: Grammars, grammar: str, param: str) -> None:
         _refuse(param, f"it has more than {MAX_GRAMMAR_CHARS} characters")
     compiling = asyncio.wrap_future(grammars.compile(grammar))
     try:
-        # Shielded, since others may wait for the same.
+        # Shielded, since other requests may wait for the same compilation.
         await asyncio.wait_for(asyncio.shield(compiling), COMPILE_DEADLINE_S)
     except TimeoutError:
         _refuse(param, f"it took more than {COMPILE_DEADLINE_S:.0f} s; simplify it")
@@ -163,19 +166,19 @@ async def check_grammar(grammars: Grammars, grammar: str, param: str) -> None:
         _refuse(param, str(error))
 
 
-# llguidance's words where they name its own options, or nothing.
+# Replaces messages of llguidance that name its own options, or no reason.
 _EXPLAINED = {
     "oneOf constraints": "more than one branch of a oneOf may match; use anyOf, or give each "
     "branch a required property with a const of its own",
-    "NoExtension": "no finite text meets it; does it refer to itself without an end?",
+    "NoExtension": "no finite text satisfies it; does it refer to itself without an end?",
     "Unimplemented keys": "it has keywords that cannot be enforced: ",
     "Default retriever": "it refers to another document; put what it needs under $defs",
 }
 
 
 def _refuse(param: str, why: str) -> NoReturn:
-    for words, better in _EXPLAINED.items():
-        if words in why:
+    for text, better in _EXPLAINED.items():
+        if text in why:
             why = better + why.partition(": ")[2] if better.endswith(": ") else better
             break
     message = f"{param} cannot be compiled to a grammar: {why}"
@@ -197,9 +200,9 @@ def _from_response_format(value: dict[str, Any]) -> Constraint | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        # A schema beside it is llama.cpp's way.
-        beside = _object_at(value, "schema", "response_format.schema")
-        return _constraint("response_format", json_schema_grammar, beside or {"type": "object"})
+        # llama.cpp takes a schema here too.
+        schema = _object_at(value, "schema", "response_format.schema")
+        return _constraint("response_format", json_schema_grammar, schema or {"type": "object"})
     if kind == "json_schema":
         at = "response_format.json_schema"
         described = _object_at(value, "json_schema", at)
@@ -209,8 +212,8 @@ def _from_response_format(value: dict[str, Any]) -> Constraint | None:
         if schema is None:
             raise InvalidRequest(f"{at}.schema is missing", param=f"{at}.schema")
         strict = _typed(f"{at}.strict", described.get("strict") or False, (bool,), "true or false")
-        # As OpenAI has it: unless it is strict, what cannot be enforced is no error.
-        convert = partial(json_schema_grammar, leaves_out=not strict)
+        # As at OpenAI: keywords that cannot be enforced are an error only if it is strict.
+        convert = partial(json_schema_grammar, is_lenient=not strict)
         return _constraint(f"{at}.schema", convert, schema)
     if kind == "structural_tag":
         return _constraint("response_format", structural_tag_grammar, value)
@@ -228,35 +231,35 @@ def _object_at(value: dict[str, Any], key: str, param: str) -> dict[str, Any] | 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
-def _from_structured_outputs(value: dict[str, Any]) -> Constraint:
-    """vLLM's field."""
-    asked = {key: each for key, each in value.items() if each not in (None, False)}
-    for key in asked:
+def _from_structured_outputs(fields: dict[str, Any]) -> Constraint:
+    """Of vLLM's field. Raises InvalidRequest."""
+    present = {key: each for key, each in fields.items() if each not in (None, False)}
+    for key in present:
         if key not in _KINDS:
             hint = f"this server takes one of {', '.join(_KINDS)}"
             raise UnsupportedParameter(f"structured_outputs.{key[:64]}", hint)
-    if len(asked) != 1:
+    if len(present) != 1:
         message = f"structured_outputs needs exactly one of {', '.join(_KINDS)}"
         raise InvalidRequest(message, param="structured_outputs")
-    ((key, wanted),) = asked.items()
+    ((key, value),) = present.items()
     param = f"structured_outputs.{key}"
     if key == "json":
-        return _constraint(param, _schema_grammar, _typed(param, wanted, (dict, str), "a schema"))
+        return _constraint(param, _schema_grammar, _typed(param, value, (dict, str), "a schema"))
     if key == "json_object":
-        _typed(param, wanted, (bool,), "true")
+        _typed(param, value, (bool,), "true")
         return _constraint(param, json_schema_grammar, {"type": "object"})
     if key == "choice":
-        _check_choices(param, wanted)
-        return _constraint(param, choice_grammar, wanted)
+        _check_choices(param, value)
+        return _constraint(param, choice_grammar, value)
     if key == "structural_tag":
-        typed = _typed(param, wanted, (dict, str), "an object")
+        typed = _typed(param, value, (dict, str), "an object")
         return _constraint(param, structural_tag_grammar, typed)
     convert = regex_grammar if key == "regex" else gbnf_grammar
-    return _constraint(param, convert, _typed(param, wanted, (str,), "a string"))
+    return _constraint(param, convert, _typed(param, value, (str,), "a string"))
 
 
 def _schema_grammar(schema: dict[str, Any] | str) -> str:
-    """Of an object, or of one as text. Raises ValueError."""
+    """schema: an object, or its JSON text. Raises ValueError."""
     if isinstance(schema, str):
         schema = json.loads(schema)
         if not isinstance(schema, dict):
@@ -271,6 +274,6 @@ def _typed(param: str, value: Any, kinds: tuple[type, ...], expected: str) -> An
 
 
 def _check_choices(param: str, value: Any) -> None:
-    is_fit = isinstance(value, list) and value and all(isinstance(each, str) for each in value)
-    if not is_fit:
-        raise InvalidRequest(f"{param} must be a list of one string at least", param=param)
+    is_valid = isinstance(value, list) and value and all(isinstance(each, str) for each in value)
+    if not is_valid:
+        raise InvalidRequest(f"{param} must be a list of at least one string", param=param)

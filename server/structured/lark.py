@@ -1,6 +1,6 @@
-"""Pieces of llguidance's Lark: literals with special tokens in them, and grammars within grammars.
+"""Parts of grammars in llguidance's Lark: literals with special tokens, and nested grammars.
 
-A grammar is a string: Lark, or JSON that has a list of grammars of which the first is the start.
+A grammar is a string: Lark, or JSON with a list of grammars, the first of which is the start.
 """
 
 import json
@@ -8,23 +8,23 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Any text, over several lines too.
+# Any text, line breaks included.
 ANY_TEXT = "/(?s:.*)/"
 
 
 def literal(text: str, special: Mapping[str, int]) -> str:
-    """Just this text, where a special token is what it spells. special: its text -> its id."""
+    """Exactly this text, in which special tokens are themselves. special: text -> id."""
     if not text:
         return '""'
     if not special:
         return _quoted(text)
-    marks = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
-    pieces = re.split(f"({marks})", text)
+    markers = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    pieces = re.split(f"({markers})", text)
     return " ".join(f"<[{special[p]}]>" if p in special else _quoted(p) for p in pieces if p)
 
 
 def nested(lark: str, grammars: Mapping[str, str | dict[str, Any]]) -> str:
-    """A grammar in which `@name` stands for another one: a grammar, or a JSON schema."""
+    """A grammar in which `@name` refers to one of `grammars`: a grammar or a JSON schema."""
     parts: list[dict[str, Any]] = [{"lark_grammar": lark}]
     for name, grammar in grammars.items():
         first, *others = _parts_of(grammar)

@@ -1,62 +1,60 @@
-"""Thoughts before an answer that a grammar holds, and an end for those that cost too much.
+"""Reasoning before an answer that a grammar constrains, and the budget of reasoning tokens.
 
-The markers are tokens of their own in models that think, so text cannot be mistaken for them: the
-thoughts are any text up to the closing one. Where a model's markers are no tokens, neither can be
-done.
+In reasoning models the markers are special tokens, which text cannot imitate: the reasoning is any
+text up to the closing marker. Where a model's markers are not tokens, neither is possible.
 """
 
 from collections.abc import Mapping
 
 from penstock.server.errors import UnsupportedParameter
-from penstock.server.output.reasoning import Thoughts
+from penstock.server.output.reasoning import ReasoningState
 from penstock.server.structured.lark import ANY_TEXT, nested
 
 BUDGET_FIELD = "thinking_token_budget"
 
 
-def leaves_room(thoughts: Thoughts | None, token_ids: Mapping[str, int]) -> bool:
-    """Whether a grammar can have these thoughts before it. token_ids: of those markers that are
-    tokens."""
-    return thoughts is not None and all(marker in token_ids for marker in thoughts.markers)
+def has_marker_tokens(reasoning: ReasoningState | None, token_ids: Mapping[str, int]) -> bool:
+    """Whether a grammar can describe the reasoning. token_ids: of the markers that are tokens."""
+    return reasoning is not None and all(marker in token_ids for marker in reasoning.markers)
 
 
-def with_thoughts(
+def with_reasoning(
     grammar: str | None,
-    thoughts: Thoughts,
+    reasoning: ReasoningState,
     token_ids: Mapping[str, int],
     markup_ids: tuple[int, ...],
     max_tokens: int | None,
 ) -> str | None:
-    """What comes behind the thoughts, held to `grammar`, or any text and `markup_ids` without one.
+    """Reasoning, followed by an answer in `grammar`, or by any text with `markup_ids` if None.
 
-    max_tokens: of the thoughts. With it a model that may think does, so that it can be counted.
-    Raises UnsupportedParameter.
+    max_tokens: of the reasoning. It makes a model that may reason do so, since only then can the
+    tokens be counted.
     """
-    opening, closing = (f"<[{token_ids[marker]}]>" for marker in thoughts.markers)
-    if thoughts.is_closed:
+    opening, closing = (f"<[{token_ids[marker]}]>" for marker in reasoning.markers)
+    if reasoning.is_closed:
         return grammar
     limit = "" if max_tokens is None else f"[max_tokens={max_tokens}]"
-    begins = "" if thoughts.is_open else opening
-    thinks = f"{begins} thoughts {closing}"
-    rules = [f"thoughts{limit}: {ANY_TEXT}"]
+    begin = "" if reasoning.is_open else opening
+    block = f"{begin} reasoning {closing}"
+    rules = [f"reasoning{limit}: {ANY_TEXT}"]
     if grammar is None:
         rules.append(f"answer: ({' | '.join([ANY_TEXT, *(f'<[{i}]>' for i in markup_ids)])})*")
-        return nested("\n".join([f"start: {thinks} answer", *rules]), {})
+        return nested("\n".join([f"start: {block} answer", *rules]), {})
     space = r"/\n{0,2}/"
-    is_sure = thoughts.is_open or max_tokens is not None
-    before = f"{thinks} {space}" if is_sure else f"({thinks} {space})?"
+    is_certain = reasoning.is_open or max_tokens is not None
+    before = f"{block} {space}" if is_certain else f"({block} {space})?"
     return nested("\n".join([f"start: {before} @answer", *rules]), {"answer": grammar})
 
 
 def check_budget(
-    thoughts: Thoughts | None, token_ids: Mapping[str, int], budget: int | None
+    reasoning: ReasoningState | None, token_ids: Mapping[str, int], budget: int | None
 ) -> None:
-    """Raises UnsupportedParameter where a budget could not be kept."""
+    """Raises UnsupportedParameter if the budget cannot be enforced."""
     if budget is None:
         return
-    if thoughts is None:
-        hint = "this model's answers have no thoughts that the server could tell; leave it out"
+    if reasoning is None:
+        hint = "this model's answers have no reasoning that the server can separate; leave it out"
         raise UnsupportedParameter(BUDGET_FIELD, hint)
-    if not leaves_room(thoughts, token_ids):
-        hint = "the marks of this model's thoughts are no tokens of its own; leave it out"
+    if not has_marker_tokens(reasoning, token_ids):
+        hint = "this model's reasoning markers are not special tokens; leave it out"
         raise UnsupportedParameter(BUDGET_FIELD, hint)

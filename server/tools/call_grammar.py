@@ -1,255 +1,133 @@
-"""What holds an answer to calls, written as the model writes them.
+"""Grammars of calls: in the model's own format if possible, else in JSON."""
 
-A model that is made to write calls in another way than it was taught makes worse ones. Where its
-own way cannot be enforced, because a schema says of a string what only JSON's quotes let us check,
-or because calls are Python, the answer is JSON.
-"""
-
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from penstock.server.protocol.tools import FunctionSpec
-from penstock.server.structured.lark import ANY_TEXT, literal, nested
+from penstock.server.errors import InvalidRequest
+from penstock.server.protocol.tools import FunctionSpec, ToolFields
+from penstock.server.structured.constraint import grammar_of_schema, json_schema_grammar
+from penstock.server.structured.lark import nested
+from penstock.server.tools.native_grammar import (
+    WHITESPACE,
+    begins_as_json,
+    can_enforce,
+    native_call_grammar,
+)
 from penstock.server.tools.parsers import ToolFormat
-from penstock.server.tools.parsers import deepseek as ds
-from penstock.server.tools.parsers.schema_values import properties_of, types_of
-
-# Nobody reads a call's layout, so no tokens are spent on it.
-WHITESPACE = " ?"
-# What may be said of a string that is written bare, since it is enforced or changes nothing.
-_SAYS_NOTHING = frozenset(("type", "title", "description", "default", "examples", "deprecated"))
-_MARKUP = frozenset("<>\"'")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
-    """What stands around the arguments; `{name}` is the function's, `{n}` any small number."""
+def call_grammar(fields: ToolFields, form: ToolFormat | None, special: Mapping[str, int]) -> str:
+    """The grammar of calls of these functions. May take a while; raises InvalidRequest.
 
-    before: str
-    behind: str = ""
-    begin: str = ""
-    between: str = ""
-    end: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TaggedShape(_Shape):
-    """And what stands around each of them, where they are bare values; `{key}` is its name."""
-
-    key: str
-    value_end: str
-
-
-_OBJECT = '{{"name": "{name}", "arguments": '
-_SHAPES = {
-    ToolFormat.HERMES: _Shape(
-        before="<tool_call>\n" + _OBJECT, behind="}}\n</tool_call>", between="\n"
-    ),
-    ToolFormat.LLAMA3_JSON: _Shape(
-        before='{{"name": "{name}", "parameters": ', behind="}}", between="; "
-    ),
-    ToolFormat.GRANITE: _Shape(
-        begin="<|tool_call|>[", before=_OBJECT, behind="}}", between=", ", end="]"
-    ),
-    ToolFormat.PHI4_MINI_JSON: _Shape(
-        begin="<|tool_call|>[", before=_OBJECT, behind="}}", between=", ", end="]<|/tool_call|>"
-    ),
-    ToolFormat.DEEPSEEK_V3: _Shape(
-        begin=ds.CALLS_BEGIN,
-        before=f"{ds.CALL_BEGIN}function{ds.SEPARATOR}{{name}}\n```json\n",
-        behind=f"\n```{ds.CALL_END}",
-        between="\n",
-        end=ds.CALLS_END,
-    ),
-    ToolFormat.DEEPSEEK_V31: _Shape(
-        begin=ds.CALLS_BEGIN,
-        before=f"{ds.CALL_BEGIN}{{name}}{ds.SEPARATOR}",
-        behind=ds.CALL_END,
-        end=ds.CALLS_END,
-    ),
-    ToolFormat.KIMI_K2: _Shape(
-        begin="<|tool_calls_section_begin|>",
-        before="<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>",
-        behind="<|tool_call_end|>",
-        end="<|tool_calls_section_end|>",
-    ),
-    ToolFormat.QWEN3_CODER: _TaggedShape(
-        before="<tool_call>\n<function={name}>\n",
-        key="<parameter={key}>\n",
-        value_end="\n</parameter>\n",
-        behind="</function>\n</tool_call>",
-        between="\n",
-    ),
-    ToolFormat.GLM45: _TaggedShape(
-        before="<tool_call>{name}\n",
-        key="<arg_key>{key}</arg_key>\n<arg_value>",
-        value_end="</arg_value>\n",
-        behind="</tool_call>",
-        between="\n",
-    ),
-    ToolFormat.MINIMAX_M2: _TaggedShape(
-        begin="<minimax:tool_call>\n",
-        before='<invoke name="{name}">\n',
-        key='<parameter name="{key}">',
-        value_end="</parameter>\n",
-        behind="</invoke>\n",
-        end="</minimax:tool_call>",
-    ),
-}
-# Mistral's older models write a list; those that write a name have a token behind it.
-_MISTRAL_LIST = _Shape(begin="[TOOL_CALLS][", before=_OBJECT, behind="}}", between=", ", end="]")
-_MISTRAL_NAMED = _Shape(before="[TOOL_CALLS]{name}[ARGS]")
-
-
-def _shape_of(form: ToolFormat | None, special: Mapping[str, int]) -> _Shape | None:
-    if form is ToolFormat.MISTRAL:
-        return _MISTRAL_NAMED if "[ARGS]" in special else _MISTRAL_LIST
-    return _SHAPES.get(form) if form else None
-
-
-def can_enforce(form: ToolFormat | None, schemas: Mapping[str, dict[str, Any]]) -> bool:
-    """Whether a grammar can hold answers to calls of these in the model's own way."""
-    shape = _shape_of(form, {})
-    if isinstance(shape, _TaggedShape):
-        return all(map(_is_plain_object, schemas.values()))
-    return shape is not None
-
-
-def begins_as_json(form: ToolFormat | None) -> bool:
-    """Whether the first character of a call may be that of any other JSON text."""
-    shape = _shape_of(form, {})
-    return shape is not None and (shape.begin + shape.before)[0] in "{["
-
-
-def own_call_grammar(
-    form: ToolFormat,
-    functions: Mapping[str, dict[str, Any]],
-    special: Mapping[str, int],
-    *,
-    max_calls: int,
-) -> str:
-    """One call at least. functions: by name, the schemas of their arguments; see `can_enforce`."""
-    shape = _shape_of(form, special)
-    assert shape, form
-    rules = _Rules(shape, special)
-    for name, schema in functions.items():
-        rules.add_call(name, schema)
-    return rules.grammar(max_calls)
-
-
-class _Rules:
-    """The rules of a grammar as they come together."""
-
-    def __init__(self, shape: _Shape, special: Mapping[str, int]) -> None:
-        self._shape = shape
-        self._special = special
-        self._calls: list[str] = []
-        self._lines: list[str] = []
-        self._schemas: dict[str, str | dict[str, Any]] = {}
-
-    def add_call(self, name: str, schema: dict[str, Any]) -> None:
-        i = len(self._calls)
-        if isinstance(self._shape, _TaggedShape):
-            arguments = self._tagged_arguments(self._shape, schema, i)
-        else:
-            arguments = self._json(f"f{i}", schema)
-        before = self._filled(self._shape.before, name=name)
-        behind = self._filled(self._shape.behind)
-        self._lines.append(f"c{i}: {before} {arguments} {behind}")
-        self._calls.append(f"c{i}")
-
-    def grammar(self, max_calls: int) -> str:
-        shape = self._shape
-        begin, end = self._filled(shape.begin), self._filled(shape.end)
-        more = f"({self._filled(shape.between)} call){{0,{max_calls - 1}}}" * (max_calls > 1)
-        start = f"start: {begin} call {more} {end}"
-        return nested(
-            "\n".join([start, f"call: {' | '.join(self._calls)}", *self._lines]), self._schemas
-        )
-
-    def _tagged_arguments(self, shape: _TaggedShape, schema: dict[str, Any], i: int) -> str:
-        required = schema.get("required", [])
-        written = []
-        for j, (key, of_key) in enumerate(properties_of(schema).items()):
-            rule = f"a{i}x{j}"
-            name = self._filled(shape.key, key=key)
-            self._lines.append(f"{rule}: {name} {self._value(shape, schema, key, of_key, rule)}")
-            written.append(rule if key in required else f"{rule}?")
-        return " ".join(written)
-
-    def _value(
-        self, shape: _TaggedShape, schema: dict[str, Any], key: str, of_key: Any, rule: str
-    ) -> str:
-        """The value and what ends it."""
-        end = self._filled(shape.value_end)
-        if types_of(of_key) != {"string"}:
-            names = ("$defs", "definitions")
-            definitions: dict[str, Any] = {name: schema[name] for name in names if name in schema}
-            return f"{self._json(rule, {**schema['properties'][key], **definitions})} {end}"
-        if values := _listed(of_key):
-            return f"({' | '.join(literal(value, {}) for value in values)}) {end}"
-        closing = shape.value_end.strip()
-        if closing in self._special:
-            self._lines.append(f"{rule}v: {ANY_TEXT}")
-            return f"{rule}v {end}"
-        self._lines.append(f"{rule}v[suffix={literal(closing, {})}]: {ANY_TEXT}")
-        return f"{rule}v {self._filled(shape.value_end.partition(closing)[2])}"
-
-    def _json(self, name: str, schema: dict[str, Any]) -> str:
-        self._schemas[name] = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-        return f"@{name}"
-
-    def _filled(self, text: str, **names: str) -> str:
-        before, number, behind = text.partition("{n}")
-        rest = f" /[0-9]{{1,3}}/ {self._filled(behind, **names)}" if number else ""
-        return literal(before.format(**names), self._special) + rest
-
-
-def _is_plain_object(schema: dict[str, Any]) -> bool:
-    """Whether its properties are all that it says, and those that are strings may be any.
-
-    What is no schema is not plain either: where JSON is enforced, it is refused in a sentence.
+    form: the model's own format, which is used if a grammar can enforce it. special: text -> id of
+    the special tokens that spell markup.
     """
-    if schema.keys() & {"anyOf", "oneOf", "allOf", "$ref", "patternProperties", "if", "not"}:
-        return False
-    if schema.get("additionalProperties"):
-        return False
-    declared, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(declared, dict) or not isinstance(required, list):
-        return False
-    if not all(isinstance(each, dict) for each in declared.values()):
-        return False  # true and false are schemas too
-    if not all(map(_is_plain_name, declared)):
-        return False
-    if not all(isinstance(name, str) and name in declared for name in required):
-        return False
-    return all(map(_is_plain_value, properties_of(schema).values()))
+    try:
+        if form and uses_native_format(form, fields):
+            schemas = {function.name: _arguments_schema(function) for function in fields.to_call}
+            max_calls = fields.max_required_calls
+            return native_call_grammar(form, schemas, special, max_calls=max_calls)
+        return json_schema_grammar(_call_schema(fields), whitespace=WHITESPACE)
+    except (ValueError, RecursionError) as error:
+        message = f"the parameters of tools cannot be compiled to a grammar: {error}"
+        raise InvalidRequest(message, param="tools", code="invalid_grammar") from error
 
 
-def _is_plain_value(schema: dict[str, Any]) -> bool:
-    if types_of(schema) != {"string"}:
-        return True
-    if values := _listed(schema):
-        return isinstance(values, list) and all(map(_is_plain_text, values))
-    return schema.keys() <= _SAYS_NOTHING
+def calls_or_answer(calls: str, answer: str) -> str:
+    """Either of two grammars: calls, or an answer that follows a response format.
+
+    Two grammars of JSON become one schema, since both begin with a brace, and llguidance does not
+    support alternative grammars that begin alike. Raises InvalidRequest if `answer` is not JSON.
+    """
+    of_answer, of_calls = _json_schema_of(answer), _json_schema_of(calls)
+    if of_answer is None:
+        raise InvalidRequest(
+            "a regex or grammar cannot be combined with tools that the model may call; leave it "
+            'out, or set tool_choice to "none" or "required"',
+            param="tools",
+        )
+    if of_calls is None:
+        return nested("start: @calls | @answer", {"calls": calls, "answer": answer})
+    definitions = {f"f{i}": _relocated(each, i) for i, each in enumerate((of_calls, of_answer))}
+    return grammar_of_schema(
+        {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in definitions], "$defs": definitions}
+    )
 
 
-def _is_plain_name(name: str) -> bool:
-    """Whether what is read between two tags is the name again."""
-    return name != "" and name == name.strip() and _MARKUP.isdisjoint(name)
+def _json_schema_of(grammar: str) -> dict[str, Any] | None:
+    """The schema, if the grammar consists of a single JSON schema."""
+    if not grammar.startswith("{"):
+        return None
+    first, *others = json.loads(grammar)["grammars"]
+    schema: dict[str, Any] | None = None if others else first.get("json_schema")
+    return schema
 
 
-def _is_plain_text(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and "<" not in value and "\n" not in value
+def uses_native_format(form: ToolFormat | None, fields: ToolFields) -> bool:
+    """Whether enforced calls are in the model's own format."""
+    if not fields.must_call and begins_as_json(form):
+        return False  # an alternative grammar of JSON begins alike: see `calls_or_answer`
+    return can_enforce(form, {each.name: _arguments_schema(each) for each in fields.to_call})
 
 
-def _listed(schema: dict[str, Any]) -> list[str]:
-    """The strings that are allowed, where it lists them."""
-    values: list[str] = [schema["const"]] if "const" in schema else schema.get("enum", [])
-    return values
+def _call_schema(fields: ToolFields) -> dict[str, Any]:
+    """The schema of a whole answer that consists of calls: one object, or a list of them.
+
+    A single call is not a list, which is how models write it and does not suggest a second call.
+    """
+    if fields.named_function:
+        return _arguments_schema(fields.named_function)
+    functions = fields.functions
+    schemas = {f"f{i}": _relocated(_arguments_schema(f), i) for i, f in enumerate(functions)}
+    call = {"anyOf": [_one_call(f, i) for i, f in enumerate(functions)]}
+    if fields.max_required_calls == 1:
+        return {**call, "$defs": schemas}
+    several = {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": fields.max_required_calls,
+        "items": {"$ref": "#/$defs/call"},
+    }
+    return {"anyOf": [{"$ref": "#/$defs/call"}, several], "$defs": {**schemas, "call": call}}
 
 
-def schemas_of(functions: list[FunctionSpec]) -> dict[str, dict[str, Any]]:
-    """By name, as the client sent them: what tells a parser of a value's type."""
-    return {function.name: function.parameters or {} for function in functions}
+def _one_call(function: FunctionSpec, index: int) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": function.name},
+            "arguments": {"$ref": f"#/$defs/f{index}"},
+        },
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _arguments_schema(function: FunctionSpec) -> dict[str, Any]:
+    """The schema of a call's arguments: an object, without undeclared properties by default.
+
+    Raises InvalidRequest.
+    """
+    schema = dict(function.parameters or {"properties": {}})
+    if "$ref" not in schema and schema.setdefault("type", "object") != "object":
+        raise InvalidRequest(
+            f'the parameters of the function {function.name!r} must have the type "object"',
+            param="tools",
+        )
+    if "properties" in schema and not schema.keys() & {"anyOf", "oneOf", "allOf"}:
+        schema.setdefault("additionalProperties", "patternProperties" in schema)
+    return schema
+
+
+def _relocated(schema: Any, index: int) -> Any:
+    """The schema with its references adjusted to its place in `$defs`."""
+    if isinstance(schema, list):
+        return [_relocated(each, index) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    relocated = {key: _relocated(value, index) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        relocated["$ref"] = f"#/$defs/f{index}{reference[1:]}"
+    return relocated

@@ -164,7 +164,7 @@ def test_a_schema_gives_json_and_a_broken_one_a_sentence(page: Page) -> None:
     page.write("#schema", "{no")
     ask(page, "Name somebody.")
     finished(page, 2)
-    assert "The JSON schema is no JSON" in page.text(".error")
+    assert "The JSON schema is not valid JSON" in page.text(".error")
     assert page.js("document.activeElement.id") == "schema"
     assert page.js("document.querySelector('#prompt').value") == "Name somebody."
 
@@ -284,7 +284,7 @@ def test_a_server_that_is_away_is_told_of(new_page: NewPage) -> None:
     finished(page)
     assert "cannot be reached" in page.text(".error")
     page.wait("document.querySelector('#live-note').textContent.includes('cannot be reached')")
-    assert page.text("#model-text") == "The server is away"
+    assert page.text("#model-text") == "The server cannot be reached"
 
 
 def test_when_the_server_is_back_the_page_goes_on(demo: RunningServer, new_page: NewPage) -> None:
@@ -412,7 +412,7 @@ def test_the_live_view_begins_anew_with_the_server(new_page: NewPage) -> None:
         server = RunningServer(*flags, port=server.port)
         server.wait_until_ready()
         # Its counters stand at 0, far below those of the one before.
-        page.wait("document.querySelector('#live-note').textContent.startsWith('Each second')")
+        page.wait("document.querySelector('#live-note').textContent.startsWith('Every second')")
         page.wait("document.querySelector('#tokens .value').textContent === '0'")
         with load_on(server.url):
             page.wait(moves)

@@ -1,4 +1,4 @@
-"""Every error of every route is OpenAI's object, with the right status and a sentence."""
+"""Every error of every route is OpenAI's object, with the right status and a message."""
 
 import json
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ def test_a_wrong_value_is_refused_with_the_fields_name(
     assert param.partition("[")[0] in error["message"]
 
 
-# As OpenAI's own API has them.
+# As in OpenAI's API.
 CODES = [
     ({"model": None}, "invalid_type"),
     ({"temperature": 3}, "decimal_above_max_value"),
@@ -97,14 +97,14 @@ CODES = [
 
 
 @pytest.mark.parametrize(("fields", "code"), CODES, ids=lambda value: str(value)[:40])
-def test_an_errors_code_says_in_openais_words_what_is_wrong(
+def test_the_code_of_an_error_is_openais(
     server: RunningServer, fields: dict[str, Any], code: str
 ) -> None:
     error = error_of(server.complete(**fields), 400)
     assert (error["param"], error["code"]) == (next(iter(fields)), code)
 
 
-def test_what_is_missing_is_told_by_its_code_too(server: RunningServer) -> None:
+def test_a_missing_field_has_a_code_of_its_own(server: RunningServer) -> None:
     error = error_of(server.post(CHAT, {"model": MODEL}), 400)
     assert (error["param"], error["code"]) == ("messages", "missing_required_parameter")
 
@@ -143,8 +143,8 @@ UNSUPPORTED = [
 def test_a_field_that_would_change_the_answer_is_refused_by_name(
     server: RunningServer, path: str, fields: dict[str, Any]
 ) -> None:
-    ask = server.chat if path == CHAT else server.complete
-    error = error_of(ask(**fields), 400)
+    send = server.chat if path == CHAT else server.complete
+    error = error_of(send(**fields), 400)
     assert (error["code"], error["param"]) == ("unsupported_parameter", next(iter(fields)))
 
 
@@ -154,7 +154,7 @@ def test_an_image_is_refused_by_the_name_of_its_type(server: RunningServer) -> N
     assert error["code"] == "unsupported_parameter" and "image_url" in error["message"]
 
 
-def test_neutral_values_and_unknown_fields_are_let_in(server: RunningServer) -> None:
+def test_neutral_values_and_unknown_fields_are_accepted(server: RunningServer) -> None:
     neutral = {
         "tools": None,
         "tool_choice": "none",
@@ -173,7 +173,7 @@ def test_neutral_values_and_unknown_fields_are_let_in(server: RunningServer) -> 
     assert server.complete(**extra).status_code == 200
 
 
-def test_text_parts_and_every_role_are_let_in(server: RunningServer) -> None:
+def test_text_parts_and_every_role_are_accepted(server: RunningServer) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     roles = ("system", "developer", "user", "assistant", "tool")
     messages = [{"role": role, "content": parts} for role in roles]
@@ -182,8 +182,8 @@ def test_text_parts_and_every_role_are_let_in(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_an_unknown_model_is_not_found(server: RunningServer, path: str) -> None:
-    ask = server.chat if path == CHAT else server.complete
-    error = error_of(ask(model="gpt-5"), 404)
+    send = server.chat if path == CHAT else server.complete
+    error = error_of(send(model="gpt-5"), 404)
     assert error["code"] == "model_not_found" and MODEL in error["message"]
     error_of(server.get("/v1/models/gpt-5"), 404)
 
@@ -216,9 +216,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(server: Running
     ids=lambda body: repr(body[:40]),
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_body_that_is_no_request_is_a_bad_request(
-    server: RunningServer, path: str, body: bytes
-) -> None:
+def test_an_invalid_body_is_a_bad_request(server: RunningServer, path: str, body: bytes) -> None:
     error_of(httpx.post(server.url + path, content=body), 400)
 
 
@@ -231,7 +229,7 @@ def test_a_body_that_is_too_large_is_refused_with_and_without_a_length(
     error_of(httpx.post(server.url + COMPLETIONS, content=chunks), 413)
 
 
-def test_an_unknown_path_and_a_wrong_method_have_the_same_shape(server: RunningServer) -> None:
+def test_an_unknown_path_and_a_wrong_method_have_the_same_format(server: RunningServer) -> None:
     assert error_of(server.get("/v1/nothing"), 404)["code"] == "unknown_url"
     assert error_of(server.get("/nothing"), 404)["code"] == "unknown_url"
     response = server.get(COMPLETIONS)
@@ -239,17 +237,17 @@ def test_an_unknown_path_and_a_wrong_method_have_the_same_shape(server: RunningS
     assert response.headers["allow"] == "POST"
 
 
-def test_a_key_is_asked_for_on_every_route_but_health() -> None:
+def test_a_key_is_required_on_every_route_except_health() -> None:
     with running_server("--api-key", "secret") as server:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             error = error_of(server.get("/v1/models", headers=headers), 401)
             assert error["code"] == "invalid_api_key"
-        right = server.get("/v1/models", headers={"Authorization": "Bearer secret"})
-        assert right.status_code == 200
+        accepted = server.get("/v1/models", headers={"Authorization": "Bearer secret"})
+        assert accepted.status_code == 200
         assert server.get("/health").status_code == server.get("/ready").status_code == 200
 
 
-def test_more_answers_than_there_is_ever_room_for_are_no_matter_of_waiting(
+def test_more_answers_than_the_server_ever_accepts_are_not_worth_a_retry(
     server: RunningServer,
 ) -> None:
     for fields in ({"prompt": ["a"] * 1_300}, {"prompt": ["a"] * 26, "n": 50}):
@@ -259,7 +257,7 @@ def test_more_answers_than_there_is_ever_room_for_are_no_matter_of_waiting(
         assert response.headers["x-should-retry"] == "false"
 
 
-def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
+def test_a_full_queue_is_a_429_with_retry_after() -> None:
     with running_server("--max-num-seqs", "1", "--max-num-queued-reqs", "1") as server:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 50_000, "stream": True}
         with httpx.stream("POST", server.url + COMPLETIONS, json=body | {"n": 2}) as hog:

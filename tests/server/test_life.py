@@ -1,4 +1,4 @@
-"""Start, hang-ups, drain and end of a real server process."""
+"""Start, disconnects, drain and shutdown of a real server process."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
 
 COMPLETIONS = "/v1/completions"
-# Seconds of work that nothing but an end from outside cuts short.
+# Seconds of work, unless it is aborted.
 LONG = {"model": MODEL, "prompt": "Once", "max_tokens": 50_000, "seed": 1}
 
 
@@ -30,7 +30,7 @@ def server() -> Iterator[RunningServer]:
 
 
 def test_the_port_answers_503_while_the_model_loads() -> None:
-    server = RunningServer("--num-threads", "1")  # a real model, which takes a second at least
+    server = RunningServer("--num-threads", "1")  # a real model, which takes at least a second
     try:
         response = server.wait_until_answering()
         assert response.status_code == 503
@@ -46,7 +46,7 @@ def test_the_port_answers_503_while_the_model_loads() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_hanging_up_on_a_stream_frees_everything(server: RunningServer, n: int) -> None:
+def test_a_disconnect_from_a_stream_frees_everything(server: RunningServer, n: int) -> None:
     abandoned = server.metric('requests_total{outcome="abandoned"}')
     body = LONG | {"stream": True, "n": n}
     with httpx.stream("POST", server.url + COMPLETIONS, json=body) as response:
@@ -57,7 +57,7 @@ def test_hanging_up_on_a_stream_frees_everything(server: RunningServer, n: int) 
     assert server.metric('requests_total{outcome="abandoned"}') == abandoned + 1
 
 
-def test_hanging_up_on_a_plain_request_frees_everything(server: RunningServer) -> None:
+def test_a_disconnect_from_a_plain_request_frees_everything(server: RunningServer) -> None:
     abandoned = server.metric('requests_total{outcome="abandoned"}')
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + COMPLETIONS, json=LONG, timeout=0.3)
@@ -65,13 +65,13 @@ def test_hanging_up_on_a_plain_request_frees_everything(server: RunningServer) -
     assert server.metric('requests_total{outcome="abandoned"}') == abandoned + 1
 
 
-def test_hanging_up_on_a_batch_of_prompts_frees_everything(server: RunningServer) -> None:
+def test_a_disconnect_from_a_batch_of_prompts_frees_everything(server: RunningServer) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + COMPLETIONS, json=LONG | {"prompt": ["a", "b", "c"]}, timeout=0.3)
     server.wait_until_idle()
 
 
-def test_a_stop_string_ends_the_engines_work_too(server: RunningServer) -> None:
+def test_a_stop_string_also_ends_the_work_of_the_engine(server: RunningServer) -> None:
     text = server.complete(max_tokens=40).json()["choices"][0]["text"]
     before = server.metric("generated_tokens_total")
     answer = server.complete(max_tokens=50_000, stop=text[20:28]).json()
@@ -80,7 +80,7 @@ def test_a_stop_string_ends_the_engines_work_too(server: RunningServer) -> None:
     assert server.metric("generated_tokens_total") - before < 10_000
 
 
-def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
+def test_a_drain_finishes_running_requests_and_refuses_new_ones() -> None:
     with running_server() as server:
         body = LONG | {"max_tokens": 20_000, "stream": True}
         with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30) as response:
@@ -100,7 +100,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
         assert code == 0, errors
 
 
-def test_what_outlasts_the_drain_ends_with_an_error_event() -> None:
+def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event() -> None:
     with running_server("--shutdown-timeout", "0.2") as server:
         body = LONG | {"stream": True, "n": 4}
         with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30) as response:
@@ -114,7 +114,7 @@ def test_what_outlasts_the_drain_ends_with_an_error_event() -> None:
         assert code == 0, errors
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
+def test_a_second_signal_ends_the_server_at_once() -> None:
     with (
         running_server() as server,
         httpx.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}) as response,
@@ -135,10 +135,10 @@ def test_an_idle_server_drains_at_once() -> None:
         assert (code, errors) == (0, "")
 
 
-def test_a_server_that_still_downloads_its_model_ends_when_it_is_told_to(
+def test_a_server_that_downloads_its_model_ends_on_sigterm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as hub:  # it never answers
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # which never answers
         hub.settimeout(30)
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
         monkeypatch.setenv("HF_HOME", str(tmp_path))
@@ -154,7 +154,7 @@ def test_a_server_that_still_downloads_its_model_ends_when_it_is_told_to(
     assert (code, errors) == (0, "")
 
 
-def test_a_dead_engine_is_an_error_to_everyone_and_a_non_zero_exit() -> None:
+def test_a_dead_engine_fails_every_request_and_the_exit_code_is_not_zero() -> None:
     with running_server() as server:
         answers: list[httpx.Response] = []
         plain = threading.Thread(target=lambda: answers.append(server.complete(**LONG)))
@@ -176,7 +176,7 @@ def test_a_dead_engine_is_an_error_to_everyone_and_a_non_zero_exit() -> None:
         assert code == 1 and "engine" in errors and "Traceback" not in errors
 
 
-def test_an_engine_that_dies_amid_a_drain_is_no_clean_end() -> None:
+def test_an_engine_that_dies_during_a_drain_makes_the_exit_code_not_zero() -> None:
     with running_server() as server:
         body = LONG | {"stream": True}
         with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30) as response:
@@ -202,7 +202,7 @@ def penstock(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_a_port_that_is_taken_is_one_sentence_that_names_the_flag(server: RunningServer) -> None:
+def test_a_port_in_use_is_reported_in_one_line_that_names_the_flag(server: RunningServer) -> None:
     ended = penstock("serve", "--port", str(server.port), "--scripted")
     assert ended.returncode == 2
     assert "--port" in ended.stderr and ended.stderr.count("\n") == 1
@@ -220,7 +220,7 @@ def test_a_port_that_is_taken_is_one_sentence_that_names_the_flag(server: Runnin
     ],
     ids=str,
 )
-def test_a_mistake_on_the_command_line_is_one_sentence(arguments: list[str], word: str) -> None:
+def test_a_wrong_argument_is_reported_in_one_line(arguments: list[str], word: str) -> None:
     ended = penstock("serve", *arguments)
     assert ended.returncode == 2
     assert word in ended.stderr and "Traceback" not in ended.stderr
@@ -237,11 +237,11 @@ def test_the_version_is_printed() -> None:
     assert penstock("--version").stdout.startswith("penstock ")
 
 
-def test_ten_hangups_in_a_row_leave_nothing_behind(server: RunningServer) -> None:
+def test_ten_disconnects_in_a_row_leave_nothing_running(server: RunningServer) -> None:
     for _ in range(10):
         body = LONG | {"stream": True}
         with httpx.stream("POST", server.url + COMPLETIONS, json=body) as response:
-            next(response.iter_raw())  # and closes
+            next(response.iter_raw())  # and disconnects
     started_s = time.monotonic()
     server.wait_until_idle()
     assert time.monotonic() - started_s < 2

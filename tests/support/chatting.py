@@ -1,7 +1,7 @@
-"""What the tests of tools and reasoning share: answers that are written for them.
+"""Shared by tests of tools and reasoning: answers with a given text, without an engine.
 
-The ids are real ones of a tokenizer of single bytes with a few special tokens; they take the way
-from the request to the bytes of the answer, all but the engine.
+Their ids are those of a tokenizer of single bytes with a few special tokens. They pass through
+everything from the request to the bytes of the response, except the engine.
 """
 
 import asyncio
@@ -140,7 +140,7 @@ def prompt_of(model: ServedModel, **fields: Any) -> str:
 
 
 class Answer:
-    """One answer, token by token: its deltas, and what the wire makes of them."""
+    """One answer, token by token: its deltas, and the responses made of them."""
 
     def __init__(
         self,
@@ -149,13 +149,13 @@ class Answer:
         reason: FinishReason = FinishReason.STOP,
         **fields: Any,
     ) -> None:
-        self.asked = ask(model, **fields)
+        self.request = ask(model, **fields)
         self._writer = ChatWriter(
             Head("chatcmpl-1", "m", "fp"), model.encoder.vocabulary, AnswerOptions(wants_usage=True)
         )
-        make = self.asked.make_parser
-        decoder = TextDecoder(model.encoder.vocabulary, is_whole=True, shown=self.asked.markup)
-        self.choice = Choice(0, decoder, None, False, parser=make() if make else None)
+        make = self.request.make_reader
+        decoder = TextDecoder(model.encoder.vocabulary, is_whole=True, shown=self.request.markup)
+        self.choice = Choice(0, decoder, None, False, reader=make() if make else None)
         ids = list(model.encoder.encode_rendered(text))
         self.deltas: list[OutputDelta] = []
         for token_id in ids:
@@ -197,7 +197,7 @@ class Answer:
     def plain(self) -> Any:
         parts = [part for delta in self.deltas for part in delta.parts or ()]
         text = "".join(delta.text for delta in self.deltas)
-        has_parts = self.asked.make_parser is not None
+        has_parts = self.request.make_reader is not None
         whole = OutputDelta(
             0, text, [], self.choice.finish_reason, (), parts if has_parts else None
         )

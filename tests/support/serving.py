@@ -1,4 +1,4 @@
-"""What the server's tests share: a real server process on a free port, running scripted tokens."""
+"""Shared by the server's tests: a real server process on a free port, with scripted tokens."""
 
 import contextlib
 import os
@@ -15,19 +15,19 @@ import httpx
 from tests.support.paths import ROOT
 
 MODEL, ALIAS = "penstock-demo", "demo"
-# Room for streams that take seconds: the scripted executor makes some ten thousand tokens a second.
+# Allows streams of seconds: the scripted executor makes about ten thousand tokens a second.
 MAX_MODEL_LEN = 60_000
 _START_TIMEOUT_S = 30.0
 
 
 class RunningServer:
-    """A `penstock serve --scripted` of its own, and the ways to look at it."""
+    """A `penstock serve` process, and requests to it."""
 
     def __init__(self, *flags: str, port: int | None = None) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "penstock", "serve", "--port", str(self.port), *flags]
-        # A pipe that nobody reads is full at 64 KiB, and stops a server that writes more.
+        # Not a pipe: unread, it would be full at 64 KiB and block a server that writes more.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
@@ -54,7 +54,7 @@ class RunningServer:
         return self.post("/v1/chat/completions", body)
 
     def metric(self, name: str) -> float:
-        """A sample's value, by its name with its labels; 0 where it is not there yet."""
+        """The value of a sample, given by name and labels; 0 if it does not exist yet."""
         for line in self.get("/metrics").text.splitlines():
             if line.startswith(f"penstock_{name} "):
                 return float(line.rpartition(" ")[2])
@@ -67,19 +67,19 @@ class RunningServer:
             with contextlib.suppress(httpx.TransportError):
                 return self.get("/v1/models")
             time.sleep(0.005)
-        raise AssertionError(f"it never answered; exit code {self.process.poll()}")
+        raise AssertionError(f"the server never answered; exit code {self.process.poll()}")
 
     def wait_until_ready(self) -> None:
         self.wait_until_answering()
         wait_until(lambda: self.get("/ready").status_code == 200, timeout_s=_START_TIMEOUT_S)
 
     def wait_until_idle(self) -> None:
-        """Nothing runs and no block is held."""
+        """Waits until nothing runs and no KV block is in use."""
         names = ("running_sequences", "waiting_sequences", "kv_used_blocks")
         wait_until(lambda: not any(self.metric(name) for name in names))
 
     def exit_code(self, timeout_s: float = 15.0) -> tuple[int, str]:
-        """Waits for its end; the code, and what it wrote to stderr."""
+        """Waits for its end; returns the code and the text on stderr."""
         code = self.process.wait(timeout_s)
         with self._errors as errors:
             errors.seek(0)
@@ -106,7 +106,7 @@ def running_server(*flags: str, is_ready: bool = True) -> Iterator[RunningServer
 def wait_until(condition: Any, timeout_s: float = 10.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, "it did not come to pass in time"
+        assert time.monotonic() < deadline_s, "the condition did not become true in time"
         time.sleep(0.02)
 
 

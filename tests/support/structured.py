@@ -1,4 +1,4 @@
-"""What tests of structured output share: schemas as people send them, and what asks for them."""
+"""Shared by tests of structured output: typical schemas, and how to send and check them."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ _TEXT = {"type": "string", "maxLength": 12}
 
 
 def closed(properties: dict[str, Any], *optional: str) -> dict[str, Any]:
-    """An object schema in OpenAI's strict form, but for the properties that may be left out."""
+    """An object schema in OpenAI's strict form, except that some properties are optional."""
     required = [name for name in properties if name not in optional]
     return {
         "type": "object",
@@ -103,7 +103,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def json_schema(schema: dict[str, Any], name: str = "answer") -> dict[str, Any]:
-    """As OpenAI's response_format."""
+    """A response_format of OpenAI's."""
     described = {"name": name, "strict": True, "schema": schema}
     return {"type": "json_schema", "json_schema": described}
 

@@ -1,8 +1,8 @@
-"""The page at `/`: a playground and a live view, as plain files beside this one.
+"""The page at `/`: a playground and a live view, as plain files in this folder.
 
-It asks of this server what any client may ask, `/v1` and `/metrics`, with the key that its user
-types; so the page itself is open. Its headers let a browser load nothing from anywhere else, run
-no script that is written into the page, and take no text for markup.
+It uses the same routes as any client, `/v1` and `/metrics`, with the key that the user enters; so
+the page itself needs none. Its headers forbid the browser to load anything from elsewhere, to run
+inline scripts, and to treat text as markup.
 """
 
 from functools import cache
@@ -26,7 +26,7 @@ _HEADERS = {
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         "require-trusted-types-for 'script'"
     ),
-    "cache-control": "no-cache",  # a newer server's page is shown at once
+    "cache-control": "no-cache",  # so that the page is always that of the running server
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
@@ -46,12 +46,12 @@ async def asset(name: str) -> Response:
 
 
 def is_of_page(path: str) -> bool:
-    """Whether the path is the page's own, which needs no key."""
+    """Whether the path belongs to the page, which needs no key."""
     return path == "/" or path.startswith(ASSETS_PREFIX)
 
 
 def _file(name: str) -> Response:
-    """Raises HTTPException for what the page does not have."""
+    """Raises HTTPException for unknown names."""
     content = _contents().get(name)
     if content is None:
         raise HTTPException(404)
@@ -61,7 +61,7 @@ def _file(name: str) -> Response:
 
 @cache
 def _contents() -> dict[str, bytes]:
-    """Every file, by its name: what is not listed here cannot be asked for."""
+    """Name -> content of every file that is served; no other path is read."""
     names = (entry for entry in files(__package__).iterdir() if entry.is_file())
     return {
         entry.name: entry.read_bytes()

@@ -1,9 +1,9 @@
-// The server, as the page sees it: requests with the key, their errors as sentences, SSE events.
+// Access to the server: requests with the key, error messages, SSE events.
 
 const KEY = "penstock-api-key";
 
 export class ServerError extends Error {
-  // message: a sentence that says what to change. status: 0 where the server was not reached.
+  // message: a sentence that says what to change. status: 0 if the server was not reached.
   constructor(message, status) {
     super(message);
     this.status = status;
@@ -14,17 +14,17 @@ export function apiKey() {
   return sessionStorage.getItem(KEY) ?? "";
 }
 
-export function keepApiKey(key) {
+export function storeApiKey(key) {
   if (key) sessionStorage.setItem(KEY, key);
   else sessionStorage.removeItem(KEY);
 }
 
-// Relative to the page, so that it works under a proxy's path too.
+// Relative to the page, so that it also works under a proxy's path.
 export function address(path) {
   return new URL(path, document.baseURI).href;
 }
 
-// The response of a request that went well; throws ServerError, or AbortError by `signal`.
+// The response of a successful request. Throws ServerError, or AbortError if `signal` aborts.
 export async function request(path, { body, signal } = {}) {
   const headers = {};
   if (apiKey()) headers.authorization = `Bearer ${apiKey()}`;
@@ -36,35 +36,35 @@ export async function request(path, { body, signal } = {}) {
     response = await fetch(address(path), { method, headers, body: content, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The server cannot be reached; see whether it runs, then send again.", 0);
+    throw new ServerError("The server cannot be reached; check that it is running, then send again.", 0);
   }
-  if (!response.ok) throw new ServerError(await sentenceOf(response), response.status);
+  if (!response.ok) throw new ServerError(await messageOf(response), response.status);
   return response;
 }
 
-async function sentenceOf(response) {
-  // The server's own sentence is for those who write requests by hand.
-  if (response.status === 401) return `The server ${apiKey() ? "does not know this" : "asks for an"} API key; give ${apiKey() ? "another" : "it"} above.`;
+async function messageOf(response) {
+  // The server's own message is for people who write requests by hand.
+  if (response.status === 401) return apiKey() ? "The server does not accept this API key; enter another one above." : "The server requires an API key; enter it above.";
   const text = await response.text();
   try {
     return asSentence(JSON.parse(text).error.message);
   } catch {
-    return `The server answered with status ${response.status}; its log says why.`;
+    return `The server answered with status ${response.status}; see its log.`;
   }
 }
 
-// The server's sentences may begin with a field's name, so they are not capitalized.
+// Messages may begin with the name of a field, so they are not capitalized.
 export function asSentence(message) {
   return /[.!?]$/.test(message) ? message : `${message}.`;
 }
 
-// The JSON of each SSE event, as it comes; throws what ends the stream too soon.
+// The JSON of each SSE event as it arrives. Throws ServerError if the stream ends early.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await read(reader);
-    if (done) throw new ServerError("The answer broke off before its end; send again.", 0);
+    if (done) throw new ServerError("The answer was cut off; send again.", 0);
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();
     for (const block of blocks) {
@@ -80,7 +80,7 @@ async function read(reader) {
     return await reader.read();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The connection was lost amid the answer; send again.", 0);
+    throw new ServerError("The connection was lost during the answer; send again.", 0);
   }
 }
 
@@ -94,7 +94,7 @@ function checked(event) {
   return event;
 }
 
-// The same request for a terminal. The key itself is not written out.
+// The same request as a curl command. It refers to the key through an environment variable.
 export function curlLine(path, body) {
   const parts = [`curl ${body.stream ? "-N " : ""}${address(path)}`];
   if (apiKey()) parts.push('-H "Authorization: Bearer $PENSTOCK_API_KEY"');

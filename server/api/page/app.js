@@ -1,16 +1,16 @@
-// Joins the parts: colours, views, key, and which model is served.
+// Connects the parts: colours, views, the API key and the served model.
 
-import { apiKey, keepApiKey, request } from "./api.js";
+import { apiKey, storeApiKey, request } from "./api.js";
 import { byId, setOpen } from "./dom.js";
 import { startLive } from "./live.js";
 import { startPlayground } from "./playground.js";
 
 const THEME = "penstock-theme";
 const RETRY_MS = 1000;
-const AWAY = "The server is away";
+const AWAY = "The server cannot be reached";
 
 const playground = startPlayground({ onKeyNeeded: askForKey });
-const live = startLive({ onReach: (isReached) => (isReached ? findModel() : showState("away", AWAY)) });
+const live = startLive({ onReachable: (isReachable) => (isReachable ? findModel() : showState("away", AWAY)) });
 startTheme();
 startViews();
 startKey();
@@ -26,7 +26,7 @@ async function findModel() {
   } catch (error) {
     if (error.status === 401) {
       askForKey();
-      return; // the key's form comes back here
+      return; // submitting the key's form calls this again
     }
     showState(error.status ? "loading" : "away", error.status ? "The model is loading" : AWAY);
     setTimeout(findModel, RETRY_MS);
@@ -39,8 +39,8 @@ function showState(state, text) {
 }
 
 function askForKey() {
-  showState("locked", "The server asks for an API key");
-  if (apiKey()) byId("key-note").textContent = "The server does not know this key; give another.";
+  showState("locked", "The server requires an API key");
+  if (apiKey()) byId("key-note").textContent = "The server does not accept this key; enter another one.";
   setOpen(byId("key-open"), byId("key-form"), true);
   byId("key").focus();
 }
@@ -55,10 +55,10 @@ function startKey() {
     event.preventDefault();
     const key = byId("key").value.trim();
     if (/[^ -~]/.test(key)) {
-      byId("key-note").textContent = "A key has plain letters, digits and signs only, or no header can carry it; write it again.";
+      byId("key-note").textContent = "A key may contain only ASCII letters, digits and symbols, because it is sent in a header; enter it again.";
       return;
     }
-    keepApiKey(key);
+    storeApiKey(key);
     live.resume();
     setOpen(byId("key-open"), byId("key-form"), false);
     byId("prompt").focus();
@@ -82,7 +82,7 @@ function startTheme() {
   show();
 }
 
-// On a narrow screen one view at a time; on a wide one both are there, and these are not.
+// A narrow screen shows one view at a time; a wide one shows both, without these buttons.
 function startViews() {
   const buttons = document.querySelectorAll("[data-show]");
   for (const element of buttons) {

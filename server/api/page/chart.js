@@ -1,4 +1,4 @@
-// Drawings in SVG: lines over the last minutes, a bar with its peak, the roofline.
+// SVG charts: lines over the last minutes, a bar with its peak, the roofline.
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 300;
@@ -17,7 +17,7 @@ export function canvas(width = WIDTH, height = HEIGHT, isStretched = true) {
   return shape("svg", attributes);
 }
 
-// lines: [[{atMs, value or null}]], the first of them filled. mark: a value to draw a limit at.
+// lines: [[{atMs, value or null}]]; the area below the first is filled. mark: a limit to draw.
 export function drawLines(svg, lines, { nowMs, windowMs, mark }) {
   const values = lines.flat().map(({ value }) => value ?? 0);
   const top = Math.max(...values, mark ?? 0) * 1.08 || 1;
@@ -36,7 +36,7 @@ export function drawLines(svg, lines, { nowMs, windowMs, mark }) {
   svg.replaceChildren(...parts);
 }
 
-// The line's parts without gaps.
+// The parts of a line between gaps.
 function runs(line) {
   const found = [[]];
   for (const point of line) {
@@ -46,7 +46,7 @@ function runs(line) {
   return found.filter((run) => run.length);
 }
 
-// A bar to `ratio` of the peak, which stands at 1.
+// A bar of length `ratio`, with the peak at 1.
 export function drawBar(svg, ratio) {
   const end = WIDTH * 0.94;
   svg.replaceChildren(
@@ -102,7 +102,7 @@ function* grid(x, y, { lowX, highX, lowY, highY }) {
     yield shape("path", { class: "rule", d: `M${left},${y(10 ** power)}H${width - right}` });
     yield shape("text", { class: "tick", x: left - 6, y: y(10 ** power) + 3, "text-anchor": "end" }, short(10 ** power));
   }
-  yield shape("text", { class: "tick", x: width - right, y: height - 3, "text-anchor": "end" }, "operations a byte");
+  yield shape("text", { class: "tick", x: width - right, y: height - 3, "text-anchor": "end" }, "operations per byte");
   yield shape("text", { class: "tick", x: 0, y: 10 }, "operations/s");
 }
 

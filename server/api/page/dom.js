@@ -1,4 +1,4 @@
-// Elements and text. Whatever comes from the model or the server is set as text, never as markup.
+// Elements and text. Output of the model and the server is inserted as text, never as markup.
 
 export function byId(id) {
   return document.getElementById(id);
@@ -18,8 +18,8 @@ export function button(text, onClick) {
   return element;
 }
 
-// Text that comes in pieces, and is shown once a frame: a layout for each token would make a long
-// answer freeze the page. onShow: called when more of it stands there.
+// Text that arrives incrementally and is shown once per frame: with a layout for each token, a long
+// answer would freeze the page. onShow: called after more text is shown.
 export function growingText(onShow) {
   const node = document.createTextNode("");
   let rest = "";
@@ -35,13 +35,13 @@ export function growingText(onShow) {
   return { node, add, show, whole: () => node.data + rest };
 }
 
-// Opens or closes what a button with aria-expanded stands for.
+// Opens or closes the panel of a button with aria-expanded.
 export function setOpen(opener, panel, isOpen) {
   panel.hidden = !isOpen;
   opener.setAttribute("aria-expanded", String(isOpen));
 }
 
-// Puts text on the clipboard, and says so on the button for a moment.
+// Copies text to the clipboard, and briefly shows the result on the button.
 export async function copy(text, element) {
   const label = element.dataset.label ??= element.textContent;
   try {
@@ -54,7 +54,7 @@ export async function copy(text, element) {
 }
 
 async function writeToClipboard(text) {
-  // A browser has the first only where the page came by TLS or from this machine.
+  // Browsers provide navigator.clipboard only over TLS or from this machine.
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const area = make("textarea", { class: "unseen" });
   area.value = text;

@@ -1,4 +1,4 @@
-// The live view: reads /metrics each second while it can be seen, and keeps five minutes of it.
+// The live view: reads /metrics every second while it is visible, and keeps five minutes of values.
 
 import { request } from "./api.js";
 import { canvas, drawBar, drawLines, drawRoof, short } from "./chart.js";
@@ -7,84 +7,84 @@ import { CLASSES, isRestart, perSecond, quantile, readingOf, roofPoints, stepRat
 
 const PERIOD_MS = 1000;
 const WINDOW_MS = 300_000;
-// What is drawn at first; it grows with what there is.
+// The time axis at first; it grows with the readings.
 const LEAST_WINDOW_MS = 30_000;
-// Rates look back over this, long enough to be steady; quantiles longer, because they need requests.
+// Rates cover this span, long enough to be steady; quantiles a longer one, since they need requests.
 const RATE_MS = 3000;
 const QUANTILE_MS = 15_000;
 
-// of(now, back): the values of a card's lines; `back(ms)` is the reading of that long ago.
+// of(now, back): the values of a card's lines; `back(ms)` is the reading from that long ago.
 const CARDS = [
   {
-    id: "tokens", name: "Tokens a second", lines: ["out", "in"],
-    tip: "Tokens that the model gave out, and prompt tokens that came in, a second, over the last three seconds.",
+    id: "tokens", name: "Tokens per second", lines: ["out", "in"],
+    tip: "Generated tokens and prompt tokens per second, over the last three seconds.",
     of: (now, back) => [perSecond(back(RATE_MS), now, "generated"), perSecond(back(RATE_MS), now, "prompt")],
     show: whole,
   },
   {
     id: "ttft", name: "TTFT", lines: ["p50", "p95"],
-    tip: "Time to first token: from a request's arrival to its first token sent, of the last 15 seconds; half of the requests are below p50, 19 of 20 below p95.",
+    tip: "Time to first token: from the arrival of a request to its first token, over the last 15 seconds; half of the requests are below p50, 19 of 20 below p95.",
     of: (now, back) => quantiles("ttft", now, back), show: time,
   },
   {
     id: "tpot", name: "TPOT", lines: ["p50", "p95"],
-    tip: "Time per output token: the mean time of each token after a request's first, of those that ended in the last 15 seconds.",
+    tip: "Time per output token: the mean time of the tokens after the first, of the requests that ended in the last 15 seconds.",
     of: (now, back) => quantiles("tpot", now, back), show: time,
   },
   {
     id: "batch", name: "Batch", lines: ["running", "queued"],
-    tip: "Sequences that run together in one step, and those that wait in the queue for a place.",
+    tip: "Sequences that run together in one step, and sequences that wait in the queue.",
     of: (now) => [now.running, now.waiting], show: whole,
   },
   {
     id: "kv", name: "KV cache", lines: ["used"], mark: 1,
-    tip: "The share of the key-value cache's blocks that running sequences hold; at 100 % some of them must yield and are computed again later.",
+    tip: "The share of the key-value cache's blocks that running sequences hold; at 100 % some of them are preempted, and recomputed later.",
     of: (now) => [now.usedBlocks / (now.usedBlocks + now.idleBlocks + now.freeBlocks || 1)], show: percent,
   },
   {
     id: "hits", name: "Prefix hits", lines: ["hit"], mark: 1,
-    tip: "The share of prompt tokens that were found in the cache and so were not computed, of the last 15 seconds.",
+    tip: "The share of prompt tokens that were found in the prefix cache and not computed, over the last 15 seconds.",
     of: (now, back) => [hitShare(back(QUANTILE_MS), now)], show: percent,
   },
 ];
 const USES = [
   {
     id: "mbu", name: "MBU", ratio: "bandwidthRatio", peak: "bandwidthPeak", total: "bytes", unit: "B/s",
-    tip: "Model bandwidth utilization: the bytes that the steps must read, by their time, as a share of the memory bandwidth; decoding is fast when it is near 100 %, the dashed line.",
+    tip: "Model bandwidth utilization: the bytes per second that the steps must read, as a share of the memory bandwidth; decoding is fast when it is near 100 %, the dashed line.",
   },
   {
     id: "mfu", name: "MFU", ratio: "flopsRatio", peak: "flopsPeak", total: "flops", unit: "FLOP/s",
-    tip: "Model FLOPs utilization: the operations that the steps must do, by their time, as a share of the peak rate; prefill is fast when it is near 100 %, the dashed line.",
+    tip: "Model FLOPs utilization: the operations per second of the steps, as a share of the peak rate; prefill is fast when it is near 100 %, the dashed line.",
   },
 ];
 
 let readings = [];
 let views = [];
 
-// onReach(isReached): called when the server goes away, and when it is back. Gives `resume`, for when
-// there is a key: without one, it does not ask on and on.
-export function startLive({ onReach }) {
+// onReachable(isReachable): called when the server becomes unreachable or reachable. Returns `resume`,
+// to be called with a new key: after a 401 the view stops reading.
+export function startLive({ onReachable }) {
   views = [...CARDS.map(lineCard), ...USES.map(useCard), roofCard()];
   byId("cards").append(...views.map((view) => view.element));
   let isLocked = false;
-  let isReached = true;
-  const reach = (isReachedNow) => {
-    if (isReachedNow !== isReached) onReach(isReachedNow);
-    isReached = isReachedNow;
+  let isReachable = true;
+  const reach = (isReachableNow) => {
+    if (isReachableNow !== isReachable) onReachable(isReachableNow);
+    isReachable = isReachableNow;
   };
   const read = async () => {
     try {
       const response = await request("metrics");
       reach(true);
       keep(readingOf(await response.text(), performance.now()));
-      note(windowMs() < WINDOW_MS ? "Each second, since this page was opened" : "Each second, the last five minutes");
+      note(windowMs() < WINDOW_MS ? "Every second since this page was opened" : "Every second, the last five minutes");
     } catch (error) {
       isLocked = error.status === 401;
       reach(error.status !== 0);
       note(error.message);
     }
   };
-  // One after the other: a slow server is not asked faster than it answers.
+  // One request at a time: a slow server gets no more requests than it answers.
   const loop = async () => {
     if (!document.hidden && !isLocked) await read();
     setTimeout(loop, PERIOD_MS);
@@ -129,8 +129,8 @@ function lineCard(card) {
   return { element, show };
 }
 
-// A bar and five minutes, against the peak measured at start, else the datasheet's. Where neither is
-// known, the rate itself.
+// A bar and five minutes of values, relative to the peak measured at start, else to the datasheet's. If
+// neither is known, the rate itself.
 function useCard(use) {
   const value = make("strong", { class: "value value-0" }, "–");
   const peakText = make("small");
@@ -142,7 +142,7 @@ function useCard(use) {
     const used = source ? now[use.ratio][source] ?? 0 : stepRate(back(QUANTILE_MS), now, use.total);
     kept = [...kept.filter(({ atMs }) => atMs > now.atMs - WINDOW_MS), { atMs: now.atMs, value: used }];
     value.textContent = source ? percent(used) : short(used, use.unit);
-    peakText.textContent = source ? `of ${short(now[use.peak][source], use.unit)} ${source}` : "peak not known here";
+    peakText.textContent = source ? `of ${short(now[use.peak][source], use.unit)} ${source}` : "peak unknown";
     bar.toggleAttribute("hidden", !source);
     if (source) drawBar(bar, used);
     drawLines(svg, [kept], { nowMs: now.atMs, windowMs: windowMs(), mark: source ? 1 : undefined });
@@ -154,7 +154,7 @@ function roofCard() {
   const svg = canvas(372, 214, false);
   const text = make("p", {}, make("small", {}, "Waiting for steps"));
   const legend = make("ul", { class: "legend" });
-  const card = { id: "roof", name: "Roofline: steps against the hardware's limit", tip: "The line is the most that the hardware can do. On its slope the memory is the limit: each byte that is read serves few operations, as in decoding; on its flat part it is arithmetic, as in prefill. The points are the steps of the last 15 seconds; the gap above each is what is left." };
+  const card = { id: "roof", name: "Roofline: steps against the hardware's limit", tip: "The line is the limit of the hardware. On its slope the limit is memory bandwidth: few operations per byte read, as in decoding; on its flat part it is arithmetic, as in prefill. The points are the steps of the last 15 seconds; the gap above each is its distance from the limit." };
   const element = cardElement(card, text, svg, legend);
   const show = (now, back) => {
     const source = peakOf(now.bandwidthPeak);
@@ -162,7 +162,7 @@ function roofCard() {
     svg.toggleAttribute("hidden", !source);
     legend.hidden = !source;
     if (!source) {
-      text.firstChild.textContent = "The hardware's bandwidth is not known here, so there is no roof to draw.";
+      text.firstChild.textContent = "The bandwidth of this hardware is unknown, so there is no roofline.";
       return;
     }
     const flopsPeak = now.flopsPeak[peakOf(now.flopsPeak)];
@@ -174,17 +174,17 @@ function roofCard() {
   return { element, show };
 }
 
-// One class of steps in words: what share of its limit it reaches, and which limit that is.
+// One class of steps in words: the share of its limit that it reaches, and which limit that is.
 function legendLine(name, point, { bandwidthPeak, flopsPeak }) {
   const letter = make("span", { class: `letter ${name}`, "aria-hidden": "true" }, name[0].toUpperCase());
-  if (!point) return make("li", {}, letter, `${name}: none lately`);
+  if (!point) return make("li", {}, letter, `${name}: no recent steps`);
   const byMemory = point.intensity * bandwidthPeak;
   const isMemory = !(flopsPeak < byMemory);
   const share = percent(point.rate / (isMemory ? byMemory : flopsPeak));
-  return make("li", {}, letter, `${name}: `, make("strong", {}, share), ` of what ${isMemory ? "memory" : "arithmetic"} allows`);
+  return make("li", {}, letter, `${name}: `, make("strong", {}, share), ` of the limit by ${isMemory ? "memory" : "arithmetic"}`);
 }
 
-// What the number means is told on hover and on focus, and to a screen reader.
+// The meaning of the number is shown on hover and on focus, and read out by screen readers.
 function cardElement({ id, name, tip }, ...content) {
   const tipElement = make("p", { class: "tip", role: "tooltip", id: `${id}-tip` }, tip);
   const attributes = { class: "card", id, role: "group", tabindex: "0", "aria-label": name, "aria-describedby": `${id}-tip` };

@@ -1,4 +1,4 @@
-// `/metrics` as numbers: one reading of what the live view shows, and what two readings tell.
+// `/metrics` as numbers: one reading of what the live view shows, and what follows from two.
 
 const LINE = /^penstock_(\w+)(?:\{([^}]*)\})? (\S+)$/;
 const LABEL = /(\w+)="([^"]*)"/g;
@@ -19,7 +19,7 @@ function parse(text) {
   return series;
 }
 
-// atMs: when it was read.
+// atMs: the time of the reading.
 export function readingOf(text, atMs) {
   const series = parse(text);
   const all = (name) => series.get(name) ?? [];
@@ -53,7 +53,7 @@ export function readingOf(text, atMs) {
   };
 }
 
-// Counters start anew with the server.
+// Counters start at zero with the server.
 export function isRestart(before, now) {
   return now.generated < before.generated || now.prompt < before.prompt;
 }
@@ -62,8 +62,8 @@ export function perSecond(before, now, name) {
   return (now[name] - before[name]) / ((now.atMs - before.atMs) / 1e3);
 }
 
-// A quantile of what a histogram took in between two readings, in its unit; null where nothing.
-// Within a bucket it is taken to rise evenly, as Prometheus does.
+// A quantile of the values that a histogram observed between two readings, in its unit; null if none.
+// Interpolates linearly within a bucket, as Prometheus does.
 export function quantile(share, before, now) {
   const counts = now.map(([bound, count], i) => [bound, count - (before[i]?.[1] ?? 0)]);
   const total = counts.at(-1)?.[1] ?? 0;
@@ -75,22 +75,22 @@ export function quantile(share, before, now) {
   return high === Infinity ? low : low + (high - low) * ((rank - below) / (upTo - below));
 }
 
-// What the steps did of it for each second that they took: "bytes" or "flops".
+// "bytes" or "flops" of the steps, per second of step time.
 export function stepRate(before, now, name) {
-  const grown = (kind) => sum(now[kind]) - sum(before[kind]);
-  return grown("seconds") ? grown(name) / grown("seconds") : 0;
+  const increase = (kind) => sum(now[kind]) - sum(before[kind]);
+  return increase("seconds") ? increase(name) / increase("seconds") : 0;
 }
 
 function sum(byClass) {
   return Object.values(byClass).reduce((total, value) => total + value, 0);
 }
 
-// Where each class of steps stood under the roof: [{name, intensity, rate}].
+// The point of each class of steps in the roofline: [{name, intensity, rate}].
 export function roofPoints(before, now) {
-  const grown = (name, kind) => (now[name][kind] ?? 0) - (before[name][kind] ?? 0);
+  const increase = (name, kind) => (now[name][kind] ?? 0) - (before[name][kind] ?? 0);
   const points = [];
   for (const name of CLASSES) {
-    const [bytes, flops, seconds] = ["bytes", "flops", "seconds"].map((each) => grown(each, name));
+    const [bytes, flops, seconds] = ["bytes", "flops", "seconds"].map((each) => increase(each, name));
     if (bytes > 0 && flops > 0 && seconds > 0) points.push({ name, intensity: flops / bytes, rate: flops / seconds });
   }
   return points;

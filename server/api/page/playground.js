@@ -1,4 +1,4 @@
-// The playground: one question at a time, its answer as it comes, and what it took.
+// The playground: one question at a time, its streamed answer, and its timings.
 
 import { curlLine, events, request } from "./api.js";
 import { button, byId, copy, growingText, make, setOpen } from "./dom.js";
@@ -8,9 +8,9 @@ const SUGGESTIONS = ["Who are you?", "What is continuous batching?", "Tell me a 
 const NEAR_END_PX = 80;
 
 let model = null;
-let running = null; // the AbortController of the answer that is on its way
-let isFollowing = true; // the end of the conversation, until its reader scrolls away from it
-let turns = []; // {question, answer} of the chat: those that went well, or were stopped
+let running = null; // the AbortController of the running request
+let isFollowing = true; // whether to scroll to the end, until the user scrolls away from it
+let turns = []; // {question, answer} of the chat, if completed or stopped
 
 export function startPlayground({ onKeyNeeded }) {
   startSettings();
@@ -75,7 +75,7 @@ function onFailure(error, question, view, onKeyNeeded) {
   }
   if (!error.status && !(error instanceof SettingsError)) console.warn(error.message);
   view.fail(error.message);
-  if (!byId("prompt").value) byId("prompt").value = question; // to be mended and sent again
+  if (!byId("prompt").value) byId("prompt").value = question; // to be corrected and sent again
   fitPrompt();
   if (error instanceof SettingsError) {
     setOpen(byId("settings-open"), byId("settings"), true);
@@ -89,7 +89,7 @@ function remember(question, answer) {
 }
 
 function requestFor(question) {
-  if (!model) throw new SettingsError("The model is not there yet; wait until its name stands above.", "prompt");
+  if (!model) throw new SettingsError("The model is not ready yet; wait until its name appears above.", "prompt");
   const { system, ...fields } = readSettings();
   const body = { model, ...fields };
   if (body.stream) body.stream_options = { include_usage: true };
@@ -106,7 +106,7 @@ function isCompletion() {
   return document.querySelector("input[name=mode]:checked").value === "completion";
 }
 
-// Fills the view; returns the answer's figures.
+// Fills the view; returns the figures of the answer.
 async function answer(path, body, view) {
   const startMs = performance.now();
   const response = await request(path, { body, signal: running.signal });
@@ -128,10 +128,10 @@ async function answer(path, body, view) {
   return { ...figures, ttftMs: figures.firstMs - startMs, totalMs: performance.now() - startMs };
 }
 
-// Whether there was text in it.
+// Returns whether there was text in it.
 function take(choice, view) {
   const part = choice.delta ?? choice.message ?? { content: choice.text };
-  if (part.reasoning_content) view.think(part.reasoning_content);
+  if (part.reasoning_content) view.reason(part.reasoning_content);
   if (part.content) view.write(part.content);
   return Boolean(part.reasoning_content || part.content);
 }
@@ -147,8 +147,8 @@ function usageOf({ usage }) {
 function addTurn(question) {
   byId("welcome").hidden = true;
   const text = growingText(followEnd);
-  const thoughts = growingText(followEnd);
-  const thinking = make("details", { class: "thoughts" }, make("summary", {}, "Thoughts"), make("div", {}, thoughts.node));
+  const reasoning = growingText(followEnd);
+  const details = make("details", { class: "reasoning" }, make("summary", {}, "Reasoning"), make("div", {}, reasoning.node));
   const content = make("div", { class: "content" }, text.node);
   const foot = make("div", { class: "foot" });
   const answerView = make("article", { class: "answer waiting", "aria-label": "Answer" }, content, foot);
@@ -158,7 +158,7 @@ function addTurn(question) {
   const finish = () => {
     answerView.classList.remove("waiting");
     text.show();
-    thoughts.show();
+    reasoning.show();
     foot.append(...tools(text.whole(), command));
     updateButtons();
   };
@@ -166,9 +166,9 @@ function addTurn(question) {
     text: text.whole,
     curl: (line) => { command = line; },
     write: (more) => { text.add(more); answerView.classList.remove("waiting"); },
-    think: (more) => {
-      if (!thinking.isConnected) content.before(thinking);
-      thoughts.add(more);
+    reason: (more) => {
+      if (!details.isConnected) content.before(details);
+      reasoning.add(more);
     },
     end: (figures, note) => {
       foot.append(figures ? figureList(figures) : make("p", { class: "stopped" }, note));
@@ -187,7 +187,7 @@ function tools(text, command) {
   if (text) row.append(button("Copy", (element) => copy(text, element)));
   const parts = [row];
   if (command) {
-    const line = make("pre", { tabindex: "0", role: "group", "aria-label": "The request as a curl line" }, command);
+    const line = make("pre", { tabindex: "0", role: "group", "aria-label": "The request as a curl command" }, command);
     const box = make("div", { class: "curl", hidden: "" }, line, button("Copy curl", (element) => copy(command, element)));
     const opener = button("curl", (element) => setOpen(element, box, box.hidden));
     opener.setAttribute("aria-expanded", "false");
@@ -202,16 +202,16 @@ function figureList(figures) {
   const decodeMs = figures.lastMs - figures.firstMs;
   const list = make("dl", { class: "figures" });
   const add = (name, value, tip) => list.append(make("div", { title: tip }, make("dt", {}, name), make("dd", {}, value)));
-  if (figures.ttftMs) add("TTFT", ms(figures.ttftMs), "From sending the question to the first text of the answer, as this page saw it.");
+  if (figures.ttftMs) add("TTFT", ms(figures.ttftMs), "From sending the question to the first text of the answer, as measured by this page.");
   if (numOut > 1 && decodeMs > 0) {
-    add("TPOT", ms(decodeMs / (numOut - 1)), "The mean time of each token after the first.");
+    add("TPOT", ms(decodeMs / (numOut - 1)), "The mean time per token after the first.");
   }
-  add("Speed", `${rate((numOut / figures.totalMs) * 1e3)} tok/s`, "Tokens of the answer by its whole time, waiting included.");
+  add("Speed", `${rate((numOut / figures.totalMs) * 1e3)} tok/s`, "Tokens of the answer divided by the total time, queueing included.");
   add("Total", ms(figures.totalMs), "From sending the question to the end of the answer.");
-  add("In", numCached ? `${numIn} (${numCached} cached)` : `${numIn}`, "Tokens of the prompt, and how many of them the prefix cache spared.");
+  add("In", numCached ? `${numIn} (${numCached} cached)` : `${numIn}`, "Tokens of the prompt, and how many of them were in the prefix cache.");
   add("Out", `${numOut}`, "Tokens of the answer.");
   add("End", finish === "length" ? "length" : "stop", finish === "length"
-    ? "Max tokens, or the model's context, cut the answer." : "The model ended its answer, or a stop string did.");
+    ? "The answer reached max tokens or the end of the model's context." : "The model or a stop string ended the answer.");
   return list;
 }
 

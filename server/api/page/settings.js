@@ -1,4 +1,4 @@
-// What is sent beside the question. An empty field is not sent: the model's default holds.
+// The settings of a request. Empty fields are not sent, so that the model's defaults apply.
 
 import { byId } from "./dom.js";
 
@@ -11,7 +11,7 @@ const EXAMPLE_SCHEMA = {
 };
 
 export class SettingsError extends Error {
-  // field: the id of the one to change.
+  // field: the id of the field to change.
   constructor(message, field) {
     super(message);
     this.field = field;
@@ -27,7 +27,7 @@ export function startSettings() {
   for (const radio of document.querySelectorAll("input[name=mode]")) {
     radio.addEventListener("change", () => {
       document.querySelector(".only-chat").hidden = radio.value === "completion";
-      byId("prompt").placeholder = radio.value === "completion" ? "A text to go on from" : "Ask something";
+      byId("prompt").placeholder = radio.value === "completion" ? "A text to continue" : "Ask something";
     });
   }
 }
@@ -49,7 +49,7 @@ export function readSettings() {
 function readNumber(name) {
   const input = byId(name);
   if (input.validity.badInput) {
-    throw new SettingsError(`${name} is no number; write one, or clear the field for the default.`, name);
+    throw new SettingsError(`${name} is not a number; enter one, or clear the field for the default.`, name);
   }
   return input.value === "" ? null : Number(input.value);
 }
@@ -60,6 +60,6 @@ function readFormat() {
   try {
     return { type, json_schema: { name: "answer", strict: true, schema: JSON.parse(byId("schema").value) } };
   } catch (error) {
-    throw new SettingsError(`The JSON schema is no JSON (${error.message}); mend it, or choose another answer format.`, "schema");
+    throw new SettingsError(`The JSON schema is not valid JSON (${error.message}); correct it, or choose another answer format.`, "schema");
   }
 }

@@ -1,10 +1,10 @@
-"""Text that a model writes to the parts of its answer: what is plain, and which functions it calls.
+"""From the text of an answer to its parts: plain text, and calls of functions.
 
-One state machine for each way of writing calls, fed a little at a time. What may be the markup of
-a call is held back until that is certain; if it turns out to be none, it comes out as plain text.
-So the parts do not depend on how the text was cut, and no character of a plain text is lost.
-Whitespace around a call belongs to its markup. Once a call has started its arguments stream; should
-the markup break after that, what was sent stays and the rest is plain text.
+One state machine for each format of calls, fed incrementally. Text that may be the markup of a call
+is held back until it is certain; if it is not markup, it is emitted as plain text. So the parts do
+not depend on how the text was divided, and no character of plain text is lost. Whitespace around a
+call belongs to its markup. Once a call has started, its arguments stream; if the markup is
+malformed after that, the arguments sent so far remain and the rest is plain text.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.server.tools.parsers.base import ToolParser, new_call_id
 from penstock.server.tools.parsers.deepseek import DEEPSEEK_MARKUP, DeepSeekParser
-from penstock.server.tools.parsers.headed import KimiParser, MistralParser
+from penstock.server.tools.parsers.header_calls import KimiParser, MistralParser
 from penstock.server.tools.parsers.json_calls import (
     HermesParser,
     JsonParser,
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class ToolFormat(StrEnum):
-    """How a model writes calls. The names are vLLM's, but for the last."""
+    """The format in which a model writes calls. The names are vLLM's, except for the last."""
 
     HERMES = "hermes"
     LLAMA3_JSON = "llama3_json"
@@ -91,7 +91,7 @@ def make_tool_parser(
     return _PARSERS[form](names, schemas=schemas, max_calls=max_calls)
 
 
-# What the parsers must see, though it may be special tokens.
+# Markup that the parsers must see even where it consists of special tokens.
 MARKUP = (
     "<tool_call>",
     "</tool_call>",

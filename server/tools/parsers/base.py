@@ -1,4 +1,4 @@
-"""What all the machines share that read calls: plain text, markers, and the parts that come out."""
+"""What all parsers of calls share: plain text, markers, and the parts that they emit."""
 
 import re
 import secrets
@@ -8,9 +8,9 @@ from typing import Any
 from penstock.server.output.json_scanner import WHITESPACE
 from penstock.server.output.parts import CallArguments, CallStart, Part, TextPart, merged
 
-# No model writes so much between the marker and the arguments; longer is no call.
+# No model writes this much between the marker and the arguments; longer text is not a call.
 MAX_NAME_CHARS = 256
-# The first characters of all markers, and the end of a line, behind which JSON may begin.
+# The first characters of all markers, and the line break, after which JSON may begin.
 _MAY_BEGIN_MARKUP = re.compile(r"[<\[{\n]")
 
 
@@ -19,12 +19,12 @@ def new_call_id() -> str:
 
 
 class ToolParser:
-    """What all the machines share. A state is a method that takes one character.
+    """The base of all state machines. A state is a method that takes one character.
 
-    names: the functions that there are. Markup that a text may well have by chance (bare JSON, a
-    list in brackets) counts as a call only of one of these. schemas: of their arguments, for the
-    formats that write values without quotes, so that only the schema tells 5 from "5". max_calls:
-    `is_over` turns true when so many are complete, and nothing more is taken.
+    names: of the functions. Markup that plain text may contain by chance (bare JSON, a list in
+    brackets) counts as a call only if it names one of them. schemas: of their arguments, for
+    formats that write values without quotes, where only the schema distinguishes 5 from "5".
+    max_calls: once this many are complete, `is_over` is true and further text is ignored.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class ToolParser:
         self._state: Callable[[str], None] = self._in_text
         self._parts: list[Part] = []
         self._held = ""  # what may be markup
-        self._space = ""  # whitespace that falls away should a call follow
-        self._is_behind_call = False
+        self._space = ""  # whitespace that is dropped if a call follows
+        self._is_after_call = False
 
     def feed(self, text: str) -> list[Part]:
         position = 0
         while position < len(text) and not self.is_over:
             if plain := self._plain_run(text, position):
-                self._say(plain)
-                self._pass_over(plain)
+                self._emit_text(plain)
+                self._on_plain_run(plain)
                 position += len(plain)
             else:
                 self._state(text[position])
@@ -61,19 +61,19 @@ class ToolParser:
         return self._take()
 
     def _plain_run(self, text: str, start: int) -> str:
-        """From there on, what cannot begin any markup: most of all text, and said at once."""
+        """The text from `start` up to possible markup; most text passes this way, at once."""
         if self._held or self._state != self._in_text:
             return ""
         found = _MAY_BEGIN_MARKUP.search(text, start)
         return text[start : found.start() if found else len(text)]
 
-    def _pass_over(self, plain: str) -> None:
-        """What a parser has to remember of a line that it has not seen character by character."""
+    def _on_plain_run(self, plain: str) -> None:
+        """For parsers that track the line: text that did not pass character by character."""
 
     def end(self) -> list[Part]:
-        """No more text comes: what was held back is plain."""
+        """The answer has ended: text held back is plain."""
         if not self.is_over:
-            self._say(self._release())
+            self._emit_text(self._take_held())
             if self._space:
                 self._parts.append(TextPart(self._space))
                 self._space = ""
@@ -86,48 +86,48 @@ class ToolParser:
         parts, self._parts = self._parts, []
         return merged(parts)
 
-    def _release(self) -> str:
+    def _take_held(self) -> str:
         held, self._held = self._held, ""
         return held
 
-    def _say(self, text: str) -> None:
-        """Plain text, but for whitespace at its end, which waits to see what comes."""
-        if self._is_behind_call:
+    def _emit_text(self, text: str) -> None:
+        """Emits plain text, except for whitespace at its end, which waits for what follows."""
+        if self._is_after_call:
             text = text.lstrip(WHITESPACE)
             if not text:
                 return
-            self._is_behind_call = False
+            self._is_after_call = False
         text = self._space + text
-        said = text.rstrip(WHITESPACE)
-        self._space = text[len(said) :]
-        if said:
-            self._parts.append(TextPart(said))
+        stripped = text.rstrip(WHITESPACE)
+        self._space = text[len(stripped) :]
+        if stripped:
+            self._parts.append(TextPart(stripped))
 
     def _replay(self, text: str) -> None:
-        """It was no markup of a call: back to plain text, from here."""
+        """The text was not markup: reads it again from the state of plain text."""
         self._state = self._in_text
         for char in text:
             self._state(char)
 
-    def _give_up(self, char: str) -> None:
-        """What is held is plain; this character may be anything."""
-        self._say(self._release())
+    def _reject(self, char: str) -> None:
+        """The held text is not markup but plain; `char` may still begin markup."""
+        self._emit_text(self._take_held())
         self._replay(char)
 
     def _match(self, char: str, markers: tuple[str, ...]) -> str | None:
-        """In plain text: the marker that is complete now, taken out. Else text that is certain."""
+        """The marker that `char` completes, if any; emits text that cannot belong to a marker."""
         self._held += char
         if self._held in markers:
-            return self._release()
+            return self._take_held()
         while self._held and not any(marker.startswith(self._held) for marker in markers):
             first, self._held = self._held[0], self._held[1:]
-            self._say(first)
+            self._emit_text(first)
         return None
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
-        """call_id: the model's own, where its format has them."""
+        """call_id: the one that the model wrote, in formats that have them."""
         self._held = self._space = ""
-        self._is_behind_call = False
+        self._is_after_call = False
         self._parts.append(CallStart(self.num_calls, call_id or self._make_id(), name))
         self.num_calls += 1
 
@@ -136,7 +136,7 @@ class ToolParser:
 
     def _end_call(self, then: Callable[[str], None]) -> None:
         self._held = ""
-        self._is_behind_call = True
+        self._is_after_call = True
         self._state = then
         self._num_done += 1
         self.is_over = self._num_done == self._max_calls

@@ -1,4 +1,4 @@
-"""`{"name": ..., "arguments": {...}}`, as most formats write a call, read as it is written."""
+"""`{"name": ..., "arguments": {...}}`, the call in most formats, read incrementally."""
 
 import json
 from enum import Enum, auto
@@ -14,26 +14,26 @@ class Status(Enum):
 
 
 class CallObject:
-    """`{"name": ..., "arguments": {...}}` as it is written, its keys in any order.
+    """Reads one `{"name": ..., "arguments": {...}}`, with its keys in any order.
 
-    Starts the call at the parser as soon as the name is known and the arguments begin. They may be
-    called "parameters", and be a string that holds JSON.
+    Starts the call at the parser as soon as the name is known and the arguments begin. The key may
+    also be "parameters", and the arguments a string that contains JSON.
     """
 
     _ARGUMENTS = ("arguments", "parameters")
     _STRINGS = ("name", "type", "id")
 
     def __init__(self, parser: ToolParser, names: frozenset[str] | None) -> None:
-        """names: None where any name may be called."""
+        """names: of the functions; None accepts any name."""
         self.has_started = False
         self._parser = parser
         self._names = names
         self._scanner = JsonScanner()
         self._key = ""
-        self._raw = ""  # the key or value at depth 1 that is being written
+        self._raw = ""  # the key or value at depth 1 that is being read
         self._seen: set[str] = set()
         self._name: str | None = None
-        self._arguments: str | None = None  # where they came before the name
+        self._arguments: str | None = None  # if they precede the name
 
     def feed(self, char: str) -> Status:
         scanner = self._scanner
@@ -51,7 +51,7 @@ class CallObject:
         self._raw += char
         if self._is_streaming:
             self._parser.add_arguments(char)
-            self._raw = "{"  # only that there is something
+            self._raw = "{"  # only marks that the value has begun
         if scanner.depth == 1 and not self._end_item(scanner.expects):
             return Status.BROKEN
         return Status.MORE
@@ -61,7 +61,7 @@ class CallObject:
         return self.has_started and self._key in self._ARGUMENTS
 
     def _may_begin(self, char: str) -> bool:
-        """The first character of a value at depth 1."""
+        """Whether a value at depth 1 may begin with this character."""
         if self._key in self._STRINGS:
             return char == '"'
         if char == "{" and self._name is not None:
@@ -69,7 +69,7 @@ class CallObject:
         return char in '{"n'
 
     def _end_item(self, expects: Expect) -> bool:
-        """Whether a key or a value that ends here, if one does, is one that a call has."""
+        """False if a key or a value that ends here does not belong in a call."""
         if expects is Expect.COLON:
             self._key, self._raw = json.loads(self._raw), ""
             is_new = self._kind not in self._seen
@@ -81,7 +81,7 @@ class CallObject:
         kind, self._key = self._kind, ""
         if kind == "name":
             self._name = name = json.loads(raw)
-            is_name = bool(name) and name.isprintable()  # which lone surrogates are not
+            is_name = bool(name) and name.isprintable()  # false for lone surrogates
             return is_name and (self._names is None or name in self._names)
         if kind == "arguments" and not self.has_started:
             self._arguments = _arguments_of(raw)
@@ -107,7 +107,7 @@ class CallObject:
 
 
 def _arguments_of(raw: str) -> str | None:
-    """What was written where the arguments belong; None if it is no object."""
+    """The arguments as a JSON object, given as an object, a string of JSON, or null; else None."""
     if raw == "null":
         return "{}"
     if raw[0] == '"':
@@ -119,7 +119,7 @@ def _arguments_of(raw: str) -> str | None:
 
 
 def is_text(text: str) -> bool:
-    """Without lone surrogates, which JSON can spell and no client can read."""
+    """Whether it has no lone surrogates, which JSON can express and clients cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError:

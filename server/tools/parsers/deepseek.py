@@ -1,18 +1,18 @@
-"""DeepSeek's way of writing calls. Its markers have bars that are none of ASCII's."""
+"""DeepSeek's format of calls. Its markers contain a fullwidth vertical bar, not ASCII's."""
 
 import re
 
-from penstock.server.tools.parsers.headed import SectionParser
+from penstock.server.tools.parsers.header_calls import SectionParser
 
 
-def _mark(words: str) -> str:
+def _marker(name: str) -> str:
     bar = "\N{FULLWIDTH VERTICAL LINE}"
-    return f"<{bar}{words.replace(' ', chr(0x2581))}{bar}>"
+    return f"<{bar}{name.replace(' ', chr(0x2581))}{bar}>"
 
 
-CALLS_BEGIN, CALLS_END = _mark("tool calls begin"), _mark("tool calls end")
-CALL_BEGIN, CALL_END = _mark("tool call begin"), _mark("tool call end")
-SEPARATOR = _mark("tool sep")
+CALLS_BEGIN, CALLS_END = _marker("tool calls begin"), _marker("tool calls end")
+CALL_BEGIN, CALL_END = _marker("tool call begin"), _marker("tool call end")
+SEPARATOR = _marker("tool sep")
 DEEPSEEK_MARKUP = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 
 
@@ -26,7 +26,7 @@ class DeepSeekParser(SectionParser):
     _SECTION_BEGIN, _SECTION_END = CALLS_BEGIN, CALLS_END
     _CALL_BEGIN = CALL_BEGIN
     _CALL_ENDS = (CALL_END, f"```{CALL_END}")
-    _HEAD = re.compile(
+    _HEADER = re.compile(
         rf"\s*(?:function\s*{SEPARATOR})?\s*(?P<name>[\w.-]+)\s*"
         rf"(?:{SEPARATOR})?\s*(?:```(?:json)?)?\s*"
     )

@@ -1,4 +1,4 @@
-"""The formats in which a call is a JSON object: with a marker before it, in a list, or bare."""
+"""The formats in which a call is a JSON object: after a marker, in a list, or bare."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from penstock.server.tools.parsers.call_object import CallObject, Status
 
 
 class ObjectCalls(ToolParser):
-    """Reads objects, one behind another. A subclass says what may stand before and behind them."""
+    """Reads a sequence of objects. A subclass defines what may precede and follow them."""
 
-    # Whether an object counts as a call whatever name it has, since a marker announced it.
+    # Whether an object is a call even of an unknown function, since a marker precedes it.
     _takes_any_name = True
 
     def _before_object(self, char: str) -> None:
@@ -19,7 +19,7 @@ class ObjectCalls(ToolParser):
         elif char == "{":
             self._begin_object(char)
         else:
-            self._give_up(char)
+            self._reject(char)
 
     def _begin_object(self, char: str) -> None:
         self._call = CallObject(self, None if self._takes_any_name else self._names)
@@ -31,7 +31,7 @@ class ObjectCalls(ToolParser):
             case Status.DONE:
                 self._end_object()
             case Status.BROKEN:
-                self._give_up(char)
+                self._reject(char)
             case _ if not self._call.has_started:
                 self._held += char
 
@@ -46,14 +46,14 @@ class ListCalls(ObjectCalls):
         self._held += char
         self._state = self._before_object
 
-    def _behind_item(self, char: str) -> None:
+    def _after_item(self, char: str) -> None:
         self._held += char
         if char == ",":
             self._state = self._before_object
         elif char == "]":
             self._end_list()
         elif char not in WHITESPACE:
-            self._replay(self._release())
+            self._replay(self._take_held())
 
     def _end_list(self) -> None:
         self._held = ""
@@ -71,17 +71,17 @@ class HermesParser(ObjectCalls):
             self._state = self._before_object
 
     def _end_object(self) -> None:
-        self._end_call(self._behind_object)
+        self._end_call(self._after_object)
 
-    def _behind_object(self, char: str) -> None:
+    def _after_object(self, char: str) -> None:
         """The end marker, which some models forget."""
         self._held += char
-        begun = self._held.lstrip(WHITESPACE)
-        if begun == self._END:
+        prefix = self._held.lstrip(WHITESPACE)
+        if prefix == self._END:
             self._held = ""
             self._state = self._in_text
-        elif not self._END.startswith(begun):
-            self._replay(self._release())
+        elif not self._END.startswith(prefix):
+            self._replay(self._take_held())
 
 
 class JsonParser(ListCalls):
@@ -89,7 +89,7 @@ class JsonParser(ListCalls):
 
     _takes_any_name = False
     _MARKERS: tuple[str, ...] = ()
-    # What may close the calls, and says nothing.
+    # Markers that may follow the calls and are ignored.
     _ENDS: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -105,7 +105,7 @@ class JsonParser(ListCalls):
         marker = self._match(char, self._MARKERS + self._ENDS * bool(self.num_calls))
         if marker in self._MARKERS:
             self._held = marker or ""
-            self._state = self._behind_marker
+            self._state = self._after_marker
 
     def _begin(self, char: str) -> None:
         self._is_list = char == "["
@@ -114,48 +114,48 @@ class JsonParser(ListCalls):
         else:
             self._begin_object(char)
 
-    def _behind_marker(self, char: str) -> None:
+    def _after_marker(self, char: str) -> None:
         if char in WHITESPACE:
             self._held += char
         elif char in "{[":
             self._begin(char)
         else:
-            self._give_up(char)
+            self._reject(char)
 
-    def _pass_over(self, plain: str) -> None:
+    def _on_plain_run(self, plain: str) -> None:
         if plain.strip(WHITESPACE):
             self._is_line_start = False
 
-    def _give_up(self, char: str) -> None:
+    def _reject(self, char: str) -> None:
         self._is_line_start = self._held.rstrip(" \t").endswith("\n")
-        super()._give_up(char)
+        super()._reject(char)
 
     def _end_object(self) -> None:
-        self._end_call(self._behind_item if self._is_list else self._behind_call)
+        self._end_call(self._after_item if self._is_list else self._after_call)
 
-    def _behind_item(self, char: str) -> None:
+    def _after_item(self, char: str) -> None:
         if char not in "],":
             self._is_line_start = self._is_line_start and char in WHITESPACE
-        super()._behind_item(char)
+        super()._after_item(char)
 
     def _end_list(self) -> None:
         self._held = ""
-        self._state = self._behind_call
+        self._state = self._after_call
 
-    def _behind_call(self, char: str) -> None:
-        """Llama separates its calls with a semicolon, others with a comma or a line."""
+    def _after_call(self, char: str) -> None:
+        """Llama separates calls with a semicolon, other models with a comma or a line break."""
         if char in "{[":
             self._begin(char)
         elif char in WHITESPACE or (char in ";," and not self._held.strip(WHITESPACE)):
             self._held += char
         else:
             self._is_line_start = "\n" in self._held
-            self._say(self._release())
+            self._emit_text(self._take_held())
             self._replay(char)
 
 
 class Llama3JsonParser(JsonParser):
-    """`{"name": ..., "parameters": {...}}`, often behind `<|python_tag|>`: Llama 3.1 and later."""
+    """`{"name": ..., "parameters": {...}}`, often after `<|python_tag|>`: Llama 3.1 and later."""
 
     _MARKERS = ("<|python_tag|>",)
 

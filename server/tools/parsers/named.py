@@ -1,4 +1,4 @@
-"""An answer that is no more than the arguments of a call whose name the client has said."""
+"""Answers that consist of the arguments of one call, whose function tool_choice has named."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from penstock.server.tools.parsers.base import new_call_id
 
 
 class NamedCallParser:
-    """The whole answer is the arguments of one call, as a grammar has seen to."""
+    """Reads the whole answer as the arguments of one call, which a grammar has enforced."""
 
     def __init__(self, name: str, make_id: Callable[[], str] = new_call_id) -> None:
         self.num_calls = 0

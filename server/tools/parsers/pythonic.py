@@ -1,4 +1,4 @@
-"""Calls in Python's own notation."""
+"""Calls in Python's notation."""
 
 import ast
 import json
@@ -11,9 +11,9 @@ from penstock.server.tools.parsers.call_object import is_text
 
 
 class PythonicParser(ToolParser):
-    """`[f(a=1), g(b="x")]` at the beginning of a line: Llama 3.2's and 4's other way.
+    """`[f(a=1), g(b="x")]` at the beginning of a line: the second format of Llama 3.2 and 4.
 
-    The arguments are Python, so each call comes whole, when it has been read to its end.
+    The arguments are Python, so each call is emitted as a whole once it is complete.
     """
 
     _BEGIN, _END = "<|python_start|>", "<|python_end|>"
@@ -21,7 +21,7 @@ class PythonicParser(ToolParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._is_line_start = True
-        self._written_call = ""
+        self._call_text = ""
         self._depth = 0
         self._quote = ""  # of the string that is open
         self._is_escaped = False
@@ -35,43 +35,43 @@ class PythonicParser(ToolParser):
         marker = self._match(char, (self._BEGIN, self._END) if self.num_calls else (self._BEGIN,))
         if marker == self._BEGIN:
             self._held = marker
-            self._state = self._behind_marker
+            self._state = self._after_marker
 
-    def _behind_marker(self, char: str) -> None:
+    def _after_marker(self, char: str) -> None:
         if char in WHITESPACE:
             self._held += char
         elif char == "[":
             self._held += char
             self._state = self._before_call
         else:
-            self._give_up(char)
+            self._reject(char)
 
     def _before_call(self, char: str) -> None:
         if char in WHITESPACE:
             self._held += char
         elif char.isalpha() or char == "_":
             self._held += char
-            self._written_call = char
+            self._call_text = char
             self._state = self._in_name
         else:
-            self._give_up(char)
+            self._reject(char)
 
     def _in_name(self, char: str) -> None:
-        if char == "(" and self._written_call in self._names:
+        if char == "(" and self._call_text in self._names:
             self._held += char
             self._depth, self._quote, self._is_escaped = 1, "", False
-            self._name = self._written_call
-            self._written_call = "f("
+            self._name = self._call_text
+            self._call_text = "f("
             self._state = self._in_call
-        elif (char.isalnum() or char in "_.-") and len(self._written_call) < MAX_NAME_CHARS:
+        elif (char.isalnum() or char in "_.-") and len(self._call_text) < MAX_NAME_CHARS:
             self._held += char
-            self._written_call += char
+            self._call_text += char
         else:
-            self._give_up(char)
+            self._reject(char)
 
     def _in_call(self, char: str) -> None:
         self._held += char
-        self._written_call += char
+        self._call_text += char
         if self._quote:
             if self._is_escaped:
                 self._is_escaped = False
@@ -89,16 +89,16 @@ class PythonicParser(ToolParser):
                 self._end_python_call()
 
     def _end_python_call(self) -> None:
-        arguments = _keywords_as_json(self._written_call)
+        arguments = _keywords_as_json(self._call_text)
         if arguments is None:
             self._is_line_start = False
-            self._give_up("")
+            self._reject("")
             return
         self.start_call(self._name)
         self.add_arguments(arguments)
-        self._end_call(self._behind_python_call)
+        self._end_call(self._after_python_call)
 
-    def _behind_python_call(self, char: str) -> None:
+    def _after_python_call(self, char: str) -> None:
         self._held += char
         if char == ",":
             self._state = self._before_call
@@ -107,25 +107,25 @@ class PythonicParser(ToolParser):
             self._state = self._in_text
         elif char not in WHITESPACE:
             self._is_line_start = False
-            self._replay(self._release())
+            self._replay(self._take_held())
 
-    def _pass_over(self, plain: str) -> None:
+    def _on_plain_run(self, plain: str) -> None:
         if plain.strip(WHITESPACE):
             self._is_line_start = False
 
-    def _give_up(self, char: str) -> None:
+    def _reject(self, char: str) -> None:
         self._is_line_start = self._held.rstrip(" \t").endswith("\n")
-        super()._give_up(char)
+        super()._reject(char)
 
 
-_JSON_WORDS = {"true": True, "false": False, "null": None}
+_JSON_LITERALS = {"true": True, "false": False, "null": None}
 
 
 def _keywords_as_json(call: str) -> str | None:
-    """`f(a=1, b="x")` to `{"a": 1, "b": "x"}`; None where it is no call with plain values."""
+    """`f(a=1, b="x")` to `{"a": 1, "b": "x"}`; None if it is not a call with plain values."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\\d" is the model's affair
+            warnings.simplefilter("ignore")  # such as on "\\d" in the model's string
             body = ast.parse(call, mode="eval").body
         if not isinstance(body, ast.Call) or body.args:
             return None
@@ -139,7 +139,7 @@ def _keywords_as_json(call: str) -> str | None:
 
 
 def _value_of(node: ast.expr) -> Any:
-    """A literal, in which JSON's own words may stand for Python's. Raises ValueError."""
+    """The value of a literal, which may contain true, false and null. Raises ValueError."""
     for inner in ast.walk(node):
         for field, child in ast.iter_fields(inner):
             if isinstance(child, list):
@@ -150,6 +150,6 @@ def _value_of(node: ast.expr) -> Any:
 
 
 def _as_literal(node: Any) -> Any:
-    if isinstance(node, ast.Name) and node.id in _JSON_WORDS:
-        return ast.Constant(_JSON_WORDS[node.id])
+    if isinstance(node, ast.Name) and node.id in _JSON_LITERALS:
+        return ast.Constant(_JSON_LITERALS[node.id])
     return node

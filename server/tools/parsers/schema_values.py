@@ -1,4 +1,4 @@
-"""Values that a model writes bare, without JSON's quotes: what each is, its schema tells."""
+"""Values that a model writes without JSON's quotes, and whose type the schema gives."""
 
 import json
 from typing import Any
@@ -12,8 +12,8 @@ _NAMES: dict[type, str] = {
     dict: "object",
     type(None): "null",
 }
-_PYTHON_WORDS = {"True": True, "False": False, "None": None}
-# A reference that leads to itself ends somewhere.
+_PYTHON_LITERALS = {"True": True, "False": False, "None": None}
+# Bounds references that refer to themselves.
 _MAX_REFERENCES = 8
 
 
@@ -26,7 +26,7 @@ def properties_of(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """JSON's names of the types that a value may have; empty where any may be."""
+    """JSON's names of the types that a value may have; empty if it may have any."""
     if not isinstance(schema, dict):
         return frozenset()
     kind = schema.get("type")
@@ -46,12 +46,13 @@ def types_of(schema: Any) -> frozenset[str]:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """What was written, as JSON: of a type that it may have, where it can be read so."""
+    """The text as JSON: as a value of one of the types if it can be read as one, else a string."""
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
     try:
-        word = text.strip()
-        value = _PYTHON_WORDS[word] if word in _PYTHON_WORDS else _loads(word)
+        literal = text.strip()
+        is_python = literal in _PYTHON_LITERALS
+        value = _PYTHON_LITERALS[literal] if is_python else _loads(literal)
     except (ValueError, RecursionError):
         value = text
     if isinstance(value, float) and value.is_integer() and "number" not in types:
@@ -67,14 +68,14 @@ def _is_one_of(value: object, types: frozenset[str]) -> bool:
 
 
 def _loads(text: str) -> Any:
-    """JSON alone: NaN and its like are none, nor is text that no client could read."""
+    """Raises ValueError also for NaN and infinities, and for text that clients cannot read."""
     value = json.loads(text, parse_constant=_refuse)
     json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
     return value
 
 
-def _refuse(word: str) -> None:
-    raise ValueError(word)
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
 
 
 def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The formats that look like XML: a name, and each argument between tags of its own.
+"""The formats that resemble XML: a name, and each argument between tags.
 
-The values stand there bare, so the function's schema tells what they are. Strings stream; other
-values come when they are complete.
+Values are written without quotes, so the function's schema gives their types. Strings stream; other
+values are emitted once they are complete.
 """
 
 import json
@@ -15,7 +15,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 class TaggedParser(ToolParser):
-    """One machine for all of them; a subclass has the tags.
+    """The state machine of all of them; a subclass defines the tags.
 
     A call is _NAME_OPENING, its name, _NAME_CLOSING, its arguments, _CALL_CLOSING; an argument is
     _KEY_OPENING, its name, _KEY_CLOSING, _VALUE_OPENING, the value, _VALUE_CLOSING. Whitespace may
@@ -31,7 +31,7 @@ class TaggedParser(ToolParser):
     _VALUE_OPENING = ""
     _VALUE_CLOSING: str
     _CALL_CLOSING: str
-    # Whether a value stands on lines of its own, whose ends do not belong to it.
+    # Whether a value has lines of its own, whose line breaks do not belong to it.
     _has_lines = False
 
     def _in_text(self, char: str) -> None:
@@ -47,14 +47,14 @@ class TaggedParser(ToolParser):
 
     def _before_name(self, char: str) -> None:
         self._hold(char)
-        begun = self._written.lstrip(WHITESPACE)
-        if not self._NAME_OPENING and begun:
+        prefix = self._written.lstrip(WHITESPACE)
+        if not self._NAME_OPENING and prefix:
             self._begin_name()
-            self._written = begun
-        elif begun and begun == self._NAME_OPENING:
+            self._written = prefix
+        elif prefix and prefix == self._NAME_OPENING:
             self._begin_name()
-        elif not self._NAME_OPENING.startswith(begun):
-            self._give_up_last()
+        elif not self._NAME_OPENING.startswith(prefix):
+            self._reject_last()
 
     def _begin_name(self) -> None:
         self._written = ""
@@ -63,24 +63,24 @@ class TaggedParser(ToolParser):
     def _in_name(self, char: str) -> None:
         self._hold(char)
         if self._written.endswith(self._NAME_CLOSING):
-            self._start(self._written.removesuffix(self._NAME_CLOSING), behind="")
+            self._start(self._written.removesuffix(self._NAME_CLOSING), rest="")
         elif not self._NAME_OPENING and (char in WHITESPACE or char == "<"):
-            self._start(self._written[:-1], behind=char)
+            self._start(self._written[:-1], rest=char)
         elif len(self._written) > MAX_NAME_CHARS:
-            self._give_up_last()
+            self._reject_last()
 
-    def _start(self, name: str, *, behind: str) -> None:
-        """behind: what has been read of what follows."""
+    def _start(self, name: str, *, rest: str) -> None:
+        """rest: characters after the name that have been read already."""
         name = name.strip(WHITESPACE + "\"'")
         if not _NAME.fullmatch(name):
-            self._give_up_last()
+            self._reject_last()
             return
         self.start_call(name)
         self._properties = properties_of(self._schemas.get(name, {}))
         self._seen: set[str] = set()
         self._arguments_begin = "{"
         self._to_arguments()
-        for char in behind:
+        for char in rest:
             self._state(char)
 
     def _to_arguments(self) -> None:
@@ -89,21 +89,21 @@ class TaggedParser(ToolParser):
 
     def _between_arguments(self, char: str) -> None:
         self._hold(char)
-        begun = self._written.lstrip(WHITESPACE)
-        if begun == self._CALL_CLOSING:
+        prefix = self._written.lstrip(WHITESPACE)
+        if prefix == self._CALL_CLOSING:
             self._close_call()
-        elif begun == self._KEY_OPENING:
+        elif prefix == self._KEY_OPENING:
             self._written = ""
             self._state = self._in_key
-        elif not (self._CALL_CLOSING.startswith(begun) or self._KEY_OPENING.startswith(begun)):
-            self._break_off()
+        elif not (self._CALL_CLOSING.startswith(prefix) or self._KEY_OPENING.startswith(prefix)):
+            self._end_broken_call()
 
     def _in_key(self, char: str) -> None:
         self._hold(char)
         if self._written.endswith(self._KEY_CLOSING):
             key = self._written.removesuffix(self._KEY_CLOSING).strip(WHITESPACE + "\"'")
             if key in self._seen:
-                self._break_off()
+                self._end_broken_call()
                 return
             self._key = key
             self._seen.add(key)
@@ -112,15 +112,15 @@ class TaggedParser(ToolParser):
             if not self._VALUE_OPENING:
                 self._begin_value()
         elif len(self._written) > MAX_NAME_CHARS:
-            self._break_off()
+            self._end_broken_call()
 
     def _before_value(self, char: str) -> None:
         self._hold(char)
-        begun = self._written.lstrip(WHITESPACE)
-        if begun == self._VALUE_OPENING:
+        prefix = self._written.lstrip(WHITESPACE)
+        if prefix == self._VALUE_OPENING:
             self._begin_value()
-        elif not self._VALUE_OPENING.startswith(begun):
-            self._break_off()
+        elif not self._VALUE_OPENING.startswith(prefix):
+            self._end_broken_call()
 
     def _begin_value(self) -> None:
         self._held = self._written = ""
@@ -148,7 +148,7 @@ class TaggedParser(ToolParser):
                 self._written = self._written[len(certain) :]
 
     def _certain(self) -> str:
-        """What has been written but for what may be the end of the value."""
+        """The value so far, without a suffix that may belong to the closing tag."""
         start = max(0, len(self._written) - len(self._VALUE_CLOSING))
         for position in range(start, len(self._written)):
             rest = self._written[position:]
@@ -168,33 +168,33 @@ class TaggedParser(ToolParser):
     def _close_call(self) -> None:
         self.add_arguments("{}" if self._arguments_begin == "{" else "}")
         self._written = ""
-        self._end_call(self._behind_call)
+        self._end_call(self._after_call)
 
-    def _behind_call(self, char: str) -> None:
-        """What closes the calls, which some models forget, or another call."""
+    def _after_call(self, char: str) -> None:
+        """An end marker, which some models omit, or another call."""
         self._hold(char)
-        begun = self._written.lstrip(WHITESPACE)
-        if begun in self._ENDS:
+        prefix = self._written.lstrip(WHITESPACE)
+        if prefix in self._ENDS:
             self._held = ""
             self._state = self._in_text
-        elif begun and begun == self._NAME_OPENING:
+        elif prefix and prefix == self._NAME_OPENING:
             self._begin_name()
-        elif not any(m.startswith(begun) for m in (*self._ENDS, self._NAME_OPENING)):
-            self._replay(self._release())
+        elif not any(m.startswith(prefix) for m in (*self._ENDS, self._NAME_OPENING)):
+            self._replay(self._take_held())
 
     def _hold(self, char: str) -> None:
         self._held += char
         self._written += char
 
-    def _give_up_last(self) -> None:
-        """As `_give_up`, of what is held already, whose last character may be anything."""
+    def _reject_last(self) -> None:
+        """As `_reject`, when the last character is already held."""
         char, self._held = self._held[-1], self._held[:-1]
-        self._give_up(char)
+        self._reject(char)
 
-    def _break_off(self) -> None:
-        """It has started, and goes on as none: its arguments end, and what follows is text."""
+    def _end_broken_call(self) -> None:
+        """The call has started and is malformed: its arguments end, and the rest is text."""
         self.add_arguments("{}" if self._arguments_begin == "{" else "}")
-        self._replay(self._release())
+        self._replay(self._take_held())
 
 
 def _escaped(text: str) -> str:

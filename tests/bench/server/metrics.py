@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from penstock.engine.ipc.messages import StepReport
 from penstock.scheduler.stats import SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, RequestOutput, Started
-from penstock.server.config import MetricsAlias
 from penstock.server.observability.metrics import Metrics
+from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.output.choice import Choice
 from penstock.server.output.detokenizer import TextDecoder, Vocabulary
 from tests.docs.tables import on_known_hardware
@@ -63,7 +63,7 @@ def measure(num_sequences: int, num_steps: int, num_rounds: int) -> dict[str, fl
     def gaps() -> None:
         """As `Generation` has them, a token of each stream, and all counted at the next look."""
         for _ in reports:
-            metrics.gaps.look(time.monotonic())
+            metrics.gaps.advance(time.monotonic())
             for choice in choices:
                 metrics.gaps.since_s.append(choice.last_token_s)
                 choice.last_token_s = metrics.gaps.now_s

@@ -1,4 +1,4 @@
-"""The page at `/`, as far as it can be seen without a browser; tests/ops/test_page.py has one."""
+"""The page at `/`, as far as it can be tested without a browser; see tests/ops/test_page.py."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _NAMESPACES = ("http://www.w3.org/2000/svg",)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    """One that asks for a key, which the page must not need."""
+    """A server that requires a key, which the page must not need."""
     with running_server("--api-key", "secret", is_ready=False) as server:
         server.wait_until_answering()
         yield server
@@ -32,7 +32,7 @@ def test_the_page_and_its_files_are_served_without_a_key(server: RunningServer) 
     assert server.get("/metrics").status_code == server.get("/v1/models").status_code == 401
 
 
-def test_every_file_has_a_policy_that_lets_nothing_in_from_elsewhere(server: RunningServer) -> None:
+def test_every_file_has_a_policy_that_allows_no_other_origin(server: RunningServer) -> None:
     for path in ("/", *(f"/page/{file.name}" for file in FILES)):
         headers = server.get(path).headers
         policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
@@ -42,7 +42,7 @@ def test_every_file_has_a_policy_that_lets_nothing_in_from_elsewhere(server: Run
         assert headers["x-content-type-options"] == "nosniff"
 
 
-def test_what_the_page_refers_to_is_there(server: RunningServer) -> None:
+def test_every_reference_of_the_page_exists(server: RunningServer) -> None:
     html = (FOLDER / "index.html").read_text()
     for reference in re.findall(r'(?:src|href)="([^"#]+)"', html):
         assert server.get(f"/{reference}").status_code == 200, reference
@@ -57,7 +57,7 @@ def test_no_other_path_under_the_page_is_a_file(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_a_file_names_no_address_outside_and_makes_no_markup_of_text(path: Path) -> None:
+def test_a_file_contains_no_foreign_address_and_makes_no_markup_from_text(path: Path) -> None:
     text = path.read_text()
     for name in _NAMESPACES:
         text = text.replace(name, "")
@@ -66,7 +66,7 @@ def test_a_file_names_no_address_outside_and_makes_no_markup_of_text(path: Path)
     assert not re.search(r'\s(?:style|on\w+)="', text)
 
 
-def test_no_ui_takes_the_page_away() -> None:
+def test_no_ui_removes_the_page() -> None:
     with running_server("--no-ui", is_ready=False) as server:
         server.wait_until_answering()
         for path in ("/", "/page/app.js"):

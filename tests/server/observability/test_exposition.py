@@ -1,4 +1,4 @@
-"""What /metrics costs little: the same counts and the same text as the slow way gives."""
+"""The fast counting and rendering of /metrics give the same numbers and text as the plain way."""
 
 from collections.abc import Iterable
 
@@ -14,14 +14,14 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from penstock.server.config import MetricsAlias
 from penstock.server.observability.exposition import Renderer
 from penstock.server.observability.histograms import STEP_SECONDS, Gaps, Histogram, HistogramFamily
 from penstock.server.observability.metrics import Metrics
+from penstock.server.observability.metrics_alias import MetricsAlias
 from tests.docs.tables import on_known_hardware
 
 VALUES = st.floats() | st.integers(-(10**12), 10**12) | st.floats(0, 20)
-# Model names are directories' names, so they may hold nearly anything.
+# Model names are directory names, so they may contain nearly any character.
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     ["100%s", 'a "b"', "back\\slash", "two\nlines", "\u2028", "# HELP"]
 )
@@ -35,7 +35,7 @@ class _All(Collector):
         return self._metrics
 
 
-def _by_the_library(metrics: Iterable[Metric]) -> str:
+def _rendered_by_prometheus_client(metrics: Iterable[Metric]) -> str:
     return generate_latest(_All(metrics)).decode()
 
 
@@ -60,13 +60,13 @@ def _families(help_text: str, labels: list[str], values: list[float]) -> list[Me
         max_size=4,
     ),
 )
-def test_scrape_after_scrape_the_text_is_prometheus_clients(
+def test_every_scrape_has_the_text_that_prometheus_client_renders(
     help_text: str, scrapes: list[tuple[list[str], list[float]]]
 ) -> None:
     renderer = Renderer()
     for labels, values in scrapes:
         families = _families(help_text, labels, values)
-        assert renderer.text(families) == _by_the_library(families)
+        assert renderer.text(families) == _rendered_by_prometheus_client(families)
 
 
 OBSERVED = st.lists(st.tuples(st.floats(0, 20), st.integers(1, 10**7)), max_size=20)
@@ -74,7 +74,7 @@ OBSERVED = st.lists(st.tuples(st.floats(0, 20), st.integers(1, 10**7)), max_size
 
 @settings(max_examples=40)
 @given(WORDS, WORDS, OBSERVED, OBSERVED)
-def test_histograms_are_told_as_prometheus_client_tells_them(
+def test_histograms_are_rendered_as_by_prometheus_client(
     help_text: str, label: str, first: list[tuple[float, int]], second: list[tuple[float, int]]
 ) -> None:
     histograms = Histogram(STEP_SECONDS), Histogram(STEP_SECONDS)
@@ -83,12 +83,12 @@ def test_histograms_are_told_as_prometheus_client_tells_them(
     for histogram, observed in zip(histograms, (first, second), strict=True):
         for value, count in observed:
             histogram.observe(value, count)
-        assert family.text() == _by_the_library([family.metric()])
+        assert family.text() == _rendered_by_prometheus_client([family.metric()])
 
 
 @settings(max_examples=50)
 @given(
-    # Of each look: how long after the one before, and which streams take tokens, how many at once.
+    # Batches: time since the previous, (stream, tokens taken at once), whether a scrape follows.
     st.lists(
         st.tuples(
             st.sampled_from([0.0, 0.001, 0.0125, 3.0]),
@@ -98,14 +98,14 @@ def test_histograms_are_told_as_prometheus_client_tells_them(
         max_size=12,
     )
 )
-def test_gaps_are_counted_as_if_each_were_observed_alone(
-    looks: list[tuple[float, list[tuple[int, int]], bool]],
+def test_grouped_gaps_are_counted_as_if_each_were_observed_alone(
+    batches: list[tuple[float, list[tuple[int, int]], bool]],
 ) -> None:
     grouped, alone, now_s = Histogram(STEP_SECONDS), Histogram(STEP_SECONDS), 1000.0
     gaps, last_s = Gaps(grouped, now_s), dict.fromkeys(range(6), now_s)
-    for after_s, taken, is_scraped in looks:
+    for after_s, taken, is_scraped in batches:
         now_s += after_s
-        gaps.look(now_s)
+        gaps.advance(now_s)
         for stream, num_tokens in taken:
             for _ in range(num_tokens):
                 alone.observe((now_s - last_s[stream]) / num_tokens)
@@ -121,18 +121,18 @@ def test_gaps_are_counted_as_if_each_were_observed_alone(
     assert abs(grouped.sum - alone.sum) < 1e-9
 
 
-def test_all_that_is_told_is_read_back_by_prometheus_clients_parser() -> None:
+def test_prometheus_clients_parser_reads_back_the_whole_scrape() -> None:
     metrics = Metrics('a "model"\n', MetricsAlias.VLLM)
     metrics.on_ready(on_known_hardware())
     metrics.on_response("/v1/completions", "POST", 200)
     metrics.ttft.observe(0.123)
-    told = {
+    parsed = {
         family.name: family for family in text_string_to_metric_families(metrics.text().decode())
     }
     own = {family.name: family for family in metrics.families()}
-    ours = {name for name in told if name.partition("_")[0] not in ("process", "python")}
-    # The parser knows no info: it is a gauge to it.
+    ours = {name for name in parsed if name.partition("_")[0] not in ("process", "python")}
+    # The parser reads an info metric as a gauge.
     assert ours == {n + "_info" if f.type == "info" else n for n, f in own.items()}
     for name in ours & own.keys():
-        assert told[name].documentation == own[name].documentation
-        assert [s[:2] for s in told[name].samples] == [s[:2] for s in own[name].samples]
+        assert parsed[name].documentation == own[name].documentation
+        assert [s[:2] for s in parsed[name].samples] == [s[:2] for s in own[name].samples]

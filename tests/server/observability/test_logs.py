@@ -1,4 +1,4 @@
-"""What the log says, and in what form."""
+"""The content and the format of the log."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ def test_a_json_line_is_one_object_with_time_level_logger_and_message() -> None:
     }
 
 
-def test_a_json_line_names_the_request_and_tells_an_exception() -> None:
+def test_a_json_line_contains_the_request_id_and_the_exception() -> None:
     token = request_id.set("req-7")
     try:
         raise ValueError("no such thing")
@@ -54,7 +54,7 @@ def test_a_json_line_names_the_request_and_tells_an_exception() -> None:
 
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
-    """What `--log-format json` writes to stderr, from the start to an engine that cannot be."""
+    """What `--log-format json` writes to stderr until the engine fails to start."""
     server = RunningServer("--log-format", "json", "--max-model-len", "99999999")
     code, errors = server.exit_code(timeout_s=60)
     assert code == 2
@@ -67,8 +67,8 @@ def test_with_json_every_line_of_both_processes_is_an_object(lines: list[str]) -
     assert "--max-model-len" in entries[-1]["message"]
 
 
-class _Work:
-    """A server's metrics, told of work by hand."""
+class _Load:
+    """The metrics of a server, with steps reported by hand."""
 
     def __init__(self) -> None:
         self.metrics = Metrics("model")
@@ -76,7 +76,7 @@ class _Work:
         self._step = 0
 
     def step(self, *, running: int = 1, hits: int = 0) -> None:
-        """10 prompt tokens and 2 of an answer, 400 MB in a second."""
+        """A step of 1 s: 10 prompt tokens, 2 output tokens, 400 MB read."""
         self._step += 1
         output = RequestOutput(RequestId("a"), 0, [5, 6], None, None, 0)
         stats = SchedulerStats(running, 3, 25, 50, 25, 100 * self._step, hits, 0, 0)
@@ -86,11 +86,11 @@ class _Work:
         )
 
 
-def test_the_line_tells_what_runs_how_fast_and_how_full_it_is() -> None:
-    work = _Work()
-    activity = Activity(work.metrics, INFO)
+def test_the_line_has_running_requests_rates_and_kv_use() -> None:
+    load = _Load()
+    activity = Activity(load.metrics, INFO)
     for _ in range(4):
-        work.step(hits=300)
+        load.step(hits=300)
     line = activity.line()
     assert line
     numbers = re.sub(r"[\d.]+ tokens/s", "N tokens/s", line)
@@ -102,20 +102,20 @@ def test_the_line_tells_what_runs_how_fast_and_how_full_it_is() -> None:
     assert prompt / output == pytest.approx(40 / 8, rel=0.01)
 
 
-async def test_it_is_written_while_there_is_work_and_not_while_there_is_none(
+async def test_the_line_is_written_only_while_there_is_work(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "penstock")
-    work = _Work()
-    running = asyncio.create_task(Activity(work.metrics, INFO, interval_s=0.02).run())
+    load = _Load()
+    running = asyncio.create_task(Activity(load.metrics, INFO, interval_s=0.02).run())
     await asyncio.sleep(0.1)
     assert not caplog.records
-    work.step()
+    load.step()
     await asyncio.sleep(0.1)
     assert len(caplog.records) >= 2  # one sequence runs, though no step has ended since
     stats = SchedulerStats(*[0] * 9)
     idle = StepReport(0, [], stats, StepWork(*[0] * 7), time.monotonic(), 0.0, 0, 0)
-    work.metrics.on_step(idle)
+    load.metrics.on_step(idle)
     await asyncio.sleep(0.05)
     caplog.clear()
     await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Every number on /metrics is compared with a count made elsewhere."""
+"""Every number on /metrics is compared with an independent count."""
 
 import itertools
 from collections import Counter
@@ -17,9 +17,9 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import NO_WORK, SchedulerStats
 from penstock.scheduler.types import Finish, RequestId, ScheduledBatch
-from penstock.server.observability.build_info import checkout_commit
 from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.step_window import RecentSteps, StepClass
+from penstock.server.observability.version import checkout_commit
 from tests.support.scheduling import make_request
 from tests.support.scraping import Scrape
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
@@ -37,8 +37,8 @@ INFO = replace(
 )
 
 
-class Batches(ScriptedExecutor):
-    """Keeps what it was asked to run."""
+class RecordingExecutor(ScriptedExecutor):
+    """Records the batches that it runs."""
 
     def __init__(self) -> None:
         super().__init__(INFO)
@@ -50,13 +50,13 @@ class Batches(ScriptedExecutor):
 
 
 class Load:
-    """A load on a pool that is too small for it, and what the engine said of it."""
+    """A load on a KV pool that is too small for it, and the engine's reports of it."""
 
     def __init__(self) -> None:
         self.metrics = Metrics("model")
         self.metrics.on_ready(INFO)
         self.reports: list[StepReport] = []
-        self.executor = Batches()
+        self.executor = RecordingExecutor()
         self._commands: list[ToEngine] = []
         scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
@@ -64,7 +64,7 @@ class Load:
             block_size=INFO.block_size,
             max_model_len=INFO.max_model_len,
         )
-        self._loop = EngineLoop(scheduler, self.executor, self, self._hear)
+        self._loop = EngineLoop(scheduler, self.executor, self, self._on_message)
         self._scheduler = scheduler
 
     def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
@@ -96,7 +96,7 @@ class Load:
         outputs = itertools.chain.from_iterable(report.outputs for report in self.reports)
         return [output.finish for output in outputs if output.finish]
 
-    def _hear(self, message: FromEngine) -> None:
+    def _on_message(self, message: FromEngine) -> None:
         assert isinstance(message, StepReport)
         self.reports.append(message)
         self.metrics.on_step(message)
@@ -136,14 +136,14 @@ def _flops(batch: ScheduledBatch) -> int:
     return 7 * sum(batch.num_tokens) + 3 * sum(batch.samples) + pairs
 
 
-def test_the_load_is_one_that_makes_every_counter_move(load: Load) -> None:
+def test_the_load_increases_every_counter(load: Load) -> None:
     scrape = load.scrape()
     for name in ("preemptions", "recomputed_tokens", "cached_prompt_tokens", "generated_tokens"):
         assert scrape(f"{name}_total") > 0, name
     assert {_kind(batch) for batch in load.executor.batches} == set(StepClass)
 
 
-def test_tokens_and_preemptions_are_those_of_the_answers(load: Load) -> None:
+def test_tokens_and_preemptions_match_the_finished_sequences(load: Load) -> None:
     scrape, outputs = load.scrape(), [o for report in load.reports for o in report.outputs]
     assert scrape("prompt_tokens_total") == 9 + 13 + 13 + 30 + 5 + 13
     assert scrape("generated_tokens_total") == sum(len(output.token_ids) for output in outputs)
@@ -151,7 +151,7 @@ def test_tokens_and_preemptions_are_those_of_the_answers(load: Load) -> None:
     assert scrape("recomputed_tokens_total") == sum(f.num_recomputed_tokens for f in load.finishes)
 
 
-def test_cached_tokens_are_those_that_no_step_ran_for_the_first_answer(load: Load) -> None:
+def test_cached_tokens_are_the_prompt_tokens_that_no_step_computed(load: Load) -> None:
     cached = {
         output.request_id: output.num_cached_tokens
         for report in load.reports
@@ -161,15 +161,15 @@ def test_cached_tokens_are_those_that_no_step_ran_for_the_first_answer(load: Loa
     assert load.scrape()("cached_prompt_tokens_total") == sum(cached.values())
 
 
-def test_steps_are_counted_by_what_they_ran(load: Load) -> None:
+def test_steps_are_counted_by_class(load: Load) -> None:
     scrape, batches = load.scrape(), load.executor.batches
     kinds = Counter(map(_kind, batches))
     for kind in ("decode", "prefill", "mixed"):
-        mine = [batch for batch in batches if _kind(batch) == kind]
+        of_kind = [batch for batch in batches if _kind(batch) == kind]
         labels = {"class": kind}
         assert scrape("step_time_seconds_count", **labels) == kinds[kind]
-        assert scrape("model_bytes_total", **labels) == sum(map(_bytes, mine))
-        assert scrape("model_flops_total", **labels) == sum(map(_flops, mine))
+        assert scrape("model_bytes_total", **labels) == sum(map(_bytes, of_kind))
+        assert scrape("model_flops_total", **labels) == sum(map(_flops, of_kind))
     assert scrape("batch_size_sequences_count") == len(batches)
     assert scrape("batch_size_sequences_sum") == sum(len(batch.slots) for batch in batches)
     assert scrape("step_tokens_sum") == sum(sum(batch.num_tokens) for batch in batches)
@@ -217,7 +217,7 @@ def _report(started_s: float, step_s: float) -> StepReport:
     return StepReport(1, [], stats, NO_WORK, started_s, step_s, model_bytes=100, model_flops=0)
 
 
-def test_idle_share_is_of_the_last_ten_seconds_wherever_steps_begin_and_end() -> None:
+def test_idle_ratio_covers_the_last_ten_seconds_across_step_boundaries() -> None:
     recent = RecentSteps()
     recent.begin(1000.0)
     for started_s, step_s in [(1001.0, 0.5), (1001.5, 0.75), (1004.9, 3.2)]:
@@ -229,7 +229,7 @@ def test_idle_share_is_of_the_last_ten_seconds_wherever_steps_begin_and_end() ->
     assert recent.idle_ratio(1030.0, is_stepping=True) == 0.0
 
 
-def test_old_steps_are_forgotten() -> None:
+def test_steps_before_the_window_are_dropped() -> None:
     recent = RecentSteps()
     for second in range(1000, 1100):
         recent.add(_report(second + 0.5, 0.001), StepClass.MIXED)
@@ -264,14 +264,14 @@ def test_a_known_load_is_counted_to_the_token(server: RunningServer) -> None:
     stop_id = first["choices"][0]["token_ids"][4]
     stopped = ask(prompt=_ids(50, 40), max_tokens=12, stop_token_ids=[stop_id])
     assert stopped["choices"][0]["finish_reason"] == "stop"
-    # One that leaves while it waits: its prompt was accepted, and nothing else came of it.
+    # A client that disconnects while its request waits: only its prompt is counted.
     hog = {"model": MODEL, "prompt": _ids(9, 2), "n": 4, "max_tokens": 2000, "stream": True}
     hog |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     with httpx.stream("POST", server.url + "/v1/completions", json=hog, timeout=30) as running:
         lines = running.iter_lines()
         next(lines)
-        patient = hog | {"prompt": _ids(7, 7), "n": 1}
-        with httpx.stream("POST", server.url + "/v1/completions", json=patient):
+        queued = hog | {"prompt": _ids(7, 7), "n": 1}
+        with httpx.stream("POST", server.url + "/v1/completions", json=queued):
             wait_until(lambda: server.metric("waiting_sequences") == 1)
         wait_until(lambda: server.metric("waiting_sequences") == 0)
         assert server.metric("running_sequences") == 4
@@ -324,13 +324,13 @@ def test_queue_prefill_and_decode_add_up_to_the_latency() -> None:
         )
         assert queue + prefill == pytest.approx(ttft)
         assert decode == pytest.approx(9 * 0.020, rel=0.3)
-        # Steps are timed when their report comes, a first token when its stream has its turn.
+        # Steps are timed when their report arrives, a first token when its stream takes it.
         assert -0.005 <= latency - ttft - decode < 0.05
         assert 0 < scrape("engine_idle_ratio") < 1
         assert scrape("engine_last_step_age_seconds") == 0  # there is no work
 
 
-def test_buckets_tell_a_2_ms_token_from_its_neighbours_and_a_5_ms_wait(
+def test_buckets_resolve_a_token_of_2_ms_and_a_queue_time_of_5_ms(
     server: RunningServer,
 ) -> None:
     scrape = Scrape.of(server)
@@ -341,18 +341,18 @@ def test_buckets_tell_a_2_ms_token_from_its_neighbours_and_a_5_ms_wait(
         assert all(b / a <= 1.34 for a, b in itertools.pairwise(bounds[:-1]))
 
 
-def test_a_scraper_that_takes_gzip_gets_the_same_in_a_fifth_of_the_bytes(
+def test_gzip_shrinks_a_scrape_to_less_than_a_fifth(
     server: RunningServer,
 ) -> None:
     plain = server.get("/metrics", headers={"accept-encoding": "identity"})
-    packed = server.get("/metrics", headers={"accept-encoding": "gzip"})
+    compressed = server.get("/metrics", headers={"accept-encoding": "gzip"})
     assert "content-encoding" not in plain.headers
-    assert packed.headers["content-encoding"] == "gzip"
-    assert int(packed.headers["content-length"]) < int(plain.headers["content-length"]) / 5
-    assert Scrape(packed.text).names == Scrape(plain.text).names
+    assert compressed.headers["content-encoding"] == "gzip"
+    assert int(compressed.headers["content-length"]) < int(plain.headers["content-length"]) / 5
+    assert Scrape(compressed.text).names == Scrape(plain.text).names
 
 
-def test_the_scrape_names_the_build_the_process_and_python(server: RunningServer) -> None:
+def test_the_scrape_has_metrics_of_the_build_the_process_and_python(server: RunningServer) -> None:
     text = server.get("/metrics").text
     for start in (
         "penstock_build_info{commit=",
@@ -364,7 +364,9 @@ def test_the_scrape_names_the_build_the_process_and_python(server: RunningServer
         assert f"\n{start}" in text, start
 
 
-def test_a_checkouts_commit_is_read_loose_packed_and_detached(tmp_path: Any) -> None:
+def test_the_commit_of_a_checkout_is_read_from_loose_and_packed_refs_and_a_detached_head(
+    tmp_path: Any,
+) -> None:
     git = tmp_path / ".git"
     git.mkdir()
     assert checkout_commit(tmp_path) is None
@@ -409,7 +411,7 @@ _PLAIN = {
 _OUTCOMES = {"stop": "stop", "length": "length", "abort": "abandoned", "error": "failed"}
 
 
-def test_vllms_names_show_our_numbers(server: RunningServer) -> None:
+def test_metrics_under_vllms_names_have_the_same_values(server: RunningServer) -> None:
     server.complete(n=2)
     scrape, labels = Scrape.of(server), {"model_name": MODEL, "engine": "0"}
     for theirs, ours in _HISTOGRAMS.items():
@@ -425,7 +427,7 @@ def test_vllms_names_show_our_numbers(server: RunningServer) -> None:
         assert shown == scrape("requests_total", outcome=outcome)
 
 
-def test_kv_use_under_vllms_name_is_a_share_of_all_blocks(server: RunningServer) -> None:
+def test_kv_cache_usage_under_vllms_name_is_the_share_of_used_blocks(server: RunningServer) -> None:
     hog = {"model": MODEL, "prompt": "Once", "max_tokens": 50_000, "stream": True}
     url = f"{server.url}/v1/completions"
     with httpx.stream("POST", url, json=hog | {"ignore_eos": True}) as stream:
@@ -438,6 +440,6 @@ def test_kv_use_under_vllms_name_is_a_share_of_all_blocks(server: RunningServer)
     server.wait_until_idle()
 
 
-def test_without_the_flag_there_are_no_names_but_ours() -> None:
+def test_without_the_flag_there_are_only_our_names() -> None:
     names = Scrape(Metrics("model").text().decode()).names
     assert {name.partition("_")[0] for name in names} == {"penstock", "process", "python"}

@@ -1,4 +1,4 @@
-"""One request of a kind at a time: what each metric makes of it, counted by hand."""
+"""One request of each kind at a time, and by how much it must increase each metric."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from tests.support.scraping import Scrape
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
 
 OUTCOMES = ("stop", "length", "abandoned", "failed")
-# Of an answer: a count for each, and what a test says nothing of stays as it was.
+# Each answer adds one observation to each; metrics that a test does not mention must not change.
 PER_ANSWER = (
     "time_to_first_token_seconds",
     "prefill_time_seconds",
@@ -40,8 +40,8 @@ def server() -> Iterator[RunningServer]:
         yield server
 
 
-def _grown(server: RunningServer, work: Callable[[], object]) -> dict[str, float]:
-    """All that has changed by it, but sums of seconds."""
+def _increases(server: RunningServer, work: Callable[[], object]) -> dict[str, float]:
+    """Every metric that `work` increases, except sums of seconds."""
     before = Scrape.of(server)
     work()
     server.wait_until_idle()
@@ -59,7 +59,7 @@ def _grown(server: RunningServer, work: Callable[[], object]) -> dict[str, float
 def _answers(
     *, prompts: int, prompt_tokens: int, n: int, tokens: int, max_tokens: int
 ) -> dict[str, float]:
-    """Of `prompts` that no prefix hit spares anything, `n` answers of `tokens` tokens to each."""
+    """The increases by `n` answers of `tokens` tokens to each prompt, without prefix hits."""
     answers = prompts * n
     return dict.fromkeys(PER_ANSWER, float(answers)) | {
         "time_per_output_token_seconds": answers,
@@ -89,7 +89,7 @@ def _stream(server: RunningServer, body: dict[str, Any]) -> None:
         assert response.read().endswith(b"data: [DONE]\n\n")
 
 
-def test_what_is_refused_is_no_request(server: RunningServer) -> None:
+def test_a_refused_request_is_not_counted_as_accepted(server: RunningServer) -> None:
     def refused() -> None:
         assert server.complete(prompt=1.5).status_code == 400
         assert server.complete(model="another").status_code == 404
@@ -97,16 +97,18 @@ def test_what_is_refused_is_no_request(server: RunningServer) -> None:
         assert server.post("/v1/embeddings", {"model": MODEL, "input": []}).status_code == 400
 
     responses = Scrape.of(server)("http_responses_total", status="400")
-    assert _grown(server, refused) == {}
+    assert _increases(server, refused) == {}
     assert Scrape.of(server)("http_responses_total", status="400") == responses + 3
 
 
-def test_best_of_counts_the_answers_that_are_not_shown_too(server: RunningServer) -> None:
-    def ask() -> None:
+def test_best_of_counts_the_answers_that_are_not_returned_too(server: RunningServer) -> None:
+    def send() -> None:
         fields = {"n": 2, "best_of": 4, "max_tokens": 5, "ignore_eos": True}
         assert server.complete(prompt=_ids(10, 3), **fields).status_code == 200
 
-    assert _grown(server, ask) == _answers(prompts=1, prompt_tokens=3, n=4, tokens=5, max_tokens=5)
+    assert _increases(server, send) == _answers(
+        prompts=1, prompt_tokens=3, n=4, tokens=5, max_tokens=5
+    )
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -115,12 +117,14 @@ def test_several_prompts_are_one_request_with_an_answer_each(
 ) -> None:
     body = {"prompt": [_ids(20, 4), _ids(30, 4), _ids(40, 4)], "max_tokens": 7}
     body |= {"ignore_eos": True, "n": 2}
-    ask = (lambda: _stream(server, body)) if is_streamed else (lambda: server.complete(**body))
-    assert _grown(server, ask) == _answers(prompts=3, prompt_tokens=4, n=2, tokens=7, max_tokens=7)
+    send = (lambda: _stream(server, body)) if is_streamed else (lambda: server.complete(**body))
+    assert _increases(server, send) == _answers(
+        prompts=3, prompt_tokens=4, n=2, tokens=7, max_tokens=7
+    )
 
 
 def test_an_answer_of_one_token_has_no_time_per_output_token(server: RunningServer) -> None:
-    grown = _grown(server, lambda: server.complete(prompt=_ids(50, 4), max_tokens=1))
+    grown = _increases(server, lambda: server.complete(prompt=_ids(50, 4), max_tokens=1))
     expected = _answers(prompts=1, prompt_tokens=4, n=1, tokens=1, max_tokens=1)
     del expected["time_per_output_token_seconds"], expected["inter_token_latency_seconds"]
     grown["length"] = grown.pop("stop", 0) + grown.get("length", 0)
@@ -128,11 +132,11 @@ def test_an_answer_of_one_token_has_no_time_per_output_token(server: RunningServ
 
 
 def test_a_prompt_without_an_answer_has_no_first_token(server: RunningServer) -> None:
-    def ask() -> None:
+    def send() -> None:
         response = server.complete(prompt=_ids(60, 4), max_tokens=0, echo=True, logprobs=1)
         assert response.status_code == 200
 
-    assert _grown(server, ask) == {
+    assert _increases(server, send) == {
         "queue_time_seconds": 1,
         "request_latency_seconds": 1,
         "request_prompt_tokens": 1,
@@ -147,7 +151,7 @@ def test_a_prompt_without_an_answer_has_no_first_token(server: RunningServer) ->
 
 def test_embeddings_are_prompts_and_no_answers(server: RunningServer) -> None:
     body = {"model": MODEL, "input": [_ids(70, 4), _ids(80, 4), _ids(90, 4)]}
-    assert _grown(server, lambda: server.post("/v1/embeddings", body)) == {
+    assert _increases(server, lambda: server.post("/v1/embeddings", body)) == {
         "queue_time_seconds": 3,
         "request_latency_seconds": 1,
         "request_prompt_tokens": 3,
@@ -158,50 +162,54 @@ def test_embeddings_are_prompts_and_no_answers(server: RunningServer) -> None:
     }
 
 
-def test_a_prompt_counts_only_if_all_beside_it_were_accepted(server: RunningServer) -> None:
+def test_prompts_count_only_if_all_prompts_of_the_request_are_accepted(
+    server: RunningServer,
+) -> None:
     prompts = [_ids(130, 3), _ids(140, 3)]
     hog = {"model": MODEL, "prompt": prompts, "max_tokens": 50_000, "n": 4, "stream": True}
     before = Scrape.of(server)("requests_total", outcome="abandoned")
 
-    def ask() -> None:
+    def send() -> None:
         url = server.url + "/v1/completions"
         with httpx.stream("POST", url, json=hog | {"ignore_eos": True}) as response:
             assert response.status_code == 200
-            lines = response.iter_lines()  # it hangs up when nobody holds this
+            lines = response.iter_lines()  # the connection closes if this is garbage-collected
             next(lines)
-            # There is room for four of them.
+            # The queue has room for four of them.
             body = {"model": MODEL, "input": [_ids(first, 4) for first in range(8)]}
             assert server.post("/v1/embeddings", body).status_code == 429
         wait_until(lambda: Scrape.of(server)("requests_total", outcome="abandoned") > before)
 
-    grown = _grown(server, ask)
+    grown = _increases(server, send)
     assert grown["prompt_tokens"] == grown["request_prompt_tokens_sum"] == 6
     assert grown["request_prompt_tokens"] == 2 and grown["abandoned"] == 1
 
 
-def test_a_stop_string_ends_the_count_of_what_is_told(server: RunningServer) -> None:
+def test_tokens_after_a_stop_string_are_not_counted_as_generated_by_the_answer(
+    server: RunningServer,
+) -> None:
     fields = {"prompt": _ids(100, 4), "max_tokens": 60, "ignore_eos": True}
     text = server.complete(**fields).json()["choices"][0]["text"]
     usages = []
 
-    def ask() -> None:
+    def send() -> None:
         answer = server.complete(**fields, stop=[text[8:12]]).json()
         usages.append(answer["usage"]["completion_tokens"])
 
-    grown = _grown(server, ask)
-    (num_told,) = usages
-    assert 1 < num_told < 60
+    grown = _increases(server, send)
+    (num_returned,) = usages
+    assert 1 < num_returned < 60
     sampled = grown.pop("generated_tokens")
-    expected = _answers(prompts=1, prompt_tokens=4, n=1, tokens=num_told, max_tokens=60)
+    expected = _answers(prompts=1, prompt_tokens=4, n=1, tokens=num_returned, max_tokens=60)
     del expected["generated_tokens"], expected["length"]
     assert grown == expected | {"stop": 1}
-    assert num_told <= sampled < 60  # those on their way when the string was seen
+    assert num_returned <= sampled < 60  # and the tokens sampled before the abort
 
 
-def test_a_stream_that_is_left_has_counted_what_it_got(server: RunningServer) -> None:
+def test_a_stream_whose_client_disconnects_counts_the_tokens_so_far(server: RunningServer) -> None:
     before = Scrape.of(server)("requests_total", outcome="abandoned")
 
-    def leave() -> None:
+    def disconnect() -> None:
         body = {"model": MODEL, "prompt": _ids(110, 4), "max_tokens": 50_000, "stream": True}
         url = server.url + "/v1/completions"
         with httpx.stream("POST", url, json=body | {"ignore_eos": True}) as response:
@@ -210,7 +218,7 @@ def test_a_stream_that_is_left_has_counted_what_it_got(server: RunningServer) ->
                 next(lines)
         wait_until(lambda: Scrape.of(server)("requests_total", outcome="abandoned") > before)
 
-    grown = _grown(server, leave)
+    grown = _increases(server, disconnect)
     generated, gaps = grown.pop("generated_tokens"), grown.pop("inter_token_latency_seconds")
     assert generated >= gaps + 1 >= 8
     assert grown == {
@@ -228,10 +236,10 @@ def test_a_stream_that_is_left_has_counted_what_it_got(server: RunningServer) ->
     }
 
 
-def test_an_answer_in_a_format_is_counted_as_its_usage_says(server: RunningServer) -> None:
+def test_a_structured_answer_is_counted_as_in_its_usage(server: RunningServer) -> None:
     usages = []
 
-    def ask() -> None:
+    def send() -> None:
         schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
         answer = server.chat(
             max_tokens=200,
@@ -239,7 +247,7 @@ def test_an_answer_in_a_format_is_counted_as_its_usage_says(server: RunningServe
         )
         usages.append(answer.json()["usage"])
 
-    grown = _grown(server, ask)
+    grown = _increases(server, send)
     (usage,) = usages
     tokens, prompt = usage["completion_tokens"], usage["prompt_tokens"]
     assert grown["generated_tokens"] == grown["request_generated_tokens_sum"] == tokens
@@ -249,7 +257,7 @@ def test_an_answer_in_a_format_is_counted_as_its_usage_says(server: RunningServe
     assert grown.get("cached_prompt_tokens", 0) == cached
 
 
-def test_what_vllm_cuts_in_another_way_adds_up(server: RunningServer) -> None:
+def test_vllms_metrics_with_other_labels_add_up_to_ours(server: RunningServer) -> None:
     before = Scrape.of(server)
     prompt = _ids(120, 40)
     for _ in range(2):
@@ -273,7 +281,7 @@ def test_what_vllm_cuts_in_another_way_adds_up(server: RunningServer) -> None:
     assert after.full("vllm:cache_config_info", **labels, **sizes) == 1
 
 
-def test_the_engines_own_memory_and_cpu_are_told(server: RunningServer) -> None:
+def test_memory_and_cpu_of_the_engine_process_are_exported(server: RunningServer) -> None:
     scrape = Scrape.of(server)
     assert scrape("engine_process_resident_memory_bytes") > 1e6
     assert scrape("engine_process_cpu_seconds_total") > 0

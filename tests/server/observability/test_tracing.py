@@ -1,4 +1,4 @@
-"""Traces, as a collector on loopback receives them by OTLP."""
+"""Traces, as a collector on the loopback interface receives them by OTLP."""
 
 import gzip
 import sys
@@ -17,11 +17,11 @@ from penstock.server.config import ServerConfig
 from penstock.server.observability.tracing import Tracer
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
 
-TRACE_ID, CALLER_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACE_ID, PARENT_SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """Keeps the spans that come in by HTTP."""
+    """Keeps the spans that arrive over HTTP."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -51,7 +51,7 @@ class Collector:
                 self.spans.extend(scope.spans)
 
     def request(self, **attributes: Any) -> tuple[Span, dict[str, Span]]:
-        """The span of the request that has these attributes, and its children by name."""
+        """The request span with these attributes, and its child spans by name."""
 
         def find() -> Span | None:
             return next((s for s in self.spans if attributes.items() <= _read(s).items()), None)
@@ -69,7 +69,7 @@ class Collector:
 
 
 def _read(span: Span) -> dict[str, Any]:
-    """Its attributes as Python has them."""
+    """The attributes of a span as Python values."""
     values = {}
     for pair in span.attributes:
         kind = pair.value.WhichOneof("value")
@@ -95,10 +95,10 @@ def server(collector: Collector) -> Iterator[RunningServer]:
             yield server
 
 
-def test_a_request_is_a_span_in_the_callers_trace_with_its_phases(
+def test_a_request_is_a_span_of_the_clients_trace_with_its_phases(
     server: RunningServer, collector: Collector
 ) -> None:
-    headers = {"traceparent": f"00-{TRACE_ID}-{CALLER_ID}-01"}
+    headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_SPAN_ID}-01"}
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 20, "n": 2, "temperature": 0.5}
     body |= {"top_p": 0.75, "top_k": 20}
     answer = server.post("/v1/completions", body | {"ignore_eos": True}, headers=headers).json()
@@ -106,7 +106,7 @@ def test_a_request_is_a_span_in_the_callers_trace_with_its_phases(
     assert collector.paths == {"/v1/traces"}
     assert span.name == f"text_completion {MODEL}"
     assert span.kind == Span.SPAN_KIND_SERVER
-    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, CALLER_ID)
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, PARENT_SPAN_ID)
     assert list(phases) == ["queue", "prefill", "decode"]
     queue, prefill, decode = phases.values()
     assert queue.start_time_unix_nano == pytest.approx(span.start_time_unix_nano, abs=1e6)
@@ -137,7 +137,7 @@ def test_a_request_is_a_span_in_the_callers_trace_with_its_phases(
     }
 
 
-def test_without_a_caller_a_chats_stream_begins_a_trace_of_its_own(
+def test_a_stream_without_traceparent_begins_a_new_trace(
     server: RunningServer, collector: Collector
 ) -> None:
     server.chat(stream=True, max_tokens=3)
@@ -157,7 +157,9 @@ def test_embeddings_are_a_span_without_a_decode(
     assert "gen_ai.usage.output_tokens" not in _read(span)
 
 
-def test_who_leaves_is_told_of_too(server: RunningServer, collector: Collector) -> None:
+def test_a_request_whose_client_disconnects_is_traced_too(
+    server: RunningServer, collector: Collector
+) -> None:
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 5000, "stream": True}
     url = f"{server.url}/v1/completions"
     with httpx.stream("POST", url, json=body | {"ignore_eos": True}) as stream:
@@ -168,32 +170,32 @@ def test_who_leaves_is_told_of_too(server: RunningServer, collector: Collector) 
     assert "decode" in phases
 
 
-def test_a_caller_who_does_not_sample_is_not_traced(
+def test_a_trace_that_the_client_does_not_sample_is_not_recorded(
     server: RunningServer, collector: Collector
 ) -> None:
     other = TRACE_ID[::-1]
-    headers = {"traceparent": f"00-{other}-{CALLER_ID}-00"}
+    headers = {"traceparent": f"00-{other}-{PARENT_SPAN_ID}-00"}
     server.post("/v1/completions", {"model": MODEL, "prompt": "a"}, headers=headers)
     last = server.complete(max_tokens=7).json()["id"]
     collector.request(**{"gen_ai.response.id": last})
     assert other not in {span.trace_id.hex() for span in collector.spans}
 
 
-def test_without_the_extra_the_flag_is_refused_with_what_to_install(
+def test_without_the_extra_the_flag_is_refused_with_an_install_hint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-    monkeypatch.setitem(sys.modules, name, None)  # an import of it now fails
+    monkeypatch.setitem(sys.modules, name, None)  # importing it now fails
     with pytest.raises(InvalidConfig, match=r"pip install 'penstock\[otel\]'"):
         Tracer.to_endpoint("http://127.0.0.1:4318")
 
 
-def test_an_endpoint_that_is_no_url_is_refused() -> None:
+def test_an_endpoint_that_is_not_a_url_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="write it like http://localhost:4318/v1/traces"):
         ServerConfig(served_model_names=("m",), otlp_traces_endpoint="localhost:4317")
 
 
-def test_a_server_whose_collector_is_away_answers_and_ends_in_time() -> None:
+def test_a_server_answers_and_stops_in_time_without_its_collector() -> None:
     with running_server("--otlp-traces-endpoint", "http://127.0.0.1:9/v1/traces") as server:
         assert server.complete().status_code == 200
         server.process.terminate()

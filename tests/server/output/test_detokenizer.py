@@ -1,4 +1,4 @@
-"""Ids to text in parts: what comes out, joined, is what a decode of all ids would have given."""
+"""Incremental detokenization gives the text that a decode of all ids gives."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ DEMO = ROOT / "engine" / "demo_model" / "tokenizer.json"
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Every byte a token, a few that cut characters apart, and added ones, special and not."""
+    """Each byte is a token; a few tokens split characters, and some are added, special or not."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
     merges = []
@@ -38,7 +38,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 def load(path: Path) -> Tokenizer:
     if not path.exists():
-        pytest.skip(f"{path.name} of {path.parent.name} is not there")
+        pytest.skip(f"{path.name} of {path.parent.name} is missing")
     return Tokenizer.from_file(str(path))
 
 
@@ -92,7 +92,7 @@ def test_no_part_of_a_text_has_half_a_character(
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_text_that_goes_on_keeps_its_first_space(
+def test_text_that_continues_keeps_its_first_space(
     tokenizer: Tokenizer, vocabulary: Vocabulary, data: st.DataObject
 ) -> None:
     before = tokenizer.encode("the", add_special_tokens=False).ids
@@ -102,7 +102,7 @@ def test_text_that_goes_on_keeps_its_first_space(
     assert tokenizer.decode(before) + "".join(parts) == whole
 
 
-def test_a_split_emoji_comes_out_at_once_when_it_is_whole() -> None:
+def test_a_split_emoji_is_returned_once_it_is_complete() -> None:
     tokenizer = byte_level_tokenizer()
     vocab = tokenizer.get_vocab()
     word = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("😀")[0][0]
@@ -110,14 +110,14 @@ def test_a_split_emoji_comes_out_at_once_when_it_is_whole() -> None:
     assert decode_in_parts(Vocabulary(tokenizer), ids) == ["", "", "", "😀", ""]
 
 
-def test_bytes_that_stay_half_a_character_become_one_replacement_at_the_end() -> None:
+def test_an_incomplete_character_becomes_one_replacement_at_the_end() -> None:
     tokenizer = byte_level_tokenizer()
     word = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("😀")[0][0]
     ids = [tokenizer.get_vocab()[char] for char in word[:3]]
     assert decode_in_parts(Vocabulary(tokenizer), ids) == ["", "", "", "\ufffd"]
 
 
-def test_an_id_that_the_tokenizer_does_not_know_adds_nothing() -> None:
+def test_an_id_outside_the_vocabulary_adds_nothing() -> None:
     assert decode_in_parts(Vocabulary(byte_level_tokenizer()), [99_999]) == ["", ""]
 
 
@@ -141,7 +141,7 @@ def test_a_decoder_that_cannot_be_streamed_is_refused_by_name() -> None:
 
 
 def stopped_text(text: str, stops: list[str], *, includes_stop: bool) -> tuple[str, bool]:
-    """The slow, obvious answer."""
+    """The reference: slow and obvious."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -166,7 +166,7 @@ def scan(parts: list[str], stops: list[str], *, includes_stop: bool) -> tuple[st
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
     includes_stop=st.booleans(),
 )
-def test_the_first_stop_string_ends_the_text_however_it_is_cut(
+def test_the_first_stop_string_ends_the_text_however_it_is_divided(
     parts: list[str], stops: list[str], includes_stop: bool
 ) -> None:
     expected = stopped_text("".join(parts), stops, includes_stop=includes_stop)

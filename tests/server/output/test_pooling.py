@@ -1,4 +1,4 @@
-"""How embeddings are made is read from the model's directory, in sentence-transformers' layout."""
+"""Pooling is read from the model's directory, in the layout of sentence-transformers."""
 
 import json
 import struct
@@ -10,10 +10,11 @@ import pytest
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Pooling
 from penstock.server.cli import main
+from penstock.server.config import PoolerConfig
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
-from penstock.server.output.pooling import Pooler, PoolerConfig
+from penstock.server.output.pooling import Pooler
 
-NO_WORD = PoolerConfig()
+DEFAULTS = PoolerConfig()
 TRANSFORMER = {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 NORMALIZE = {"idx": 2, "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
@@ -28,7 +29,7 @@ def pooler_of(
     modules: list[dict[str, Any]] | None = None,
     pooling: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
-    asked: PoolerConfig = NO_WORD,
+    config: PoolerConfig = DEFAULTS,
 ) -> Pooler:
     for path, value in (
         ("modules.json", modules),
@@ -38,10 +39,10 @@ def pooler_of(
         if value is not None:
             (directory / path).parent.mkdir(exist_ok=True)
             (directory / path).write_text(json.dumps(value))
-    return Pooler.load(directory, asked, hidden_size=4)
+    return Pooler.load(directory, config, hidden_size=4)
 
 
-def test_a_directory_that_says_nothing_gets_the_last_token_normalized(tmp_path: Path) -> None:
+def test_the_default_is_the_last_token_normalized(tmp_path: Path) -> None:
     pooler = pooler_of(tmp_path)
     assert (pooler.pooling, pooler.normalizes) == (Pooling.LAST, True)
     assert list(pooler.embedding(STATE)) == pytest.approx([3 / 13, 0, 4 / 13, 12 / 13])
@@ -52,7 +53,7 @@ def test_a_directory_that_says_nothing_gets_the_last_token_normalized(tmp_path: 
     [(MEAN, Pooling.MEAN), (LAST, Pooling.LAST), ({"pooling_mode": "mean"}, Pooling.MEAN)],
 )
 @pytest.mark.parametrize("modules", [None, [TRANSFORMER, POOLING, NORMALIZE]])
-def test_the_pooling_modules_mode_is_taken(
+def test_the_mode_of_the_pooling_module_is_used(
     tmp_path: Path,
     modules: list[dict[str, Any]] | None,
     pooling: dict[str, Any],
@@ -62,14 +63,14 @@ def test_the_pooling_modules_mode_is_taken(
     assert (pooler.pooling, pooler.normalizes, pooler.problem) == (expected, True, None)
 
 
-def test_modules_without_normalize_leave_the_state_as_it_is(tmp_path: Path) -> None:
+def test_modules_without_normalize_leave_the_state_unchanged(tmp_path: Path) -> None:
     pooler = pooler_of(tmp_path, [TRANSFORMER, POOLING], LAST)
     assert pooler.embedding(STATE).tolist() == [3.0, 0.0, 4.0, 12.0]
 
 
-def test_the_operators_word_stands_above_the_models(tmp_path: Path) -> None:
-    asked = PoolerConfig(pooling=Pooling.LAST, normalize=False)
-    pooler = pooler_of(tmp_path, [TRANSFORMER, POOLING, NORMALIZE], MEAN, asked=asked)
+def test_the_pooler_config_overrides_the_model(tmp_path: Path) -> None:
+    config = PoolerConfig(pooling=Pooling.LAST, normalize=False)
+    pooler = pooler_of(tmp_path, [TRANSFORMER, POOLING, NORMALIZE], MEAN, config=config)
     assert (pooler.pooling, pooler.normalizes) == (Pooling.LAST, False)
 
 
@@ -82,21 +83,21 @@ def test_the_operators_word_stands_above_the_models(tmp_path: Path) -> None:
         ([TRANSFORMER, POOLING, DENSE], MEAN, "Dense"),
     ],
 )
-def test_what_cannot_be_pooled_as_the_model_says_is_refused_by_name(
+def test_an_unsupported_pooling_is_refused_by_name(
     tmp_path: Path, modules: list[dict[str, Any]], pooling: dict[str, Any], culprit: str
 ) -> None:
     pooler = pooler_of(tmp_path, modules, pooling)
     with pytest.raises(InvalidRequest, match=culprit):
         pooler.check(None)
-    overruled = pooler_of(tmp_path, asked=PoolerConfig(pooling=Pooling.MEAN))
-    overruled.check(None)
+    overridden = pooler_of(tmp_path, config=PoolerConfig(pooling=Pooling.MEAN))
+    overridden.check(None)
 
 
 @pytest.mark.parametrize(
     ("model", "allowed", "refused"),
     [({"is_matryoshka": True}, [1, 3, 4], [5]), ({"matryoshka_dimensions": [2, 4]}, [2, 4], [3])],
 )
-def test_only_lengths_that_the_model_was_taught_may_be_asked_for(
+def test_only_dimensions_that_the_model_was_trained_for_are_accepted(
     tmp_path: Path, model: dict[str, Any], allowed: list[int], refused: list[int]
 ) -> None:
     pooler = pooler_of(tmp_path, model=model)
@@ -109,19 +110,19 @@ def test_only_lengths_that_the_model_was_taught_may_be_asked_for(
     assert list(pooler.embedding(STATE, 2)) == [1.0, 0.0]
 
 
-def test_a_model_that_was_taught_none_refuses_dimensions(tmp_path: Path) -> None:
+def test_a_model_that_was_trained_for_none_refuses_dimensions(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedParameter, match="4 numbers"):
         pooler_of(tmp_path, model={}).check(2)
 
 
-def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("[")
     with pytest.raises(InvalidConfig, match=r"modules\.json"):
         pooler_of(tmp_path)
 
 
 @pytest.mark.parametrize("value", ['{"pooling_type": "CLS"}', "7", "[", '{"pooling": "MEAN"}'])
-def test_a_pooler_config_that_says_nothing_we_know_is_a_mistake_of_the_command_line(
+def test_an_unknown_pooler_config_is_an_error_of_the_command_line(
     value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

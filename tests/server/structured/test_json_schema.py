@@ -1,4 +1,4 @@
-"""Schemas are remade to the same values: judged by `jsonschema`, and by llguidance's grammars."""
+"""Rewritten schemas allow the same values, as judged by `jsonschema` and llguidance's grammars."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ CLOSED = closed({"a": ANY, "b": ANY, "c": ANY}, "a", "b", "c")
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
 
-REMADE: list[dict[str, Any]] = [
+REWRITTEN: list[dict[str, Any]] = [
     {"not": {"type": "string"}},
     {"not": {"type": ["string", "null", "array"]}},
     {"not": {"const": "a"}},
@@ -117,7 +117,7 @@ def grammars() -> Grammars:
 
 
 def allows(grammars: Grammars, schema: dict[str, Any], value: Any) -> bool:
-    """In one order of its properties at least: a grammar has an order of its own."""
+    """Whether the value matches in some order of its properties: the grammar fixes one."""
     matcher = grammars.compile(json_schema_grammar(schema)).result()
     orders = [value]
     if isinstance(value, dict):
@@ -131,16 +131,16 @@ def accepts(grammars: Grammars, matcher: LLMatcher, value: Any) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("schema", REMADE, ids=json.dumps)
-def test_a_remade_schema_has_the_same_values(schema: dict[str, Any], grammars: Grammars) -> None:
+@pytest.mark.parametrize("schema", REWRITTEN, ids=json.dumps)
+def test_a_rewritten_schema_has_the_same_values(schema: dict[str, Any], grammars: Grammars) -> None:
     validator = Draft7Validator if "dependencies" in schema else Draft202012Validator
     before, after = validator(schema), Draft202012Validator(enforceable(schema))
     for value in VALUES:
-        wanted = before.is_valid(value)
-        assert after.is_valid(value) == wanted, (value, enforceable(schema))
-        # Numbers with a point or an exponent are no integers to llguidance, as texts.
+        expected = before.is_valid(value)
+        assert after.is_valid(value) == expected, (value, enforceable(schema))
+        # Numbers written with a point or an exponent are not integers to llguidance.
         if not isinstance(value, float):
-            assert allows(grammars, schema, value) == wanted, (value, enforceable(schema))
+            assert allows(grammars, schema, value) == expected, (value, enforceable(schema))
 
 
 LEAVES = st.sampled_from(
@@ -168,7 +168,7 @@ def deeper(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @settings(max_examples=300, deadline=None)
 @given(st.recursive(LEAVES, deeper, max_leaves=6))
-def test_whatever_is_remade_has_the_same_values(schema: Any) -> None:
+def test_any_rewritten_schema_has_the_same_values(schema: Any) -> None:
     schema = {"allOf": [schema]}
     try:
         after = Draft202012Validator(enforceable(schema))
@@ -197,7 +197,7 @@ def test_whatever_is_remade_has_the_same_values(schema: Any) -> None:
         ({"if": {"$ref": "#"}, "then": TEXT}, "if", "#"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_by_keyword_and_place(
+def test_an_unenforceable_keyword_is_refused_by_name_and_place(
     schema: dict[str, Any], keyword: str, path: str
 ) -> None:
     with pytest.raises(Unenforceable) as raised:
@@ -220,12 +220,12 @@ def test_what_cannot_be_enforced_is_refused_by_keyword_and_place(
         {"propertyNames": 5},
     ],
 )
-def test_what_is_no_schema_is_refused(schema: dict[str, Any]) -> None:
+def test_an_invalid_schema_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(Unenforceable):
         enforceable(schema)
 
 
-def test_a_schema_that_would_explode_is_refused() -> None:
+def test_a_schema_that_expands_too_far_is_refused() -> None:
     branches = [{"oneOf": [{"required": [f"p{i}{j}"]} for j in range(40)]} for i in range(40)]
     with pytest.raises(Unenforceable, match="parts"):
         enforceable({"type": "object", "allOf": branches})
@@ -247,9 +247,9 @@ SELF = {"$ref": "#/$defs/a"}
             "minProperties": 10_000,
         },
     ],
-    ids=("apart", "overlapping", "arranged", "self", "chosen"),
+    ids=("disjoint", "overlapping", "arranged", "self", "chosen"),
 )
-def test_long_lists_are_remade_or_refused_in_bounded_time(schema: dict[str, Any]) -> None:
+def test_long_lists_are_rewritten_or_refused_in_bounded_time(schema: dict[str, Any]) -> None:
     started_s = time.thread_time()
     with contextlib.suppress(Unenforceable):
         enforceable(schema)
@@ -261,13 +261,13 @@ def test_an_infinity_which_json_can_spell_as_1e999_is_refused() -> None:
         json_schema_grammar({"oneOf": [{"const": float("inf")}, {"const": 1}]})
 
 
-def test_what_cannot_be_enforced_is_left_out_where_that_is_allowed() -> None:
+def test_unenforceable_keywords_are_dropped_if_lenient() -> None:
     schema = {"type": "array", "items": TEXT, "uniqueItems": True, "maxItems": 3}
-    left = enforceable(schema, leaves_out=True)
-    assert left == {"type": "array", "items": TEXT, "maxItems": 3}
+    rest = enforceable(schema, is_lenient=True)
+    assert rest == {"type": "array", "items": TEXT, "maxItems": 3}
 
 
-def test_dates_are_those_that_parsers_take(grammars: Grammars) -> None:
+def test_dates_are_those_that_parsers_accept(grammars: Grammars) -> None:
     day = {"type": "string", "format": "date"}
     assert allows(grammars, day, "2024-02-29")
     assert not allows(grammars, day, "0000-01-01") and not allows(grammars, day, "2023-02-29")

@@ -1,6 +1,6 @@
-"""Thoughts that a grammar leaves room for, and ends: by weights that never would end them.
+"""Reasoning before a constrained answer, and reasoning budgets, with weights that never end it.
 
-The model is the demo's shape with random weights and two more tokens, which mark thoughts.
+The model has the demo's shape with random weights, and two more tokens, the reasoning markers.
 """
 
 import json
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def thinking_model(directory: Path) -> Path:
-    """Its template knows enable_thinking, and the markers are plain tokens, as Qwen3's are."""
+    """Its template supports enable_thinking, and the markers are plain tokens, as in Qwen3."""
     shutil.copytree(DEMO, directory, ignore=shutil.ignore_patterns("*.safetensors", "*.py"))
     path = directory / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
@@ -68,7 +68,7 @@ def chat(server: RunningServer, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("budget", [0, 1, BUDGET])
-def test_thoughts_end_when_their_budget_is_spent(server: RunningServer, budget: int) -> None:
+def test_reasoning_ends_when_its_budget_is_spent(server: RunningServer, budget: int) -> None:
     answer = chat(server, thinking_token_budget=budget, n=2, logprobs=True)
     for choice in answer["choices"]:
         tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
@@ -80,12 +80,12 @@ def test_thoughts_end_when_their_budget_is_spent(server: RunningServer, budget: 
     assert details["reasoning_tokens"] <= 2 * budget
 
 
-def test_without_a_budget_nothing_ends_them(server: RunningServer) -> None:
+def test_without_a_budget_nothing_ends_the_reasoning(server: RunningServer) -> None:
     choice = chat(server, thinking_token_budget=-1)["choices"][0]
     assert choice["finish_reason"] == "length"
 
 
-def test_an_answer_that_must_be_json_is_behind_the_thoughts(server: RunningServer) -> None:
+def test_a_constrained_answer_follows_the_reasoning(server: RunningServer) -> None:
     answer = chat(server, response_format=JSON_FORMAT, n=4)
     for choice in answer["choices"]:
         message = choice["message"]
@@ -93,14 +93,14 @@ def test_an_answer_that_must_be_json_is_behind_the_thoughts(server: RunningServe
         jsonschema.validate(json.loads(message["content"]), SCHEMA)
 
 
-def test_with_thinking_off_the_json_comes_at_once(server: RunningServer) -> None:
+def test_with_thinking_off_the_constrained_answer_begins_at_once(server: RunningServer) -> None:
     answer = server.chat(max_tokens=60, response_format=JSON_FORMAT, reasoning_effort="none")
     message = answer.json()["choices"][0]["message"]
     jsonschema.validate(json.loads(message["content"]), SCHEMA)
     assert "reasoning_content" not in message
 
 
-def test_a_required_call_is_made_behind_the_thoughts(server: RunningServer) -> None:
+def test_a_required_call_follows_the_reasoning(server: RunningServer) -> None:
     fields = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
     message = chat(server, **fields, max_tokens=200)["choices"][0]["message"]
     assert message["reasoning_content"]
@@ -108,7 +108,7 @@ def test_a_required_call_is_made_behind_the_thoughts(server: RunningServer) -> N
     assert json.loads(call["function"]["arguments"]).keys() == {"a", "b"}
 
 
-def test_a_stream_of_budgeted_thoughts_adds_up_to_the_plain_answer(server: RunningServer) -> None:
+def test_a_stream_of_budgeted_reasoning_adds_up_to_the_plain_answer(server: RunningServer) -> None:
     plain = chat(server, seed=3)["choices"][0]["message"]
     answer = server.chat(max_tokens=60, thinking_token_budget=BUDGET, seed=3, stream=True)
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line[6:7] == "{"]
@@ -117,7 +117,7 @@ def test_a_stream_of_budgeted_thoughts_adds_up_to_the_plain_answer(server: Runni
         assert "".join(delta.get(name) or "" for delta in deltas) == plain[name]
 
 
-def test_anthropics_budget_ends_thoughts_too(server: RunningServer) -> None:
+def test_anthropics_budget_ends_reasoning_too(server: RunningServer) -> None:
     with anthropic.Anthropic(base_url=server.url, api_key="x") as client:
         message = client.messages.create(
             model=MODEL,
@@ -125,19 +125,19 @@ def test_anthropics_budget_ends_thoughts_too(server: RunningServer) -> None:
             messages=[{"role": "user", "content": "Hi"}],
             thinking={"type": "enabled", "budget_tokens": BUDGET},
         )
-    thought, words = message.content
-    assert thought.type == "thinking" and thought.thinking
-    assert words.type == "text" and words.text
+    thinking, text = message.content
+    assert thinking.type == "thinking" and thinking.thinking
+    assert text.type == "text" and text.text
 
 
-def test_a_budget_is_refused_by_name_where_the_model_has_no_thoughts(tmp_path: Path) -> None:
+def test_a_budget_is_refused_by_name_if_the_model_does_not_reason(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedParameter) as caught:
         ask(make_model(tmp_path, PLAIN), thinking_token_budget=5)
     assert caught.value.param == "thinking_token_budget"
 
 
-def test_a_budget_is_refused_where_the_marks_are_no_tokens(tmp_path: Path) -> None:
+def test_a_budget_is_refused_if_the_markers_are_not_tokens(tmp_path: Path) -> None:
     model = make_model(tmp_path, QWEN)
-    with pytest.raises(UnsupportedParameter, match="no tokens"):
+    with pytest.raises(UnsupportedParameter, match="not special tokens"):
         ask(model, thinking_token_budget=5)
     assert ask(model, thinking_token_budget=-1).requests[0].sampling.grammar is None

@@ -1,4 +1,5 @@
-"""What cannot be enforced is refused by its field's name, in bounded time, and hurts nobody."""
+"""Constraints that cannot be enforced are refused by field name, in bounded time, and do not
+disturb other requests."""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 from tests.support.serving import RunningServer, running_server
 from tests.support.structured import SCHEMAS, ask_all, assert_validates, json_schema
 
-# Compiling is bounded by fuel; this leaves room for a machine that four others use.
+# Compiling is bounded by fuel; the limit allows for a machine with other load.
 MAX_SECONDS = 5.0
 WHITESPACE = "structured_outputs.whitespace_pattern"
 
@@ -31,7 +32,7 @@ def deep(depth: int) -> dict[str, Any]:
 
 
 def doubled(depth: int) -> dict[str, Any]:
-    """Each definition asks twice for the next: 2 ** depth parts."""
+    """Each definition refers to the next twice: 2 ** depth parts."""
     defs: dict[str, Any] = {
         f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(depth)
     }
@@ -99,7 +100,7 @@ def if_then(i: int) -> dict[str, Any]:
         ({"guided_json": {"type": "object"}}, "guided_json"),
     ],
 )
-def test_a_wrong_constraint_is_refused_by_its_name(
+def test_an_invalid_constraint_is_refused_by_its_name(
     server: RunningServer, fields: dict[str, Any], param: str
 ) -> None:
     for answer in (server.chat(**fields), server.complete(**fields)):
@@ -107,7 +108,7 @@ def test_a_wrong_constraint_is_refused_by_its_name(
         assert answer.json()["error"]["param"] == param, answer.text
 
 
-def test_an_older_name_is_told_its_new_one(server: RunningServer) -> None:
+def test_the_refusal_of_an_older_name_gives_the_new_one(server: RunningServer) -> None:
     for name, new_name in (("guided_regex", "regex"), ("guided_choice", "choice")):
         message = server.chat(**{name: "a"}).json()["error"]["message"]
         assert f"use structured_outputs.{new_name}" in message
@@ -141,7 +142,7 @@ def test_an_older_name_is_told_its_new_one(server: RunningServer) -> None:
         {"grammar": 'root ::= "' + "x" * 70_000 + '"'},
     ],
 )
-def test_what_explodes_ends_in_bounded_time_and_the_next_is_served(
+def test_an_expensive_constraint_ends_in_bounded_time_and_the_next_request_is_served(
     server: RunningServer, fields: dict[str, Any]
 ) -> None:
     started_s = time.monotonic()
@@ -151,8 +152,8 @@ def test_what_explodes_ends_in_bounded_time_and_the_next_is_served(
     assert server.chat(max_tokens=2).status_code == 200
 
 
-def test_a_large_schema_does_not_hold_up_those_who_are_streaming(server: RunningServer) -> None:
-    """In either process: several short answers come and go while it is compiled."""
+def test_a_large_schema_does_not_delay_other_requests(server: RunningServer) -> None:
+    """In either process: several short requests are answered while it is compiled."""
     schema = {
         "type": "object",
         "properties": {
@@ -170,7 +171,7 @@ def test_a_large_schema_does_not_hold_up_those_who_are_streaming(server: Running
     assert num_answered >= 2
 
 
-def test_a_grammar_that_fails_in_the_middle_ends_its_own_answer_alone(
+def test_a_grammar_that_fails_midway_ends_only_its_own_answer(
     server: RunningServer,
 ) -> None:
     regex = {"structured_outputs": {"regex": "((a{1,1000}){1,1000}){1,1000}"}}

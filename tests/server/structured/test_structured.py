@@ -1,4 +1,4 @@
-"""Structured output, from the wire to the model and back: every answer is as it was asked for."""
+"""Structured output over HTTP with a real model: every answer satisfies its constraint."""
 
 import json
 import re
@@ -24,10 +24,10 @@ def server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     running.stop()
 
 
-def test_a_sample_of_the_many_schemas_is_answered_with_what_validates(
+def test_answers_to_a_sample_of_the_many_schemas_validate(
     server: RunningServer,
 ) -> None:
-    """The rest is `make test-schemas`."""
+    """`make test-schemas` runs all of them."""
     ends = check(server, bodies(seed=3, every=5), at_once=16)
     assert ends["stop"] >= 0.8 * ends.total(), ends
 
@@ -37,20 +37,20 @@ def text_of(answer: dict[str, Any], index: int = 0) -> str:
     return text
 
 
-def test_every_schema_is_answered_with_what_validates(server: RunningServer) -> None:
-    asked = [(name, seed) for seed in range(5) for name in SCHEMAS]
+def test_answers_to_every_schema_validate(server: RunningServer) -> None:
+    cases = [(name, seed) for seed in range(5) for name in SCHEMAS]
     bodies = [
         {"response_format": json_schema(SCHEMAS[name]), "seed": seed, "max_tokens": 400}
-        for name, seed in asked
+        for name, seed in cases
     ]
     finishes: Counter[str] = Counter()
-    for (name, _), response in zip(asked, ask_all(server, bodies, 32), strict=True):
+    for (name, _), response in zip(cases, ask_all(server, bodies, 32), strict=True):
         assert response.status_code == 200, (name, response.text)
         choice = response.json()["choices"][0]
         finishes[choice["finish_reason"]] += 1
         if choice["finish_reason"] == "stop":
             assert_validates(choice["message"]["content"], SCHEMAS[name])
-    assert finishes["stop"] >= 0.9 * len(asked), finishes
+    assert finishes["stop"] >= 0.9 * len(cases), finishes
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_every_schema_is_answered_with_what_validates(server: RunningServer) -> 
         ({"json_schema": {"enum": ["x", 1]}}, '"x"|1'),
     ],
 )
-def test_each_field_holds_the_answer_to_its_form(
+def test_each_field_constrains_the_answer(
     server: RunningServer, fields: dict[str, Any], pattern: str
 ) -> None:
     for seed in range(3):
@@ -81,7 +81,7 @@ def test_each_field_holds_the_answer_to_its_form(
                 assert re.fullmatch(pattern, text_of(answer.json())), text_of(answer.json())
 
 
-def test_a_trigger_in_free_text_begins_what_its_tag_says(server: RunningServer) -> None:
+def test_a_trigger_in_free_text_begins_the_content_of_its_tag(server: RunningServer) -> None:
     tag = {"begin": "add(", "schema": SCHEMAS["const"], "end": ")"}
     tags = {"type": "structural_tag", "structures": [tag], "triggers": ["a"]}
     for fields in ({"response_format": tags}, {"structured_outputs": {"structural_tag": tags}}):
@@ -91,7 +91,7 @@ def test_a_trigger_in_free_text_begins_what_its_tag_says(server: RunningServer) 
         assert_validates(rest.partition(")")[0], SCHEMAS["const"])
 
 
-def test_completions_take_the_same_fields(server: RunningServer) -> None:
+def test_completions_accept_the_same_fields(server: RunningServer) -> None:
     answer = server.complete(structured_outputs={"choice": ["left", "right"]}).json()
     assert answer["choices"][0]["text"] in ("left", "right")
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -104,14 +104,14 @@ def test_completions_take_the_same_fields(server: RunningServer) -> None:
         {"structured_outputs": {"json_object": True}},
     ],
 )
-def test_a_json_object_is_one_where_it_ends(server: RunningServer, fields: dict[str, Any]) -> None:
+def test_a_finished_json_object_is_an_object(server: RunningServer, fields: dict[str, Any]) -> None:
     answers = [server.chat(seed=seed, max_tokens=300, **fields).json() for seed in range(4)]
     ended = [a for a in answers if a["choices"][0]["finish_reason"] == "stop"]
     assert all(isinstance(json.loads(text_of(answer)), dict) for answer in ended)
     assert all(text_of(answer).startswith("{") for answer in answers)
 
 
-def test_only_a_strict_schema_is_refused_for_what_cannot_be_enforced(
+def test_only_a_strict_schema_is_refused_for_an_unenforceable_keyword(
     server: RunningServer,
 ) -> None:
     items = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 3}
@@ -158,8 +158,8 @@ def test_a_stream_has_the_same_text_as_a_body(server: RunningServer) -> None:
 def test_logprobs_are_those_of_the_model_without_the_grammar(server: RunningServer) -> None:
     fields = {"logprobs": True, "top_logprobs": 3, "temperature": 0, "max_tokens": 1}
     plain = server.chat(**fields).json()["choices"][0]["logprobs"]["content"][0]
-    held = server.chat(structured_outputs={"regex": "[0-9]{9}"}, **fields).json()
-    entry = held["choices"][0]["logprobs"]["content"][0]
+    constrained = server.chat(structured_outputs={"regex": "[0-9]{9}"}, **fields).json()
+    entry = constrained["choices"][0]["logprobs"]["content"][0]
     assert entry["top_logprobs"] == plain["top_logprobs"]
     assert entry["logprob"] <= plain["logprob"]
 
@@ -169,7 +169,7 @@ def test_a_stop_string_ends_a_structured_answer_early(server: RunningServer) -> 
     assert text_of(answer) == "aaa" and answer["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_finished_grammar_ends_the_answer_whatever_forbids_the_end(
+def test_a_complete_grammar_ends_the_answer_despite_ignore_eos_and_min_tokens(
     server: RunningServer,
 ) -> None:
     for fields in ({"ignore_eos": True}, {"min_tokens": 50}):
@@ -178,13 +178,13 @@ def test_a_finished_grammar_ends_the_answer_whatever_forbids_the_end(
         assert answer.json()["choices"][0]["finish_reason"] == "stop"
 
 
-def test_ignore_eos_puts_the_end_off_as_long_as_the_grammar_goes_on(server: RunningServer) -> None:
+def test_ignore_eos_delays_the_end_until_the_grammar_is_complete(server: RunningServer) -> None:
     fields = {"structured_outputs": {"regex": "[ab]{1,40}"}, "max_tokens": 60, "ignore_eos": True}
     answers = [server.chat(seed=seed, temperature=2, **fields).json() for seed in range(4)]
     assert [len(text_of(answer)) for answer in answers] == [40] * 4
 
 
-def test_fields_that_leave_nothing_of_the_grammar_end_the_answer_with_an_error(
+def test_fields_that_forbid_all_of_the_grammar_end_the_answer_with_an_error(
     server: RunningServer,
 ) -> None:
     regex = {"structured_outputs": {"regex": "[0-9]+"}, "allowed_token_ids": [700]}
@@ -195,7 +195,7 @@ def test_fields_that_leave_nothing_of_the_grammar_end_the_answer_with_an_error(
 
 
 @pytest.mark.parametrize("server", ["trained"], indirect=True)
-def test_a_preempted_answer_goes_on_where_it_was(server: RunningServer) -> None:
+def test_a_preempted_answer_continues_unchanged(server: RunningServer) -> None:
     bodies = [
         {"json_schema": SCHEMAS["formats"], "seed": seed, "max_tokens": 90, "temperature": 1}
         for seed in range(12)

@@ -1,4 +1,4 @@
-"""Tools with tool_choice auto: what the model is told, and what becomes of what it writes."""
+"""Tools with tool_choice auto: the prompt, and how the answer is divided into text and calls."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_only_the_first_delta_of_a_call_has_id_type_and_name(tmp_path: Path) -> 
     assert all(d["function"].keys() == {"arguments"} for d in rest)
 
 
-def test_an_answer_without_a_call_is_text_and_stops_as_ever(tmp_path: Path) -> None:
+def test_an_answer_without_a_call_is_text_and_ends_with_stop(tmp_path: Path) -> None:
     answer = Answer(make_model(tmp_path, QWEN), "Two < three. <tool", tools=TOOLS)
     choice = answer.streamed().choices[0]
     assert choice.message.content == "Two < three. <tool"
@@ -120,7 +120,7 @@ def test_markers_that_are_special_tokens_are_seen(tmp_path: Path, template: str,
         ("nothing of the kind", ToolFormat.JSON),
     ],
 )
-def test_the_template_tells_how_calls_are_written(template: str, form: ToolFormat) -> None:
+def test_the_format_of_calls_is_detected_from_the_template(template: str, form: ToolFormat) -> None:
     assert ChatFormat.detect(template, None, None).tools is form
     assert ChatFormat.detect(template, "pythonic", None).tools is ToolFormat.PYTHONIC
     assert ChatFormat.detect(template, "none", None).tools is None
@@ -131,7 +131,7 @@ def test_the_template_gets_the_tools_as_the_client_sent_them(tmp_path: Path) -> 
     assert prompt == f"# Tools\n{json.dumps(WEATHER)}\n{json.dumps(ADD)}\n<user>Hi<assistant>"
 
 
-def test_with_tool_choice_none_the_model_hears_of_no_tools(tmp_path: Path) -> None:
+def test_with_tool_choice_none_the_prompt_has_no_tools(tmp_path: Path) -> None:
     model = make_model(tmp_path, QWEN)
     assert prompt_of(model, tools=TOOLS, tool_choice="none") == prompt_of(model)
     answer = Answer(model, CALL, tools=TOOLS, tool_choice="none")
@@ -162,7 +162,7 @@ def test_earlier_calls_and_results_reach_the_template_with_arguments_as_objects(
     assert prompt == f"<user>1 + 2?<assistant>{CALL}<tool>3<assistant>"
 
 
-def test_a_template_that_knows_no_tools_has_them_told_in_words(tmp_path: Path) -> None:
+def test_a_template_without_tools_gets_instructions_in_words(tmp_path: Path) -> None:
     model = make_model(tmp_path, PLAIN)
     prompt = prompt_of(model, tools=[ADD], messages=CONVERSATION)
     assert prompt.startswith("<system>You can call functions.")
@@ -173,13 +173,13 @@ def test_a_template_that_knows_no_tools_has_them_told_in_words(tmp_path: Path) -
     assert message.tool_calls and message.tool_calls[0].function.name == "add"
 
 
-def test_what_the_system_message_says_stays_before_the_tools(tmp_path: Path) -> None:
+def test_the_clients_system_message_precedes_the_instructions(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     prompt = prompt_of(make_model(tmp_path, PLAIN), tools=[ADD], messages=messages)
     assert prompt.startswith("<system>Be brief.\n\nYou can call functions.")
 
 
-def test_a_template_that_joins_arguments_as_text_gets_text(tmp_path: Path) -> None:
+def test_a_template_that_concatenates_arguments_gets_strings(tmp_path: Path) -> None:
     template = (
         "{{ tools }}{% for m in messages %}{% for c in m.tool_calls %}"
         "{{ 'args: ' + c.function.arguments }}{% endfor %}{% endfor %}"
@@ -188,7 +188,7 @@ def test_a_template_that_joins_arguments_as_text_gets_text(tmp_path: Path) -> No
     assert prompt == 'args: {"a": 1, "b": 2}'
 
 
-def test_ids_are_shortened_for_templates_that_take_nine_letters_only(tmp_path: Path) -> None:
+def test_ids_are_shortened_for_templates_that_require_nine_letters(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
         "{{ raise_exception('IDs must have length 9!') }}{% endif %}{{ c.id }} {% endfor %}"
@@ -228,7 +228,7 @@ def call_with(arguments: str) -> list[dict[str, Any]]:
         ({"continue_final_message": True}, "continue_final_message"),
     ],
 )
-def test_what_is_wrong_with_tools_and_templates_is_said_by_name(
+def test_invalid_tools_and_template_fields_are_refused_by_name(
     tmp_path: Path, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -236,12 +236,12 @@ def test_what_is_wrong_with_tools_and_templates_is_said_by_name(
     assert caught.value.param == param
 
 
-def test_auto_is_refused_where_the_server_looks_for_no_calls(tmp_path: Path) -> None:
+def test_auto_is_refused_without_a_tool_call_parser(tmp_path: Path) -> None:
     model = make_model(tmp_path, QWEN, tool_parser="none")
     with pytest.raises(InvalidRequest, match="--tool-call-parser none"):
         ask(model, tools=TOOLS)
-    assert ask(model, tools=TOOLS, tool_choice="required").make_parser
+    assert ask(model, tools=TOOLS, tool_choice="required").make_reader
 
 
-def test_no_value_of_these_fields_is_taken_that_would_be_ignored() -> None:
+def test_an_empty_list_of_tools_is_accepted_with_auto() -> None:
     assert request(tools=[], tool_choice="auto").functions == []

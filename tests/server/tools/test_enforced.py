@@ -1,4 +1,4 @@
-"""Calls that a grammar enforces: by the demo model, and by weights that know nothing."""
+"""Calls that a grammar enforces, with the demo model and with random weights."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.support.chatting import ADD, WEATHER
 from tests.support.serving import MODEL, RunningServer
 
 TOOLS = [WEATHER, ADD]
-SAY = {"type": "function", "function": {"name": "ping"}}
+PING = {"type": "function", "function": {"name": "ping"}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 USER = {"role": "user", "content": "How warm is it in Paris?"}
 
@@ -38,7 +38,7 @@ def ask(client: Any, **fields: Any) -> Any:
 
 
 def check(call: Any) -> None:
-    """The arguments parse, and are what the schema of the function says."""
+    """The arguments are valid JSON and follow the schema of the function."""
     arguments = json.loads(call.function.arguments)
     if call.function.name == "add":
         assert arguments.keys() == {"a", "b"}
@@ -63,7 +63,7 @@ def test_required_always_gives_calls_that_validate(client: Any, parallel: bool) 
             check(call)
 
 
-def test_a_named_function_is_called_and_no_other(client: Any) -> None:
+def test_only_the_named_function_is_called(client: Any) -> None:
     for choice in ask(client, tool_choice=NAMED, n=8, seed=6).choices:
         assert choice.finish_reason == "tool_calls"
         assert choice.message.tool_calls
@@ -90,8 +90,10 @@ def test_a_stream_of_enforced_calls_joins_to_the_plain_answer(
     assert streamed.finish_reason == "tool_calls"
     assert not streamed.message.content
     assert plain.message.tool_calls and streamed.message.tool_calls
-    said = [c.function.model_dump(exclude={"parsed_arguments"}) for c in plain.message.tool_calls]
-    assert said == [
+    expected = [
+        c.function.model_dump(exclude={"parsed_arguments"}) for c in plain.message.tool_calls
+    ]
+    assert expected == [
         c.function.model_dump(exclude={"parsed_arguments"}) for c in streamed.message.tool_calls
     ]
     assert final.usage and final.usage.completion_tokens > 0
@@ -107,7 +109,7 @@ def test_enforced_calls_come_with_logprobs_of_all_their_tokens(client: Any) -> N
 
 
 def test_a_function_without_parameters_gets_an_empty_object(client: Any) -> None:
-    answer = ask(client, tools=[SAY], tool_choice="required", seed=9, parallel_tool_calls=False)
+    answer = ask(client, tools=[PING], tool_choice="required", seed=9, parallel_tool_calls=False)
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == "ping" and json.loads(call.function.arguments) == {}
 
@@ -117,7 +119,7 @@ def test_arguments_cut_by_max_tokens_end_with_length(client: Any) -> None:
     assert choice.finish_reason == "length"
 
 
-def test_with_auto_the_answer_is_words_or_calls(client: Any) -> None:
+def test_with_auto_the_answer_is_text_or_calls(client: Any) -> None:
     (choice,) = ask(client, max_tokens=40).choices
     assert choice.message.content is not None or choice.message.tool_calls
 

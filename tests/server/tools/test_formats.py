@@ -1,4 +1,4 @@
-"""The formats of newer models: XML, and names between markers; typed, streamed, and any cut."""
+"""The formats of newer models: XML, and names between markers; types, streaming, any division."""
 
 import json
 from itertools import count, pairwise
@@ -58,8 +58,8 @@ def bare(value: object) -> str:
 
 def qwen(*calls: Call) -> str:
     def one(name: str, arguments: dict[str, object]) -> str:
-        written = (f"<parameter={k}>\n{bare(v)}\n</parameter>\n" for k, v in arguments.items())
-        return f"<tool_call>\n<function={name}>\n{''.join(written)}</function>\n</tool_call>"
+        parameters = (f"<parameter={k}>\n{bare(v)}\n</parameter>\n" for k, v in arguments.items())
+        return f"<tool_call>\n<function={name}>\n{''.join(parameters)}</function>\n</tool_call>"
 
     return "\n".join(one(*call) for call in calls)
 
@@ -83,25 +83,25 @@ def minimax(*calls: Call) -> str:
 
 
 def deepseek(*calls: Call) -> str:
-    written = (f"{CALL_BEGIN}{n}{SEPARATOR}{json.dumps(a)}{CALL_END}" for n, a in calls)
-    return f"{CALLS_BEGIN}{''.join(written)}{CALLS_END}"
+    calls_text = (f"{CALL_BEGIN}{n}{SEPARATOR}{json.dumps(a)}{CALL_END}" for n, a in calls)
+    return f"{CALLS_BEGIN}{''.join(calls_text)}{CALLS_END}"
 
 
 def deepseek_v3(*calls: Call) -> str:
-    written = (
+    calls_text = (
         f"{CALL_BEGIN}function{SEPARATOR}{n}\n```json\n{json.dumps(a)}\n```{CALL_END}"
         for n, a in calls
     )
-    return f"{CALLS_BEGIN}{chr(10).join(written)}{CALLS_END}"
+    return f"{CALLS_BEGIN}{chr(10).join(calls_text)}{CALLS_END}"
 
 
 def kimi(*calls: Call) -> str:
-    written = (
+    calls_text = (
         f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>"
         f"{json.dumps(arguments)}<|tool_call_end|>"
         for i, (name, arguments) in enumerate(calls)
     )
-    return f"<|tool_calls_section_begin|>{''.join(written)}<|tool_calls_section_end|>"
+    return f"<|tool_calls_section_begin|>{''.join(calls_text)}<|tool_calls_section_end|>"
 
 
 def phi(*calls: Call) -> str:
@@ -109,7 +109,7 @@ def phi(*calls: Call) -> str:
     return f"<|tool_call|>{listed}<|/tool_call|>"
 
 
-WRITTEN = [
+EXAMPLES = [
     (QwenCoderParser, qwen(*BOTH)),
     (QwenCoderParser, qwen(*BOTH).replace("<tool_call>\n", "").replace("\n</tool_call>", "")),
     (GlmParser, glm(*BOTH)),
@@ -122,7 +122,7 @@ WRITTEN = [
     (MarkedListParser, phi(*BOTH)),
     (MarkedListParser, phi(*BOTH).removesuffix("<|/tool_call|>")),
 ]
-PARSERS = tuple(dict.fromkeys(kind for kind, _ in WRITTEN))
+PARSERS = tuple(dict.fromkeys(kind for kind, _ in EXAMPLES))
 
 
 def read(kind: type[ToolParser], pieces: list[str], **options: int) -> list[Part]:
@@ -141,22 +141,22 @@ def text_of(parts: list[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, TextPart))
 
 
-@pytest.mark.parametrize(("kind", "text"), WRITTEN)
-def test_two_calls_come_out_typed_and_with_no_text(kind: type[ToolParser], text: str) -> None:
+@pytest.mark.parametrize(("kind", "text"), EXAMPLES)
+def test_two_calls_are_read_with_types_and_no_text(kind: type[ToolParser], text: str) -> None:
     parts = read(kind, [text])
     assert calls_of(parts) == BOTH
     assert text_of(parts) == ""
 
 
-@pytest.mark.parametrize(("kind", "text"), WRITTEN)
+@pytest.mark.parametrize(("kind", "text"), EXAMPLES)
 def test_text_before_and_after_the_calls_stays_text(kind: type[ToolParser], text: str) -> None:
     parts = read(kind, [f"  Let me see.\n{text}\nDone. "])
     assert calls_of(parts) == BOTH
     assert text_of(parts) == "  Let me see.Done. "
 
 
-@pytest.mark.parametrize(("kind", "text"), WRITTEN)
-def test_every_cut_in_two_and_single_characters_give_the_same(
+@pytest.mark.parametrize(("kind", "text"), EXAMPLES)
+def test_every_division_in_two_and_single_characters_give_the_same(
     kind: type[ToolParser], text: str
 ) -> None:
     text = f"Well\n{text}\n"
@@ -166,14 +166,14 @@ def test_every_cut_in_two_and_single_characters_give_the_same(
         assert read(kind, [text[:cut], text[cut:]]) == whole
 
 
-@pytest.mark.parametrize(("kind", "text"), WRITTEN)
-def test_with_one_call_allowed_nothing_behind_it_counts(kind: type[ToolParser], text: str) -> None:
+@pytest.mark.parametrize(("kind", "text"), EXAMPLES)
+def test_with_one_call_allowed_text_after_it_is_ignored(kind: type[ToolParser], text: str) -> None:
     assert calls_of(read(kind, list(text), max_calls=1)) == [ADD]
 
 
 @pytest.mark.parametrize("kind", [QwenCoderParser, GlmParser, MinimaxParser])
 def test_a_string_streams_before_it_is_complete(kind: type[ToolParser]) -> None:
-    whole = next(text for each, text in WRITTEN if each is kind)
+    whole = next(text for each, text in EXAMPLES if each is kind)
     parser = kind(NAMES, schemas=SCHEMAS)
     parts = parser.feed(whole[: whole.index("<b>")])
     assert isinstance(parts[-1], CallArguments)
@@ -197,13 +197,13 @@ def test_a_string_streams_before_it_is_complete(kind: type[ToolParser]) -> None:
         (MarkedListParser, "<|tool_call|>[1]"),
     ],
 )
-def test_what_is_no_call_comes_out_as_it_is(kind: type[ToolParser], text: str) -> None:
+def test_text_that_is_not_a_call_is_unchanged(kind: type[ToolParser], text: str) -> None:
     assert read(kind, [text]) == [TextPart(text)]
     assert read(kind, list(text)) == [TextPart(text)]
 
 
 @pytest.mark.parametrize(
-    ("written", "types", "meant"),
+    ("text", "types", "value"),
     [
         ("5", {"type": "string"}, "5"),
         ("5", {"type": "integer"}, 5),
@@ -223,14 +223,14 @@ def test_what_is_no_call_comes_out_as_it_is(kind: type[ToolParser], text: str) -
         (" x\n", {"type": "string"}, " x\n"),
     ],
 )
-def test_the_schema_tells_what_a_bare_value_is(
-    written: str, types: dict[str, object], meant: object
+def test_the_schema_gives_the_type_of_a_value_without_quotes(
+    text: str, types: dict[str, object], value: object
 ) -> None:
     parser = QwenCoderParser(NAMES, schemas={"add": {"properties": {"v": types}}})
-    parts = parser.feed(f"<function=add><parameter=v>\n{written}\n</parameter></function>")
+    parts = parser.feed(f"<function=add><parameter=v>\n{text}\n</parameter></function>")
     ((_, arguments),) = calls_of(parts)
-    assert arguments == {"v": meant}
-    assert isinstance(arguments, dict) and type(arguments["v"]) is type(meant)
+    assert arguments == {"v": value}
+    assert isinstance(arguments, dict) and type(arguments["v"]) is type(value)
 
 
 def test_a_call_without_arguments_has_an_empty_object() -> None:
@@ -239,14 +239,14 @@ def test_a_call_without_arguments_has_an_empty_object() -> None:
     assert calls_of(read(GlmParser, [glm(("add", {}), line="")])) == [("add", {})]
 
 
-def test_markup_that_breaks_ends_the_arguments_and_goes_on_as_text() -> None:
+def test_malformed_markup_ends_the_arguments_and_the_rest_is_text() -> None:
     text = "<function=add>\n<parameter=a>\n1\n</parameter>\nand so on"
     parts = read(QwenCoderParser, [text])
     assert calls_of(parts) == [("add", {"a": 1})]
     assert text_of(parts) == "\nand so on"
 
 
-def test_kimis_own_ids_are_kept_since_its_template_shows_them_again() -> None:
+def test_kimis_ids_are_kept_since_its_template_shows_them_again() -> None:
     starts = [part for part in read(KimiParser, [kimi(*BOTH)]) if isinstance(part, CallStart)]
     assert [start.id for start in starts] == ["functions.add:0", "functions.say:1"]
 
@@ -259,7 +259,7 @@ CHUNKS = st.lists(st.sampled_from(PIECES + MORE + MARKS + OTHERS))
 
 
 @given(st.sampled_from(PARSERS), CHUNKS, st.data())
-def test_any_cut_of_any_text_gives_the_same(
+def test_any_division_of_any_text_gives_the_same(
     kind: type[ToolParser], chunks: list[str], data: st.DataObject
 ) -> None:
     text = "".join(chunks)
@@ -272,7 +272,7 @@ def test_any_cut_of_any_text_gives_the_same(
 
 
 @given(st.text())
-def test_any_string_that_has_no_tags_comes_back(value: str) -> None:
+def test_any_string_is_read_back(value: str) -> None:
     call: Call = ("say", {"text": value})
     assert calls_of(read(QwenCoderParser, list(qwen(call)))) == [call]
     assert calls_of(read(GlmParser, list(glm(call)))) == [call]
@@ -291,5 +291,5 @@ def test_any_string_that_has_no_tags_comes_back(value: str) -> None:
         ("<|tool_call|>", ToolFormat.GRANITE),
     ],
 )
-def test_the_template_tells_of_these_formats_too(template: str, form: ToolFormat) -> None:
+def test_these_formats_are_detected_from_the_template_too(template: str, form: ToolFormat) -> None:
     assert ChatFormat.detect(template, None, None).tools is form

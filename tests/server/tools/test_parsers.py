@@ -1,4 +1,4 @@
-"""What models write, to text and calls: each format, any cut, and what is no call after all."""
+"""The text of answers to text and calls: each format, any division, and text that is no call."""
 
 import json
 from itertools import count, pairwise
@@ -53,12 +53,12 @@ def hermes(*calls: Call) -> str:
 
 
 def pythonic(*calls: Call) -> str:
-    written = (f"{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for n, a in calls)
-    return f"[{', '.join(written)}]"
+    calls_text = (f"{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for n, a in calls)
+    return f"[{', '.join(calls_text)}]"
 
 
 BOTH = [ADD, SAY]
-WRITTEN = [
+EXAMPLES = [
     (HermesParser, hermes(ADD, SAY)),
     (HermesParser, hermes(ADD, SAY).replace("\n", "")),
     (JsonParser, f"[{as_json(ADD)}, {as_json(SAY)}]"),
@@ -74,24 +74,22 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "text"), WRITTEN)
-def test_two_calls_come_out_with_their_arguments_and_no_text(
-    kind: type[ToolParser], text: str
-) -> None:
+@pytest.mark.parametrize(("kind", "text"), EXAMPLES)
+def test_two_calls_are_read_with_arguments_and_no_text(kind: type[ToolParser], text: str) -> None:
     parts = read(kind, [text])
     assert calls_of(parts) == BOTH
     assert text_of(parts) == ""
 
 
-@pytest.mark.parametrize(("kind", "text"), WRITTEN)
+@pytest.mark.parametrize(("kind", "text"), EXAMPLES)
 def test_text_before_and_after_calls_stays_text(kind: type[ToolParser], text: str) -> None:
     parts = read(kind, [f"  Let me see.\n{text}\nDone. "])
     assert calls_of(parts) == BOTH
     assert text_of(parts).replace(",", "") == "  Let me see.Done. "
 
 
-@pytest.mark.parametrize(("kind", "text"), WRITTEN)
-def test_every_cut_in_two_and_every_single_character_gives_the_same(
+@pytest.mark.parametrize(("kind", "text"), EXAMPLES)
+def test_every_division_in_two_and_single_characters_give_the_same(
     kind: type[ToolParser], text: str
 ) -> None:
     text = f"Well\n{text}\n"
@@ -101,15 +99,13 @@ def test_every_cut_in_two_and_every_single_character_gives_the_same(
         assert read(kind, [text[:cut], text[cut:]]) == whole
 
 
-@pytest.mark.parametrize(("kind", "text"), WRITTEN)
-def test_the_first_piece_of_a_call_has_id_and_name_and_later_ones_have_not(
-    kind: type[ToolParser], text: str
-) -> None:
+@pytest.mark.parametrize(("kind", "text"), EXAMPLES)
+def test_only_the_first_part_of_a_call_has_id_and_name(kind: type[ToolParser], text: str) -> None:
     starts = [part for part in read(kind, list(text)) if isinstance(part, CallStart)]
     assert starts == [CallStart(0, "call_0", "add"), CallStart(1, "call_1", "say")]
 
 
-@pytest.mark.parametrize(("kind", "text"), WRITTEN)
+@pytest.mark.parametrize(("kind", "text"), EXAMPLES)
 def test_with_one_call_allowed_the_first_ends_the_answer(kind: type[ToolParser], text: str) -> None:
     assert calls_of(read(kind, list(text), max_calls=1)) == [ADD]
 
@@ -145,19 +141,19 @@ def test_with_one_call_allowed_the_first_ends_the_answer(kind: type[ToolParser],
         (PythonicParser, "[add(a=" + "-" * 9000 + "1)]"),
     ],
 )
-def test_what_is_no_call_comes_out_as_the_text_it_is(kind: type[ToolParser], text: str) -> None:
+def test_text_that_is_not_a_call_is_unchanged(kind: type[ToolParser], text: str) -> None:
     assert read(kind, [text]) == [TextPart(text)]
     assert read(kind, list(text)) == [TextPart(text)]
 
 
 def test_arguments_stream_before_the_call_is_complete() -> None:
     parser = HermesParser(NAMES, make_id=lambda: "call_0")
-    begun = parser.feed('<tool_call>{"name": "add", "arguments": {"a": 1')
-    assert begun == [CallStart(0, "call_0", "add"), CallArguments(0, '{"a": 1')]
+    parts = parser.feed('<tool_call>{"name": "add", "arguments": {"a": 1')
+    assert parts == [CallStart(0, "call_0", "add"), CallArguments(0, '{"a": 1')]
     assert parser.feed(', "b": 2}') == [CallArguments(0, ', "b": 2}')]
 
 
-def test_what_breaks_amid_the_arguments_goes_on_as_text() -> None:
+def test_text_after_malformed_arguments_is_text() -> None:
     parts = read(HermesParser, ['<tool_call>{"name": "add", "arguments": {"a": oops}} and so on'])
     assert isinstance(parts[0], CallStart)
     assert parts[1] == CallArguments(0, '{"a": ')
@@ -169,24 +165,24 @@ def test_a_call_without_arguments_has_an_empty_object() -> None:
     assert calls_of(read(PythonicParser, ["[add()]"])) == [("add", {})]
 
 
-def test_arguments_that_are_a_string_of_json_are_taken_out_of_it() -> None:
+def test_arguments_in_a_string_of_json_are_unpacked() -> None:
     text = json.dumps({"name": "add", "arguments": json.dumps({"a": 1})})
     assert calls_of(read(JsonParser, [text])) == [("add", {"a": 1})]
 
 
-def test_python_and_json_words_both_become_json() -> None:
+def test_literals_of_python_and_json_both_become_json() -> None:
     parts = read(PythonicParser, ["[say(a=True, b=none, c=-1.5)]"])
-    assert calls_of(parts) == []  # none is neither's
+    assert calls_of(parts) == []  # none is a literal of neither
     parts = read(PythonicParser, ["[say(a=True, b=null, c=[false, None], d=-1.5)]"])
     assert calls_of(parts) == [("say", {"a": True, "b": None, "c": [False, None], "d": -1.5})]
 
 
-def test_python_strings_with_odd_escapes_are_taken_as_python_takes_them() -> None:
+def test_strings_with_unknown_escapes_are_read_as_in_python() -> None:
     parts = read(PythonicParser, [r"[say(a='\d+', b='\n')]"])
     assert calls_of(parts) == [("say", {"a": r"\d+", "b": "\n"})]
 
 
-def test_markup_without_end_is_read_in_bounded_time() -> None:
+def test_unclosed_markup_is_read_in_bounded_time() -> None:
     for text in (
         "[add(a=" + "-" * 50_000 + "1)]",
         "[add(a=" + "[" * 50_000,
@@ -204,7 +200,11 @@ def test_a_named_call_is_all_arguments() -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=8,
 )
@@ -215,7 +215,7 @@ CHUNKS = st.lists(st.sampled_from(MARKUP + OBJECT + CHARS))
 
 
 @given(st.sampled_from(PARSERS), CHUNKS, st.data())
-def test_any_cut_of_any_text_gives_the_same_parts(
+def test_any_division_of_any_text_gives_the_same_parts(
     kind: type[ToolParser], chunks: list[str], data: st.DataObject
 ) -> None:
     text = "".join(chunks)
@@ -235,7 +235,7 @@ def test_a_text_without_calls_loses_no_character(kind: type[ToolParser], chunks:
 
 @given(JSON, st.booleans(), st.sampled_from([None, 2]))
 @example([-0.0, 1e-7, "\x7f"], True, None)
-def test_the_scanner_knows_the_end_of_every_json_value(
+def test_the_scanner_finds_the_end_of_every_json_value(
     value: object, is_ascii: bool, indent: int | None
 ) -> None:
     text = json.dumps({"k": value}, ensure_ascii=is_ascii, indent=indent)
@@ -247,7 +247,7 @@ def test_the_scanner_knows_the_end_of_every_json_value(
 
 
 @given(st.text(alphabet='{}[]":,\\ux0a1-.eE+tru fals n\n'))
-def test_what_the_scanner_takes_as_done_json_can_read(text: str) -> None:
+def test_text_that_the_scanner_accepts_is_valid_json(text: str) -> None:
     scanner = JsonScanner()
     for i, char in enumerate(text):
         if not scanner.feed(char):

@@ -1,5 +1,4 @@
-"""Which functions may be called, and in whose words: allowed_tools, and calls as the model's own
-format has them."""
+"""Which functions may be called (tool_choice), and calls enforced in the model's own format."""
 
 import asyncio
 import json
@@ -21,7 +20,7 @@ from penstock.server.protocol.responses import (
     chat_request,
     names_of_responses,
 )
-from penstock.server.tools.call_grammar import can_enforce, own_call_grammar
+from penstock.server.tools.native_grammar import can_enforce, native_call_grammar
 from penstock.server.tools.parsers import MARKUP, ToolFormat, make_tool_parser
 from tests.support.chatting import ADD, QWEN, WEATHER, ask, make_model, prompt_of, request
 from tests.support.paths import ROOT
@@ -47,20 +46,20 @@ VALUE_ENDS = ("\n</parameter>\n", "</parameter>\n", "</arg_value>\n")
 
 
 def tokenizer(special: tuple[str, ...]) -> Tokenizer:
-    made = Tokenizer.from_file(str(ROOT / "engine" / "demo_model" / "tokenizer.json"))
-    made.add_special_tokens(list(special))
-    return made
+    tokenizer = Tokenizer.from_file(str(ROOT / "engine" / "demo_model" / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(special))
+    return tokenizer
 
 
 def random_text(words: Tokenizer, grammar: str, seed: int) -> str:
-    """What a model that knows nothing says under the grammar, if it likes to come to an end."""
+    """Random text that follows the grammar, with a preference for tokens that end values."""
     size = words.get_vocab_size()
     matcher = LLMatcher(LLTokenizer(words.to_str(), n_vocab=size, eos_token=[0]), grammar)
     assert not matcher.is_error(), matcher.get_error()
     choose, ids = random.Random(seed), list[int]()
     closings = [words.encode(end, add_special_tokens=False).ids for end in VALUE_ENDS]
     while not matcher.is_stopped():
-        for end in closings:  # by chance alone no bare value would ever end
+        for end in closings:  # by chance alone no value without quotes would ever end
             if choose.random() < 0.2 and matcher.validate_tokens(end) == len(end):
                 assert matcher.consume_tokens(end)
                 ids += end
@@ -80,12 +79,12 @@ def random_text(words: Tokenizer, grammar: str, seed: int) -> str:
 
 @pytest.mark.parametrize("is_special", [False, True], ids=["plain", "special"])
 @pytest.mark.parametrize("form", OWN)
-def test_calls_that_must_be_made_are_read_back_valid_from_the_models_own_format(
+def test_calls_enforced_in_the_models_own_format_are_read_back_and_validate(
     form: ToolFormat, is_special: bool
 ) -> None:
     words = tokenizer(MARKUP if is_special else ())
     special = {text: words.token_to_id(text) or 0 for text in MARKUP} if is_special else {}
-    grammar = own_call_grammar(form, SCHEMAS, special, max_calls=3)
+    grammar = native_call_grammar(form, SCHEMAS, special, max_calls=3)
     for seed in range(2):
         text = random_text(words, grammar, seed)
         parser = make_tool_parser(form, frozenset(SCHEMAS), schemas=SCHEMAS)
@@ -97,11 +96,11 @@ def test_calls_that_must_be_made_are_read_back_valid_from_the_models_own_format(
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
-def test_most_formats_are_enforced_as_the_model_writes_them() -> None:
+def test_all_formats_but_two_can_be_enforced() -> None:
     assert set(ToolFormat) - set(OWN) == {ToolFormat.PYTHONIC, ToolFormat.JSON}
 
 
-def test_a_string_that_must_match_a_pattern_is_not_written_bare() -> None:
+def test_a_string_with_a_pattern_is_not_written_without_quotes() -> None:
     bare = {"f": {"type": "object", "properties": {"x": {"type": "string", "pattern": "a+"}}}}
     assert not can_enforce(ToolFormat.QWEN3_CODER, bare)
     assert can_enforce(ToolFormat.HERMES, bare)
@@ -121,10 +120,10 @@ def test_a_string_that_must_match_a_pattern_is_not_written_bare() -> None:
         {"properties": {"a>b": {"type": "string"}}},
     ],
 )
-def test_what_is_no_schema_of_plain_values_is_left_to_json(
+def test_schemas_of_other_than_plain_values_are_enforced_as_json(
     tmp_path: Path, schema: dict[str, Any]
 ) -> None:
-    """There its grammar takes it, as that of `true`, or says what is wrong."""
+    """The JSON grammar accepts the schema, as that of `true`, or refuses it with a message."""
     parameters = {"type": "object"} | schema
     assert not can_enforce(ToolFormat.QWEN3_CODER, {"f": parameters})
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
@@ -134,8 +133,8 @@ def test_what_is_no_schema_of_plain_values_is_left_to_json(
 
 
 def test_a_single_required_call_needs_no_list(tmp_path: Path) -> None:
-    asked = ask(make_model(tmp_path, "{{ messages }}"), tools=TOOLS, tool_choice="required")
-    grammar = asked.requests[0].sampling.grammar or ""
+    generation = ask(make_model(tmp_path, "{{ messages }}"), tools=TOOLS, tool_choice="required")
+    grammar = generation.requests[0].sampling.grammar or ""
     words = tokenizer(())
     size = words.get_vocab_size()
     matcher = LLMatcher(LLTokenizer(words.to_str(), n_vocab=size, eos_token=[0]), grammar)
@@ -151,7 +150,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-def test_the_model_hears_only_of_the_tools_that_are_allowed(tmp_path: Path) -> None:
+def test_the_prompt_has_only_the_allowed_tools(tmp_path: Path) -> None:
     model = make_model(tmp_path, QWEN)
     prompt = prompt_of(model, tools=TOOLS, tool_choice=allowed("auto", "add"))
     assert prompt == prompt_of(model, tools=[ADD])
@@ -161,8 +160,10 @@ def test_allowed_tools_may_be_required(tmp_path: Path) -> None:
     fields = request(tools=TOOLS, tool_choice=allowed("required", "add"))
     assert fields.must_call and [f.name for f in fields.to_call] == ["add"]
     assert not request(tools=TOOLS, tool_choice=allowed("auto", "add")).must_call
-    asked = ask(make_model(tmp_path, QWEN), tools=TOOLS, tool_choice=allowed("required", "add"))
-    grammar = asked.requests[0].sampling.grammar or ""
+    generation = ask(
+        make_model(tmp_path, QWEN), tools=TOOLS, tool_choice=allowed("required", "add")
+    )
+    grammar = generation.requests[0].sampling.grammar or ""
     assert "add" in grammar and "get_weather" not in grammar
 
 
@@ -174,7 +175,7 @@ def test_allowed_tools_may_be_required(tmp_path: Path) -> None:
         ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
     ],
 )
-def test_what_is_wrong_with_allowed_tools_is_said(choice: dict[str, Any], param: str) -> None:
+def test_invalid_allowed_tools_are_refused_by_name(choice: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         request(tools=TOOLS, tool_choice=choice)
     assert caught.value.param == param
@@ -187,27 +188,27 @@ def responses(**fields: Any) -> Any:
         return chat_request(parsed, [], parsed.input_items)
 
 
-def test_responses_takes_allowed_tools_in_its_own_shape() -> None:
+def test_responses_accepts_allowed_tools_in_its_own_form() -> None:
     tools = [{"type": "function", "name": name} for name in ("f", "g")]
     choice = {"type": "allowed_tools", "mode": "required", "tools": tools[1:]}
     assert [f.name for f in responses(tools=tools, tool_choice=choice).to_call] == ["g"]
 
 
-def test_several_items_of_thoughts_before_an_answer_are_of_one_turn() -> None:
-    def thought(text: str) -> dict[str, Any]:
+def test_several_reasoning_items_before_an_answer_belong_to_one_turn() -> None:
+    def reasoning(text: str) -> dict[str, Any]:
         content = [{"type": "reasoning_text", "text": text}]
         return {"type": "reasoning", "summary": [], "content": content}
 
-    said = {"role": "assistant", "content": "Yes."}
+    answer = {"role": "assistant", "content": "Yes."}
     question = {"role": "user", "content": "Hi"}
-    messages = responses(input=[question, thought("Hm."), thought("Well."), said]).messages
+    messages = responses(input=[question, reasoning("Hm."), reasoning("Well."), answer]).messages
     assert [(m.role, m.content, m.reasoning_content) for m in messages] == [
         ("user", "Hi", None),
         ("assistant", "Yes.", "Hm.\nWell."),
     ]
 
 
-def test_a_complaint_about_a_tool_counts_as_the_client_does() -> None:
+def test_an_error_about_a_tool_has_the_clients_index() -> None:
     tools = [{"type": "web_search"}, {"type": "function", "name": "f"}, {"type": "function",
              "name": "two words"}]  # fmt: skip
     with pytest.raises(InvalidRequest) as caught:
@@ -227,13 +228,13 @@ def call(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_old_turns_go_first_then_old_calls_with_their_results() -> None:
+def test_old_turns_are_dropped_first_then_old_calls_with_their_results() -> None:
     rule = {"role": "system", "content": "Be brief."}
     items = [rule, *turn("a"), *turn("b"), turn("c")[0], *call("1"), *call("2"), *call("3")]
     assert droppable(items) == [{1, 2}, {3, 4}, {6, 7}, {8, 9}]
 
 
-def test_parallel_calls_go_with_all_their_results() -> None:
+def test_parallel_calls_are_dropped_with_all_their_results() -> None:
     first, second = call("1"), call("2")
     both = [first[0], second[0], first[1], second[1]]
     items = [turn("a")[0], *both, *call("3")]
@@ -244,7 +245,7 @@ def test_a_lone_question_has_nothing_to_drop() -> None:
     assert droppable(turn("a")[:1]) == []
 
 
-def test_no_more_goes_than_must_and_a_question_that_never_fits_is_refused() -> None:
+def test_no_more_is_dropped_than_needed_and_a_question_that_never_fits_is_refused() -> None:
     past = [item for text in "abcdefgh" for item in turn(text)]
 
     def kept(limit: int) -> list[str]:

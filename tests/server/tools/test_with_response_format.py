@@ -32,7 +32,7 @@ def choice_of(server: RunningServer, **fields: Any) -> dict[str, Any]:
     return choice
 
 
-def test_an_answer_that_may_call_calls_or_follows_the_format(server: RunningServer) -> None:
+def test_with_auto_the_answer_calls_or_follows_the_format(server: RunningServer) -> None:
     seen = set()
     for seed in range(24):
         choice = choice_of(server, seed=seed, temperature=1)
@@ -46,11 +46,11 @@ def test_an_answer_that_may_call_calls_or_follows_the_format(server: RunningServ
     assert seen == {"tool_calls", "stop"}
 
 
-def test_an_answer_that_must_call_has_no_text_to_follow_a_format(server: RunningServer) -> None:
+def test_a_required_call_takes_precedence_over_the_format(server: RunningServer) -> None:
     choice = choice_of(server, tool_choice="required")
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
 
 
-def test_without_a_choice_of_tools_the_format_alone_counts(server: RunningServer) -> None:
+def test_with_tool_choice_none_only_the_format_applies(server: RunningServer) -> None:
     choice = choice_of(server, tool_choice="none")
     jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)

@@ -1,0 +1,95 @@
+"""From the text of one answer to its parts: reasoning, plain text and calls."""
+
+from typing import Any
+
+from penstock.server.output.parts import AnswerReader, Part, TextPart
+from penstock.server.output.reasoning import ReasoningSplitter, ReasoningState
+from penstock.server.protocol.openai import ChatCompletionRequest
+from penstock.server.protocol.tools import FunctionSpec, ToolFields
+from penstock.server.tools.call_grammar import uses_native_format
+from penstock.server.tools.chat_format import ChatFormat
+from penstock.server.tools.parsers import (
+    JsonParser,
+    NamedCallParser,
+    ToolFormat,
+    ToolParser,
+    make_tool_parser,
+)
+
+
+class ChatAnswerReader:
+    """The `AnswerReader` of a chat answer. Without a call parser all but reasoning is text."""
+
+    def __init__(
+        self,
+        splitter: ReasoningSplitter | None,
+        calls: ToolParser | NamedCallParser | None,
+    ) -> None:
+        self._splitter = splitter
+        self._calls = calls
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._splitter is not None and self._splitter.is_thinking
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all calls that are allowed are complete."""
+        return self._calls is not None and self._calls.is_over
+
+    @property
+    def has_calls(self) -> bool:
+        return self._calls is not None and self._calls.num_calls > 0
+
+    def feed(self, text: str) -> list[Part]:
+        parts: list[Part] = self._splitter.feed(text) if self._splitter else [TextPart(text)]
+        return self._with_calls(parts)
+
+    def end(self) -> list[Part]:
+        parts = self._with_calls(self._splitter.end() if self._splitter else [])
+        return parts + (self._calls.end() if self._calls else [])
+
+    def _with_calls(self, parts: list[Part]) -> list[Part]:
+        if self._calls is None:
+            return parts
+        with_calls: list[Part] = []
+        for part in parts:
+            with_calls += self._calls.feed(part.text) if isinstance(part, TextPart) else [part]
+        return with_calls
+
+
+def make_splitter(reasoning: ReasoningState | None) -> ReasoningSplitter | None:
+    if reasoning is None:
+        return None
+    return ReasoningSplitter(is_open=reasoning.is_open, markers=reasoning.markers)
+
+
+def make_reader(
+    fields: ChatCompletionRequest, form: ChatFormat, splitter: ReasoningSplitter | None
+) -> AnswerReader | None:
+    """The reader of one answer; None if all of it is plain text."""
+    if fields.must_call or (fields.functions and fields.constraint):
+        return ChatAnswerReader(splitter, _enforced_parser(fields, form.tools))
+    calls = None
+    if fields.functions and form.tools:
+        calls = _parser(form.tools, fields.functions, fields.parallel_tool_calls)
+    return ChatAnswerReader(splitter, calls) if splitter or calls else None
+
+
+def _enforced_parser(fields: ToolFields, form: ToolFormat | None) -> ToolParser | NamedCallParser:
+    if form and uses_native_format(form, fields):
+        return _parser(form, fields.to_call, True)
+    if fields.named_function:
+        return NamedCallParser(fields.named_function.name)
+    return JsonParser(frozenset(function.name for function in fields.functions))
+
+
+def _parser(form: ToolFormat, functions: list[FunctionSpec], parallel: bool | None) -> ToolParser:
+    names = frozenset(function.name for function in functions)
+    max_calls = 1 if parallel is False else None
+    return make_tool_parser(form, names, schemas=_schemas_of(functions), max_calls=max_calls)
+
+
+def _schemas_of(functions: list[FunctionSpec]) -> dict[str, dict[str, Any]]:
+    """Name -> parameters as sent by the client; parsers take the types of values from them."""
+    return {function.name: function.parameters or {} for function in functions}
