@@ -352,7 +352,7 @@ def test_a_wrong_key_is_told_of_and_one_that_cannot_be_sent_too(new_page: NewPag
     with running_server("--api-key", KEY) as server:
         page = new_page()
         page.open(server.url)
-        for wrong, sentence in {"another": "does not know", "ключ": "plain letters"}.items():
+        for wrong, sentence in {"another": "does not accept", "ключ": "ASCII letters"}.items():
             page.wait("!document.querySelector('#key-form').hidden")
             page.write("#key", wrong)
             page.press("Enter")
@@ -388,7 +388,7 @@ def test_live_figures_move_under_load(page: Page, demo: RunningServer) -> None:
         page.wait("document.querySelectorAll('#roof circle').length > 0")
         # Whoever does not know a roofline reads it.
         page.wait(
-            "/decode: [\\d.]+ % of what (memory|arithmetic) allows/"
+            "/decode: [\\d.]+ % of the limit by (memory|arithmetic)/"
             ".test(document.querySelector('#roof .legend').innerText)"
         )
         page.wait("document.querySelector('#tokens .line').getAttribute('d').split('L').length > 4")
