@@ -6,62 +6,44 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock.loadtest.bench.flags import (
-    MAX_ASKED_COUNTS,
-    check_files,
+from penstock.loadtest.bench.config import (
+    BenchConfig,
+    bench_config,
     endpoint,
     extra_body,
-    headers,
     ignores_eos,
-    make_parser,
     pairs,
-    refuse_unserved,
-    report_config,
-    sweep_config,
-    workload_config,
 )
+from penstock.loadtest.bench.flags import MAX_ASKED_COUNTS, make_parser, refuse_unserved
 from penstock.loadtest.bench.http1 import HttpFailed
-from penstock.loadtest.bench.http_target import (
-    HttpTarget,
-    Model,
-    TargetUnusable,
-    raise_open_file_limit,
-    replay,
-    run,
-    wait_until_ready,
-    warm_up,
-)
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.progress import Progress
+from penstock.loadtest.bench.readiness import Model, TargetUnusable, wait_until_ready, warm_up
+from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
 from penstock.loadtest.bench.sweep import SweepConfig, doubts, sweep, sweep_summary, sweep_table
-from penstock.loadtest.config import ReportConfig, TargetConfig, WorkloadConfig
 from penstock.loadtest.report.figures import Run, figures
 from penstock.loadtest.report.html import html_report
-from penstock.loadtest.report.plots import check_matplotlib, save_plots
-from penstock.loadtest.report.report import Replay, Summary, complaints, details, render, summarize
-from penstock.loadtest.workload.lengths import Count, estimate, tokenizer_count
+from penstock.loadtest.report.plots import save_plots
+from penstock.loadtest.report.report import (
+    Replay,
+    Summary,
+    complaints,
+    details,
+    render,
+    summarize,
+)
+from penstock.loadtest.workload.lengths import estimate
 from penstock.loadtest.workload.workload import TimedRequest, Workload, make_workload
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchConfig:
-    """What the flags say. sweep: None to measure one workload. count: by --tokenizer."""
-
-    args: argparse.Namespace
-    headers: dict[str, str]
-    count: Count | None
-    workload: WorkloadConfig
-    report: ReportConfig
-    sweep: SweepConfig | None
 
 
 def main(argv: list[str]) -> int:
@@ -72,7 +54,7 @@ def main(argv: list[str]) -> int:
     parser = make_parser()
     try:
         refuse_unserved(argv)
-        config = _config(parser.parse_args(argv))
+        config = bench_config(parser.parse_args(argv), os.environ.get("OPENAI_API_KEY"))
         # A bad file is told before a server is sought.
         made = make_workload(config.workload, config.count or estimate)
     except InvalidConfig as error:
@@ -91,23 +73,6 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         _say("interrupted before anything was measured")
         return INTERRUPTED
-
-
-def _config(args: argparse.Namespace) -> BenchConfig:
-    workload, report = workload_config(args), report_config(args)
-    sweep = sweep_config(args, workload, report)
-    check_files(args)
-    pairs("--metadata", args.metadata)
-    if args.plot_dir is not None:
-        check_matplotlib()
-    return BenchConfig(
-        args=args,
-        headers=headers(args, os.environ.get("OPENAI_API_KEY")),
-        count=None if args.tokenizer is None else tokenizer_count(args.tokenizer),
-        workload=workload,
-        report=report,
-        sweep=sweep,
-    )
 
 
 async def _bench(config: BenchConfig, made: Workload) -> int:

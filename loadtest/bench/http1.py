@@ -33,6 +33,20 @@ class Sink(Protocol):
     def on_body(self, data: bytes, now: float) -> None: ...
 
 
+class BufferedResponse:
+    """A sink that keeps a whole response body."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.data = b""
+
+    def on_head(self, status: int, now: float) -> None:
+        self.status = status
+
+    def on_body(self, data: bytes, now: float) -> None:
+        self.data += data
+
+
 class Connection(asyncio.Protocol):
     """One TCP or TLS connection, one exchange at a time."""
 

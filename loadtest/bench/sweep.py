@@ -11,17 +11,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.loadtest.bench.http_target import HttpTarget, replay
+from penstock.loadtest.bench.http_target import HttpTarget
 from penstock.loadtest.bench.progress import Progress
-from penstock.loadtest.config import ReportConfig, WorkloadConfig
+from penstock.loadtest.bench.replay import replay
 from penstock.loadtest.report.report import (
     Replay,
+    ReportConfig,
     RequestResult,
     Summary,
     complaints,
     is_good,
     summarize,
 )
+from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.lengths import Count
 from penstock.loadtest.workload.workload import TimedRequest, make_requests
 from penstock.scheduler.errors import InvalidConfig

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, TypeAlias
 
-from penstock.loadtest.config import ReportConfig
-
 Summary: TypeAlias = dict[str, Any]
 
 METRIC_TITLES = {
@@ -36,6 +34,15 @@ METRIC_TITLES = {
 }
 # Of failures that are told apart.
 MAX_REASONS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportConfig:
+    """What the report shows, under vLLM's names. goodput_ms: the limit for each metric."""
+
+    metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
+    percentiles: tuple[float, ...] = (90.0, 99.0)
+    goodput_ms: dict[str, float] | None = None
 
 
 @dataclass(slots=True, kw_only=True)

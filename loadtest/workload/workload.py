@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from penstock.loadtest.config import FIRST_TOKEN_ID, Dataset, PromptFormat, WorkloadConfig
 from penstock.loadtest.workload.arrivals import arrival_times
+from penstock.loadtest.workload.config import FIRST_TOKEN_ID, Dataset, PromptFormat, WorkloadConfig
 from penstock.loadtest.workload.datasets import (
     MOONCAKE_BLOCK_TOKENS,
     BadDataset,

@@ -13,9 +13,10 @@ import sys
 
 import msgspec
 
-from penstock.loadtest.bench.http_target import HttpTarget, raise_open_file_limit, replay, run
-from penstock.loadtest.config import TargetConfig, WorkloadConfig
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
 from penstock.loadtest.report.report import Replay
+from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests
 
 TARGET_PER_S = 100_000

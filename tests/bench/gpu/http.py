@@ -14,15 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.loadtest.bench.http_target import (
-    HttpTarget,
-    raise_open_file_limit,
-    replay,
-    run,
-    warm_up,
-)
-from penstock.loadtest.config import FIRST_TOKEN_ID, ReportConfig, TargetConfig, WorkloadConfig
-from penstock.loadtest.report.report import summarize
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.readiness import warm_up
+from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
+from penstock.loadtest.report.report import ReportConfig, summarize
+from penstock.loadtest.workload.config import FIRST_TOKEN_ID, WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests
 from penstock.scheduler.errors import PenstockError
 

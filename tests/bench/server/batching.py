@@ -23,16 +23,11 @@ from typing import Any
 import msgspec
 
 from penstock.loadtest.bench.flags import HelpFormatter
-from penstock.loadtest.bench.http_target import (
-    HttpTarget,
-    TargetUnusable,
-    replay,
-    run,
-    wait_until_ready,
-    warm_up,
-)
-from penstock.loadtest.config import ReportConfig, TargetConfig, WorkloadConfig
-from penstock.loadtest.report.report import Summary, summarize
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.readiness import TargetUnusable, wait_until_ready, warm_up
+from penstock.loadtest.bench.replay import replay, run
+from penstock.loadtest.report.report import ReportConfig, Summary, summarize
+from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests
 from penstock.scheduler.config import Batching
 from penstock.scheduler.errors import PenstockError

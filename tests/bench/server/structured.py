@@ -19,15 +19,10 @@ from dataclasses import replace
 
 import msgspec
 
-from penstock.loadtest.bench.http_target import (
-    HttpTarget,
-    raise_open_file_limit,
-    replay,
-    run,
-    wait_until_ready,
-    warm_up,
-)
-from penstock.loadtest.config import TargetConfig, WorkloadConfig
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.readiness import wait_until_ready, warm_up
+from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
+from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import TimedRequest, make_requests
 
 # Records as they are extracted from texts: names, numbers, a few words, a choice; without an end.

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from penstock.loadtest.bench.cli import main
-from penstock.loadtest.bench.http_target import HttpTarget, replay, run
-from penstock.loadtest.config import PromptFormat, TargetConfig, WorkloadConfig
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.replay import replay, run
 from penstock.loadtest.report.report import Replay, RequestResult
+from penstock.loadtest.workload.config import PromptFormat, WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests
 
 # The machines that run this are busy: an event may be seen this much later than it was sent.

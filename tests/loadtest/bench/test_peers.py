@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from penstock.loadtest.bench.cli import main
-from penstock.loadtest.bench.http_target import HttpTarget, replay, run
-from penstock.loadtest.config import TargetConfig, WorkloadConfig
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.replay import replay, run
 from penstock.loadtest.report.report import RequestResult
+from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.lengths import Count, tokenizer_count
 from penstock.loadtest.workload.workload import make_requests
 from tests.loadtest.bench.test_http_target import (

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from penstock.loadtest.bench.sweep import RateResult, SweepResult, doubts
-from penstock.loadtest.config import Dataset, ReportConfig, WorkloadConfig
 from penstock.loadtest.report.figures import (
     DECODE,
     FAILED,
@@ -14,7 +13,8 @@ from penstock.loadtest.report.figures import (
     figures,
 )
 from penstock.loadtest.report.html import ticks
-from penstock.loadtest.report.report import Replay, summarize
+from penstock.loadtest.report.report import Replay, ReportConfig, summarize
+from penstock.loadtest.workload.config import Dataset, WorkloadConfig
 from tests.loadtest.report.test_report import result
 
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.loadtest.config import ReportConfig
 from penstock.loadtest.report.report import (
     Replay,
+    ReportConfig,
     RequestResult,
     complaints,
     percentile,

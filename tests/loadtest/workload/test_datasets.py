@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.loadtest.config import Dataset, PromptFormat, WorkloadConfig
+from penstock.loadtest.workload.config import Dataset, PromptFormat, WorkloadConfig
 from penstock.loadtest.workload.datasets import BadDataset
 from penstock.loadtest.workload.workload import TimedRequest, make_requests, make_strangers
 from penstock.scheduler.errors import InvalidConfig

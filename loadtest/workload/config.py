@@ -1,10 +1,9 @@
-"""What is asked of the server, and how: the settings of a workload and of its replay."""
+"""The settings of a workload: which prompts, how long, and when they are sent."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from penstock.loadtest.workload.arrivals import Ramp
 from penstock.scheduler.errors import InvalidConfig
@@ -130,34 +129,3 @@ class WorkloadConfig:
                 f"--vocab-size is {self.vocab_size}; random ids start at {FIRST_TOKEN_ID}, "
                 f"so it must be at least {FIRST_TOKEN_ID + 1}"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetConfig:
-    """Where requests go and what each of them says besides its prompt.
-
-    extra_body: fields that each of them has besides; they win over ours. headers: HTTP's.
-    logprobs: how many of each token are asked for. is_insecure: any TLS certificate will do.
-    request_id_prefix: the rest of the x-request-id that each gets; None for none.
-    """
-
-    base_url: str
-    model: str
-    endpoint: str = "/v1/completions"
-    temperature: float = 0.0
-    ignore_eos: bool = False
-    extra_body: dict[str, Any] = field(default_factory=dict)
-    headers: dict[str, str] = field(default_factory=dict)
-    logprobs: int | None = None
-    request_id_prefix: str | None = None
-    is_insecure: bool = False
-    request_timeout_s: float = 600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportConfig:
-    """What the report shows, under vLLM's names. goodput_ms: the limit for each metric."""
-
-    metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
-    percentiles: tuple[float, ...] = (90.0, 99.0)
-    goodput_ms: dict[str, float] | None = None
