@@ -1,4 +1,4 @@
-"""From parsed flags to the settings of a benchmark; a combination that cannot work is refused."""
+"""From parsed flags to the settings of a benchmark. Refuses combinations that cannot work."""
 
 import argparse
 import math
@@ -12,19 +12,19 @@ from penstock.loadtest.report.plots import check_matplotlib
 from penstock.loadtest.report.report import METRIC_TITLES, ReportConfig
 from penstock.loadtest.workload.arrivals import Ramp, RampStrategy
 from penstock.loadtest.workload.config import Dataset, PromptFormat, WorkloadConfig
-from penstock.loadtest.workload.lengths import Count, tokenizer_count
+from penstock.loadtest.workload.token_counter import TokenCounter, tokenizer_counter
 from penstock.scheduler.errors import InvalidConfig
 
-_TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"  # a header's name, by RFC 9110
+_TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"  # a header's name: RFC 9110, 5.6.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
-    """What the flags say. sweep: None to measure one workload. count: by --tokenizer."""
+    """The settings of one run. sweep: None to measure one workload. count: --tokenizer's."""
 
     args: argparse.Namespace
     headers: dict[str, str]
-    count: Count | None
+    count: TokenCounter | None
     workload: WorkloadConfig
     report: ReportConfig
     sweep: SweepConfig | None
@@ -34,73 +34,73 @@ def bench_config(args: argparse.Namespace, api_key: str | None) -> BenchConfig:
     """Raises InvalidConfig."""
     workload, report = workload_config(args), report_config(args)
     sweep = sweep_config(args, workload, report)
-    check_files(args)
-    pairs("--metadata", args.metadata)
+    check_result_flags(args)
+    parse_pairs("--metadata", args.metadata)
     if args.plot_dir is not None:
         check_matplotlib()
     return BenchConfig(
         args=args,
         headers=headers(args, api_key),
-        count=None if args.tokenizer is None else tokenizer_count(args.tokenizer),
+        count=None if args.tokenizer is None else tokenizer_counter(args.tokenizer),
         workload=workload,
         report=report,
         sweep=sweep,
     )
 
 
-def pairs(flag: str, texts: list[str] | None) -> dict[str, str]:
-    """What --header and --metadata say. Raises InvalidConfig."""
+def parse_pairs(flag: str, texts: list[str] | None) -> dict[str, str]:
+    """The names and values of --header or --metadata. Raises InvalidConfig."""
     parsed = {}
     for text in texts or []:
         name, is_pair, value = text.partition("=")
         if not (is_pair and name.strip()):
-            raise InvalidConfig(f"{flag} does not understand {text!r}; write NAME=VALUE")
+            raise InvalidConfig(f"{flag} {text!r} is not valid; write NAME=VALUE")
         parsed[name.strip()] = value.strip()
     return parsed
 
 
 def headers(args: argparse.Namespace, api_key: str | None) -> dict[str, str]:
-    """Of every request; --header wins over the key. Raises InvalidConfig."""
-    given = pairs("--header", args.header)
+    """Headers of every request; --header overrides the key. Raises InvalidConfig."""
+    given = parse_pairs("--header", args.header)
     for name, value in given.items():
         if not (re.fullmatch(_TOKEN, name) and value.isprintable() and value.isascii()):
             raise InvalidConfig(
-                f"--header {name}={value!r} is no HTTP header; use letters, digits and - in the "
-                "name and printable ASCII in the value"
+                f"--header {name}={value!r} is not an HTTP header; use letters, digits and - in "
+                "the name and printable ASCII in the value"
             )
     has_own_key = any(name.lower() == "authorization" for name in given)
     return given if has_own_key or not api_key else {"Authorization": f"Bearer {api_key}"} | given
 
 
 def extra_body(args: argparse.Namespace) -> dict[str, Any]:
-    """Sampling flags that were given, and --extra-body, which wins."""
+    """The sampling flags that were given, and --extra-body, which overrides them."""
     sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     return {**sampling, **args.extra_body}
 
 
 def ignores_eos(args: argparse.Namespace) -> bool:
-    """Lengths that were asked for are meant where the prompts mean nothing, as in vLLM."""
+    """By default, outputs of synthetic prompts have their full length, as in vLLM."""
     if args.ignore_eos is not None:
         return bool(args.ignore_eos)
     dataset = Dataset(args.dataset_name)
     return dataset.is_trace or not dataset.is_file
 
 
-def check_files(args: argparse.Namespace) -> None:
-    """Raises InvalidConfig for a flag that has nothing to act on."""
+def check_result_flags(args: argparse.Namespace) -> None:
+    """Raises InvalidConfig for a flag that would have no effect."""
     if args.save_result and args.append_result:
-        raise InvalidConfig("--save-result and --append-result exclude each other; give one")
+        raise InvalidConfig("--save-result and --append-result cannot be combined; give one")
     if args.save_result or args.append_result:
         return
     for flag in ("--save-detailed", "--result-dir", "--result-filename"):
         if getattr(args, flag[2:].replace("-", "_")):
-            raise InvalidConfig(f"{flag} needs --save-result or --append-result")
+            raise InvalidConfig(f"{flag} requires --save-result or --append-result")
 
 
 def workload_config(args: argparse.Namespace) -> WorkloadConfig:
     is_chat = endpoint(args).endswith("/chat/completions")
     if is_chat and args.prompt_format == PromptFormat.IDS:
-        raise InvalidConfig(f"{endpoint(args)} takes no token ids; use --prompt-format text")
+        raise InvalidConfig(f"{endpoint(args)} does not accept token ids; use --prompt-format text")
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise InvalidConfig(f"--max-concurrency is {args.max_concurrency}; it must be at least 1")
     default_format = PromptFormat.TEXT if is_chat else PromptFormat.IDS
@@ -109,8 +109,8 @@ def workload_config(args: argparse.Namespace) -> WorkloadConfig:
         num_prompts=args.num_prompts,
         dataset=Dataset(args.dataset_name),
         prompt_format=PromptFormat(args.prompt_format or default_format),
-        input_len=_either(args.input_len, args.random_input_len),
-        output_len=_either(args.output_len, args.random_output_len),
+        input_len=_general_or_own(args.input_len, args.random_input_len),
+        output_len=_general_or_own(args.output_len, args.random_output_len),
         range_ratio=args.random_range_ratio,
         random_prefix_len=args.random_prefix_len,
         shared_prefix_len=args.shared_prefix_len,
@@ -120,27 +120,28 @@ def workload_config(args: argparse.Namespace) -> WorkloadConfig:
         ramp=_ramp(args),
         vocab_size=args.vocab_size,
         dataset_path=args.dataset_path,
-        sharegpt_output_len=_either(args.output_len, args.sharegpt_output_len),
-        custom_output_len=_either(args.output_len, args.custom_output_len),
+        sharegpt_output_len=_general_or_own(args.output_len, args.sharegpt_output_len),
+        custom_output_len=_general_or_own(args.output_len, args.custom_output_len),
         trace_speedup=args.trace_speedup,
         is_chat=is_chat,
     )
 
 
-def _either(general: int | None, own: Any) -> Any:
-    """vLLM's --input-len and --output-len win over a dataset's own flag."""
+def _general_or_own(general: int | None, own: Any) -> Any:
+    """vLLM's --input-len and --output-len override a dataset's own flag."""
     return own if general is None else general
 
 
 def endpoint(args: argparse.Namespace) -> str:
-    """The path that --backend and --endpoint name together."""
+    """The path that --backend and --endpoint select."""
     path: str | None = args.endpoint
     if path is None:
         return BACKENDS[args.backend or "openai"]
     is_chat = path.endswith("/chat/completions")
     if args.backend and is_chat != (BACKENDS[args.backend] == CHAT):
         raise InvalidConfig(
-            f"--backend {args.backend} and --endpoint {path} name two APIs; give one of the flags"
+            f"--backend {args.backend} and --endpoint {path} are different APIs; "
+            "give one of the flags"
         )
     return path
 
@@ -151,7 +152,7 @@ def _ramp(args: argparse.Namespace) -> Ramp | None:
         return None
     if None in given:
         raise InvalidConfig(
-            "a ramp needs --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps together"
+            "a ramp requires all of --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"
         )
     return Ramp(strategy=RampStrategy(given[0]), start_rps=given[1], end_rps=given[2])
 
@@ -163,17 +164,19 @@ def sweep_config(
     if not args.sweep:
         return None
     if report.goodput_ms is None:
-        raise InvalidConfig("--sweep needs the SLO: give --goodput, as --goodput ttft:200 tpot:50")
+        raise InvalidConfig(
+            "--sweep requires the SLO; give --goodput, such as --goodput ttft:200 tpot:50"
+        )
     if workload.ramp is not None:
-        raise InvalidConfig("--sweep sets the rates itself; leave out --ramp-up-strategy")
+        raise InvalidConfig("--sweep cannot be combined with a ramp; remove --ramp-up-strategy")
     if args.max_concurrency is not None:
         raise InvalidConfig(
-            "--sweep needs requests to come when they are due; leave out --max-concurrency, which "
-            "makes them wait where no latency is measured"
+            "--sweep cannot be combined with --max-concurrency, which delays requests before their "
+            "latency is measured; remove it"
         )
     if args.save_detailed:
         raise InvalidConfig(
-            "--sweep saves a summary of each rate; leave out --save-detailed, or measure one rate"
+            "--sweep saves a summary of each rate; remove --save-detailed, or measure one rate"
         )
     return SweepConfig(
         goodput_ms=report.goodput_ms,
@@ -189,7 +192,8 @@ def report_config(args: argparse.Namespace) -> ReportConfig:
     for metric in metrics:
         if metric not in METRIC_TITLES:
             raise InvalidConfig(
-                f"--percentile-metrics knows no {metric!r}; choose from {', '.join(METRIC_TITLES)}"
+                f"--percentile-metrics: unknown metric {metric!r}; "
+                f"choose from {', '.join(METRIC_TITLES)}"
             )
     try:
         percentiles = tuple(float(text) for text in args.metric_percentiles.split(","))
@@ -198,7 +202,7 @@ def report_config(args: argparse.Namespace) -> ReportConfig:
     if not all(0 <= percent <= 100 for percent in percentiles):
         raise InvalidConfig(
             f"--metric-percentiles is {args.metric_percentiles!r}; it must be numbers "
-            "from 0 to 100, as 50,90,99"
+            "from 0 to 100, such as 50,90,99"
         )
     return ReportConfig(metrics=metrics, percentiles=percentiles, goodput_ms=_goodput(args.goodput))
 
@@ -211,8 +215,8 @@ def _goodput(limits: list[str] | None) -> dict[str, float] | None:
         match = re.fullmatch(r"(ttft|tpot|e2el):(\d+(?:\.\d+)?)", limit)
         if match is None:
             raise InvalidConfig(
-                f"--goodput does not understand {limit!r}; write ttft, tpot or e2el, a colon and "
-                "milliseconds, as ttft:200"
+                f"--goodput {limit!r} is not valid; write ttft, tpot or e2el, a colon and "
+                "milliseconds, such as ttft:200"
             )
         parsed[match[1]] = float(match[2])
     return parsed

@@ -1,4 +1,7 @@
-"""The flags of `penstock bench`, which are those of `vllm bench serve`, and what they configure."""
+"""The flags of `penstock bench`, which are those of `vllm bench serve`: parser and help.
+
+Flags of vLLM that are not supported are refused by name, each with an alternative.
+"""
 
 import argparse
 import math
@@ -38,30 +41,30 @@ SAMPLING: dict[str, type[int] | type[float]] = {
     "presence_penalty": float,
     "repetition_penalty": float,
 }
-# With more, the server would be asked for longer than a person waits, or measures.
-MAX_ASKED_COUNTS = 400
+# More would take the server longer than a person waits.
+MAX_SERVER_COUNTS = 400
 
-# Flags of `vllm bench serve` that would change what is measured, and what to do instead.
-_LORA = "adapters are models of their own; measure one with --model"
+# Flags of `vllm bench serve` that would change the measurement, and what to do instead.
+_LORA = "each adapter is a model; measure one with --model"
 _PLOT = "use --report FILE or --plot-dir DIR, which draw the timeline and more"
-_UNSERVED = {
-    "--use-beam-search": "the servers measured here sample; leave it out",
-    "--profile": "start the profiler at the server",
+_UNSUPPORTED = {
+    "--use-beam-search": "beam search is not measured; leave it out",
+    "--profile": "start the profiler on the server",
     "--tokenizer-mode": "give --tokenizer a directory with a tokenizer.json",
-    "--trust-remote-code": "no code of a tokenizer is run; --tokenizer reads a tokenizer.json",
-    "--skip-tokenizer-init": "leave out --tokenizer, and none is read",
-    "--self-timed": "a trace comes at its own times unless --request-rate is given",
-    "--no-self-timed": "give --request-rate, and a trace's times are not followed",
+    "--trust-remote-code": "--tokenizer reads a tokenizer.json and runs no code of it",
+    "--skip-tokenizer-init": "leave out --tokenizer; then none is read",
+    "--self-timed": "a trace is replayed at its own times unless --request-rate is given",
+    "--no-self-timed": "give --request-rate, which replaces a trace's times",
     "--probe-request-rate": "run a second penstock bench beside it, with --request-rate",
-    "--no-oversample": "leave it out: no request is asked twice",
+    "--no-oversample": "leave it out: no request is sent twice",
     "--no-stream": "leave it out: files are read from disk",
-    "--disable-shuffle": "conversations are drawn by --seed; make a custom file to fix their order",
+    "--disable-shuffle": "--seed draws the conversations; use a custom file to fix their order",
     "--skip-chat-template": "use --backend openai for bare texts, or openai-chat for conversations",
     "--chat-template-kwargs": "use --extra-body '{\"chat_template_kwargs\": {...}}'",
     "--enable-multimodal-chat": "prompts are text",
     "--no-reranker": "only completions and chat are measured",
 }
-_UNSERVED_FAMILIES = {
+_UNSUPPORTED_PREFIXES = {
     "--lora-": _LORA,
     "--max-loras": _LORA,
     "--plot-timeline": _PLOT,
@@ -79,7 +82,7 @@ _UNSERVED_FAMILIES = {
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default where there is one."""
+    """Shows the default of each flag that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_default = action.default is not None and action.default is not False
@@ -100,20 +103,20 @@ def make_parser() -> argparse.ArgumentParser:
         "--model", metavar="ID", help="default: the first that GET /v1/models lists"
     )
     server.add_argument(
-        "--served-model-name", metavar="ID", help="what requests call the model; default: --model"
+        "--served-model-name", metavar="ID", help="the model's name in requests; default: --model"
     )
     server.add_argument(
         "--tokenizer",
         type=Path,
         metavar="PATH",
         help="a model's directory or a tokenizer.json, to count the tokens of texts; default: "
-        f"the server's /tokenize where at most {MAX_ASKED_COUNTS} texts need it, else a guess",
+        f"the server's /tokenize for at most {MAX_SERVER_COUNTS} texts, else an estimate",
     )
     server.add_argument(
         "--backend",
         "--endpoint-type",
         choices=[*BACKENDS],
-        help="which API: completions (openai, the default), or chat, with text prompts",
+        help="the API: completions (openai, the default), or chat, with text prompts",
     )
     server.add_argument(
         "--endpoint", metavar="PATH", help=f"default: {COMPLETIONS}, or {CHAT} for chat"
@@ -125,19 +128,25 @@ def make_parser() -> argparse.ArgumentParser:
         type=float,
         default=60.0,
         metavar="S",
-        help="to wait for the server",
+        help="how long to wait for the server",
     )
     server.add_argument(
-        "--request-timeout", type=float, default=600.0, metavar="S", help="for one whole answer"
+        "--request-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="time limit of one whole response",
     )
     server.add_argument(
         "--header", nargs="+", metavar="NAME=VALUE", help="HTTP headers of every request"
     )
     server.add_argument(
-        "--request-id-prefix", metavar="TEXT", help="send x-request-id: this and a number"
+        "--request-id-prefix", metavar="TEXT", help="send an x-request-id: this and a number"
     )
     server.add_argument(
-        "--insecure", action="store_true", help="take any TLS certificate, as a self-signed one"
+        "--insecure",
+        action="store_true",
+        help="accept any TLS certificate, such as a self-signed one",
     )
 
     load = parser.add_argument_group("workload")
@@ -150,7 +159,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=float,
         metavar="R",
         default=math.inf,
-        help="requests per second; inf sends all at once, or when the trace says",
+        help="requests per second; inf sends all at once, or at a trace's own times",
     )
     load.add_argument(
         "--burstiness",
@@ -162,7 +171,7 @@ def make_parser() -> argparse.ArgumentParser:
     load.add_argument(
         "--ramp-up-strategy",
         choices=[*RampStrategy],
-        help="let the rate go from --ramp-up-start-rps to --ramp-up-end-rps",
+        help="raise the rate from --ramp-up-start-rps to --ramp-up-end-rps",
     )
     load.add_argument("--ramp-up-start-rps", type=float, metavar="R", help="rate at the beginning")
     load.add_argument("--ramp-up-end-rps", type=float, metavar="R", help="rate at the end")
@@ -171,7 +180,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--dataset-name",
         choices=[*Dataset],
         default=Dataset.RANDOM,
-        help="made-up prompts that share nothing or a prefix, or what a file says",
+        help="synthetic prompts that share nothing or a prefix, or a file's",
     )
     load.add_argument(
         "--dataset-path",
@@ -191,18 +200,18 @@ def make_parser() -> argparse.ArgumentParser:
         "--sharegpt-output-len",
         type=int,
         metavar="N",
-        help="max_tokens; default: what the answer in the file has",
+        help="max_tokens; default: the length of the file's response",
     )
     load.add_argument("--input-len", type=int, metavar="N", help="the same as --random-input-len")
     load.add_argument(
-        "--output-len", type=int, metavar="N", help="for every dataset whose flag sets a length"
+        "--output-len", type=int, metavar="N", help="overrides the output length of every dataset"
     )
     load.add_argument(
         "--custom-output-len",
         type=int,
         metavar="N",
         default=256,
-        help="max_tokens of lines without any",
+        help="max_tokens of lines that have none",
     )
     load.add_argument(
         "--random-input-len", type=int, metavar="N", default=1024, help="tokens of a prompt"
@@ -213,60 +222,64 @@ def make_parser() -> argparse.ArgumentParser:
         type=float,
         metavar="R",
         default=0.0,
-        help="lengths vary by this share each way",
+        help="lengths vary by this share in both directions",
     )
     load.add_argument(
         "--random-prefix-len",
         type=int,
         metavar="N",
         default=0,
-        help="begin all random prompts with the same N tokens more",
+        help="start every random prompt with the same N additional tokens",
     )
     load.add_argument(
         "--shared-prefix-len",
         type=int,
         metavar="N",
         default=256,
-        help="comes before --random-input-len more",
+        help="tokens of a shared prefix, before --random-input-len more",
     )
     load.add_argument(
-        "--num-prefixes", type=int, metavar="N", default=8, help="different shared prefixes"
+        "--num-prefixes",
+        type=int,
+        metavar="N",
+        default=8,
+        help="number of different shared prefixes",
     )
     load.add_argument(
         "--prompt-format",
         choices=[*PromptFormat],
-        help="default: ids, where the endpoint takes them",
+        help="default: ids, if the endpoint accepts them",
     )
     load.add_argument(
         "--vocab-size",
         type=int,
         metavar="N",
         default=DEFAULT_VOCAB_SIZE,
-        help=f"random ids are drawn from [{FIRST_TOKEN_ID}, this); every model has the default",
+        help=f"random ids are drawn from [{FIRST_TOKEN_ID}, this); the default suits every model",
     )
     load.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="answers get their full length; default: where prompts are made up",
+        help="generate the full output length; default: for synthetic prompts",
     )
     load.add_argument(
         "--extra-body",
         type=_json_object,
         metavar="JSON",
         default={},
-        help="fields that every request has besides, such as response_format",
+        help="additional fields of every request, such as response_format",
     )
     load.add_argument("--temperature", type=float, metavar="T", default=0.0, help="0 is greedy")
     for name, kind in SAMPLING.items():
         flag = f"--{name.replace('_', '-')}"
         load.add_argument(flag, type=kind, metavar="X", help="sent if it is given")
-    load.add_argument("--logprobs", type=int, metavar="N", help="ask for this many of each token")
+    load.add_argument("--logprobs", type=int, metavar="N", help="request this many for each token")
     load.add_argument(
         "--num-warmups",
         type=int,
         metavar="N",
         default=1,
-        help="requests before the clock starts; must succeed",
+        help="requests before the measurement starts; they must succeed",
     )
 
     report = parser.add_argument_group("report")
@@ -280,32 +293,37 @@ def make_parser() -> argparse.ArgumentParser:
         "--metric-percentiles",
         metavar="LIST",
         default="90,99",
-        help="to show besides mean and median",
+        help="shown besides mean and median",
     )
     report.add_argument(
         "--goodput",
         nargs="+",
         metavar="METRIC:MS",
-        help="limits for a good request, as ttft:200 tpot:50 e2el:5000",
+        help="limits of a good request, such as ttft:200 tpot:50 e2el:5000",
     )
     report.add_argument(
-        "--report", type=Path, metavar="FILE", help="write an HTML report that needs nothing else"
+        "--report", type=Path, metavar="FILE", help="write a self-contained HTML report"
     )
     report.add_argument(
-        "--plot-dir", type=Path, metavar="DIR", help="write its figures as PNG (penstock[plot])"
+        "--plot-dir",
+        type=Path,
+        metavar="DIR",
+        help="write the figures as PNG; requires penstock[plot]",
     )
-    report.add_argument("--json", action="store_true", help="print the JSON line alone")
+    report.add_argument("--json", action="store_true", help="print only the JSON line")
     report.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     report.add_argument("--label", metavar="NAME", help="of the result; default: the backend")
     report.add_argument(
-        "--metadata", nargs="+", metavar="KEY=VALUE", help="more fields of the JSON"
+        "--metadata", nargs="+", metavar="KEY=VALUE", help="additional fields of the JSON"
     )
     report.add_argument("--save-result", action="store_true", help="write the JSON to a file")
     report.add_argument(
-        "--append-result", action="store_true", help="add it to that file, as a line of its own"
+        "--append-result", action="store_true", help="append it to that file as a line"
     )
-    report.add_argument("--save-detailed", action="store_true", help="with every request in it")
-    report.add_argument("--result-dir", metavar="DIR", help="for it; default: where you are")
+    report.add_argument("--save-detailed", action="store_true", help="include every request")
+    report.add_argument(
+        "--result-dir", metavar="DIR", help="of the file; default: the current directory"
+    )
     report.add_argument(
         "--result-filename", metavar="NAME", help="default: made from label, rate, model and date"
     )
@@ -315,33 +333,34 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
     sweep = parser.add_argument_group(
-        "sweep", "The highest request rate that meets --goodput; --num-prompts follows the rate."
+        "sweep",
+        "The highest request rate that meets --goodput; the rate sets the number of prompts.",
     )
     sweep.add_argument(
         "--sweep",
         action="store_true",
-        help="find it, from --request-rate or 1 on, by doubling, then by bisection",
+        help="search from --request-rate, or 1, by doubling, then by bisection",
     )
     sweep.add_argument(
         "--sweep-goodput-ratio",
         type=float,
         metavar="R",
         default=0.99,
-        help="share of good requests that a rate needs",
+        help="share of good requests that a rate requires",
     )
     sweep.add_argument(
         "--sweep-seconds",
         type=float,
         metavar="S",
         default=20.0,
-        help="for which each rate is asked; up to thrice that where it is fewer than 100 requests",
+        help="duration of each rate; up to three times that to reach 100 requests",
     )
     sweep.add_argument(
         "--sweep-precision",
         type=float,
         metavar="R",
         default=0.05,
-        help="stop when the limit is known to this share of it",
+        help="stop when the limit is known to this relative precision",
     )
 
 
@@ -352,12 +371,12 @@ def _json_object(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"it must be a JSON object ({error})") from error
 
 
-def refuse_unserved(argv: list[str]) -> None:
-    """Raises InvalidConfig for a flag of `vllm bench serve` that we know and cannot follow."""
+def refuse_unsupported(argv: list[str]) -> None:
+    """Raises InvalidConfig for a flag of `vllm bench serve` that is not supported."""
     for argument in argv:
         flag = argument.partition("=")[0]
-        advice = _UNSERVED.get(flag) or next(
-            (text for start, text in _UNSERVED_FAMILIES.items() if flag.startswith(start)), None
+        advice = _UNSUPPORTED.get(flag) or next(
+            (text for start, text in _UNSUPPORTED_PREFIXES.items() if flag.startswith(start)), None
         )
         if advice is not None:
-            raise InvalidConfig(f"{flag} of vllm bench serve is not served here: {advice}")
+            raise InvalidConfig(f"{flag} of vllm bench serve is not supported: {advice}")

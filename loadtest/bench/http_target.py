@@ -1,6 +1,6 @@
 """One OpenAI-compatible server: encodes requests, sends them, and stamps every streamed event.
 
-What happens once per event is in `answer.py`; here is what happens once per request.
+What happens once per event is in `sse.py`; this module is what happens once per request.
 """
 
 import asyncio
@@ -11,24 +11,24 @@ from typing import Any, Self
 
 import msgspec
 
-from penstock.loadtest.bench.answer import Answer, Usage, body_message
 from penstock.loadtest.bench.http1 import BufferedResponse, ConnectionPool, HttpFailed
+from penstock.loadtest.bench.sse import StreamedResponse, Usage, error_message_of
 from penstock.loadtest.report.report import RequestResult
-from penstock.loadtest.workload.lengths import Count
+from penstock.loadtest.workload.token_counter import TokenCounter
 from penstock.loadtest.workload.workload import TimedRequest
 from penstock.scheduler.errors import PenstockError
 
-# Of texts whose tokens the server counts: few enough for it to stay idle otherwise.
+# Texts that the server tokenizes at once: few, so that it is not busy with them.
 MAX_COUNTED_AT_ONCE, COUNT_TIMEOUT_S = 16, 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetConfig:
-    """Where requests go and what each of them says besides its prompt.
+    """Where requests are sent, and their fields besides the prompt.
 
-    extra_body: fields that each of them has besides; they win over ours. headers: HTTP's.
-    logprobs: how many of each token are asked for. is_insecure: any TLS certificate will do.
-    request_id_prefix: the rest of the x-request-id that each gets; None for none.
+    extra_body: further fields, which override ours. headers: HTTP headers. logprobs: the number
+    requested for each token. is_insecure: accept any TLS certificate.
+    request_id_prefix: x-request-id is this and the request's index; None: no x-request-id.
     """
 
     base_url: str
@@ -51,11 +51,11 @@ class _Tokenized(msgspec.Struct):
 class HttpTarget:
     """One server and model: `async with HttpTarget(config) as target`."""
 
-    def __init__(self, config: TargetConfig, count: Count | None = None) -> None:
-        """count: of an answer's tokens where the server does not say how many it has."""
+    def __init__(self, config: TargetConfig, count: TokenCounter | None = None) -> None:
+        """count: counts a response's tokens where the server sends no usage."""
         self._config, self._count = config, count
         self._pool = ConnectionPool(config.base_url, config.headers, is_insecure=config.is_insecure)
-        self._open: set[Answer] = set()
+        self._open: set[StreamedResponse] = set()
         self._num_ended_events = 0
 
     @property
@@ -66,7 +66,7 @@ class HttpTarget:
     @property
     def num_events(self) -> int:
         """Token events received so far, for the progress bar."""
-        return self._num_ended_events + sum(len(answer.arrivals_s) for answer in self._open)
+        return self._num_ended_events + sum(len(response.arrivals_s) for response in self._open)
 
     def encode(self, request: TimedRequest) -> bytes:
         config = self._config
@@ -95,24 +95,24 @@ class HttpTarget:
         return self._pool.encode("POST", config.endpoint, msgspec.json.encode(body), headers)
 
     async def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """As vLLM's POST /tokenize counts them. Raises HttpFailed where there is none."""
-        places = asyncio.Semaphore(MAX_COUNTED_AT_ONCE)
+        """Counts with the server's POST /tokenize, as vLLM has it. Raises HttpFailed."""
+        semaphore = asyncio.Semaphore(MAX_COUNTED_AT_ONCE)
 
         async def count(text: str) -> int:
             body = msgspec.json.encode({"model": self._config.model, "prompt": text})
-            answer = BufferedResponse()
+            response = BufferedResponse()
             encoded = self._pool.encode("POST", "/tokenize", body)
             try:
-                async with places, asyncio.timeout(COUNT_TIMEOUT_S):
-                    await self._pool.request(encoded, answer)
+                async with semaphore, asyncio.timeout(COUNT_TIMEOUT_S):
+                    await self._pool.request(encoded, response)
             except TimeoutError as error:
-                raise HttpFailed("/tokenize does not answer") from error
-            if answer.status != 200:
-                raise HttpFailed(f"HTTP {answer.status}: {body_message(answer.data)}")
+                raise HttpFailed("/tokenize does not respond") from error
+            if response.status != 200:
+                raise HttpFailed(f"HTTP {response.status}: {error_message_of(response.data)}")
             try:
-                return msgspec.json.decode(answer.data, type=_Tokenized).count
+                return msgspec.json.decode(response.data, type=_Tokenized).count
             except msgspec.MsgspecError as error:
-                raise HttpFailed(f"/tokenize answers no count: {error}") from error
+                raise HttpFailed(f"/tokenize returned no count: {error}") from error
 
         return await asyncio.gather(*map(count, texts))
 
@@ -124,32 +124,32 @@ class HttpTarget:
         *,
         is_open_loop: bool = False,
     ) -> RequestResult:
-        """Sends one request and reads its answer to the end; every failure becomes a result."""
-        answer, failure = Answer(), None
-        self._open.add(answer)
+        """Sends one request and reads its response to the end; failures become results too."""
+        response, failure = StreamedResponse(), None
+        self._open.add(response)
         sent_s = time.perf_counter()
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
-                await self._pool.request(encoded, answer)
+                await self._pool.request(encoded, response)
         except PenstockError as error:
             failure = str(error)
         except TimeoutError:
-            failure = f"no complete answer within {self._config.request_timeout_s:g} s"
+            failure = f"no complete response within {self._config.request_timeout_s:g} s"
         else:
-            failure = _end_of(answer)
+            failure = _failure_at_end(response)
         finally:
-            self._open.discard(answer)
-            self._num_ended_events += len(answer.arrivals_s)
-        usage = answer.usage or Usage()
-        num_events = len(answer.arrivals_s)
-        text = "".join(answer.texts)
+            self._open.discard(response)
+            self._num_ended_events += len(response.arrivals_s)
+        usage = response.usage or Usage()
+        num_events = len(response.arrivals_s)
+        text = "".join(response.texts)
         num_tokens = usage.completion_tokens
         if not num_tokens and self._count is not None and text:
             (num_tokens,) = self._count([text])
         is_counted = bool(num_tokens)
-        num_tokens = num_tokens or num_events - answer.has_empty_end
-        # More events than tokens: the last one brought the finish reason alone.
-        del answer.arrivals_s[max(1, num_tokens) :]
+        num_tokens = num_tokens or num_events - response.has_empty_end
+        # More events than tokens: the last one had the finish reason alone.
+        del response.arrivals_s[max(1, num_tokens) :]
         return RequestResult(
             index=request.index,
             scheduled_s=scheduled_s,
@@ -159,10 +159,10 @@ class HttpTarget:
             num_output_tokens=num_tokens,
             is_open_loop=is_open_loop,
             is_counted=is_counted,
-            arrivals_s=answer.arrivals_s,
+            arrivals_s=response.arrivals_s,
             text=text,
-            status=answer.status,
-            error=answer.error or failure or answer.problem(),
+            status=response.status,
+            error=response.error or failure or response.problem(),
         )
 
     async def __aenter__(self) -> Self:
@@ -172,10 +172,10 @@ class HttpTarget:
         await self._pool.close()
 
 
-def _end_of(answer: Answer) -> str | None:
-    """Takes in what the last event left behind; why that is no event, or None."""
+def _failure_at_end(response: StreamedResponse) -> str | None:
+    """Parses what is left of the body; the reason if that fails, else None."""
     try:
-        answer.on_end(time.perf_counter())
+        response.on_end(time.perf_counter())
     except HttpFailed as error:
         return str(error)
     return None

@@ -19,7 +19,7 @@ from penstock.loadtest.report.report import Replay, RequestResult
 from penstock.loadtest.workload.workload import TimedRequest
 
 T = TypeVar("T")
-# Answers whose median TTFT the progress bar shows.
+# Latest responses whose median TTFT the progress bar shows.
 NUM_RECENT = 1000
 
 
@@ -31,44 +31,44 @@ async def replay(
     progress: Progress | None = None,
     on_result: Callable[[RequestResult], None] | None = None,
 ) -> Replay:
-    """Sends each request when it is due, or as soon as a place is free where concurrency is capped.
+    """Sends each request when it is due, or as soon as max_concurrency allows.
 
-    Where each has a time of its own and no cap keeps it waiting, that time is what it is timed
-    from: a client that sends late must not make the server look fast.
-    on_result: told of each answer as it ends.
-    Cancelled, as by Ctrl-C, it gives what had ended by then.
+    An open loop (arrival times, no max_concurrency) is timed from when a request was due, not from
+    when it was sent: a client that sends late must not make the server look fast.
+    on_result: called with each result as it ends.
+    When cancelled, as by Ctrl-C, it returns the results so far.
     """
     encoded = [target.encode(request) for request in requests]
-    places = asyncio.Semaphore(max_concurrency or len(requests) or 1)
+    semaphore = asyncio.Semaphore(max_concurrency or len(requests) or 1)
     results: list[RequestResult] = []
     is_open_loop = max_concurrency is None and any(request.arrival_s for request in requests)
 
-    async def ask(request: TimedRequest, data: bytes, scheduled_s: float) -> None:
+    async def send(request: TimedRequest, data: bytes, scheduled_s: float) -> None:
         try:
             results.append(await target.send(request, data, scheduled_s, is_open_loop=is_open_loop))
             if on_result is not None:
                 on_result(results[-1])
         finally:
-            places.release()
+            semaphore.release()
 
-    async def ask_all() -> None:
+    async def send_all() -> None:
         async with asyncio.TaskGroup() as tasks:
             for request, data in zip(requests, encoded, strict=True):
                 due_s = start_s + request.arrival_s
                 if (wait_s := due_s - time.perf_counter()) > 0:
                     await asyncio.sleep(wait_s)
-                await places.acquire()
-                tasks.create_task(ask(request, data, due_s))
+                await semaphore.acquire()
+                tasks.create_task(send(request, data, due_s))
 
     gc.collect()
-    gc.freeze()  # the workload is large and stays: no collection needs to walk it
+    gc.freeze()  # the workload is large and lives long: keep the collector from scanning it
     watcher = None
     if progress is not None:
         num_before = target.num_events
         watcher = asyncio.create_task(progress.watch(lambda: _state(results, target, num_before)))
     start_s, cpu_start_s = time.perf_counter(), time.process_time()
     with contextlib.suppress(asyncio.CancelledError):
-        await ask_all()
+        await send_all()
     duration_s = time.perf_counter() - start_s
     cpu_s = time.process_time() - cpu_start_s
     gc.unfreeze()
@@ -95,7 +95,7 @@ def _state(results: list[RequestResult], target: HttpTarget, num_before: int) ->
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run on uvloop, where there is one: an event costs it a fifth less."""
+    """asyncio.run on uvloop if it is installed: an event costs a fifth less CPU time."""
     try:
         import uvloop
     except ImportError:
@@ -105,6 +105,6 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def raise_open_file_limit() -> None:
-    """A connection is an open file, and the usual limit of 1,024 is less than one may ask for."""
+    """Each connection is an open file, and the usual limit of 1,024 may be too low."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,6 +1,6 @@
 """`python -m tests.bench.receive_rate`: how many streamed tokens per second a client can receive.
 
-A stub server in a process of its own sends prepared events, one to each stream in turn as an
+A stub server in another process sends prepared events, one to each stream in turn as an
 engine's steps do, as fast as the sockets accept them. The client is the one that `penstock bench`
 uses; --client takes a library in its place, with the same parser of events. Where server and client
 share cores, the rate per CPU second of the client is the figure to go by. With --interval-ms the
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.loadtest.bench.answer import Answer
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
+from penstock.loadtest.bench.sse import StreamedResponse
 from penstock.loadtest.report.report import percentile
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests
@@ -125,7 +125,7 @@ async def receive_with_httpx(base_url: str, num_streams: int, num_tokens: int) -
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
 
-        async def stream(answer: Answer) -> None:
+        async def stream(answer: StreamedResponse) -> None:
             async with client.stream("GET", base_url) as response:
                 answer.on_head(response.status_code, time.perf_counter())
                 async for data in response.aiter_raw():
@@ -140,7 +140,7 @@ async def receive_with_aiohttp(base_url: str, num_streams: int, num_tokens: int)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as client:
 
-        async def stream(answer: Answer) -> None:
+        async def stream(answer: StreamedResponse) -> None:
             async with client.get(base_url) as response:
                 answer.on_head(response.status, time.perf_counter())
                 async for data in response.content.iter_any():
@@ -149,8 +149,10 @@ async def receive_with_aiohttp(base_url: str, num_streams: int, num_tokens: int)
         return await _receive_all(stream, num_streams)
 
 
-async def _receive_all(stream: Callable[[Answer], Awaitable[None]], num_streams: int) -> Received:
-    answers = [Answer() for _ in range(num_streams)]
+async def _receive_all(
+    stream: Callable[[StreamedResponse], Awaitable[None]], num_streams: int
+) -> Received:
+    answers = [StreamedResponse() for _ in range(num_streams)]
     start_s, cpu_start_s = time.perf_counter(), time.process_time()
     await asyncio.gather(*map(stream, answers))
     duration_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_start_s

@@ -1,13 +1,12 @@
 """`python -m tests.bench.server.front_end`: streamed tokens per second through HTTP, and their
 cost in CPU.
 
-A server of our own makes up its tokens (`--scripted`), so what is measured is the way of a token
-from the engine's message to the client's socket. Server, engine and client share the cores: of the
-three figures of CPU per token the server's is the one that it is about.
+The server runs without a model (`--scripted`), so the measurement is a token's path from the
+engine's message to the client's socket. Server, engine and client share the cores: of the three
+figures of CPU per token, the server's is the result.
 
-Unpaced, the engine runs ahead, and each event brings all that waits. At a rate that the server can
-keep up with, each token is an event of its own; `python -m tests.bench.server.sse_event` tells
-what that costs.
+Unpaced, the engine runs ahead, and each event has all waiting tokens. At a rate that the server can
+sustain, each token is an event; `python -m tests.bench.server.sse_event` measures what that costs.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One seed, one workload, whatever else is asked; and its numbers are what their names say."""
+"""One seed gives one workload, whatever else is set, with the lengths and rates of its config."""
 
 import math
 from dataclasses import replace
