@@ -4,6 +4,8 @@ Knows no terminal and no clock. Every character is one column wide: text from th
 first, so that it cannot send escape sequences to the terminal.
 """
 
+# Why not rich: 3 % fewer lines, frames nine times as slow (measured in LOG.md).
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
