@@ -134,9 +134,11 @@ class Service:
         if self.state is State.STARTING:
             raise NotServing("the model is still loading; try again soon", is_ending=False)
         if self.state is State.DRAINING:
-            raise NotServing("this server is shutting down; use another", is_ending=True)
+            raise NotServing("this server is shutting down; use another server", is_ending=True)
         if self.state is State.DEAD:
-            raise NotServing("the engine has ended, and this server ends too", is_ending=True)
+            raise NotServing(
+                "the engine has ended, and the server is shutting down", is_ending=True
+            )
 
     def check_health(self) -> None:
         """Raises NotServing unless the engine is alive, and has stepped recently if it has work."""

@@ -1,1 +1,5 @@
-"""`penstock bench`: replays a workload against a server and measures what comes back."""
+"""`penstock bench`: replays a workload against a server and measures its responses.
+
+Owns the flags, HTTP and SSE, the replay and the sweep. How requests are made and how results are
+reported is in `workload/` and `report/`.
+"""

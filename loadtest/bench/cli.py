@@ -1,4 +1,7 @@
-"""`penstock bench` measures any OpenAI-compatible server. Flags are those of `vllm bench serve`."""
+"""`penstock bench` measures any OpenAI-compatible server, with the flags of `vllm bench serve`.
+
+Owns the order of a run, and writes what was requested: text, JSON, an HTML report and plots.
+"""
 
 import argparse
 import asyncio
@@ -6,62 +9,44 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock.loadtest.bench.flags import (
-    MAX_ASKED_COUNTS,
-    check_files,
+from penstock.loadtest.bench.config import (
+    BenchConfig,
+    bench_config,
     endpoint,
     extra_body,
-    headers,
     ignores_eos,
-    make_parser,
-    pairs,
-    refuse_unserved,
-    report_config,
-    sweep_config,
-    workload_config,
+    parse_pairs,
 )
+from penstock.loadtest.bench.flags import MAX_SERVER_COUNTS, make_parser, refuse_unsupported
 from penstock.loadtest.bench.http1 import HttpFailed
-from penstock.loadtest.bench.http_target import (
-    HttpTarget,
-    Model,
-    TargetUnusable,
-    raise_open_file_limit,
-    replay,
-    run,
-    wait_until_ready,
-    warm_up,
-)
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.progress import Progress
-from penstock.loadtest.bench.sweep import SweepConfig, doubts, sweep, sweep_summary, sweep_table
-from penstock.loadtest.config import ReportConfig, TargetConfig, WorkloadConfig
+from penstock.loadtest.bench.readiness import Model, TargetUnusable, wait_until_ready, warm_up
+from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
+from penstock.loadtest.bench.sweep import SweepConfig, caveats, sweep, sweep_summary, sweep_table
 from penstock.loadtest.report.figures import Run, figures
 from penstock.loadtest.report.html import html_report
-from penstock.loadtest.report.plots import check_matplotlib, save_plots
-from penstock.loadtest.report.report import Replay, Summary, complaints, details, render, summarize
-from penstock.loadtest.workload.lengths import Count, estimate, tokenizer_count
+from penstock.loadtest.report.plots import save_plots
+from penstock.loadtest.report.report import (
+    Replay,
+    Summary,
+    details,
+    render,
+    report_warnings,
+    summarize,
+)
+from penstock.loadtest.workload.token_counter import estimate_tokens
 from penstock.loadtest.workload.workload import TimedRequest, Workload, make_workload
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
-INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchConfig:
-    """What the flags say. sweep: None to measure one workload. count: by --tokenizer."""
-
-    args: argparse.Namespace
-    headers: dict[str, str]
-    count: Count | None
-    workload: WorkloadConfig
-    report: ReportConfig
-    sweep: SweepConfig | None
+INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended, in a shell
 
 
 def main(argv: list[str]) -> int:
@@ -71,17 +56,17 @@ def main(argv: list[str]) -> int:
     """
     parser = make_parser()
     try:
-        refuse_unserved(argv)
-        config = _config(parser.parse_args(argv))
-        # A bad file is told before a server is sought.
-        made = make_workload(config.workload, config.count or estimate)
+        refuse_unsupported(argv)
+        config = bench_config(parser.parse_args(argv), os.environ.get("OPENAI_API_KEY"))
+        # A bad file is reported before waiting for a server.
+        workload = make_workload(config.workload, config.count or estimate_tokens)
     except InvalidConfig as error:
         _say(str(error))
         return 2
-    except SystemExit as ended:  # argparse has said what was wrong, or given the help
+    except SystemExit as ended:  # argparse has printed the error, or the help
         return int(ended.code or 0)
     try:
-        return run(_bench(config, made))
+        return run(_bench(config, workload))
     except InvalidConfig as error:
         _say(str(error))
         return 2
@@ -93,38 +78,21 @@ def main(argv: list[str]) -> int:
         return INTERRUPTED
 
 
-def _config(args: argparse.Namespace) -> BenchConfig:
-    workload, report = workload_config(args), report_config(args)
-    sweep = sweep_config(args, workload, report)
-    check_files(args)
-    pairs("--metadata", args.metadata)
-    if args.plot_dir is not None:
-        check_matplotlib()
-    return BenchConfig(
-        args=args,
-        headers=headers(args, os.environ.get("OPENAI_API_KEY")),
-        count=None if args.tokenizer is None else tokenizer_count(args.tokenizer),
-        workload=workload,
-        report=report,
-        sweep=sweep,
-    )
-
-
-async def _bench(config: BenchConfig, made: Workload) -> int:
+async def _bench(config: BenchConfig, workload: Workload) -> int:
     args = config.args
     target_config, model = await _find_target(config)
     if model.max_model_len is not None:
-        workload = replace(config.workload, max_model_len=model.max_model_len)
-        config = replace(config, workload=workload)
+        limited = replace(config.workload, max_model_len=model.max_model_len)
+        config = replace(config, workload=limited)
     raise_open_file_limit()
     async with HttpTarget(target_config, config.count) as target:
-        made, counted_by = await _fitted(config, made, target)
-        requests = made.requests
+        workload, counted_by = await _workload_for_model(config, workload, target)
+        requests = workload.requests
         settings = _settings(config, target_config) | {
             "token_lengths": counted_by,
-            "num_too_long": made.num_too_long,
+            "num_too_long": workload.num_too_long,
         }
-        _say_what_is_left_out(config, made)
+        _log_left_out(config, workload)
         await warm_up(target, config.workload, args.num_warmups, args.max_concurrency)
         if config.sweep is not None:
             return await _sweep(config, config.sweep, target, settings)
@@ -138,12 +106,12 @@ async def _bench(config: BenchConfig, made: Workload) -> int:
     return _report(config, requests, observed, settings)
 
 
-async def _fitted(
+async def _workload_for_model(
     config: BenchConfig, made: Workload, target: HttpTarget
 ) -> tuple[Workload, str | None]:
-    """The workload without what is too long for the model, and who counted its tokens.
+    """The workload without requests too long for the model, and what counted its tokens.
 
-    The server is asked where the prompts are texts, few, and nobody else can count them.
+    The server counts them if the prompts are a few texts and there is no --tokenizer.
     """
     workload = config.workload
     if not workload.dataset.is_file or workload.dataset.is_trace:
@@ -152,32 +120,35 @@ async def _fitted(
     if config.count is not None:
         return make_workload(workload, config.count), "tokenizer"
     num_texts = len(made.requests) * (2 if workload.needs_answers_counted else 1)
-    if config.sweep is None and num_texts <= MAX_ASKED_COUNTS:
-        loop, num_asked = asyncio.get_running_loop(), 0
+    if config.sweep is None and num_texts <= MAX_SERVER_COUNTS:
+        loop, num_counted = asyncio.get_running_loop(), 0
 
-        def ask(texts: Sequence[str]) -> list[int]:
-            nonlocal num_asked
-            num_asked += len(texts)
-            if num_asked > 2 * MAX_ASKED_COUNTS:  # most of the file is left out
-                raise HttpFailed(f"more than {2 * MAX_ASKED_COUNTS} texts to find those to ask")
+        def count(texts: Sequence[str]) -> list[int]:
+            nonlocal num_counted
+            num_counted += len(texts)
+            if num_counted > 2 * MAX_SERVER_COUNTS:  # most of the file is too long or too short
+                raise HttpFailed(
+                    f"selecting {workload.num_prompts} requests takes more than "
+                    f"{2 * MAX_SERVER_COUNTS} texts"
+                )
             return asyncio.run_coroutine_threadsafe(target.count_tokens(texts), loop).result()
 
         try:
-            return await asyncio.to_thread(make_workload, workload, ask), "server"
+            return await asyncio.to_thread(make_workload, workload, count), "server"
         except HttpFailed as error:
-            _say(f"the server does not count tokens, so lengths are guessed: {error}")
+            _say(f"the server does not count tokens, so lengths are estimated: {error}")
     return make_workload(workload), "estimated"
 
 
-def _say_what_is_left_out(config: BenchConfig, made: Workload) -> None:
-    if made.num_too_long:
+def _log_left_out(config: BenchConfig, workload: Workload) -> None:
+    if workload.num_too_long:
         _say(
-            f"{made.num_too_long} requests are left out: with prompt and answer they are longer "
-            f"than the {config.workload.max_model_len} tokens that the model takes"
+            f"{workload.num_too_long} requests are left out: prompt and output are longer than the "
+            f"model's limit of {config.workload.max_model_len} tokens"
         )
-    num, asked = len(made.requests), config.workload.num_prompts
-    if num < asked and config.workload.dataset.is_file and config.sweep is None:
-        _say(f"the file has {num} requests, and --num-prompts is {asked}")
+    num, wanted = len(workload.requests), config.workload.num_prompts
+    if num < wanted and config.workload.dataset.is_file and config.sweep is None:
+        _say(f"the file has {num} requests, and --num-prompts is {wanted}")
 
 
 def _report(
@@ -186,7 +157,7 @@ def _report(
     if observed.is_interrupted:
         _say(f"interrupted: {len(observed.results)} of {len(requests)} requests had ended")
     has_due_times = config.args.max_concurrency is None and requests[-1].arrival_s > 0
-    for line in complaints(observed, has_due_times=has_due_times):
+    for line in report_warnings(observed, has_due_times=has_due_times):
         _say(line)
     summary = settings | summarize(observed, config.report)
     document = summary | details(observed) if config.args.save_detailed else summary
@@ -203,20 +174,20 @@ def _report(
 async def _sweep(
     config: BenchConfig, sweep_settings: SweepConfig, target: HttpTarget, settings: Summary
 ) -> int:
-    """The figures of single requests in its report are those of the best rate that met the SLO."""
+    """Plots and the report show the requests of the best rate that met the SLO."""
     result = await sweep(
         target,
         config.workload,
         sweep_settings,
         config.report,
-        count=config.count or estimate,
+        count=config.count or estimate_tokens,
         shows_progress=not config.args.disable_tqdm,
         say=_say,
     )
     settings |= {"num_prompts": None, "request_rate": None}
     summary = settings | sweep_summary(result, sweep_settings)
     text = sweep_table(result)
-    for line in doubts(result, config.workload):
+    for line in caveats(result, config.workload):
         _say(line)
     if result.rates:
         shown = result.best or result.rates
@@ -234,7 +205,7 @@ async def _sweep(
 def _write(
     args: argparse.Namespace, document: Summary, shown: Run, rates: list[Run], text: str
 ) -> None:
-    """What was asked for as files. rates: a sweep's, in the order in which they were asked."""
+    """Writes the files that the flags name. rates: a sweep's, in the order of measurement."""
     if args.save_result or args.append_result:
         _say(f"saved as {_save(args, document)}")
     drawn = figures(shown, rates) if args.report or args.plot_dir else []
@@ -248,22 +219,22 @@ def _write(
 
 
 async def _find_target(config: BenchConfig) -> tuple[TargetConfig, Model]:
-    """Waits for the server, which may be asked for its model."""
+    """Waits for the server; the model is --model, or the first that the server lists."""
     args = config.args
     base_url = args.base_url or f"http://{args.host}:{args.port}"
-    asked = args.served_model_name or args.model
+    name = args.served_model_name or args.model
     models = await wait_until_ready(
         base_url,
         timeout_s=args.ready_timeout,
         say=_say,
         headers=config.headers,
         is_insecure=args.insecure,
-        needs_models=asked is None,
+        needs_models=name is None,
     )
-    if not (asked or models):
+    if not (name or models):
         raise TargetUnusable(f"{base_url} lists no model; name one with --model")
     by_name = {model.id: model for model in models}
-    model = by_name.get(asked, Model(asked)) if asked else models[0]
+    model = by_name.get(name, Model(name)) if name else models[0]
     if models and model.id not in by_name:
         _say(f"{base_url} lists no model {model.id!r}; it has {', '.join(by_name)}")
     target = TargetConfig(
@@ -283,7 +254,7 @@ async def _find_target(config: BenchConfig) -> tuple[TargetConfig, Model]:
 
 
 def _settings(config: BenchConfig, target: TargetConfig) -> Summary:
-    """What was asked, under vLLM's keys, so that a result can be repeated from its file."""
+    """The settings under vLLM's keys, so that a run can be repeated from its result file."""
     workload, args = config.workload, config.args
     is_chat = target.endpoint.endswith("/chat/completions")
     backend = args.backend or ("openai-chat" if is_chat else "openai")
@@ -320,7 +291,7 @@ def _settings(config: BenchConfig, target: TargetConfig) -> Summary:
         "ignore_eos": target.ignore_eos,
         "temperature": target.temperature,
         "goodput": config.report.goodput_ms,
-        **pairs("--metadata", args.metadata),
+        **parse_pairs("--metadata", args.metadata),
     }
 
 
@@ -330,7 +301,7 @@ def _number(value: float) -> float | str:
 
 
 def _save(args: argparse.Namespace, document: Summary) -> Path:
-    """Under vLLM's name, unless one is given."""
+    """Writes to vLLM's file name, unless --result-filename is given."""
     path = Path(args.result_dir or ".", args.result_filename or _name(args, document))
     path.parent.mkdir(parents=True, exist_ok=True)
     data = msgspec.json.encode(document)

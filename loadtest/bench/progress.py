@@ -1,4 +1,4 @@
-"""A progress bar on stderr: in place on a terminal, else a line now and then."""
+"""A progress bar on stderr: redrawn in place on a terminal, else a new line every 10 s."""
 
 import asyncio
 import sys
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 WIDTH = 20
-# A person wants to see it move; a log file wants to stay short.
+# A terminal should be seen to move; a log file should stay short.
 TERMINAL_INTERVAL_S, LOG_INTERVAL_S = 0.2, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayState:
-    """How far a replay is. ttft_s: the median of late answers; None where none has begun."""
+    """How far a replay is. ttft_s: median of the latest responses; None before the first."""
 
     num_done: int
     num_failed: int

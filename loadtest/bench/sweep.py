@@ -1,8 +1,8 @@
 """The highest request rate at which a server still meets its SLO: bracket it, then bisect.
 
-Each rate is a replay of its own, long enough that the share of good requests means something, of a
-seed of its own, so that no rate finds the prompts of another one cached. A rate that can no longer
-pass is left at once.
+Each rate is a separate replay, long enough for a meaningful share of good requests, with its own
+seed, so that its prompts are not in the prefix cache from another rate. A replay that can no longer
+pass is stopped at once.
 """
 
 import asyncio
@@ -11,37 +11,39 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.loadtest.bench.http_target import HttpTarget, replay
+from penstock.loadtest.bench.http_target import HttpTarget
 from penstock.loadtest.bench.progress import Progress
-from penstock.loadtest.config import ReportConfig, WorkloadConfig
+from penstock.loadtest.bench.replay import replay
 from penstock.loadtest.report.report import (
     Replay,
+    ReportConfig,
     RequestResult,
     Summary,
-    complaints,
     is_good,
+    report_warnings,
     summarize,
 )
-from penstock.loadtest.workload.lengths import Count
+from penstock.loadtest.workload.config import WorkloadConfig
+from penstock.loadtest.workload.token_counter import TokenCounter
 from penstock.loadtest.workload.workload import TimedRequest, make_requests
 from penstock.scheduler.errors import InvalidConfig
 
-# Fewer cannot tell 99 % good from 97 %. A slow rate may take some times its seconds to ask them.
+# Fewer cannot tell 99 % good from 97 %. To send them, a slow rate may take 3 times its seconds.
 MIN_REQUESTS, MAX_STRETCH = 100, 3
-# Where all this many rates passed, or this many failed, there is no limit worth the wait.
+# After this many rates that all passed, or all failed, the search stops without a limit.
 MAX_DOUBLINGS, MAX_HALVINGS = 16, 6
-# What was hung up on has left the server's batch by then, before the next rate starts.
+# By then the server has aborted the requests of the last rate that were cancelled.
 PAUSE_S = 0.5
-# So many times as long as an answer takes, a rate should be asked for.
+# A rate should be sent for at least this many times the latency of a request.
 MIN_ANSWERS_LONG = 3
 Z_95 = 1.96  # standard deviations on each side that hold 95 % of a normal distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepConfig:
-    """min_ratio: share of good requests that a rate needs. precision: of the answer, as a share.
+    """min_ratio: share of good requests that a rate requires. precision: relative, of the limit.
 
-    seconds: for which each rate is asked, or up to MAX_STRETCH times that for MIN_REQUESTS.
+    seconds: duration of each rate, or up to MAX_STRETCH times that to send MIN_REQUESTS.
     """
 
     goodput_ms: dict[str, float]
@@ -69,7 +71,7 @@ class SweepConfig:
 
 @dataclass(slots=True)
 class Bracket:
-    """What is known of the limit: it is at least `met` and below `missed`."""
+    """The range of the limit: at least `met` and below `missed`."""
 
     met_rates: list[float] = field(default_factory=list)
     missed: float | None = None
@@ -79,7 +81,7 @@ class Bracket:
         return max(self.met_rates, default=None)
 
     def record(self, rate: float, *, is_met: bool) -> None:
-        """A miss is believed over what passed before, there or at a higher rate."""
+        """A miss overrides earlier passes at this rate and above."""
         if is_met:
             self.met_rates.append(rate)
         else:
@@ -87,7 +89,7 @@ class Bracket:
             self.met_rates = [met for met in self.met_rates if met < rate]
 
     def next_rate(self, start: float, precision: float) -> float | None:
-        """None when the limit is known this well."""
+        """None when the limit is known to this precision."""
         if self.met is None and self.missed is None:
             return start
         if self.missed is None:
@@ -102,11 +104,11 @@ class Bracket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateResult:
-    """One rate of a sweep. num_asked: planned, of which a hopeless replay has fewer."""
+    """One rate of a sweep. num_planned: requests; a replay stopped early has sent fewer."""
 
     rate: float
     is_met: bool
-    num_asked: int
+    num_planned: int
     summary: Summary
     observed: Replay
 
@@ -118,7 +120,7 @@ class RateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepResult:
-    """met, missed: the rates that the limit lies between, None where no run showed one."""
+    """met, missed: the limit is between these rates; None if no replay met, or missed, the SLO."""
 
     rates: list[RateResult]
     met: float | None
@@ -127,7 +129,7 @@ class SweepResult:
 
     @property
     def best(self) -> list[RateResult]:
-        """The runs at the rate that is the answer."""
+        """The replays at the highest rate that met the SLO."""
         return [row for row in self.rates if row.rate == self.met]
 
 
@@ -137,29 +139,29 @@ async def sweep(
     config: SweepConfig,
     report: ReportConfig,
     *,
-    count: Count,
+    count: TokenCounter,
     shows_progress: bool,
     say: Callable[[str], None],
 ) -> SweepResult:
-    """Asks at one rate after another until the limit is known; Ctrl-C gives what is known."""
+    """Replays one rate after another until the limit is known; Ctrl-C returns what is known."""
     results: list[RateResult] = []
 
     async def measure(rate: float) -> bool | None:
         number = len(results) + 1
-        asked = replace(
+        at_rate = replace(
             workload,
             request_rate=rate,
             seed=workload.seed + number,
             num_prompts=config.num_requests(rate),
         )
-        requests = make_requests(asked, count)
+        requests = make_requests(at_rate, count)
         progress = Progress(len(requests)) if shows_progress else None
         result = await _measure(target, requests, rate, config, report, progress)
         if result is None:
             return None
         results.append(result)
         say(f"rate {number}: {_verdict(result)}")
-        for line in complaints(result.observed, has_due_times=True):
+        for line in report_warnings(result.observed, has_due_times=True):
             say(f"rate {number}: {line}")
         await asyncio.sleep(PAUSE_S)
         return result.is_met
@@ -173,10 +175,9 @@ async def sweep(
 async def search(
     measure: Callable[[float], Awaitable[bool | None]], start: float, precision: float
 ) -> tuple[Bracket, bool]:
-    """The bracket of the limit, and whether it is as narrow as asked: not if `measure` gave None.
+    """The bracket of the limit, and whether it reached the precision: not if `measure` gave None.
 
-    What is taken as the answer has been measured twice: a rate that passed once by luck is no
-    answer.
+    The result has been measured twice, so that it is not a rate that passed once by chance.
     """
     bracket, confirmed = Bracket(), None
     while True:
@@ -199,7 +200,7 @@ async def _measure(
     report: ReportConfig,
     progress: Progress | None,
 ) -> RateResult | None:
-    """None: interrupted."""
+    """None if interrupted."""
     num_bad_allowed = math.floor(len(requests) * (1 - config.min_ratio) + 1e-9)
     num_bad = 0
 
@@ -219,14 +220,14 @@ async def _measure(
     return RateResult(
         rate=rate,
         is_met=is_met,
-        num_asked=len(requests),
+        num_planned=len(requests),
         summary=summarize(observed, report) | {"request_rate": rate},
         observed=observed,
     )
 
 
 def wilson_interval(num_good: int, num: int) -> tuple[float, float]:
-    """Where the true share lies with 95 %. Source: Wilson 1927 (doi:10.2307/2276774)."""
+    """The 95 % confidence interval of a share. Source: Wilson 1927 (doi:10.2307/2276774)."""
     if not num:
         return 0.0, 1.0
     share, z2 = num_good / num, Z_95 * Z_95
@@ -245,12 +246,12 @@ _COLUMNS = (
 
 
 def sweep_table(result: SweepResult) -> str:
-    """The rates in their order, latencies in ms, and the share of good requests with its range."""
+    """A row per rate, ascending: latencies in ms, the share of good requests and its interval."""
     head = f"{'rate':>8} {'requests':>9} {'good':>7} {'95 % interval':>15}"
     head += "".join(f"{title:>{width + 1}}" for title, _, width, _ in _COLUMNS)
     lines = [f"{' Sweep ':=^{len(head) + 8}}", f"{head}  SLO"]
     lines += [_table_row(row) for row in sorted(result.rates, key=lambda row: row.rate)]
-    return "\n".join([*lines, "=" * (len(head) + 8), answer(result)])
+    return "\n".join([*lines, "=" * (len(head) + 8), conclusion(result)])
 
 
 def _table_row(row: RateResult) -> str:
@@ -264,16 +265,18 @@ def _table_row(row: RateResult) -> str:
     return f"{line}  {'met' if row.is_met else 'missed'}"
 
 
-def answer(result: SweepResult) -> str:
-    """The answer in a sentence, and how sure it is."""
-    unsure = "; interrupted before it was narrower" if result.is_interrupted else ""
+def conclusion(result: SweepResult) -> str:
+    """The result in a sentence, with its confidence interval."""
+    unsure = (
+        "; interrupted before the limit was known more precisely" if result.is_interrupted else ""
+    )
     if result.met is None:
-        lowest = f"{result.missed:.2f} req/s" if result.missed is not None else "any rate asked"
+        lowest = f"{result.missed:.2f} req/s" if result.missed is not None else "every rate"
         return f"no rate met the SLO: {lowest} missed it{unsure}"
     at = result.best
     num, num_good = sum(len(row.observed.results) for row in at), sum(row.num_good for row in at)
     low, high = wilson_interval(num_good, num)
-    sure = f"{num_good} of {num} requests good there, {low:.1%} to {high:.1%} with 95 % certainty"
+    sure = f"{num_good} of {num} requests good there, 95 % interval {low:.1%} to {high:.1%}"
     if result.missed is None:
         return (
             f"at least {result.met:.2f} req/s meet the SLO, and no rate missed it ({sure}){unsure}"
@@ -284,26 +287,26 @@ def answer(result: SweepResult) -> str:
     )
 
 
-def doubts(result: SweepResult, workload: WorkloadConfig) -> list[str]:
-    """Why the answer may be wrong, each with what to change."""
+def caveats(result: SweepResult, workload: WorkloadConfig) -> list[str]:
+    """Reasons why the result may be wrong, each with what to change."""
     lines = []
     latencies_ms = [row.summary["median_e2el_ms"] or 0.0 for row in result.best]
-    durations_s = [row.num_asked / row.rate for row in result.best]
-    # A batch is full, and a queue as long as it gets, some answers after the first request.
+    durations_s = [row.num_planned / row.rate for row in result.best]
+    # Batch and queue need the time of a few requests to fill up.
     if result.best and max(latencies_ms) / 1000 * MIN_ANSWERS_LONG > min(durations_s):
         lines.append(
-            f"an answer took {max(latencies_ms) / 1000:.1f} s and each rate was asked for "
+            f"a request took {max(latencies_ms) / 1000:.1f} s and each rate was sent for "
             f"{min(durations_s):.0f} s, which may be too short to fill the server: raise "
             "--sweep-seconds"
         )
-    if any(row.num_asked < MIN_REQUESTS for row in result.best):
+    if any(row.num_planned < MIN_REQUESTS for row in result.best):
         lines.append(
-            f"fewer than {MIN_REQUESTS} requests were asked at {result.met:.2f} req/s, too few to "
-            "tell shares near 100 % apart: raise --sweep-seconds"
+            f"fewer than {MIN_REQUESTS} requests were sent at {result.met:.2f} req/s, too few to "
+            "distinguish shares near 100 %: raise --sweep-seconds"
         )
     if workload.dataset.is_file and not workload.dataset.is_trace:
         lines.append(
-            "every rate asked prompts of the same file, which a prefix cache answers faster the "
+            "every rate sent prompts of the same file, which a prefix cache makes faster the "
             "second time: compare with the server's prefix cache off"
         )
     return lines
@@ -311,7 +314,7 @@ def doubts(result: SweepResult, workload: WorkloadConfig) -> list[str]:
 
 def sweep_summary(result: SweepResult, config: SweepConfig) -> dict[str, Any]:
     rates = [
-        row.summary | {"slo_met": row.is_met, "num_asked": row.num_asked} for row in result.rates
+        row.summary | {"slo_met": row.is_met, "num_asked": row.num_planned} for row in result.rates
     ]
     return {
         "max_request_rate": result.met,

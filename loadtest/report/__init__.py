@@ -1,1 +1,1 @@
-"""From observed requests to numbers, figures and pages."""
+"""From observed requests to numbers, figures and pages. Sends nothing and knows no HTTP."""

@@ -1,4 +1,4 @@
-"""What the report draws, as data: lines, and a timeline. How they look is for those who draw.
+"""The figures of the report as data: lines and a timeline. `html` and `plots` draw them.
 
 Times of a replay count from when its first request was due.
 """
@@ -19,12 +19,12 @@ from penstock.loadtest.report.report import (
 NUM_CDF_POINTS = 200
 CDF_METRICS = ("ttft", "tpot", "itl", "e2el")
 NUM_TIME_BINS = 120
-# Narrower than an arrival's gap, a bin shows the gaps and not the rate.
+# A bin narrower than the gaps between arrivals would show the gaps and not the rate.
 MIN_BIN_S = 0.05
 MAX_TIMELINE_ROWS = 300
-# The parts of a request's life that its client can tell apart.
+# The phases of a request that its client can distinguish.
 UNSENT, FIRST_TOKEN, DECODE = "waiting to be sent", "queue and prefill", "decode"
-FAILED = "failed"  # all of a failed request's life, once it was sent
+FAILED = "failed"  # the whole of a failed request, once it was sent
 PARTS = (UNSENT, FIRST_TOKEN, DECODE, FAILED)
 
 
@@ -41,7 +41,7 @@ class Series:
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
-    has_marks: bool = False  # each point is a measurement of its own
+    has_marks: bool = False  # each point is a separate measurement
     has_line: bool = True
 
 
@@ -63,7 +63,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One row a request, in order of arrival."""
+    """One row per request, in order of arrival."""
 
     slug: str
     title: str
@@ -75,7 +75,7 @@ Figure: TypeAlias = Lines | Timeline
 
 
 def figures(shown: Run, rates: list[Run]) -> list[Figure]:
-    """Those of one replay, after those of the sweep that it is from. Empty ones are left out."""
+    """Figures of the sweep, if any, then of one replay. Empty ones are left out."""
     drawn: list[Figure] = []
     if rates:
         drawn += [_against_throughput(rates, metric) for metric in ("ttft", "tpot", "e2el")]
@@ -93,10 +93,9 @@ def _has_data(figure: Figure) -> bool:
 
 
 def _against_throughput(rates: list[Run], metric: str) -> Lines:
-    """In order of the rate, so that the line bends back where more load brings less.
+    """In order of the rate, so that the line bends back where more load gives less throughput.
 
-    One point a rate, its last whole run. A hopeless rate was left early: what was seen of it is
-    no point of the line.
+    One point per rate: its last complete run. Runs that were stopped early are not on the line.
     """
     short, title = METRIC_TITLES[metric]
     in_order = sorted(rates, key=lambda run: float(run.summary["request_rate"]))
@@ -104,7 +103,7 @@ def _against_throughput(rates: list[Run], metric: str) -> Lines:
         run.summary["request_rate"]: run for run in in_order if not run.observed.is_interrupted
     }
     points = _points(list(whole.values()), metric)
-    left = _points([run for run in in_order if run.observed.is_interrupted], metric)
+    stopped = _points([run for run in in_order if run.observed.is_interrupted], metric)
     return Lines(
         slug=f"{metric}-against-throughput",
         title=f"{title} against throughput",
@@ -121,9 +120,9 @@ def _against_throughput(rates: list[Run], metric: str) -> Lines:
         ]
         + [
             Series(
-                name="p99 of rates left early",
-                xs=[point[0] for point in left],
-                ys=[point[2] for point in left],
+                name="p99 of rates stopped early",
+                xs=[point[0] for point in stopped],
+                ys=[point[2] for point in stopped],
                 has_marks=True,
                 has_line=False,
             )
@@ -132,7 +131,7 @@ def _against_throughput(rates: list[Run], metric: str) -> Lines:
 
 
 def _points(runs: list[Run], metric: str) -> list[tuple[float, float, float]]:
-    """Throughput, p50 and p99 in ms of each run that has an answer."""
+    """Throughput, p50 and p99 in ms of each run that has a complete response."""
     points = []
     for run in runs:
         if values := sorted(metric_values(run.observed.completed)[metric]):
@@ -165,7 +164,7 @@ def _start_s(observed: Replay) -> float:
 
 
 def _bins(observed: Replay) -> tuple[float, list[float]]:
-    """A bin's width in seconds, and where each has its middle."""
+    """The width of a bin in seconds, and the middle of each."""
     num = min(NUM_TIME_BINS, max(1, int(observed.duration_s / MIN_BIN_S)))
     width = observed.duration_s / num
     return width, [(index + 0.5) * width for index in range(num)]

@@ -1,4 +1,4 @@
-"""One HTML file with everything in it: numbers, and figures as inline SVG. It asks for nothing."""
+"""A self-contained HTML file: numbers, and figures as inline SVG. It loads nothing else."""
 
 import math
 from html import escape
@@ -7,7 +7,7 @@ from penstock.loadtest.report.figures import PARTS, Figure, Lines, Series, Timel
 from penstock.loadtest.report.report import Summary
 
 WIDTH, HEIGHT = 640, 300
-WIDE = 2 * WIDTH  # over both columns, so that its letters are as large as the others'
+WIDE = 2 * WIDTH  # spans both columns, so that its text has the size of the others'
 LEFT, RIGHT, TOP, BOTTOM = 72, 28, 12, 42
 NUM_TICKS = 6
 ROW_HEIGHT = 5
@@ -33,19 +33,19 @@ td{font-variant-numeric:tabular-nums}i{display:inline-block;width:14px;height:3p
     for n in range(4)
 )
 _CARDS = (
-    ("request_rate", "requests/s asked", 2),
-    ("request_throughput", "requests/s answered", 2),
+    ("request_rate", "requests/s sent", 2),
+    ("request_throughput", "requests/s completed", 2),
     ("output_throughput", "output tokens/s", 0),
     ("median_ttft_ms", "median TTFT, ms", 1),
     ("median_tpot_ms", "median TPOT, ms", 2),
     ("goodput_ratio", "share of good requests", 3),
-    ("completed", "answers", 0),
-    ("failed", "failures", 0),
+    ("completed", "completed", 0),
+    ("failed", "failed", 0),
 )
 
 
 def html_report(summary: Summary, figures: list[Figure], text: str) -> str:
-    """text: what the terminal shows, which is shown here too."""
+    """text: the terminal's output, which the page repeats."""
     title = f"{summary['model_id']}: load test of {summary['date']}"
     cards = "".join(_card(summary.get(key), label, digits) for key, label, digits in _CARDS)
     drawn = "".join(_figure(figure) for figure in figures)
@@ -55,7 +55,7 @@ def html_report(summary: Summary, figures: list[Figure], text: str) -> str:
         f"<title>{escape(title)}</title><style>{CSS}</style></head><body>"
         f"<h1>{escape(title)}</h1><p>{escape(_workload(summary))}</p>{_failures(summary)}"
         f'<div class="cards">{cards}</div><h2>Figures</h2><div class="grid">{drawn}</div>'
-        f"<h2>As the terminal shows it</h2><pre>{escape(text)}</pre>"
+        f"<h2>Terminal output</h2><pre>{escape(text)}</pre>"
         f"<h2>All numbers</h2><table>{_rows(summary)}</table></body></html>\n"
     )
 
@@ -68,7 +68,7 @@ def _workload(summary: Summary) -> str:
 
 
 def _failures(summary: Summary) -> str:
-    """Each reason, and how often; nothing where all went well."""
+    """Each reason and its count; empty without failures."""
     reasons = summary.get("failure_reasons") or {}
     return "".join(f"<p>{num} failed: {escape(reason)}</p>" for reason, num in reasons.items())
 
@@ -81,7 +81,7 @@ def _card(value: object, label: str, digits: int) -> str:
 
 
 def _rows(summary: Summary) -> str:
-    """Lists are for the JSON file."""
+    """Lists are only in the JSON file."""
     rows = []
     for key, value in summary.items():
         if value is not None and not isinstance(value, list | dict):
@@ -98,7 +98,7 @@ def _figure(figure: Figure) -> str:
 
 
 def _frame(title: str, svg: str, names: list[str], kind: str = "") -> str:
-    """names: by colour; empty for what has nothing to show."""
+    """names: the legend, by colour; empty for a series without data."""
     keys = ""
     if len(names) > 1:
         keys = "".join(
@@ -110,7 +110,7 @@ def _frame(title: str, svg: str, names: list[str], kind: str = "") -> str:
 
 
 class _Scale:
-    """From values to places on the page, from 0 to a round number."""
+    """From values to coordinates; the axis runs from 0 to a round number."""
 
     def __init__(self, highest: float, start: float, end: float) -> None:
         self.ticks = ticks(highest)

@@ -1,4 +1,4 @@
-"""The report's figures as PNG files, by matplotlib, which the extra `penstock[plot]` brings."""
+"""The report's figures as PNG files. Needs matplotlib, from the extra `penstock[plot]`."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,15 +15,15 @@ COLOURS = ("#2563eb", "#c2410c", "#059669", "#be123c")
 
 
 def check_matplotlib() -> None:
-    """Raises InvalidConfig where there is none: before an hour of load, and not after it."""
+    """Raises InvalidConfig if it is missing: before the load runs, not after it."""
     if find_spec("matplotlib") is None:
         raise InvalidConfig(
-            "--plot-dir needs matplotlib; install it with: pip install 'penstock[plot]'"
+            "--plot-dir requires matplotlib; install it with: pip install 'penstock[plot]'"
         )
 
 
 def save_plots(figures: list[Figure], directory: Path) -> list[Path]:
-    """One file a figure, named by its slug."""
+    """One file per figure, named by its slug."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Sheet
 

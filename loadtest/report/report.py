@@ -1,16 +1,16 @@
-"""From what was observed of each request to the numbers that people live by.
+"""From the observations of each request to metrics, as text and as JSON.
 
     TTFT        request sent, or due in an open loop -> first token arrived
     ITL         each gap between one arrival and the next
     TPOT        (last token - first token) / (output tokens - 1), per request
-    E2EL        the same -> last token = TTFT + TPOT * (output tokens - 1): "latency"
-    client queue  request due -> sent: it waited for a place, or this client was late
+    E2EL        from the same start -> last token = TTFT + TPOT * (output tokens - 1): "latency"
+    client queue  request due -> sent: --max-concurrency delayed it, or this client was late
     throughput  output tokens of successful requests / duration of the replay
     goodput     successful requests that meet every stated limit / duration
 
-An arrival is a streamed event. A server that falls behind may put several tokens into one, so ITL
-is the gap that a reader sees, while TPOT divides by the tokens that the server counted. Text and
-JSON keys are those of `vllm bench serve`, so that results can be laid side by side.
+An arrival is a streamed event. A server may put several tokens into one, so ITL is the gap that a
+reader sees, while TPOT divides by the tokens that the server counted. Text and JSON keys are those
+of `vllm bench serve`, so that results can be compared.
 """
 
 import math
@@ -18,8 +18,6 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, TypeAlias
-
-from penstock.loadtest.config import ReportConfig
 
 Summary: TypeAlias = dict[str, Any]
 
@@ -34,18 +32,27 @@ METRIC_TITLES = {
         "Queue-inclusive End-to-end Latency",
     ),
 }
-# Of failures that are told apart.
+# Different failures that are listed.
 MAX_REASONS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportConfig:
+    """What the report shows, with vLLM's names. goodput_ms: the limit of each metric."""
+
+    metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
+    percentiles: tuple[float, ...] = (90.0, 99.0)
+    goodput_ms: dict[str, float] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestResult:
-    """What was observed of one request. Times are in seconds on one monotonic clock.
+    """The observations of one request. Times are in seconds on one monotonic clock.
 
-    scheduled_s: when the workload wanted it sent. arrivals_s: when events with tokens came.
-    error: None if the answer is complete. status: HTTP's, 0 where there was none.
-    is_open_loop: it was to be sent at a time of its own, and is timed from that one.
-    is_counted: the server said how many tokens the answer has; else its events are counted.
+    scheduled_s: when it was due. arrivals_s: when events with tokens arrived. error: None if the
+    response is complete. status: HTTP's, 0 without a response.
+    is_open_loop: it had its own arrival time, and is timed from then.
+    is_counted: the number of tokens is known; otherwise it is the number of events.
     """
 
     index: int
@@ -63,7 +70,7 @@ class RequestResult:
 
     @property
     def start_s(self) -> float:
-        """From when it is timed."""
+        """Where its latencies start."""
         return self.scheduled_s if self.is_open_loop else self.sent_s
 
     @property
@@ -72,7 +79,7 @@ class RequestResult:
 
     @property
     def tpot_s(self) -> float | None:
-        """None for a single token, which has no next."""
+        """None for a single token."""
         if self.num_output_tokens < 2:
             return None
         return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.num_output_tokens - 1)
@@ -108,7 +115,7 @@ class Replay:
 
     @property
     def max_send_delay_s(self) -> float:
-        """How late the latest request went out: this client's fault, if concurrency was free."""
+        """The longest delay from due to sent: the client's fault, unless concurrency is capped."""
         return max((result.sent_s - result.scheduled_s for result in self.results), default=0.0)
 
 
@@ -121,7 +128,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def summarize(replay: Replay, config: ReportConfig) -> Summary:
-    """The figures under vLLM's JSON keys; a metric without a single value is None."""
+    """The metrics under vLLM's JSON keys; a metric without values is None."""
     done, duration = replay.completed, replay.duration_s
     num_input = sum(result.num_prompt_tokens for result in done)
     num_output = sum(result.num_output_tokens for result in done)
@@ -156,7 +163,7 @@ def summarize(replay: Replay, config: ReportConfig) -> Summary:
 
 
 def metric_values(done: list[RequestResult]) -> dict[str, list[float]]:
-    """Every value of every metric of complete answers, in seconds."""
+    """All values of each metric of complete responses, in seconds."""
     return {
         "ttft": [result.ttft_s for result in done],
         "tpot": [tpot for result in done if (tpot := result.tpot_s) is not None],
@@ -170,7 +177,7 @@ def metric_values(done: list[RequestResult]) -> dict[str, list[float]]:
 
 
 def details(replay: Replay) -> Summary:
-    """Per request, in the workload's order: what --save-detailed adds."""
+    """Per request, in the workload's order: the fields that --save-detailed adds."""
     results = sorted(replay.results, key=lambda result: result.index)
     return {
         "input_lens": [result.num_prompt_tokens for result in results],
@@ -186,7 +193,7 @@ def details(replay: Replay) -> Summary:
 
 
 def render(summary: Summary, config: ReportConfig) -> str:
-    """The layout of `vllm bench serve`; rows of our own appear only where they say something."""
+    """The layout of `vllm bench serve`; our own rows appear only where they have a value."""
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", summary["completed"]),
         ("Failed requests:", summary["failed"]),
@@ -224,10 +231,10 @@ def render(summary: Summary, config: ReportConfig) -> str:
     return "\n".join([*lines, "=" * 50])
 
 
-def complaints(replay: Replay, *, has_due_times: bool) -> list[str]:
-    """What a reader of the report must know to trust it: failures, and the client's own limits.
+def report_warnings(replay: Replay, *, has_due_times: bool) -> list[str]:
+    """Why the report may be misleading: failures, and the client's own limits.
 
-    has_due_times: whether each request was to be sent at its own time, whatever else runs.
+    has_due_times: whether requests had arrival times that nothing was allowed to delay.
     """
     counts = _reasons(replay)
     lines = [f"{count} x {error}" for error, count in counts.most_common(MAX_REASONS)]
@@ -235,19 +242,19 @@ def complaints(replay: Replay, *, has_due_times: bool) -> list[str]:
         lines.append(f"... and {len(counts) - MAX_REASONS} other kinds of failure")
     if num_uncounted := sum(not result.is_counted for result in replay.completed):
         lines.append(
-            f"the server did not say how many tokens {num_uncounted} answers have, so their "
-            "events are counted; give --tokenizer to count tokens"
+            f"the server sent no token count for {num_uncounted} responses, so their events are "
+            "counted; give --tokenizer to count tokens"
         )
     if replay.client_cpu_share > 0.8:
         lines.append(
             f"this client was busy {replay.client_cpu_share:.0%} of the time: the server may be "
             "faster than these numbers"
         )
-    # A person cannot see 50 ms, but a server is not to blame for them.
+    # 50 ms are short for a person, but they are not the server's.
     if replay.max_send_delay_s > 0.05 and has_due_times:
         lines.append(
-            f"this client sent a request {replay.max_send_delay_s * 1000:.0f} ms later than the "
-            "workload asked for; latencies count from when it was due"
+            f"this client sent a request {replay.max_send_delay_s * 1000:.0f} ms later than it was "
+            "due; latencies count from when it was due"
         )
     return lines
 
@@ -276,7 +283,7 @@ def _statistics(values: list[float], percentiles: tuple[float, ...]) -> dict[str
 
 
 def is_good(result: RequestResult, limits_ms: dict[str, float]) -> bool:
-    """Whether the answer is complete and meets every limit."""
+    """Whether the response is complete and meets every limit."""
     if result.error is not None:
         return False
     observed = {"ttft": result.ttft_s, "tpot": result.tpot_s or 0.0, "e2el": result.latency_s}
@@ -284,7 +291,7 @@ def is_good(result: RequestResult, limits_ms: dict[str, float]) -> bool:
 
 
 def _peak_tokens_per_s(results: list[RequestResult]) -> float:
-    """The best second, counting from the first request; tokens are spread evenly over events."""
+    """The highest second since the first request; tokens are spread evenly over events."""
     tokens: defaultdict[int, float] = defaultdict(float)
     start_s = min((result.sent_s for result in results), default=0.0)
     for result in results:

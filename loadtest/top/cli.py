@@ -1,7 +1,7 @@
 """`penstock top`: a Penstock server's metrics, live in a terminal, or once as plain text.
 
-Owns the command line and the terminal. A thread asks the server, so that a key is answered at once
-while the server is not.
+Owns the command line and the terminal. A thread polls the server, so that keys work even while the
+server does not respond.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from penstock.loadtest.top.scrape import (
     NotPenstock,
     Scrape,
     Scraper,
-    ServerAway,
+    ServerUnreachable,
     Window,
     base_url,
 )
@@ -32,17 +32,17 @@ from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _API_KEY_VARIABLE = "PENSTOCK_API_KEY"
-_FAILED, _MISTAKEN = 1, 2
+_FAILED, _USAGE_ERROR = 1, 2
 _QUIT_KEYS = b"qQ"
 _ONCE_WIDTH = 100
 _SGR = {"title": "1", "dim": "2", "good": "32", "fair": "33", "bad": "31"}
-# The second screen, without a cursor and without wrapping; and back.
+# The alternate screen, without cursor and line wrap; and back.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status; a mistake, or a server that is none, is one sentence on stderr."""
+    """Returns the exit status; errors are one line on stderr."""
     options = _parser().parse_args(argv)
     try:
         scraper = Scraper(
@@ -52,25 +52,24 @@ def main(argv: list[str]) -> int:
             return _once(scraper, options.interval)
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise InvalidConfig(
-                "penstock top draws on a terminal, and this is none; add --once for one snapshot "
-                "as plain text"
+                "penstock top needs a terminal; add --once for one snapshot as plain text"
             )
         return _live(scraper, options.interval)
     except KeyboardInterrupt:
         return 0
-    except BrokenPipeError:  # `penstock top --once | head -3` has what it wanted
+    except BrokenPipeError:  # `penstock top --once | head -3` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except PenstockError as error:
         print(f"penstock top: error: {error}", file=sys.stderr)
-        return _MISTAKEN if isinstance(error, InvalidConfig) else _FAILED
+        return _USAGE_ERROR if isinstance(error, InvalidConfig) else _FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock top",
-        description="Watch a Penstock server in the terminal: throughput, latencies, how near the "
-        "steps come to the hardware's limit, memory. q quits.",
+        description="Watch a Penstock server in the terminal: throughput, latencies, how close the "
+        "steps are to the hardware's limit, memory. q quits.",
     )
     parser.add_argument(
         "url",
@@ -84,17 +83,17 @@ def _parser() -> argparse.ArgumentParser:
         type=_interval,
         default=1.0,
         metavar="SECONDS",
-        help="look so often, from 0.1 to 60 (default: %(default)s)",
+        help="time between updates, from 0.1 to 60 (default: %(default)s)",
     )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"where the server asks for one (default: ${_API_KEY_VARIABLE})",
+        help=f"if the server requires one (default: ${_API_KEY_VARIABLE})",
     )
     parser.add_argument(
         "--once",
         action="store_true",
-        help="look twice, an interval apart, print that as plain text and exit (default: off)",
+        help="scrape twice, one interval apart, print plain text and exit (default: off)",
     )
     return parser
 
@@ -115,8 +114,8 @@ def _once(scraper: Scraper, interval_s: float) -> int:
         history.add(scraper.scrape())
         time.sleep(interval_s)
         history.add(scraper.scrape())
-    except ServerAway as error:
-        raise ServerAway(f"{scraper.url} is away: {error}") from error
+    except ServerUnreachable as error:
+        raise ServerUnreachable(f"{scraper.url} is unreachable: {error}") from error
     for line in view.draw(_once_view(scraper.url, history), _ONCE_WIDTH):
         print(view.text(line))
     sys.stdout.flush()
@@ -147,17 +146,17 @@ def _glyphs() -> view.Glyphs:
 
 
 @dataclass(slots=True)
-class _News:
-    """What the thread saw last."""
+class _Update:
+    """The result of one scrape."""
 
     scrape: Scrape | None = None
     error: PenstockError | None = None
 
 
-class _Watcher(threading.Thread):
-    """Asks the server at every interval, and writes a byte to `wake_fd` when it has an answer.
+class _Poller(threading.Thread):
+    """Scrapes the server at every interval, and writes a byte to `wake_fd` after each scrape.
 
-    A daemon: one that waits for a server's answer must not keep the program from ending.
+    A daemon thread: one that waits for a response must not keep the program from ending.
     """
 
     def __init__(self, scraper: Scraper, interval_s: float, wake_fd: int) -> None:
@@ -166,50 +165,50 @@ class _Watcher(threading.Thread):
         self._interval_s = interval_s
         self._wake_fd = wake_fd
         self._lock = threading.Lock()
-        self._news: list[_News] = []
+        self._updates: list[_Update] = []
 
     def run(self) -> None:
         while True:
             begun_s = time.monotonic()
             try:
-                news = _News(scrape=self._scraper.scrape())
+                update = _Update(scrape=self._scraper.scrape())
             except PenstockError as error:
-                news = _News(error=error)
+                update = _Update(error=error)
             with self._lock:
-                self._news.append(news)
-            with suppress(OSError):  # full of such bytes while we are suspended; gone at the end
+                self._updates.append(update)
+            with suppress(OSError):  # the pipe is full while suspended, and closed at the end
                 os.write(self._wake_fd, b"\0")
             time.sleep(max(0.05, self._interval_s - (time.monotonic() - begun_s)))
 
-    def take(self) -> list[_News]:
+    def take(self) -> list[_Update]:
         with self._lock:
-            news, self._news = self._news, []
-        return news
+            updates, self._updates = self._updates, []
+        return updates
 
 
-class _Picture:
-    """What has been seen, and how it is drawn."""
+class _Display:
+    """The history of scrapes, and the frame that shows it."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._history = History(view.MINUTE_S)
-        self._away: str | None = None
+        self._error: str | None = None
         self._glyphs = _glyphs()
         self._has_colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
-    def take(self, news: _News) -> None:
-        """Raises NotPenstock where nothing has been seen yet: an address is wrong from the start.
-        One that was right and fails is away, and may come back."""
-        if isinstance(news.error, NotPenstock) and self._history.latest is None:
-            raise news.error
-        self._away = str(news.error) if news.error else None
-        if news.scrape:
-            self._history.add(news.scrape)
+    def apply(self, update: _Update) -> None:
+        """Raises NotPenstock before the first successful scrape: the address is wrong. After one,
+        the server counts as unreachable, and may come back."""
+        if isinstance(update.error, NotPenstock) and self._history.latest is None:
+            raise update.error
+        self._error = str(update.error) if update.error else None
+        if update.scrape:
+            self._history.add(update.scrape)
 
     def draw(self, width: int, height: int) -> str:
-        """What to write to the terminal: every line over the old one, so that nothing flickers.
+        """A frame as terminal output: each line overwrites the old one, so that nothing flickers.
 
-        A line is cleared before it is written: after it, the cursor may stand on its last column,
+        A line is cleared before it is written: afterwards the cursor may be on its last column,
         which would be cleared too.
         """
         lines = view.draw(self._view(), width, height)
@@ -228,8 +227,8 @@ class _Picture:
             recent=(f"last {recent.seconds:.1f} s", recent) if recent else None,
             long=(_name_of(whole.seconds), whole) if whole else None,
             glyphs=self._glyphs,
-            away=self._away,
-            away_s=time.monotonic() - latest.time_s if latest else 0.0,
+            error=self._error,
+            unreachable_s=time.monotonic() - latest.time_s if latest else 0.0,
             keys="q quits",
         )
 
@@ -247,35 +246,35 @@ def _name_of(seconds: float) -> str:
 
 
 def _live(scraper: Scraper, interval_s: float) -> int:
-    with _wake_pipe() as (wake_fd, wake_from_fd), _Screen() as screen:
-        watcher = _Watcher(scraper, interval_s, wake_from_fd)
-        picture = _Picture(scraper.url)
-        watcher.start()
-        screen.show(picture)
+    with _wake_pipe() as (wake_fd, wake_from_fd), _Terminal() as screen:
+        poller = _Poller(scraper, interval_s, wake_from_fd)
+        display = _Display(scraper.url)
+        poller.start()
+        screen.show(display)
         while True:
             ready, _, _ = select.select([sys.stdin, wake_fd], [], [])
-            if sys.stdin in ready and not _goes_on(os.read(sys.stdin.fileno(), 1024)):
+            if sys.stdin in ready and not _continues_after(os.read(sys.stdin.fileno(), 1024)):
                 return 0
             if wake_fd in ready:
-                # A signal writes its number here, the watcher a zero.
+                # A signal writes its number, the poller a zero.
                 woken_by = os.read(wake_fd, 1024)
                 if any(number in woken_by for number in _ENDING):
                     return 0
                 if signal.SIGTSTP in woken_by:
                     screen.suspend()
-            for news in watcher.take():
-                picture.take(news)
-            screen.show(picture)
+            for update in poller.take():
+                display.apply(update)
+            screen.show(display)
 
 
-def _goes_on(keys: bytes) -> bool:
-    """Not after q, and not when the terminal has gone."""
+def _continues_after(keys: bytes) -> bool:
+    """False after q, or when the terminal is closed."""
     return bool(keys) and not any(key in _QUIT_KEYS for key in keys)
 
 
 @contextmanager
 def _wake_pipe() -> Iterator[tuple[int, int]]:
-    """A pipe for what interrupts the wait for a key: a resize, an end, an answer of the server."""
+    """A pipe that ends the wait for a key: on a signal, or after a scrape."""
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     before_fd = signal.set_wakeup_fd(write_fd)
@@ -287,29 +286,29 @@ def _wake_pipe() -> Iterator[tuple[int, int]]:
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(before_fd)
-        # The write end stays: the watcher may be about to write, and the process is about to end.
+        # The write end stays open: the poller may be about to write, and the process ends soon.
         os.close(read_fd)
 
 
-# Ctrl-C among them: as an exception it could strike anywhere.
+# Ctrl-C too: as an exception it could be raised anywhere.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _only_wake(number: int, frame: FrameType | None) -> None:
-    """The wake-up pipe has the signal's number; the loop does the rest."""
+    """Nothing to do: the signal's number is in the wake-up pipe, which the loop reads."""
 
 
-class _Screen:
-    """The terminal while we draw on it. Whatever ends us, it is left as it was found."""
+class _Terminal:
+    """The terminal in use. Restored at the end, whatever the cause."""
 
     def __init__(self) -> None:
-        import termios  # not at the top: there is none on Windows, where --once works
+        import termios  # not at the top: Windows has none, and --once works there
 
         self._termios = termios
         self._fd = sys.stdin.fileno()
         self._before = termios.tcgetattr(self._fd)
 
-    def __enter__(self) -> "_Screen":
+    def __enter__(self) -> "_Terminal":
         import tty
 
         tty.setcbreak(self._fd)
@@ -326,9 +325,9 @@ class _Screen:
         os.kill(os.getpid(), signal.SIGSTOP)
         self.__enter__()
 
-    def show(self, picture: _Picture) -> None:
+    def show(self, display: _Display) -> None:
         size = os.get_terminal_size(sys.stdout.fileno())
-        self._write(picture.draw(size.columns, size.lines))
+        self._write(display.draw(size.columns, size.lines))
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text)

@@ -1,7 +1,7 @@
-"""Reads /metrics of a Penstock server from outside: scrapes, what changed between two, quantiles.
+"""Reads a Penstock server's /metrics: scrapes, what changed between two, quantiles.
 
-Knows HTTP and Prometheus's text format; draws nothing. Standard library and prometheus_client's
-parser alone, so that it starts at once.
+Knows HTTP and Prometheus's text format; draws nothing. Imports only the standard library and
+prometheus_client's parser, so that it starts fast.
 """
 
 import http.client
@@ -23,23 +23,23 @@ from penstock.scheduler.errors import InvalidConfig, PenstockError
 PREFIX = "penstock_"
 _START_TIME = "process_start_time_seconds"
 _SCRAPE_TIMEOUT_S = 5.0
-_MAX_SCRAPE_BYTES = 32 << 20  # a server's own are some ten KB; what is longer is something else
+_MAX_SCRAPE_BYTES = 32 << 20  # our own are tens of KB; a longer body is not ours
 _COUNTER_ENDINGS = ("_total", "_count", "_bucket")
 
 Labels = frozenset[tuple[str, str]]
 
 
-class ServerAway(PenstockError):
-    """It does not answer now, and may later."""
+class ServerUnreachable(PenstockError):
+    """The server does not respond now, and may later."""
 
 
 class NotPenstock(PenstockError):
-    """What answers there is no Penstock, or does not let us in: trying again is of no use."""
+    """Not a Penstock server, or it refuses the key: a retry does not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """A histogram's upper bounds, ascending, and the counts up to each, both as floats."""
+    """A histogram: ascending upper bounds and the cumulative count of each."""
 
     bounds: tuple[float, ...]
     counts: tuple[float, ...]
@@ -54,15 +54,15 @@ class Buckets:
         return self.sum / self.count if self.count else None
 
     def since(self, earlier: "Buckets") -> "Buckets":
-        """What was seen after `earlier`, which may be empty but not of other bounds."""
+        """The observations after `earlier`; all if its bounds differ, as an empty one's do."""
         if earlier.bounds != self.bounds:
             return self
         counts = tuple(b - a for a, b in zip(earlier.counts, self.counts, strict=True))
         return Buckets(self.bounds, counts, self.sum - earlier.sum)
 
     def quantile(self, q: float) -> float | None:
-        """As Prometheus's histogram_quantile: linear inside a bucket, the first begins at 0, and
-        past the last finite bound there is nothing but that bound. None where it says NaN.
+        """As Prometheus's histogram_quantile: linear inside a bucket, the first of which starts at
+        0; above the last finite bound, that bound. None where Prometheus returns NaN.
 
         q: from 0 to 1. Source: prometheus.io/docs/prometheus/latest/querying/functions.
         """
@@ -82,27 +82,24 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The values of one answer of /metrics, by name and labels. time_s: by the monotonic clock."""
+    """The samples of one GET /metrics, by name and labels. time_s: of the monotonic clock."""
 
     time_s: float
     values: dict[str, dict[Labels, float]] = field(default_factory=dict)
 
     def value(self, name: str, **labels: str) -> float | None:
-        """The sum over the series of `name` that carry these labels; None where there is none.
-
-        A name without a prefix is one of ours.
-        """
+        """The sum over the series of penstock_`name` with these labels; None if there are none."""
         found = [value for _, value in self._matching(name, labels)]
         return sum(found) if found else None
 
     def info(self, name: str) -> dict[str, str]:
-        """The labels of an info metric; empty where there is none."""
+        """The labels of an info metric; empty if it is missing."""
         for key, _ in self._matching(name, {}):
             return dict(key)
         return {}
 
     def histogram(self, name: str, **labels: str) -> Buckets:
-        """Summed over the series that carry these labels. Without any: empty."""
+        """Summed over the series with these labels; empty if there are none."""
         counts: dict[float, float] = {}
         for key, value in self._matching(f"{name}_bucket", labels, "le"):
             bound = float(dict(key)["le"])
@@ -112,7 +109,7 @@ class Scrape:
         return Buckets(bounds, tuple(counts[bound] for bound in bounds), total)
 
     def restarted_since(self, earlier: "Scrape") -> bool:
-        """Whether a counter fell: the server, or the engine behind it, began anew."""
+        """Whether a counter decreased: the server, or its engine, has restarted."""
         return any(
             value < earlier.values.get(name, {}).get(labels, 0.0)
             for name, series in self.values.items()
@@ -131,14 +128,14 @@ class Scrape:
 
     @property
     def age_s(self) -> float | None:
-        """How long the server's process has run, by this machine's clock."""
+        """The uptime of the server's process, by this machine's clock."""
         started = self.value(_START_TIME)
         return max(0.0, time.time() - started) if started else None
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What happened between two scrapes. An `earlier` without values: since the server began."""
+    """The changes between two scrapes. With an empty `earlier`: since the server started."""
 
     earlier: Scrape
     later: Scrape
@@ -148,19 +145,19 @@ class Window:
         return self.later.time_s - self.earlier.time_s
 
     def increase(self, name: str, **labels: str) -> float | None:
-        """Of a counter; None where the server has none of that name."""
+        """Of a counter; None if the server has no such counter."""
         after = self.later.value(name, **labels)
         if after is None:
             return None
         return after - (self.earlier.value(name, **labels) or 0.0)
 
     def rate(self, name: str, **labels: str) -> float | None:
-        """The increase a second."""
+        """The increase per second."""
         increase = self.increase(name, **labels)
         return increase / self.seconds if increase is not None and self.seconds > 0 else None
 
     def share(self, part: str, whole: str) -> float | None:
-        """One counter's increase as a share of another's; None where neither moved."""
+        """One counter's increase as a share of another's; None if the other did not increase."""
         of = self.increase(whole)
         return (self.increase(part) or 0.0) / of if of else None
 
@@ -170,7 +167,7 @@ class Window:
 
 
 class History:
-    """The scrapes of the last while, oldest first. It forgets all when the server begins anew."""
+    """The scrapes of the last span_s seconds, oldest first. A restart of the server clears it."""
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
@@ -180,7 +177,7 @@ class History:
         if self._scrapes and scrape.restarted_since(self._scrapes[-1]):
             self._scrapes.clear()
         self._scrapes.append(scrape)
-        # One that is as old as the span is kept: it is where the span begins.
+        # The newest scrape that is at least as old as the span is kept: the span starts there.
         while len(self._scrapes) > 2 and self._scrapes[1].time_s <= scrape.time_s - self._span_s:
             self._scrapes.popleft()
 
@@ -193,17 +190,17 @@ class History:
         return Window(self._scrapes[-2], self._scrapes[-1]) if len(self._scrapes) > 1 else None
 
     def whole(self) -> Window | None:
-        """Between the first scrape that is remembered and the last."""
+        """Between the first scrape that is kept and the last."""
         return Window(self._scrapes[0], self._scrapes[-1]) if len(self._scrapes) > 1 else None
 
     def intervals(self) -> Iterator[Window]:
-        """Each two neighbours, oldest first."""
+        """Between each scrape and the next, oldest first."""
         for earlier, later in pairwise(self._scrapes):
             yield Window(earlier, later)
 
 
 def parse(text: str, time_s: float) -> Scrape:
-    """Keeps our own series and the process's start. Raises ValueError for another format."""
+    """Keeps Penstock's series and the process's start time. Raises ValueError."""
     values: dict[str, dict[Labels, float]] = {}
     for family in text_string_to_metric_families(text):
         if family.name.startswith(PREFIX) or family.name == _START_TIME:
@@ -214,7 +211,7 @@ def parse(text: str, time_s: float) -> Scrape:
 
 
 def base_url(given: str) -> str:
-    """An address as people type it, with a scheme and without what comes after the server's root.
+    """A typed address as the server's root URL: with a scheme, without /metrics or /v1.
 
     Raises InvalidConfig.
     """
@@ -225,7 +222,9 @@ def base_url(given: str) -> str:
     except ValueError:
         is_address = False
     if not is_address:
-        raise InvalidConfig(f"{given} is no server's address; write it like http://127.0.0.1:8000")
+        raise InvalidConfig(
+            f"{given} is not a server's address; write it like http://127.0.0.1:8000"
+        )
     url = url.split("?")[0].split("#")[0].rstrip("/")
     for ending in ("/metrics", "/v1"):
         url = url.removesuffix(ending)
@@ -233,23 +232,23 @@ def base_url(given: str) -> str:
 
 
 class Scraper:
-    """Asks one server for its metrics."""
+    """Fetches one server's metrics."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # A redirect is not followed: the key would go wherever it points.
+        # A redirect is not followed: it would send the key to another address.
         self._opener = urllib.request.build_opener(_NoRedirect)
 
     def scrape(self) -> Scrape:
-        """Raises ServerAway or NotPenstock, each with a sentence."""
+        """Raises ServerUnreachable or NotPenstock."""
         text = self._get()
         try:
             scrape = parse(text, time.monotonic())
         except ValueError:
             scrape = Scrape(0.0)
         if not any(name.startswith(PREFIX) for name in scrape.values):
-            raise self._not_penstock("answers with something else than a Penstock's metrics")
+            raise self._not_penstock("has no Penstock metrics")
         return scrape
 
     def _get(self) -> str:
@@ -269,24 +268,23 @@ class Scraper:
     def _refusal(self, status: int) -> PenstockError:
         if status in (401, 403):
             return NotPenstock(
-                f"{self.url} wants a key that it knows (status {status}); give it with --api-key, "
+                f"{self.url} requires a valid API key (status {status}); give it with --api-key, "
                 "or in $PENSTOCK_API_KEY"
             )
         if status in (429, 500, 502, 503, 504):
-            return ServerAway(f"it is loading or not well (status {status})")
-        return self._not_penstock(f"answers with status {status}")
+            return ServerUnreachable(f"it is loading or unhealthy (status {status})")
+        return self._not_penstock(f"returned status {status}")
 
     def _unreachable(self, reason: object) -> PenstockError:
         if isinstance(reason, socket.gaierror):
             return NotPenstock(
-                f"{self.url}: no machine has that name; give the address that `penstock serve` "
-                "printed"
+                f"{self.url}: unknown host name; give the address that `penstock serve` printed"
             )
         if isinstance(reason, ConnectionRefusedError):
-            return ServerAway("nothing listens there (connection refused)")
+            return ServerUnreachable("connection refused")
         if isinstance(reason, TimeoutError):
-            return ServerAway(f"no answer in {_SCRAPE_TIMEOUT_S:.0f} s")
-        return ServerAway(str(reason) or type(reason).__name__)
+            return ServerUnreachable(f"no response within {_SCRAPE_TIMEOUT_S:.0f} s")
+        return ServerUnreachable(str(reason) or type(reason).__name__)
 
     def _not_penstock(self, what: str) -> NotPenstock:
         return NotPenstock(
@@ -296,4 +294,4 @@ class Scraper:
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *args: object) -> None:
-        """None: the redirect itself becomes the error."""
+        """None: the redirect becomes an HTTPError."""

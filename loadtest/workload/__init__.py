@@ -1,1 +1,1 @@
-"""What is asked of a server, and when: arrivals, prompts, lengths."""
+"""Requests from a seed or a file: prompts, lengths, arrival times. Sends and measures nothing."""

@@ -1,7 +1,7 @@
-"""When requests arrive: gamma gaps around a steady rate, or around one that ramps.
+"""Arrival times: gamma-distributed gaps, at a constant rate or a ramp.
 
-All draws are of mean 1 and come from one generator, so that another rate stretches the same
-arrivals and more requests only append to a steady process.
+All draws have mean 1 and come from one generator: another rate stretches the same arrivals, and
+more requests only append to them.
 """
 
 import math
@@ -13,7 +13,7 @@ from penstock.scheduler.errors import InvalidConfig
 
 
 class RampStrategy(StrEnum):
-    """How the rate goes from its start to its end: by equal steps, or by equal factors."""
+    """How the rate changes from start to end: by equal steps, or by equal factors."""
 
     LINEAR = "linear"
     EXPONENTIAL = "exponential"
@@ -47,8 +47,8 @@ def arrival_times(
 ) -> list[float]:
     """Seconds from the start. An infinite rate is all at once; a ramp replaces the rate.
 
-    burstiness: the shape of the gamma distribution: 1 makes a Poisson process, less comes in
-    bursts, more comes evenly.
+    burstiness: the shape of the gamma distribution: 1 is a Poisson process, less is bursty, more
+    is even.
     """
     if math.isinf(rate) and ramp is None:
         return [0.0] * count

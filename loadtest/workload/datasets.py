@@ -1,7 +1,7 @@
 """Workloads from files: conversations with their texts, and traces of lengths and times.
 
-A reader gives the rows that can be asked, in the file's order, and reads no further than it must:
-traces have millions. What it cannot read is a `BadDataset` that names the file and the line.
+A reader yields the usable rows in the file's order and reads only as many as it must: traces have
+millions. A row that it cannot parse is a `BadDataset` that names the file and the line.
 """
 
 import csv
@@ -17,21 +17,21 @@ import msgspec
 
 from penstock.scheduler.errors import InvalidConfig
 
-# What each hash id of a Mooncake trace stands for, by the trace's own description.
+# Tokens per hash id of a Mooncake trace, from the trace's documentation.
 MOONCAKE_BLOCK_TOKENS = 512
-# A longer prompt than any model takes is a mistake, and making it up could take all memory.
+# Longer than any model's context: a mistake in the file, and could use up all memory.
 MAX_TOKENS = 10_000_000
 
 
 class BadDataset(InvalidConfig):
-    """The file is not what --dataset-name says; the message names the line where it can."""
+    """The file is not in the format of --dataset-name; the message names the line if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRow:
-    """What a trace tells of one request. at_s counts from an origin of the trace's own.
+    """One request of a trace. at_s counts from the trace's own origin.
 
-    hash_ids: equal ids stand for equal blocks of MOONCAKE_BLOCK_TOKENS tokens.
+    hash_ids: equal ids are equal blocks of MOONCAKE_BLOCK_TOKENS tokens.
     """
 
     at_s: float
@@ -42,14 +42,14 @@ class TraceRow:
     def __post_init__(self) -> None:
         for number in (self.num_prompt_tokens, self.num_output_tokens):
             if number > MAX_TOKENS:
-                raise ValueError(f"{number} tokens are more than any model takes")
+                raise ValueError(f"{number} tokens are more than any model accepts")
         if not math.isfinite(self.at_s):
             raise ValueError(f"the time is {self.at_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRow:
-    """What is asked in words. max_tokens: None where the file does not say."""
+    """One request as text. max_tokens: None if the file has none."""
 
     prompt: str | list[int] = ""
     messages: list[dict[str, Any]] | None = None
@@ -70,14 +70,14 @@ def _azure_row(row: dict[str, str]) -> TraceRow:
 
 
 def _timestamp(text: str) -> float:
-    """Seconds from a date and time, which 2023's files give without a zone and 2024's with."""
+    """Seconds from a date and time: 2023's files have no time zone, 2024's do."""
     time = datetime.fromisoformat(text)
-    # Two of one file are compared and no more: one zone for all those without keeps days even.
+    # Only differences within a file matter: UTC for all times without a zone has no DST jumps.
     return (time if time.tzinfo else datetime.fromisoformat(f"{text}+00:00")).timestamp()
 
 
 def read_burstgpt(path: Path) -> Iterator[TraceRow]:
-    """BurstGPT; a row without response tokens is a failure of its server and is left out."""
+    """BurstGPT; a row without response tokens is a failed request and is left out."""
     return _read_csv(path, _burstgpt_row, ("Timestamp", "Request tokens", "Response tokens"))
 
 
@@ -92,7 +92,7 @@ def _burstgpt_row(row: dict[str, str]) -> TraceRow:
 def _read_csv(
     path: Path, parse: Callable[[dict[str, str]], TraceRow], columns: tuple[str, ...]
 ) -> Iterator[TraceRow]:
-    """Columns go by their names, whatever their case and order; rows of no tokens are left out."""
+    """Finds columns by name, ignoring case and order; leaves out rows without tokens."""
     with _open(path) as file:
         lines = csv.reader(file)
         try:
@@ -151,20 +151,20 @@ class _CustomLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_custom(path: Path, *, is_chat: bool) -> Iterator[TextRow]:
-    """`{"prompt": ...}` or `{"messages": [...]}` a line, with `max_tokens` where one is wanted.
+    """One `{"prompt": ...}` or `{"messages": [...]}` per line, with an optional `max_tokens`.
 
-    is_chat: of the endpoint, which takes messages or texts; the other one texts or token ids.
+    is_chat: the endpoint is for chat, and accepts messages or text; otherwise text or token ids.
     """
     for number, line in _json_lines(path):
         row = _decode(path, number, line, _CustomLine)
         if (row.prompt is None) == (row.messages is None):
-            raise BadDataset(f'{path}, line {number}: give "prompt" or "messages", one of the two')
+            raise BadDataset(f'{path}, line {number}: give either "prompt" or "messages"')
         if not (row.prompt or row.messages):
             raise BadDataset(f"{path}, line {number}: the prompt is empty")
         if row.messages and not is_chat:
-            raise BadDataset(f"{path}, line {number}: messages need --backend openai-chat")
+            raise BadDataset(f"{path}, line {number}: messages require --backend openai-chat")
         if is_chat and isinstance(row.prompt, list):
-            raise BadDataset(f"{path}, line {number}: token ids need --backend openai")
+            raise BadDataset(f"{path}, line {number}: token ids require --backend openai")
         if row.max_tokens is not None and row.max_tokens < 1:
             raise BadDataset(
                 f"{path}, line {number}: max_tokens is {row.max_tokens}; it must be at least 1"
@@ -183,15 +183,15 @@ class _Conversation(msgspec.Struct):
 
 
 def read_sharegpt(path: Path) -> list[tuple[str, str]]:
-    """The first two turns of each conversation that has them: what is asked, and its answer."""
+    """The first two turns, prompt and response, of each conversation that has two."""
     data = _read(path)
     try:
         conversations = msgspec.json.decode(data, type=list[_Conversation])
     except msgspec.MsgspecError as error:
         place = _line_of(data, str(error))
-        raise BadDataset(f"{path}{place} is no ShareGPT JSON: {_sentence(error)}") from error
+        raise BadDataset(f"{path}{place} is not ShareGPT JSON: {_sentence(error)}") from error
     except UnicodeDecodeError as error:
-        raise BadDataset(f"{path} is no UTF-8 text: {error}") from error
+        raise BadDataset(f"{path} is not UTF-8: {error}") from error
     return [
         (conversation.conversations[0].value, conversation.conversations[1].value)
         for conversation in conversations
@@ -200,7 +200,7 @@ def read_sharegpt(path: Path) -> list[tuple[str, str]]:
 
 
 def _line_of(data: bytes, error: str) -> str:
-    """Where msgspec's "(byte 12)" is, as a line; nothing where it names no byte."""
+    """The line of msgspec's "(byte 12)"; empty if the error names no byte."""
     match = re.search(r"\(byte (\d+)\)", error)
     if match is None:
         return ""
@@ -219,7 +219,7 @@ def _lines(path: Path, file: Any) -> Iterator[str]:
     try:
         yield from file
     except UnicodeDecodeError as error:
-        raise BadDataset(f"{path} is no UTF-8 text: {error}") from error
+        raise BadDataset(f"{path} is not UTF-8: {error}") from error
 
 
 def _decode(path: Path, number: int, line: str, kind: type[Any]) -> Any:
@@ -231,7 +231,7 @@ def _decode(path: Path, number: int, line: str, kind: type[Any]) -> Any:
 
 def _sentence(error: Exception) -> str:
     text = str(error)
-    return text[:1].lower() + text[1:]
+    return text if text.startswith("JSON") else text[:1].lower() + text[1:]
 
 
 def _open(path: Path) -> Any:

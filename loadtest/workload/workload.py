@@ -1,8 +1,8 @@
-"""Requests from a seed: when each arrives, what it asks, how long its answer shall be.
+"""Requests from a seed: arrival time, prompt and output length of each.
 
-Each property of each request is drawn from a generator of its own, keyed by (seed, request,
+Each property of each request comes from its own random generator, keyed by (seed, request,
 property). So one seed gives the same requests whatever else is set: more prompts only append,
-longer outputs leave the prompts alone, and another rate stretches the same arrivals.
+longer outputs do not change the prompts, and another rate stretches the same arrivals.
 """
 
 import math
@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from penstock.loadtest.config import FIRST_TOKEN_ID, Dataset, PromptFormat, WorkloadConfig
 from penstock.loadtest.workload.arrivals import arrival_times
+from penstock.loadtest.workload.config import FIRST_TOKEN_ID, Dataset, PromptFormat, WorkloadConfig
 from penstock.loadtest.workload.datasets import (
     MOONCAKE_BLOCK_TOKENS,
     BadDataset,
@@ -26,12 +26,12 @@ from penstock.loadtest.workload.datasets import (
     read_mooncake,
     read_sharegpt,
 )
-from penstock.loadtest.workload.lengths import Count, estimate
+from penstock.loadtest.workload.token_counter import TokenCounter, estimate_tokens
 from penstock.scheduler.errors import InvalidConfig
 
 T = TypeVar("T")
 
-# Short common words: most tokenizers give each, with the space before it, a token of its own.
+# Short common words: in most tokenizers each, with the space before it, is one token.
 _WORD_LIST = """
     the of and to in is that for it as was with be by on not he this are or his from at which but
     have an had they you were their one all we can her has there been if more when will would who
@@ -41,9 +41,9 @@ _WORD_LIST = """
 """
 WORDS = _WORD_LIST.split()
 
-# The limits of `vllm bench serve` for ShareGPT, so that the same conversations are asked.
+# The limits of `vllm bench serve` for ShareGPT, to use the same conversations.
 SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_PROMPT, SHAREGPT_MAX_TOTAL = 4, 1024, 2048
-# Texts that are counted together: a tokenizer takes them in parallel, and few are too many.
+# Texts per call of the counter: a tokenizer encodes them in parallel; few are counted in vain.
 TEXTS_AT_ONCE = 64
 
 _TRACES: dict[Dataset, Callable[[Path], Iterator[TraceRow]]] = {
@@ -57,8 +57,8 @@ _TRACES: dict[Dataset, Callable[[Path], Iterator[TraceRow]]] = {
 class TimedRequest:
     """One request of a workload. arrival_s counts from the start of the replay.
 
-    num_prompt_tokens is exact where the prompt is ids; where it is text it counts made-up words,
-    or what `count` says of a file's. messages stand in the place of the prompt, for chat.
+    num_prompt_tokens is exact for token ids; for text it is the number of synthetic words, or the
+    counter's result for a file's text. messages, for chat, replace the prompt.
     """
 
     index: int
@@ -71,56 +71,58 @@ class TimedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests in order of arrival, and how many were left out for want of room in the model."""
+    """Requests in order of arrival, and how many were left out as too long for the model."""
 
     requests: list[TimedRequest]
     num_too_long: int
 
 
-def make_requests(config: WorkloadConfig, count: Count = estimate) -> list[TimedRequest]:
+def make_requests(
+    config: WorkloadConfig, count: TokenCounter = estimate_tokens
+) -> list[TimedRequest]:
     """The requests of `make_workload`."""
     return make_workload(config, count).requests
 
 
-def make_workload(config: WorkloadConfig, count: Count = estimate) -> Workload:
-    """A file may have fewer than num_prompts requests; BadDataset: none.
+def make_workload(config: WorkloadConfig, count: TokenCounter = estimate_tokens) -> Workload:
+    """A file may have fewer than num_prompts requests; if none, raises BadDataset.
 
-    Conversations are drawn from the whole file; a trace or a custom file is taken from its start.
-    count: of the tokens of the texts of a file.
+    Conversations are drawn from the whole file; a trace or a custom file is read from its start.
+    count: counts the tokens of a file's texts.
     """
-    room = _Room(config.max_model_len)
+    limit = _ContextLimit(config.max_model_len)
     if config.dataset.is_trace:
-        requests = _from_trace(config, room)
+        requests = _trace_requests(config, limit)
     elif config.dataset.is_file:
-        requests = _from_texts(config, count, room)
+        requests = _text_requests(config, count, limit)
     else:
-        requests = _made_up(config, room)
+        requests = _synthetic_requests(config, limit)
     if requests:
-        return Workload(requests=requests, num_too_long=room.num_too_long)
-    if room.num_too_long:
+        return Workload(requests=requests, num_too_long=limit.num_too_long)
+    if limit.num_too_long:
         raise InvalidConfig(
-            f"the model takes {config.max_model_len} tokens, prompt and answer together, and none "
-            f"of the {room.num_too_long} requests is that short; ask for shorter prompts or "
-            "answers, or serve with a longer --max-model-len"
+            f"the model accepts {config.max_model_len} tokens, prompt and output together, and "
+            f"none of the {limit.num_too_long} requests is that short; make prompts or outputs "
+            "shorter, or serve with a larger --max-model-len"
         )
-    raise BadDataset(f"{config.dataset_path} has no request that {config.dataset} can ask")
+    raise BadDataset(f"{config.dataset_path} has no request that {config.dataset} can use")
 
 
-class _Room:
-    """What fits into the model's context, and how many did not. limit: None for no limit."""
+class _ContextLimit:
+    """Which requests fit into the model's context; counts the others. limit: None for none."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self.num_too_long = 0
 
-    def has(self, num_prompt_tokens: int, num_output_tokens: int) -> bool:
+    def fits(self, num_prompt_tokens: int, num_output_tokens: int) -> bool:
         if self._limit is None or num_prompt_tokens + num_output_tokens <= self._limit:
             return True
         self.num_too_long += 1
         return False
 
 
-def _made_up(config: WorkloadConfig, room: _Room) -> list[TimedRequest]:
+def _synthetic_requests(config: WorkloadConfig, limit: _ContextLimit) -> list[TimedRequest]:
     if config.dataset is Dataset.SHARED_PREFIX:
         lengths = [config.shared_prefix_len] * config.num_prefixes
     else:
@@ -131,21 +133,21 @@ def _made_up(config: WorkloadConfig, room: _Room) -> list[TimedRequest]:
     ]
     arrivals = _arrivals(config, config.num_prompts)
     requests = (_request(config, index, at, prefixes) for index, at in enumerate(arrivals))
-    return [each for each in requests if room.has(each.num_prompt_tokens, each.max_tokens)]
+    return [each for each in requests if limit.fits(each.num_prompt_tokens, each.max_tokens)]
 
 
-def make_strangers(config: WorkloadConfig, number: int) -> list[TimedRequest]:
-    """Requests as long as the workload's first ones, all at once, that share no prompt with it."""
+def make_warmup_requests(config: WorkloadConfig, number: int) -> list[TimedRequest]:
+    """Requests of the workload's lengths, all at once, that share no prompt prefix with it."""
     other = replace(config, seed=-1 - config.seed)
     requests = make_requests(replace(config, num_prompts=number))
     return [
-        replace(request, arrival_s=0.0, messages=None, prompt=_stranger(other, request))
+        replace(request, arrival_s=0.0, messages=None, prompt=_warmup_prompt(other, request))
         for request in requests
     ]
 
 
-def _stranger(config: WorkloadConfig, request: TimedRequest) -> list[int] | str:
-    key = f"{config.seed}/{request.index}/stranger"
+def _warmup_prompt(config: WorkloadConfig, request: TimedRequest) -> list[int] | str:
+    key = f"{config.seed}/{request.index}/warmup"
     ids = make_prompt(key, request.num_prompt_tokens, config.vocab_size)
     return ids if isinstance(request.prompt, list) else _text(ids)
 
@@ -156,12 +158,12 @@ def _arrivals(config: WorkloadConfig, count: int) -> list[float]:
     )
 
 
-def _from_trace(config: WorkloadConfig, room: _Room) -> list[TimedRequest]:
+def _trace_requests(config: WorkloadConfig, limit: _ContextLimit) -> list[TimedRequest]:
     assert config.dataset_path is not None
     fitting = (
         row
         for row in _TRACES[config.dataset](config.dataset_path)
-        if room.has(row.num_prompt_tokens, row.num_output_tokens)
+        if limit.fits(row.num_prompt_tokens, row.num_output_tokens)
     )
     rows = list(islice(fitting, config.num_prompts))
     rows.sort(key=lambda row: row.at_s)
@@ -188,7 +190,7 @@ def _from_trace(config: WorkloadConfig, room: _Room) -> list[TimedRequest]:
 def _trace_prompt(
     config: WorkloadConfig, index: int, row: TraceRow, blocks: dict[int, list[int]]
 ) -> list[int]:
-    """Equal hash ids become equal blocks; tokens that no hash id covers are this request's own."""
+    """Equal hash ids become equal blocks; tokens without a hash id are unique to this request."""
     ids: list[int] = []
     for hash_id in row.hash_ids:
         if hash_id not in blocks:
@@ -201,10 +203,14 @@ def _trace_prompt(
     return ids[: row.num_prompt_tokens]
 
 
-def _from_texts(config: WorkloadConfig, count: Count, room: _Room) -> list[TimedRequest]:
+def _text_requests(
+    config: WorkloadConfig, count: TokenCounter, limit: _ContextLimit
+) -> list[TimedRequest]:
     is_conversations = config.dataset is Dataset.SHAREGPT
-    rows = _conversations(config, count) if is_conversations else _lines(config, count)
-    fitting = (row for row in rows if room.has(row.num_prompt_tokens, row.max_tokens))
+    rows = (
+        _sharegpt_requests(config, count) if is_conversations else _custom_requests(config, count)
+    )
+    fitting = (row for row in rows if limit.fits(row.num_prompt_tokens, row.max_tokens))
     requests = list(islice(fitting, config.num_prompts))
     arrivals = _arrivals(config, len(requests))
     return [
@@ -213,10 +219,10 @@ def _from_texts(config: WorkloadConfig, count: Count, room: _Room) -> list[Timed
     ]
 
 
-def _conversations(config: WorkloadConfig, count: Count) -> Iterator[TimedRequest]:
-    """First turns, as long answered as the second ones are, unless a length is given.
+def _sharegpt_requests(config: WorkloadConfig, count: TokenCounter) -> Iterator[TimedRequest]:
+    """First turns, with the second turn's length as output length unless one is given.
 
-    What is very short or long is left out, as in `vllm bench serve`.
+    Very short and very long ones are left out, as in `vllm bench serve`.
     """
     assert config.dataset_path is not None
     turns = read_sharegpt(config.dataset_path)
@@ -224,31 +230,31 @@ def _conversations(config: WorkloadConfig, count: Count) -> Iterator[TimedReques
     length = config.sharegpt_output_len
     for some in _batches(turns):
         prompts = count([prompt for prompt, _ in some])
-        answers = count([answer for _, answer in some]) if length is None else [length] * len(some)
-        for (prompt, _), num_prompt, num_answer in zip(some, prompts, answers, strict=True):
-            if _is_in_sharegpts_limits(num_prompt, num_answer, is_answer_given=length is not None):
-                yield _text_request(TextRow(prompt=prompt), num_prompt, num_answer)
+        outputs = count([output for _, output in some]) if length is None else [length] * len(some)
+        for (prompt, _), num_prompt, num_output in zip(some, prompts, outputs, strict=True):
+            if _is_within_sharegpt_limits(num_prompt, num_output, is_length_given=bool(length)):
+                yield _text_request(TextRow(prompt=prompt), num_prompt, num_output)
 
 
-def _is_in_sharegpts_limits(num_prompt: int, num_answer: int, *, is_answer_given: bool) -> bool:
+def _is_within_sharegpt_limits(num_prompt: int, num_output: int, *, is_length_given: bool) -> bool:
     is_long_enough = num_prompt >= SHAREGPT_MIN_TOKENS and (
-        is_answer_given or num_answer >= SHAREGPT_MIN_TOKENS
+        is_length_given or num_output >= SHAREGPT_MIN_TOKENS
     )
-    total = num_prompt + num_answer
+    total = num_prompt + num_output
     return is_long_enough and num_prompt <= SHAREGPT_MAX_PROMPT and total <= SHAREGPT_MAX_TOTAL
 
 
-def _lines(config: WorkloadConfig, count: Count) -> Iterator[TimedRequest]:
+def _custom_requests(config: WorkloadConfig, count: TokenCounter) -> Iterator[TimedRequest]:
     assert config.dataset_path is not None
     for rows in _batches(read_custom(config.dataset_path, is_chat=config.is_chat)):
-        counts = count([_words(row) for row in rows])
+        counts = count([_text_of(row) for row in rows])
         for row, num_words in zip(rows, counts, strict=True):
             num_tokens = len(row.prompt) if isinstance(row.prompt, list) else num_words
             yield _text_request(row, num_tokens, row.max_tokens or config.custom_output_len)
 
 
-def _words(row: TextRow) -> str:
-    """All text of a row, to count its tokens; ids are as many as they are."""
+def _text_of(row: TextRow) -> str:
+    """All text of a row, to count its tokens; empty for token ids."""
     contents = [str(message.get("content")) for message in row.messages or []]
     return " ".join([row.prompt if isinstance(row.prompt, str) else "", *contents])
 
@@ -297,7 +303,7 @@ def _length(random: Random, mean: int, range_ratio: float) -> int:
 
 
 def make_prompt(key: str, num_tokens: int, vocab_size: int) -> list[int]:
-    """Token ids that depend on nothing but the key; a longer prompt of one key goes on from it."""
+    """Token ids that depend on the key alone; a longer prompt of a key extends a shorter one."""
     return Random(key).choices(range(FIRST_TOKEN_ID, vocab_size), k=num_tokens)
 
 

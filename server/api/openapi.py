@@ -88,7 +88,7 @@ _OPERATIONS = {
 _NOT_JSON = {"/metrics": "text/plain"}
 
 _ERRORS = {
-    400: "A field is not as it must be, or is not served; `param` names it",
+    400: "A field is invalid or not supported; `param` names it",
     401: "The key is missing or wrong",
     404: "There is no such model, path or object",
     413: "The body is larger than --max-body-bytes",

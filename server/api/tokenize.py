@@ -80,7 +80,9 @@ async def detokenize(request: Request) -> Response:
     fields = _checked(DetokenizeRequest, body, request)
     highest = max(fields.tokens, default=0)
     if highest >= model.info.vocab_size:
-        message = f"tokens has {highest}; this model's ids go from 0 to {model.info.vocab_size - 1}"
+        message = (
+            f"tokens has {highest}; this model's ids range from 0 to {model.info.vocab_size - 1}"
+        )
         raise InvalidRequest(message, param="tokens")
     text = await asyncio.to_thread(_decode, fields, model)
     return json_response({"prompt": text})

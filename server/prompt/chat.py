@@ -94,7 +94,7 @@ def _variables(fields: ChatCompletionRequest, template: AnyTemplate) -> dict[str
             message = f"{param} is set by the server; use the field {name} of the request"
             raise InvalidRequest(message, param=param)
         if value and not template.knows(name):
-            message = f"{param} has no effect: this model's chat template does not know {name!r}"
+            message = f"{param} has no effect: this model's chat template does not use {name!r}"
             raise InvalidRequest(message, param=param)
     return _reasoning_variables(fields, template) | given
 

@@ -70,7 +70,9 @@ def check_priority(priority: int | None, model: ServedModel) -> None:
 
 
 def unknown_id(param: str, token_id: int, vocab_size: int) -> InvalidRequest:
-    message = f"{param} has the token id {token_id}; this model's go from 0 to {vocab_size - 1}"
+    message = (
+        f"{param} has the token id {token_id}; this model's ids range from 0 to {vocab_size - 1}"
+    )
     return InvalidRequest(message, param=param)
 
 

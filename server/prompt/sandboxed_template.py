@@ -43,10 +43,10 @@ def render(source: str, variables: dict[str, Any]) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise TemplateFailed(f"it takes more than {MAX_WALL_S:.0f} s") from error
+        raise TemplateFailed(f"it needs more than {MAX_WALL_S:.0f} s") from error
     if done.returncode:
         limits = f"{MAX_CPU_S} s or {MAX_MEMORY_BYTES >> 20} MiB"
-        raise TemplateFailed(f"it takes more than {limits}, or is nested too deeply")
+        raise TemplateFailed(f"it needs more than {limits}, or is nested too deeply")
     answer = json.loads(done.stdout)
     if "error" in answer:
         raise TemplateFailed(answer["error"])

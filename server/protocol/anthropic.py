@@ -247,7 +247,7 @@ def _chat_messages(message: InputMessage, at: str) -> list[dict[str, Any]]:
 def _text_of(block: Block, at: str) -> str:
     if block.get("type") != "text":
         kind = str(block.get("type"))[:64]
-        raise UnsupportedParameter(f"{at}.type {kind!r}", "this server takes text")
+        raise UnsupportedParameter(f"{at}.type {kind!r}", "this server supports text")
     text: str = checked(TextBlock, block, at).text
     return text
 

@@ -244,7 +244,7 @@ class GenerationFields(Wire):
             message = "prompt_logprobs cannot be combined with stream: true"
             raise InvalidRequest(message, param="prompt_logprobs")
         if self.truncate_prompt_tokens == 0:
-            message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
+            message = "truncate_prompt_tokens must be at least 1, or -1 for the most that fit"
             raise InvalidRequest(message, param="truncate_prompt_tokens")
         if self.wanted_max_tokens is not None and (self.min_tokens or 0) > self.wanted_max_tokens:
             message = f"min_tokens must be at most max_tokens, {self.wanted_max_tokens}"
@@ -301,7 +301,7 @@ class CompletionRequest(GenerationFields):
             message = f"prompt has {len(self.prompts)} prompts, more than the {MAX_PROMPTS} allowed"
             raise InvalidRequest(message, param="prompt")
         if not self.prompts or any(prompt == [] for prompt in self.prompts):
-            raise InvalidRequest("prompt is empty; it needs a token at least", param="prompt")
+            raise InvalidRequest("prompt is empty; it needs at least one token", param="prompt")
         if any(isinstance(prompt, str) and "\0" in prompt for prompt in self.prompts):
             raise _nul("prompt")
         if self.suffix:
@@ -323,14 +323,12 @@ class CompletionRequest(GenerationFields):
             message = f"best_of must be at least n, {self.n}"
             raise InvalidRequest(message, param="best_of")
         if self.num_sampled > (self.n or 1) and self.stream:
-            message = (
-                "best_of cannot be combined with stream: true, as the best is known at the end"
-            )
+            message = "best_of cannot be combined with stream: true: the best is known at the end"
             raise InvalidRequest(message, param="best_of")
 
 
 # What an assistant's message may hold besides text and calls, and what to send instead.
-_OTHER_SPEECH = {"function_call": "use tool_calls", "audio": "send what was said as text"}
+_OTHER_SPEECH = {"function_call": "use tool_calls", "audio": "send the transcript as text"}
 
 
 class ContentPart(Wire):
@@ -392,7 +390,7 @@ def _text_of(part: ContentPart, param: str) -> str:
     if part.type == "refusal" and part.refusal is not None:
         return part.refusal
     if part.type != "text":
-        raise UnsupportedParameter(f"{param}.type {part.type!r}", "this server takes text parts")
+        raise UnsupportedParameter(f"{param}.type {part.type!r}", "this server supports text parts")
     if part.text is None:
         raise InvalidRequest(f"{param}.text is missing", param=f"{param}.text")
     return part.text

@@ -329,7 +329,9 @@ def _text_of(part: InputPart, at: str) -> str:
     if part.type == "refusal":
         return part.refusal or ""
     if part.type not in ("input_text", "output_text", "text"):
-        raise UnsupportedParameter(f"{at}.type {part.type[:64]!r}", "this server takes text parts")
+        raise UnsupportedParameter(
+            f"{at}.type {part.type[:64]!r}", "this server supports text parts"
+        )
     if part.text is None:
         raise InvalidRequest(f"{at}.text is missing", param=f"{at}.text")
     return part.text
@@ -342,7 +344,7 @@ def _check_arguments(call: FunctionCall, at: str) -> None:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from error
     if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{param} must hold a JSON object", param=param)
+        raise InvalidRequest(f"{param} must be a JSON object", param=param)
 
 
 def _chat_tool_call(call: FunctionCall) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Tool(_Strict):
 
     def checked(self, param: str) -> FunctionSpec:
         if self.type != "function":
-            hint = 'this server takes tools of the type "function"'
+            hint = 'this server supports tools of the type "function"'
             raise UnsupportedParameter(f"{param}.type {self.type!r}", hint)
         if self.function is None:
             raise InvalidRequest(f"{param}.function is missing", param=f"{param}.function")
@@ -85,7 +85,7 @@ def call_for_template(call: ToolCall, param: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{field} is not valid JSON: {error}", param=field) from error
     if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{field} must hold a JSON object", param=field)
+        raise InvalidRequest(f"{field} must be a JSON object", param=field)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": call.type, "function": function}
 
@@ -163,7 +163,7 @@ class ToolFields(BaseModel):
             ToolFields._check_allowed(choice.allowed_tools, names)
             return
         if choice.type != "function":
-            hint = 'name one function, or say "none", "auto" or "required"'
+            hint = 'name one function, or use "none", "auto" or "required"'
             raise UnsupportedParameter(f"tool_choice.type {choice.type!r}", hint)
         name = choice.function.name if choice.function else None
         if name not in names:

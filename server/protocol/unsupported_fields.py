@@ -64,7 +64,7 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
 
 # What to do in place of it, where that is not to leave it out.
 HINTS = {
-    "do_sample": "say temperature: 0 for the likeliest token each time",
+    "do_sample": "use temperature: 0 for greedy decoding",
     "enable_thinking": "put it in chat_template_kwargs",
     "function_call": "use tool_choice",
     "functions": "use tools",
@@ -76,5 +76,5 @@ HINTS = {
     "repeat_penalty": "use repetition_penalty",
     "return_prompt_text": "use return_token_ids and POST /detokenize",
     "thinking": "put enable_thinking in chat_template_kwargs",
-    "truncation_side": "it keeps the end of the prompt; cut the prompt yourself to keep its start",
+    "truncation_side": "this server keeps the end of the prompt; truncate it yourself otherwise",
 }

@@ -1,1 +1,16 @@
-"""Micro-benchmarks, each a program. They may import everything."""
+"""Micro-benchmarks, each a program of its own. They may import everything.
+
+    program                         measures
+    receive_rate                    events per second that a load generator's HTTP client receives
+    scheduler_step                  one scheduling step, and the admission of a prompt
+    server.batching                 continuous, dynamic and static batching on the same requests
+    server.front_end                tokens per second that the server streams, without a model
+    server.sse_event                CPU time of one streamed token, by layer of the server
+    server.metrics                  cost of metrics per step, request and scrape
+    server.structured               throughput with a JSON schema, relative to plain text
+    engine cpu-decode               a decode step on the CPU against its memory bandwidth
+    engine device|kernels|steps|offline    the parts of gpu.suite, one at a time
+    gpu.suite                       everything on one GPU, from kernels to HTTP
+
+Run each with `python -m tests.bench.NAME`; the Makefile's bench-* targets name the usual flags.
+"""

@@ -1,8 +1,8 @@
 """`python -m tests.bench.scheduler_step`: what the scheduler costs, on the real `Scheduler`.
 
 A step is one `schedule` and one `update` with every sequence decoding. Admission is `add`,
-`schedule` and `update` of one prompt that runs in one step and ends with its first token: once with
-prompts never seen, once with the same prompts again, whose blocks are found by their content.
+`schedule` and `update` of one prompt that runs in one step and ends with its first token: first of
+new prompts, then of the same prompts again, whose blocks are in the prefix cache.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def decode_steps(
         begin_s = time.perf_counter()
         batch = _scheduled(scheduler)
         scheduled_s = time.perf_counter()
-        sampled = _sampled(batch)  # the executor's work, so it is not timed
+        sampled = _sampled(batch)  # the executor's work, which is not timed
         update_s = time.perf_counter()
         outputs = scheduler.update(sampled)
         end_s = time.perf_counter()
@@ -119,7 +119,7 @@ def decode_steps(
 
 
 def admissions(num_prompts: int, prompt_len: int, seed: int) -> tuple[list[float], list[float]]:
-    """Seconds for each prompt that was never seen, and for each when it comes again."""
+    """Seconds of each prompt when it is new, and when it is cached."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=max(2048, prompt_len)),
         num_blocks=(num_prompts + 1) * (prompt_len // BLOCK_SIZE + 1),
@@ -159,7 +159,7 @@ def _request(name: str, prompt_len: int, max_tokens: int) -> Request:
 
 def _scheduled(scheduler: Scheduler) -> ScheduledBatch:
     batch = scheduler.schedule(0.0)
-    assert batch is not None, "nobody could run"
+    assert batch is not None, "no sequence could run"
     return batch
 
 
@@ -168,7 +168,7 @@ def _sampled(batch: ScheduledBatch) -> SampledTokens:
 
 
 def _freeze() -> None:
-    """As the engine does once it is loaded: what lives long is walked by no collection."""
+    """As the engine does once it is loaded: the collector skips long-lived objects."""
     gc.collect()
     gc.freeze()
 

@@ -22,11 +22,21 @@ def test_a_scheduling_step_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < summary["median_step_us"] <= summary["p99_step_us"]
 
 
-def test_the_client_takes_in_every_event_of_many_streams(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("client", ["penstock", "httpx"])
+def test_the_client_receives_every_event_of_many_streams(
+    client: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert receive_rate.main(["--num-streams", "20", "--num-tokens", "200"]) == 0
+    flags = ["--num-streams", "20", "--num-tokens", "200", "--client", client]
+    assert receive_rate.main(flags) == 0
     assert last_json(capsys)["num_events"] == 4000
+
+
+def test_the_delay_of_arrival_times_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-streams", "5", "--num-tokens", "20", "--interval-ms", "1"]
+    assert receive_rate.main(flags) == 0
+    summary = last_json(capsys)
+    assert 0 < summary["p50_delay_us"] <= summary["p99_delay_us"] < 1e6
+    assert summary["duration_s"] >= 0.02
 
 
 def test_the_batching_table_shows_medians_and_ranges() -> None:

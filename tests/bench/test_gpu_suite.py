@@ -1,4 +1,4 @@
-"""The suite of GPU measurements at toy sizes: what it says, and what it does when a part fails."""
+"""The suite of GPU measurements at toy sizes: its output, and what it does when a part fails."""
 
 import json
 import subprocess
@@ -32,24 +32,24 @@ def _suite(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     return ended.returncode, json.loads(out.read_text()), ended.stdout
 
 
-def test_each_goal_is_told_and_a_part_that_fails_ends_no_other(tmp_path: Path) -> None:
+def test_each_goal_is_reported_and_a_failing_part_ends_no_other(tmp_path: Path) -> None:
     missing = tmp_path / "nothing"
-    status, result, said = _suite(
+    status, result, printed = _suite(
         tmp_path, "--parts", "small", "attention", "device", "--flash-attn-3", str(missing)
     )
     assert status == 1
     assert list(result["seconds"]) == ["device", "attention", "small"]  # by importance
     messages = [failure["message"] for failure in result["failures"]]
     assert len(messages) == 2 and all(str(missing) in message for message in messages)
-    assert "2 failures" in said
+    assert "2 failures" in printed
     right = [row for row in result["rows"] if row.get("is_right")]
     assert {"rms_norm", "sample", "gather_decodes"} <= {row["kernel"] for row in right}
     assert all(row["of_copy"] > 0 for row in right)
-    assert all(f"{goal.what} " in said for goal in GOALS)
+    assert all(f"{goal.what} " in printed for goal in GOALS)
     assert {goal["is"] for goal in result["goals"]} == {"not measured"}
 
 
-def test_steps_are_timed_and_what_does_not_fit_is_said(
+def test_steps_are_timed_and_points_that_do_not_fit_are_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert bench(["steps", SMALL, "--tiny"]) == 0
@@ -70,7 +70,7 @@ def test_when_the_time_is_used_up_the_rest_is_noted_as_not_run(tmp_path: Path) -
     assert all("--minutes" in failure["message"] for failure in failures)
 
 
-def test_an_unknown_part_is_answered_with_the_known_ones(
+def test_an_unknown_part_is_refused_with_the_known_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--parts", "everything"]) == 2

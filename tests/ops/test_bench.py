@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from penstock.loadtest.bench.cli import main
-from penstock.loadtest.workload.lengths import tokenizer_count
+from penstock.loadtest.workload.token_counter import tokenizer_counter
 from tests.loadtest.bench.test_http_target import Exchange, stub
 from tests.ops.browser import Page, running_browser
 from tests.support.paths import ROOT
@@ -87,7 +87,7 @@ def test_another_server_is_measured_by_the_same_command(
     assert main([*flags, *saved, "--model", MODEL, "--no-ignore-eos"]) == 0
     result: dict[str, Any] = json.loads((tmp_path / "r.json").read_text())
     assert (result["completed"], result["uncounted"]) == (4, 0)
-    counted = tokenizer_count(Path(MODEL))(result["generated_texts"])
+    counted = tokenizer_counter(Path(MODEL))(result["generated_texts"])
     for by_server, by_tokenizer in zip(result["output_lens"], counted, strict=True):
         assert by_server <= 12 and abs(by_server - by_tokenizer) <= 2
     assert 0 < result["median_tpot_ms"] < result["median_e2el_ms"]

@@ -1,4 +1,4 @@
-"""What /metrics says, as numbers."""
+"""The samples of /metrics as numbers, for tests."""
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -6,7 +6,7 @@ from tests.support.serving import RunningServer
 
 
 class Scrape:
-    """One answer of /metrics."""
+    """One response of /metrics."""
 
     def __init__(self, text: str) -> None:
         self._samples = {
@@ -20,7 +20,7 @@ class Scrape:
         return cls(server.get("/metrics").text)
 
     def __call__(self, name: str, **labels: str) -> float:
-        """A sample of ours, without the prefix; 0 where it is not there."""
+        """A sample of penstock_`name`; 0 if it is missing."""
         return self.full(f"penstock_{name}", **labels)
 
     def full(self, name: str, **labels: str) -> float:

@@ -83,7 +83,7 @@ class PooledFields(Wire):
             if name in cls.neutral and value is not None and value not in cls.neutral[name]:
                 raise UnsupportedParameter(name)
         if fields.truncate_prompt_tokens == 0:
-            message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
+            message = "truncate_prompt_tokens must be at least 1, or -1 for the most that fit"
             raise InvalidRequest(message, param="truncate_prompt_tokens")
         return fields
 
@@ -178,7 +178,7 @@ async def score(http: HttpRequest) -> Response:
 
 def _numbered(name: str, items: Sequence[Any]) -> dict[str, Any]:
     if not items:
-        raise InvalidRequest(f"{name} is empty; send one text at least", param=name)
+        raise InvalidRequest(f"{name} is empty; send at least one text", param=name)
     return {f"{name}[{i}]": item for i, item in enumerate(items)}
 
 
@@ -210,11 +210,13 @@ async def _requests(
 
 def _check_inputs(inputs: dict[str, str | list[int]]) -> None:
     if len(inputs) > MAX_INPUTS:
-        message = f"{len(inputs)} texts are more than the {MAX_INPUTS} that a request may have"
+        message = f"{len(inputs)} texts exceed the limit of {MAX_INPUTS} per request"
         raise InvalidRequest(f"{message}; send several requests", param=_field(inputs))
     for param, given in inputs.items():
         if not given:
-            raise InvalidRequest(f"{param} is empty; send a text or a token at least", param=param)
+            raise InvalidRequest(
+                f"{param} is empty; send a text or at least one token", param=param
+            )
         if isinstance(given, str) and "\0" in given:
             message = f"{param} has a NUL character (U+0000), which is not text; remove it"
             raise InvalidRequest(message, param=param)

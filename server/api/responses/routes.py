@@ -112,7 +112,7 @@ class Responses:
 @router.get("/v1/responses/{response_id}")
 async def retrieve_response(request: Request, response_id: str) -> Response:
     if request.query_params.get("stream") == "true":
-        raise UnsupportedParameter("stream", "a stored response comes whole; leave it out")
+        raise UnsupportedParameter("stream", "stored responses cannot be streamed; leave it out")
     stored = _store(request).get(tenant_of_request(request), response_id)
     return Response(stored.body, media_type="application/json")
 
@@ -128,7 +128,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     """Raises in any case: what is stored is over, and what runs ends with its connection."""
     _store(request).get(tenant_of_request(request), response_id)
     raise InvalidRequest(
-        "only a background response can be cancelled, and this server makes none; "
+        "only background responses can be cancelled, and this server does not support them; "
         "to end a response that still runs, close its connection",
         param="response_id",
     )
@@ -153,7 +153,7 @@ def _page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
     start = 0
     if after := query.get("after"):
         if after not in ids:
-            raise InvalidRequest("after names no item of this response", param="after")
+            raise InvalidRequest("after is not the id of an item of this response", param="after")
         start = ids.index(after) + 1
     page = items[start : start + limit]
     return {

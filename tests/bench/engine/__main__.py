@@ -1,4 +1,4 @@
-"""The command line of `tests.bench.engine`. A part is imported when it is asked for."""
+"""The command line of `tests.bench.engine`. A part is imported when it runs."""
 
 import argparse
 import os
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "--flash-attn-3",
         type=Path,
         metavar="DIR",
-        help="holds _vllm_fa3_C.abi3.so and flash_attn_interface.py, to compare attention with",
+        help="folder with _vllm_fa3_C.abi3.so and flash_attn_interface.py, to compare with",
     )
     for name, text in (
         ("steps", "decode steps by batch and context, and the time to a first token"),
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     model_dir = add("model-dir", "writes a model's directory")
     model_dir.add_argument("model", help="a folder of configs/models")
     model_dir.add_argument("directory", type=Path)
-    model_dir.add_argument("--weights", action="store_true", help="random safetensors besides")
+    model_dir.add_argument("--weights", action="store_true", help="also write random safetensors")
     return parser
 
 

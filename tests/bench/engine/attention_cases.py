@@ -1,6 +1,6 @@
-"""Paged attention at the shapes of the models, beside FlashAttention where there is one.
+"""Paged attention at the shapes of the models, compared with FlashAttention if it is installed.
 
-One large pool of random keys and values; each input set has blocks of its own, in random order.
+One large pool of random keys and values; each input set has its own blocks, in random order.
 """
 
 import sys
@@ -33,7 +33,7 @@ _BLOCK_SIZE, _TINY_BLOCK_SIZE = 64, 16
 # The row of the table of goals comes first.
 _DECODES = ((32, 8192), (1, 1024), (1, 8192), (32, 1024), (256, 1024), (256, 8192))
 _TINY_DECODES = ((3, 200),)
-# Tokens of a chunk, and how many stand before it.
+# Tokens of a chunk, and of the context before it.
 _CHUNKS = ((1024, 0), (8192, 0), (1024, 7168))
 _TINY_CHUNKS = ((20, 12),)
 # Query rows whose scores are held at once by the reference.
@@ -62,24 +62,24 @@ def prefill_attention(bench: Bench) -> Iterator[MakeCase]:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of each row: tokens whose keys it sees, and how many of them ask (1: a decode)."""
+    """Of each row: context tokens, and how many of them are queries (1: a decode)."""
 
     contexts: list[int]
-    asking: list[int]
+    queries_per_row: list[int]
 
     @property
     def is_decode(self) -> bool:
-        return max(self.asking) == 1
+        return max(self.queries_per_row) == 1
 
     @property
     def num_pairs(self) -> int:
         """(query, key) pairs."""
-        pairs = zip(self.contexts, self.asking, strict=True)
+        pairs = zip(self.contexts, self.queries_per_row, strict=True)
         return sum(n * (c - n) + n * (n + 1) // 2 for c, n in pairs)
 
 
 class Inputs:
-    """A pool, and as many sets of rows on it as it takes to leave the cache behind."""
+    """A KV pool, and enough sets of rows on it to exceed the cache."""
 
     def __init__(self, bench: Bench, shape: AttentionShape, lengths: Lengths) -> None:
         token_bytes = 2 * shape.num_kv_heads * shape.head_dim * bench.dtype.itemsize
@@ -89,10 +89,10 @@ class Inputs:
         blocks = torch.randperm(num_sets * num_rows * per_row, device=bench.device).int()
         pool = (len(blocks), size, shape.num_kv_heads, shape.head_dim)
         self.keys, self.values = bench.random(*pool), bench.random(*pool)
-        num_tokens = sum(lengths.asking)
+        num_tokens = sum(lengths.queries_per_row)
         self.out = bench.poisoned(num_tokens, shape.num_heads, shape.head_dim)
         self.queries = [bench.random(*self.out.shape) for _ in range(num_sets)]
-        offsets = torch.tensor([0, *lengths.asking]).cumsum(0).tolist()
+        offsets = torch.tensor([0, *lengths.queries_per_row]).cumsum(0).tolist()
         empty = torch.empty(num_tokens, dtype=torch.int32, device=bench.device)
         self.steps = [
             DeviceStep(
@@ -110,8 +110,8 @@ class Inputs:
         self._lengths = lengths
 
     def calls(self, make: Callable[[], DeviceAttention]) -> list[Call]:
-        """A layer's attention of each set. What is planned once a step is no part of it; for that
-        each set has a backend of its own."""
+        """A layer's attention of each set. Planning, once per step, is not timed; each set
+        has its own backend for it."""
         calls: list[Call] = []
         for query, step in zip(self.queries, self.steps, strict=True):
             attention = make()
@@ -130,7 +130,7 @@ class Inputs:
         reference = torch.empty(self.out.shape, dtype=torch.float64, device=self.out.device)
         first = 0
         tables = self.steps[0].block_tables.long()
-        for row, count in enumerate(self._lengths.asking):
+        for row, count in enumerate(self._lengths.queries_per_row):
             context = self._lengths.contexts[row]
             keys, values = (
                 pool[tables[row]].flatten(0, 1)[:context].double()
@@ -190,7 +190,7 @@ def _case(bench: Bench, model: str, lengths: Lengths, at: dict[str, object], ker
 
 
 def _rivals(bench: Bench, shape: AttentionShape) -> Iterator[FlashLibrary]:
-    """FlashAttention, as far as it is to be had here."""
+    """The FlashAttention libraries that are available."""
     if bench.flash_attn_3:
         yield VllmFlashAttention3(interface_in(bench.flash_attn_3))
     elif bench.device.type == "cuda":
@@ -203,7 +203,7 @@ def _rivals(bench: Bench, shape: AttentionShape) -> Iterator[FlashLibrary]:
 def interface_in(folder: Path) -> ModuleType:
     """The flash_attn_interface.py of a folder, which finds the shared library beside it.
 
-    Its imports are relative, so the folder stands for a package.
+    Its imports are relative, so the folder is loaded as a package.
     """
     for file in ("flash_attn_interface.py", "_vllm_fa3_C.abi3.so"):
         if not (folder / file).exists():

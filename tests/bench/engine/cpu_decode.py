@@ -85,7 +85,7 @@ def cpu_decode(dtype: Dtype, num_threads: int, num_seqs: int, rounds: int, steps
 
 
 class _Decode:
-    """Greedy decode steps of num_seqs sequences that go on as long as they are asked to."""
+    """Endless greedy decode steps of num_seqs sequences."""
 
     def __init__(self, executor: CpuExecutor, num_seqs: int) -> None:
         self._executor = executor

@@ -11,7 +11,7 @@ from penstock.scheduler.types import BlockCopy, SamplingParams, ScheduledBatch, 
 from tests.bench.engine.timing import Mark
 
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-# Blocks that are filled in one step: their copy passes through memory of its own.
+# Blocks filled in one step: their copy needs a temporary buffer.
 _COPIES = 128
 
 
@@ -32,7 +32,7 @@ class DecodeTimes:
 
 
 class Driver:
-    """Sequences of random ids in the first slots, which decode for as long as they are asked."""
+    """Sequences of random ids in the first slots, which decode without an end."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -46,7 +46,7 @@ class Driver:
         return self._executor.info
 
     def fill(self, length: int) -> None:
-        """Runs a prompt of so many tokens; every block gets the content of one of its own."""
+        """Runs a prompt of `length` tokens, then copies its blocks to all others."""
         info = self.info
         length = min(length, info.max_model_len - 1, info.num_blocks * info.block_size)
         num_filled = length // info.block_size
@@ -67,15 +67,15 @@ class Driver:
         return statistics.median(times[1:])
 
     def begin(self, batch: int, context: int, room: int) -> None:
-        """So many sequences of `context` tokens, which may grow by `room`."""
+        """Starts `batch` sequences of `context` tokens, which may grow by `room`."""
         self._slots = tuple(range(batch))
         assignments = tuple(self._assignment(slot, context, context + room) for slot in self._slots)
         self._run(self._slots, context - 1, 1, assignments).wait()
         self._length = context
 
     def decode(self, num_steps: int) -> DecodeTimes:
-        """At least two; each is launched before the one before is waited for, as the engine's loop
-        does."""
+        """num_steps: at least two. Each is launched before the previous one is awaited, as in the
+        engine's loop."""
         ends = [Mark() for _ in range(num_steps)]
         host, waited, late = [], [], []
         before: tuple[PendingTokens, Mark] | None = None
@@ -102,7 +102,7 @@ class Driver:
         )
 
     def _assignment(self, slot: int, num_tokens: int, room: int) -> SlotAssignment:
-        """A sequence of random ids, whose blocks follow those of the slot before."""
+        """A sequence of random ids, whose blocks follow those of the previous slot."""
         info = self.info
         num_blocks = -(-room // info.block_size)
         ids = tuple(self._random.choices(range(info.vocab_size), k=num_tokens))

@@ -1,7 +1,7 @@
 """Every kernel against its reference, then against what the device can move or multiply.
 
-They are timed as they serve: one behind the other in a graph, where they may overlap
-(`penstock.engine.kernels.launch`); what is not ours does not.
+They are timed as in serving: one after another in a graph, where ours may overlap
+(`penstock.engine.kernels.launch`).
 """
 
 import math
@@ -20,7 +20,7 @@ from tests.bench.engine.small_cases import small
 from tests.bench.engine.table_cases import tables
 from tests.bench.engine.timing import report, seconds_per_call, tolerance
 
-# By importance: where time runs out, the last ones are missing.
+# By importance: if time runs out, the last ones are missing.
 GROUPS: dict[str, MakeCases] = {
     "decode-attention": decode_attention,
     "prefill-attention": prefill_attention,
@@ -45,7 +45,7 @@ def measure_kernels(groups: list[str], tiny: bool, flash_attn_3: Path | None) ->
                 message = f"{type(error).__name__}: {error}"
                 report(part="kernel", group=group, failed=message[:2000])
                 if bench.device.type == "cuda":
-                    torch.cuda.synchronize()  # raises where the device is lost: no use to go on
+                    torch.cuda.synchronize()  # raises if the device is lost: stop
             if bench.device.type == "cuda":
                 torch.cuda.empty_cache()
 

@@ -1,7 +1,7 @@
-"""`skinny_linear` beside torch's product (cuBLAS), at the shapes of a model's layers.
+"""`skinny_linear` compared with torch's product (cuBLAS), at the shapes of a model's layers.
 
-Both do the bare product of the same inputs; what `skinny_linear` does besides in a layer (norm,
-gate, residual) is checked and timed once for each shape, under its own name.
+Both do the bare product of the same inputs; the further work of `skinny_linear` in a layer
+(norm, gate, residual) is checked and timed once for each shape, under its own name.
 """
 
 from collections.abc import Iterator
@@ -72,7 +72,7 @@ def _product(bench: Bench, at: dict[str, object], rows: int, outputs: int, colum
 
 
 def _fused(bench: Bench, at: dict[str, object], layer: str, columns: int, outputs: int) -> Case:
-    """One row, as a decode layer has it: with the norm before it, or the residual behind."""
+    """One row, as in a decode layer: with the norm before it, or the residual after it."""
     sets = num_input_sets(outputs * columns * bench.dtype.itemsize, bench.device)
     weights = [_weight(bench, outputs, columns) for _ in range(sets)]
     x, norm = bench.random(1, columns), bench.random(columns)
@@ -100,7 +100,7 @@ def _fused(bench: Bench, at: dict[str, object], layer: str, columns: int, output
         return relative_error(out, reference if is_normed else reference + residual.double())
 
     return Case(
-        kernel="skinny_linear with what stands around it",
+        kernel="skinny_linear with norm, gate or residual",
         at=at,
         calls=[partial(run, weight) for weight in weights],
         error=error,

@@ -53,7 +53,7 @@ def model_dir(model: str, tiny: bool) -> Iterator[Path]:
 
 
 def write_model_dir(model: str, tiny: bool, directory: Path, *, with_weights: bool) -> None:
-    """config.json and, if asked, bfloat16 safetensors in shards, as a hub model has them."""
+    """config.json and optional bfloat16 safetensors in shards, as in a hub model."""
     directory.mkdir(parents=True, exist_ok=True)
     fields = model_fields(model, tiny)
     (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")

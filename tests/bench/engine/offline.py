@@ -23,7 +23,7 @@ from tests.bench.engine.timing import report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Lengths are uniform in [shortest, longest], of prompts and of answers."""
+    """Lengths are uniform in [shortest, longest], of prompts and of outputs."""
 
     num_requests: int
     shortest: int
@@ -48,7 +48,7 @@ def measure_offline(model: str, tiny: bool) -> None:
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
-    # Once in short, which compiles what is not compiled.
+    # A short warm-up, which compiles the kernels.
     warm = replace(workload, num_requests=workload.num_requests // 2, longest=workload.shortest)
     Run(executor, scheduler).of(_requests(warm, executor.info.vocab_size))
     requests = _requests(workload, executor.info.vocab_size)
@@ -89,7 +89,7 @@ def _requests(workload: Workload, vocab_size: int) -> list[Request]:
 
 
 class Run:
-    """One round of requests through an `EngineLoop` of their own, and what it says of its steps."""
+    """One round of requests through a new `EngineLoop`, and its step statistics."""
 
     def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         info = executor.info

@@ -69,8 +69,8 @@ def _case(bench: Bench, mode: str, rows: int) -> Case:
 
 
 def _allowed(logits: Tensor, params: SamplingParams, ids: Tensor) -> Tensor:
-    """(rows,) bool: whether the row's id is one that its filters keep. None of `_PROMPT` was said
-    in the answer, so a presence penalty changes nothing yet."""
+    """(rows,) bool: whether the row's id is one that its filters keep. None of `_PROMPT` is
+    in the output, so a presence penalty changes nothing yet."""
     own = logits.gather(1, ids.long()[:, None])
     rank = (logits > own).sum(1)
     if params.temperature == 0:

@@ -1,7 +1,6 @@
 """Decode steps by batch and context, and the time to a first token, through `CudaExecutor`.
 
-The pool's keys and values are those of a prompt, copied into every block: zeros would be read
-faster than what a server reads.
+The pool has the keys and values of a prompt in every block: zeros would be read faster.
 """
 
 import time

@@ -79,7 +79,7 @@ def _gather_decodes(bench: Bench, rows: int) -> Case:
 
 
 def _gather_chunks(bench: Bench, rows: int) -> Case:
-    """Each row a chunk of the same length, from where its slot stands."""
+    """Each row a chunk of the same length, from its slot's position."""
     data = _Tables(bench, rows)
     count = 20 if bench.tiny else 32
     starts = data.lengths[data.slots.long()]

@@ -14,7 +14,7 @@ Call = Callable[[], object]
 _LAUNCHES = 24
 _BUDGET_S = 0.05
 _MIN_REPEATS, _MAX_REPEATS = 3, 30
-# Inputs of successive calls together exceed the last cache so many times.
+# How many times larger than the last-level cache the inputs of successive calls are together.
 _TIMES_L2 = 4
 _MAX_SETS = 48
 
@@ -40,7 +40,7 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
 
 
 def num_input_sets(num_bytes: int, device: torch.device) -> int:
-    """How many inputs of this size to take in turns, so that no call finds its own in the cache."""
+    """How many inputs of this size to alternate, so that no call finds its own in the cache."""
     if device.type != "cuda":
         return 2
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -82,7 +82,7 @@ def _event_seconds(run: Call) -> float:
 
 
 class Mark:
-    """A moment on the device, or, where there is none, on the host's clock."""
+    """A time on the device, or without one on the host's clock."""
 
     def __init__(self) -> None:
         self._event: Any = None

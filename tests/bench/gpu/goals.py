@@ -1,4 +1,4 @@
-"""What one H200 is to reach, in bf16 with random weights: the goals, and how a run meets them."""
+"""The goals for one H200, in bf16 with random weights, and whether a run meets them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ LLAMA, QWEN, SMALL = "Llama-3.1-8B", "Qwen3-8B", "Qwen3-0.6B"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """row: what a measured row must say to be the one; key: where its figure is.
+    """row: fields that identify the measured row; key: the field of its figure.
 
     limit: what the hardware allows, computed from its measured bandwidth, as text. scale: of the
     figure, before it is compared and shown.
@@ -156,7 +156,7 @@ GOALS: tuple[Goal, ...] = (
         unit="times",
     ),
     Goal(
-        what="ready to answer, weights in the page cache, 8B",
+        what="ready to serve, weights in the page cache, 8B",
         row={"part": "ready", "model": LLAMA},
         key="ready_s",
         wanted=15,
@@ -175,7 +175,7 @@ _SHARES = (
 
 
 def with_shares(row: Row, device: Row) -> Row:
-    """The row with what it reached of the device's peaks, as far as these are known."""
+    """The row with its shares of the device's peaks, where these are known."""
     shares = {
         share: row[figure] / device[peak]
         for share, figure, peak in _SHARES
@@ -193,7 +193,7 @@ def verdicts(rows: list[Row]) -> list[Verdict]:
 
 
 def table(found: list[Verdict]) -> str:
-    """A line a goal."""
+    """A line per goal."""
     lines = [f"{'goal':<56} {'wanted':>16} {'limit':>8} {'measured':>10}"]
     for verdict in found:
         goal, sign = verdict.goal, "<=" if verdict.goal.is_at_most else ">="

@@ -1,4 +1,4 @@
-"""The HTTP server with random weights: under load, and from its start to its first answer."""
+"""The HTTP server with random weights: under load, and from its start to its first response."""
 
 import contextlib
 import json
@@ -14,15 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.loadtest.bench.http_target import (
-    HttpTarget,
-    raise_open_file_limit,
-    replay,
-    run,
-    warm_up,
-)
-from penstock.loadtest.config import FIRST_TOKEN_ID, ReportConfig, TargetConfig, WorkloadConfig
-from penstock.loadtest.report.report import summarize
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.readiness import warm_up
+from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
+from penstock.loadtest.report.report import ReportConfig, summarize
+from penstock.loadtest.workload.config import FIRST_TOKEN_ID, WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests
 from penstock.scheduler.errors import PenstockError
 
@@ -38,23 +34,23 @@ class PartFailed(PenstockError):
 
 def measure_http(model: str, tiny: bool, limit_s: float) -> Iterator[dict[str, Any]]:
     """Two rows: `start` of dummy weights, and `http` under 256 streams of 128 and 1,024 tokens."""
-    num_streams, prompt, answer = (4, 8, 6) if tiny else (256, 128, 1024)
+    num_streams, prompt, output = (4, 8, 6) if tiny else (256, 128, 1024)
     ends_s = time.monotonic() + limit_s
     flags = ["--load-format", "dummy", "--max-num-seqs", str(num_streams)]
-    flags += ["--max-model-len", str(prompt + answer + 16), "--no-enable-prefix-caching"]
+    flags += ["--max-model-len", str(prompt + output + 16), "--no-enable-prefix-caching"]
     with tempfile.TemporaryDirectory() as folder:
         vocab_size = _write_model(Path(folder), model, tiny, ends_s - time.monotonic())
         with Server(Path(folder), [*flags, *_device_flags(tiny)]) as server:
             yield {"part": "start", "model": model, **server.until_ready(ends_s)}
             workload = WorkloadConfig(
-                num_prompts=num_streams, input_len=prompt, output_len=answer, vocab_size=vocab_size
+                num_prompts=num_streams, input_len=prompt, output_len=output, vocab_size=vocab_size
             )
             row = run(_load(server, workload, ends_s))
             yield {"part": "http", "model": model, **row}
 
 
 def measure_ready(model: str, tiny: bool, limit_s: float) -> dict[str, Any]:
-    """From the start of the process to its first answer, of weights that were just written."""
+    """From the start of the process to its first response, with weights in the page cache."""
     ends_s = time.monotonic() + limit_s
     flags = ["--max-model-len", "256" if tiny else "8192", *_device_flags(tiny)]
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +87,7 @@ async def _load(server: "Server", workload: WorkloadConfig, ends_s: float) -> di
 
 
 class Server:
-    """`penstock serve` of a folder, in a process of its own: `with Server(folder, flags)`."""
+    """`penstock serve` of a folder, in another process: `with Server(folder, flags)`."""
 
     def __init__(self, folder: Path, flags: list[str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -118,7 +114,7 @@ class Server:
         self._stack.close()
 
     def until_ready(self, ends_s: float) -> dict[str, Any]:
-        """Seconds from the start to the open port, to readiness, and to a first answer."""
+        """Seconds from the start to the open port, to readiness, and to a first response."""
         port_s: float | None = None
         while True:
             status, _ = self._ask("/ready")
@@ -128,12 +124,12 @@ class Server:
                 break
             if self._process.poll() is not None or time.monotonic() > ends_s:
                 state = "ended" if self._process.poll() is not None else "was not ready in time"
-                raise PartFailed(f"the server {state}; it said: {self._tail()}")
+                raise PartFailed(f"the server {state}; its log: {self._tail()}")
             time.sleep(_POLL_S)
         body = {"model": self.model, "prompt": [FIRST_TOKEN_ID] * 4, "max_tokens": 1}
         status, answer = self._ask("/v1/completions", json.dumps(body).encode())
         if status != 200:
-            raise PartFailed(f"the first answer was {status}: {answer[:_TAIL_CHARS]}")
+            raise PartFailed(f"the first response was {status}: {answer[:_TAIL_CHARS]}")
         ready_s = time.monotonic() - self._started_s
         return {"port_s": port_s, "ready_s": ready_s, "phases": self._phases()}
 
@@ -150,7 +146,7 @@ class Server:
         return {line.split('"')[1]: float(line.split()[-1]) for line in found}
 
     def _ask(self, path: str, body: bytes | None = None) -> tuple[int, str]:
-        """Status and body; status 0 where nobody answers."""
+        """Status and body; status 0 without a response."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.base_url + path, body, headers)
         try:
@@ -177,7 +173,7 @@ def _device_flags(tiny: bool) -> list[str]:
 def _write_model(
     folder: Path, model: str, tiny: bool, limit_s: float, *, with_weights: bool = False
 ) -> int:
-    """config.json, a tokenizer and, if asked, weights; returns the size of the vocabulary."""
+    """config.json, a tokenizer and optional weights; returns the size of the vocabulary."""
     command = [sys.executable, "-m", "tests.bench.engine", "model-dir", model, str(folder)]
     command += ["--tiny"] if tiny else []
     if with_weights:
@@ -197,7 +193,7 @@ def _write_model(
 
 
 def _tokenizer(vocab_size: int) -> dict[str, Any]:
-    """A tokenizer.json in which every id is a word of its own, so that all of them decode."""
+    """A tokenizer.json in which every id is a separate word, so that all of them decode."""
     vocab = {f"w{index}": index for index in range(vocab_size)}
     return {
         "version": "1.0",

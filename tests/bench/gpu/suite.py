@@ -1,20 +1,20 @@
-"""`python -m tests.bench.gpu.suite`: all that is to be known of this engine on one GPU, in 9
+"""`python -m tests.bench.gpu.suite`: measures everything about this engine on one GPU, in 9
 minutes.
 
 What the machine needs: one GPU with its driver, torch for it (2.11 or later), Triton (torch brings
-it), and what `pip install penstock` brings besides; 20 GB of disk for the part `ready`; for the
+it), and the other dependencies of penstock; 20 GB of disk for the part `ready`; for the
 comparison with FlashAttention 3 a package of it, or --flash-attn-3 with a folder that has
 _vllm_fa3_C.abi3.so and flash_attn_interface.py of a vLLM wheel that was built for the same torch.
 No weights and no network: models are random, in the shapes of configs/models.
 
-Parts run one after the other, by importance, each in processes of its own and with a limit of time,
-so that the failure of one ends no other; the failures are in the results. The estimates of device
+Parts run one after another, by importance, each in its own processes and with a time limit, so that
+the failure of one ends no other; the failures are in the results. The estimates of device
 time are in `PARTS`: together nearly nine minutes on an H200. A JSON file gets everything; the
-last lines say of each goal what is wanted, what the hardware allows, what was measured, and whether
-it is met.
+last lines give for each goal the target, the hardware's limit, the measurement, and whether it is
+met.
 
 `--tiny` runs the same code at toy sizes in a minute or two, without a GPU in Triton's interpreter;
-its figures measure nothing.
+its figures mean nothing.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Suite:
         return min(limit_s, self.ends_s - time.monotonic())
 
     def run(self, part: "Part") -> None:
-        """Its rows and its failure, if any, are noted; nothing is raised but Ctrl-C."""
+        """Records its rows and its failure, if any; raises nothing but KeyboardInterrupt."""
         started_s = time.monotonic()
         limit_s = self.remaining_s(part.limit_s)
         if limit_s < 1:
@@ -65,7 +65,7 @@ class Suite:
             part.measure(self, limit_s)
         except PenstockError as error:
             self.fail(part.name, str(error))
-        except Exception as error:  # whatever it is, the other parts are still to come
+        except Exception as error:  # the other parts still run
             self.fail(part.name, f"{type(error).__name__}: {error}")
         self.seconds[part.name] = time.monotonic() - started_s
 
@@ -84,7 +84,7 @@ class Suite:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """estimate_s: of an H200. limit_s: when it is stopped; what it has said by then counts."""
+    """estimate_s: of an H200. limit_s: when it is stopped; rows printed by then count."""
 
     name: str
     estimate_s: int
@@ -124,8 +124,8 @@ def _run_and_note(suite: Suite, command: list[str], limit_s: float) -> None:
                 suite.note(json.loads(line))
         log.seek(0)
         if process.returncode:
-            said = log.read()[-_TAIL_CHARS:].strip()
-            raise PartFailed(f"{reason or f'it ended with {process.returncode}'}; it said: {said}")
+            tail = log.read()[-_TAIL_CHARS:].strip()
+            raise PartFailed(f"{reason or f'it ended with {process.returncode}'}; its log: {tail}")
 
 
 def _http(suite: Suite, limit_s: float) -> None:
@@ -165,14 +165,16 @@ def main(argv: list[str]) -> int:
     try:
         for part in parts:
             suite.run(part)
-            _write(args.out, suite, started)  # at once: who stops the suite keeps what there is
+            _write(
+                args.out, suite, started
+            )  # after each part, so that stopping the suite keeps the results
     except KeyboardInterrupt:
         suite.fail("suite", "interrupted")
     result = _write(args.out, suite, started)
     print(_details(result["rows"]))
     print(table(verdicts(result["rows"])))
     if suite.tiny:
-        print("toy sizes: these figures measure nothing")
+        print("toy sizes: these figures mean nothing")
     failed = f"{len(suite.failures)} failures" if suite.failures else "no failures"
     print(f"{failed}; {sum(suite.seconds.values()):.0f} s; written to {args.out}", flush=True)
     return 1 if suite.failures else 0
@@ -223,7 +225,7 @@ _SHOWN = (
 
 
 def _commit() -> str | None:
-    """None where the checkout did not come along with its history."""
+    """None without a git history."""
     root = Path(__file__).parents[3]
     try:
         found = subprocess.run(
@@ -246,7 +248,7 @@ def _chosen(names: list[str] | None) -> list[Part]:
     known = {part.name: part for part in PARTS}
     for name in names or ():
         if name not in known:
-            raise InvalidConfig(f"--parts knows no {name!r}; choose from {', '.join(known)}")
+            raise InvalidConfig(f"--parts: unknown part {name!r}; choose from {', '.join(known)}")
     return [part for part in PARTS if names is None or part.name in names]
 
 

@@ -1,1 +1,1 @@
-"""What the server costs: events, metrics, structured output, batching disciplines."""
+"""The cost of the server: events, metrics, structured output, batching disciplines."""

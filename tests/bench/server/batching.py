@@ -1,10 +1,10 @@
-"""`python -m tests.bench.server.batching`: what continuous batching brings, as a measurement.
+"""`python -m tests.bench.server.batching`: continuous batching against the older disciplines.
 
-One server after another is started with continuous, dynamic and static batching, and answers the
-same requests: first all at once, which shows what it can carry, then in Poisson arrivals at a share
-of what continuous batching carried. Prefix caching is off, so that the second run gains nothing
-from the first. Modes take turns, and the table gives medians over the rounds with their range, so
-that the noise of a busy machine can be seen. The table is Markdown; the last line is JSON.
+Servers with continuous, dynamic and static batching are started in turn and get the same requests:
+first all at once, which gives the capacity, then in Poisson arrivals at a share of the capacity of
+continuous batching. Prefix caching is off, so that the first run does not speed up the second. The
+table has the median of all rounds and their range, which shows the noise of a busy machine. The
+table is Markdown; the last line is JSON.
 """
 
 import argparse
@@ -23,16 +23,11 @@ from typing import Any
 import msgspec
 
 from penstock.loadtest.bench.flags import HelpFormatter
-from penstock.loadtest.bench.http_target import (
-    HttpTarget,
-    TargetUnusable,
-    replay,
-    run,
-    wait_until_ready,
-    warm_up,
-)
-from penstock.loadtest.config import ReportConfig, TargetConfig, WorkloadConfig
-from penstock.loadtest.report.report import Summary, summarize
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.readiness import TargetUnusable, wait_until_ready, warm_up
+from penstock.loadtest.bench.replay import replay, run
+from penstock.loadtest.report.report import ReportConfig, Summary, summarize
+from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests
 from penstock.scheduler.config import Batching
 from penstock.scheduler.errors import PenstockError
@@ -68,7 +63,7 @@ def main(argv: list[str]) -> int:
         "--random-input-len", type=int, default=64, help="tokens of a prompt, on average"
     )
     parser.add_argument(
-        "--random-output-len", type=int, default=64, help="tokens of an answer, on average"
+        "--random-output-len", type=int, default=64, help="output tokens, on average"
     )
     parser.add_argument("--random-range-ratio", type=float, default=0.9, help="mixed lengths")
     parser.add_argument("--seed", type=int, default=0, help="of the workload")
@@ -89,11 +84,11 @@ def main(argv: list[str]) -> int:
     except PenstockError as error:
         _say(str(error))
         return 1
-    prompts, answers = _range(workload.input_len, args), _range(workload.output_len, args)
+    prompts, outputs = _range(workload.input_len, args), _range(workload.output_len, args)
     print(table(rounds))
     print(
-        f"\n{args.num_prompts} requests of seed {args.seed}: prompts of {prompts} tokens, answers "
-        f"of {answers}, at most {args.max_num_seqs} together. Capacity: all at once. The rest: "
+        f"\n{args.num_prompts} requests of seed {args.seed}: prompts of {prompts} tokens, outputs "
+        f"of {outputs}, at most {args.max_num_seqs} together. Capacity: all at once. The rest: "
         f"Poisson arrivals at {rate:.1f} per second, {args.load:.0%} of what continuous batching "
         f"carried. float32, {args.num_threads} CPU thread(s). "
         f"Median of {args.num_rounds} rounds (lowest-highest).\n"
@@ -168,7 +163,7 @@ def serving(args: argparse.Namespace, mode: Batching) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         except TargetUnusable:
             log.seek(0)
-            _say("the server said:\n" + log.read()[-2000:].decode(errors="replace"))
+            _say("the server's log:\n" + log.read()[-2000:].decode(errors="replace"))
             raise
         finally:
             server.terminate()

@@ -1,7 +1,7 @@
-"""`python -m tests.bench.server.drain PORT COUNT < request`: a client that costs little.
+"""`python -m tests.bench.server.drain PORT COUNT < request`: a client with little CPU cost.
 
-It sends one request on each of so many connections, and reads until the first of them ends. What it
-reads it forgets.
+It sends one request on each of COUNT connections, and reads and discards data until the first of
+them ends.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ def main(port: int, num_connections: int, request: bytes) -> None:
         connection = socket.create_connection(("127.0.0.1", port))
         connection.sendall(request)
         selector.register(connection, selectors.EVENT_READ, connection)
-    with contextlib.suppress(ConnectionResetError):  # one way to end, too
+    with contextlib.suppress(ConnectionResetError):  # an end too
         while True:
             for key, _ in selector.select():
                 if not key.data.recv(65536):

@@ -1,13 +1,12 @@
 """`python -m tests.bench.server.front_end`: streamed tokens per second through HTTP, and their
 cost in CPU.
 
-A server of our own makes up its tokens (`--scripted`), so what is measured is the way of a token
-from the engine's message to the client's socket. Server, engine and client share the cores: of the
-three figures of CPU per token the server's is the one that it is about.
+The server runs without a model (`--scripted`), so the measurement is a token's path from the
+engine's message to the client's socket. Server, engine and client share the cores: of the three
+figures of CPU per token, the server's is the result.
 
-Unpaced, the engine runs ahead, and each event brings all that waits. At a rate that the server can
-keep up with, each token is an event of its own; `python -m tests.bench.server.sse_event` tells
-what that costs.
+Unpaced, the engine runs ahead, and each event has all waiting tokens. At a rate that the server can
+sustain, each token is an event; `python -m tests.bench.server.sse_event` measures what that costs.
 """
 
 import argparse
@@ -23,15 +22,10 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.loadtest.bench.http_target import (
-    HttpTarget,
-    raise_open_file_limit,
-    replay,
-    run,
-    wait_until_ready,
-    warm_up,
-)
-from penstock.loadtest.config import TargetConfig, WorkloadConfig
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.readiness import wait_until_ready, warm_up
+from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
+from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -1,9 +1,8 @@
 """`python -m tests.bench.server.metrics`: what metrics cost a step, a request and a scrape.
 
-CPU time of one thread, the best of some rounds: other work on the machine only ever adds. What a
-step costs is set against two steps, 0.3 ms (the scheduling alone, of a model that takes no time)
-and 10 ms (a model of some 8 billion parameters on a large GPU). It is spent in the server's
-process, while the engine's computes.
+CPU time of one thread, the best of several rounds: other work on the machine only adds to it. The
+cost per step is compared with steps of 0.3 ms (scheduling alone) and 10 ms (a model of about 8
+billion parameters on a large GPU). The server's process spends it while the engine's computes.
 """
 
 import argparse
@@ -96,7 +95,7 @@ def measure(num_sequences: int, num_steps: int, num_rounds: int) -> dict[str, fl
 
 
 def _used(model_name: str, alias: MetricsAlias | None) -> Metrics:
-    """That tell all that a server can, of every class of steps."""
+    """With every metric that a server has, for every class of steps."""
     metrics = Metrics(model_name, alias)
     metrics.on_ready(on_known_hardware())
     metrics.on_response("/v1/completions", "POST", 200)

@@ -1,11 +1,11 @@
 """`python -m tests.bench.server.sse_event`: what one SSE event costs the server, by part, in
 microseconds of CPU.
 
-Step reports, as the engine process would send them, are handed to the whole server in this one
-process: every stream gets one token a step, and every token is an event. They end in nothing, in
-uvicorn over a transport that drops what it gets, or in sockets that another process drains; so the
-differences are what the layers cost. CPU seconds of the process, the best of some rounds: other
-work on the machine only ever adds.
+Step reports, as the engine process would send them, are passed to the whole server in this one
+process: every stream gets one token per step, and every token is an event. Events are dropped at
+once, or by a transport under uvicorn, or written to sockets that another process reads; the
+differences are the cost of each layer. CPU seconds of the process, the best of several rounds:
+other work on the machine only adds to it.
 """
 
 import argparse
@@ -255,7 +255,7 @@ async def streams_into_nothing(app: Any, num_streams: int) -> AsyncIterator[None
 
         async def receive() -> Any:
             if (message := next(body, None)) is None:
-                await asyncio.get_running_loop().create_future()  # it never hangs up
+                await asyncio.get_running_loop().create_future()  # the client never disconnects
             return message
 
         async def send(message: Any) -> None:
@@ -329,7 +329,7 @@ async def streams_into_sockets(app: Any, num_streams: int) -> AsyncIterator[None
 
 @contextlib.contextmanager
 def drained_sockets(num_streams: int) -> Iterator[tuple[socket.socket, "subprocess.Popen[bytes]"]]:
-    """A listener, and the process that connects to it, asks once each, and reads for ever."""
+    """A listener, and the process that connects, sends a request on each, and reads."""
     with socket.create_server(("127.0.0.1", 0), backlog=num_streams) as listener:
         port = listener.getsockname()[1]
         command = [sys.executable, "-m", "tests.bench.server.drain", str(port), str(num_streams)]

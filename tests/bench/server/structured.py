@@ -1,10 +1,9 @@
 """`python -m tests.bench.server.structured`: what a JSON schema costs, as a share of the plain
 throughput.
 
-Two arms ask a server of our own the same prompts for the same number of tokens; in one of them
-every answer is held to a schema that no answer comes to the end of. Rounds of both take turns, and
-each pair gives a ratio: what else the machine does falls on both, and the median leaves out the
-rest.
+The same prompts are sent for the same number of tokens, plain and with a schema that no output
+completes. Plain and constrained rounds alternate, and each pair gives a ratio: other work on the
+machine affects both, and the median leaves out outliers.
 """
 
 import argparse
@@ -19,15 +18,10 @@ from dataclasses import replace
 
 import msgspec
 
-from penstock.loadtest.bench.http_target import (
-    HttpTarget,
-    raise_open_file_limit,
-    replay,
-    run,
-    wait_until_ready,
-    warm_up,
-)
-from penstock.loadtest.config import TargetConfig, WorkloadConfig
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.readiness import wait_until_ready, warm_up
+from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
+from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import TimedRequest, make_requests
 
 # Records as they are extracted from texts: names, numbers, a few words, a choice; without an end.
@@ -54,7 +48,7 @@ _FORMAT = {
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--num-tokens", type=int, default=400, help="of each answer")
+    parser.add_argument("--num-tokens", type=int, default=400, help="of each output")
     parser.add_argument("--rounds", type=int, default=9, help="of both arms")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("flags", nargs="*", help="of penstock serve, after --")

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.loadtest.bench.cli import main
 from penstock.loadtest.report.report import RequestResult
-from penstock.loadtest.workload.lengths import tokenizer_count
+from penstock.loadtest.workload.token_counter import tokenizer_counter
 from tests.loadtest.bench.test_http_target import Exchange, answer_five, stub, token
 from tests.support.paths import ROOT
 
@@ -20,14 +20,14 @@ ANSWER = "It decides who runs in the next step, and who has to wait. "
 
 
 def sharegpt(path: Path, num: int = 12) -> Path:
-    """Conversations of known lengths; the last one is longer than vLLM asks."""
+    """Conversations of known lengths; the last one is longer than the limit of vLLM."""
     turns = [(f"{number}. {QUESTION}", ANSWER * (number % 12 + 1)) for number in range(num)]
     turns.append((QUESTION * 600, ANSWER))
     path.write_text(json.dumps([{"conversations": [{"value": q}, {"value": a}]} for q, a in turns]))
     return path
 
 
-def test_what_is_given_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "from-the-environment")
     flags = ["--header", "X-Team=a=b", "Authorization=Basic abc", "--request-id-prefix", "run7-"]
     flags += ["--top-p", "0.5", "--top-k", "7", "--min-p", "0.1", "--repetition-penalty", "1.1"]
@@ -51,7 +51,7 @@ def test_what_is_given_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> No
     ]
 
 
-def test_the_end_is_ignored_where_prompts_mean_nothing(tmp_path: Path) -> None:
+def test_eos_is_ignored_for_synthetic_prompts(tmp_path: Path) -> None:
     path = sharegpt(tmp_path / "s.json")
     conversations = ["--dataset-name", "sharegpt", "--dataset-path", str(path)]
     ignored = []
@@ -62,7 +62,7 @@ def test_the_end_is_ignored_where_prompts_mean_nothing(tmp_path: Path) -> None:
     assert ignored == [True, False, False, True]
 
 
-def test_a_server_that_knows_no_ignore_eos_gets_advice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_ignore_eos_gets_advice(capsys: pytest.CaptureFixture[str]) -> None:
     async def refuse(exchange: Exchange) -> None:
         body = b'{"detail": "Unexpected fields in the request: ignore_eos"}'
         await exchange.head("422 Unprocessable Entity", f"Content-Length: {len(body)}")
@@ -73,7 +73,7 @@ def test_a_server_that_knows_no_ignore_eos_gets_advice(capsys: pytest.CaptureFix
     assert "ignore_eos; give --no-ignore-eos" in capsys.readouterr().err
 
 
-def test_a_random_prefix_begins_every_prompt() -> None:
+def test_every_prompt_starts_with_the_random_prefix() -> None:
     with stub(answer_five) as server:
         assert main(["--base-url", server.url, *FEW, "--random-prefix-len", "9"]) == 0
     prompts = [exchange.body["prompt"] for exchange in server.exchanges[1:]]
@@ -82,7 +82,7 @@ def test_a_random_prefix_begins_every_prompt() -> None:
     assert len({tuple(prompt[9:]) for prompt in prompts}) == 4
 
 
-def test_results_are_appended_with_what_was_noted(tmp_path: Path) -> None:
+def test_results_are_appended_with_their_metadata(tmp_path: Path) -> None:
     flags = ["--append-result", "--result-dir", str(tmp_path), "--metadata", "tp=1", "note=a=b"]
     with stub(answer_five) as server:
         url = ["--base-url", server.url, *FEW]
@@ -98,28 +98,37 @@ def test_results_are_appended_with_what_was_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--lora-modules", "a"], "--lora-modules of vllm bench serve is not served here: adapt"),
+        (
+            ["--lora-modules", "a"],
+            "--lora-modules of vllm bench serve is not supported: each adapter",
+        ),
         (["--plot-timeline"], "use --report FILE"),
-        (["--hf-split=train"], "--hf-split of vllm bench serve is not served here: save the set"),
+        (["--hf-split=train"], "--hf-split of vllm bench serve is not supported: save the set"),
         (["--prefix-repetition-prefix-len", "5"], "use --dataset-name shared-prefix"),
         (["--tokenizer", "/nowhere"], "--tokenizer /nowhere has no tokenizer.json"),
         (["--tokenizer", __file__], "cannot be read"),
-        (["--header", "x"], "--header does not understand 'x'; write NAME=VALUE"),
-        (["--header", "a b=c"], "is no HTTP header"),
-        (["--header", "a=c\r\nd: e"], "is no HTTP header"),
-        (["--metadata", "x"], "--metadata does not understand 'x'"),
-        (["--save-detailed"], "--save-detailed needs --save-result or --append-result"),
-        (["--result-filename", "x"], "--result-filename needs --save-result"),
-        (["--save-result", "--append-result"], "exclude each other"),
+        (["--header", "x"], "--header 'x' is not valid; write NAME=VALUE"),
+        (["--header", "a b=c"], "is not an HTTP header"),
+        (["--header", "a=c\r\nd: e"], "is not an HTTP header"),
+        (["--metadata", "x"], "--metadata 'x' is not valid"),
+        (["--save-detailed"], "--save-detailed requires --save-result or --append-result"),
+        (["--result-filename", "x"], "--result-filename requires --save-result"),
+        (["--save-result", "--append-result"], "cannot be combined"),
         (["--input-len", "0"], "--random-input-len is 0"),
         (["--random-prefix-len", "-1"], "--random-prefix-len is -1"),
-        (["--random-prefix-len", "4", "--dataset-name", "shared-prefix"], "for --dataset-name ran"),
+        (
+            ["--random-prefix-len", "4", "--dataset-name", "shared-prefix"],
+            "requires --dataset-name random",
+        ),
         (["--base-url", "ftp://x"], "write one like http://127.0.0.1:8000"),
         (["--base-url", "http://x:port"], "has no port"),
-        (["--sweep", "--goodput", "ttft:1", "--max-concurrency", "2"], "leave out --max-concurr"),
+        (
+            ["--sweep", "--goodput", "ttft:1", "--max-concurrency", "2"],
+            "cannot be combined with --max-concurr",
+        ),
     ],
 )
-def test_a_flag_that_cannot_be_followed_gets_a_sentence(
+def test_an_unusable_flag_gets_an_error_message(
     flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(flags) == 2
@@ -129,20 +138,20 @@ def test_a_flag_that_cannot_be_followed_gets_a_sentence(
 def test_a_tokenizer_gives_the_lengths_of_conversations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    count = tokenizer_count(DEMO)
+    count = tokenizer_counter(DEMO)
     flags = ["--dataset-name", "sharegpt", "--dataset-path", str(sharegpt(tmp_path / "s.json"))]
     with stub(answer_five) as server:
         argv = ["--base-url", server.url, *FEW, *flags, "--num-prompts", "50", "--num-warmups", "0"]
         assert main([*argv, "--tokenizer", str(DEMO)]) == 0
-    asked = {exchange.body["prompt"]: exchange.body["max_tokens"] for exchange in server.exchanges}
+    sent = {exchange.body["prompt"]: exchange.body["max_tokens"] for exchange in server.exchanges}
     expected = {f"{number}. {QUESTION}": count([ANSWER * (number + 1)])[0] for number in range(12)}
-    assert asked == expected  # the thirteenth is longer than vLLM asks
+    assert sent == expected  # the thirteenth is longer than the limit of vLLM
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["token_lengths"], summary["tokenizer_id"]) == ("tokenizer", str(DEMO))
 
 
 @pytest.mark.parametrize(("num", "is_asked"), [(201, False), (3, True)])  # two texts each
-def test_many_texts_are_not_asked_of_the_server(
+def test_the_server_does_not_count_many_texts(
     num: int, is_asked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = sharegpt(tmp_path / "s.json", num=num)
@@ -155,7 +164,7 @@ def test_many_texts_are_not_asked_of_the_server(
     assert ("does not count tokens" in captured.err) is is_asked
 
 
-def test_what_is_too_long_for_the_model_is_left_out_and_told(
+def test_requests_too_long_for_the_model_are_left_out_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mooncake.jsonl"
@@ -166,10 +175,10 @@ def test_what_is_too_long_for_the_model_is_left_out_and_told(
         server.max_model_len = 99
         url = ["--base-url", server.url]
         assert main([*url, *trace]) == 0
-        told = capsys.readouterr()
+        printed = capsys.readouterr()
         assert main([*url, *FEW, "--random-input-len", "95"]) == 2
-    assert "2 requests are left out" in told.err and "the 99 tokens" in told.err
-    summary = json.loads(told.out.splitlines()[-1])
+    assert "2 requests are left out" in printed.err and "limit of 99 tokens" in printed.err
+    summary = json.loads(printed.out.splitlines()[-1])
     assert (summary["completed"], summary["num_too_long"]) == (2, 2)
     assert {len(exchange.body["prompt"]) for exchange in server.exchanges} == {50}
     assert "none of the 4 requests is that short" in capsys.readouterr().err
@@ -185,16 +194,16 @@ def test_a_server_that_lists_no_models_gets_advice(
     with stub(answer_five) as server:
         server.models_status = status
         assert main(["--base-url", server.url, *FEW]) == 1
-    assert f"HTTP {status[:3]}" in (told := capsys.readouterr().err) and advice in told
+    assert f"HTTP {status[:3]}" in (printed := capsys.readouterr().err) and advice in printed
 
 
-def test_a_file_that_is_no_json_is_told_with_its_line(
+def test_a_file_that_is_not_json_is_reported_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "s.json"
     path.write_text('[\n{"conversations": []},\n{"conversations": oops}\n]')
     assert main(["--dataset-name", "sharegpt", "--dataset-path", str(path)]) == 2
-    assert f"{path}, line 3 is no ShareGPT JSON" in capsys.readouterr().err
+    assert f"{path}, line 3 is not ShareGPT JSON" in capsys.readouterr().err
 
 
 def test_an_open_loop_is_timed_from_when_a_request_was_due() -> None:
@@ -210,7 +219,7 @@ def test_a_client_that_stalls_does_not_make_the_server_look_fast(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def stall(exchange: Exchange) -> None:
-        """The server's thread holds the interpreter, and so the client of this process."""
+        """The server's thread keeps the interpreter lock, so this process's client stalls."""
         if exchange.number == 1:
             end_s = time.perf_counter() + 0.4
             old = sys.getswitchinterval()

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from penstock.loadtest.bench.cli import main
-from penstock.loadtest.bench.http_target import HttpTarget, replay, run
-from penstock.loadtest.config import PromptFormat, TargetConfig, WorkloadConfig
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.replay import replay, run
 from penstock.loadtest.report.report import Replay, RequestResult
+from penstock.loadtest.workload.config import PromptFormat, WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests
 
 # The machines that run this are busy: an event may be seen this much later than it was sent.
@@ -24,7 +25,7 @@ TOLERANCE_S = 0.08
 
 @dataclass
 class Exchange:
-    """One request as the stub saw it, and the pen it answers with."""
+    """One request as the stub received it, and the writer of its response."""
 
     number: int
     connection: int
@@ -84,13 +85,13 @@ async def answer_five(exchange: Exchange) -> None:
 
 
 class Stub:
-    """A server whose every answer is written by `behave`. It closes where `behave` closed."""
+    """A server whose responses `behave` writes. Closes the connection if `behave` closed it."""
 
     def __init__(self, behave: Behaviour) -> None:
         self._behave = behave
         self.exchanges: list[Exchange] = []
         self.num_connections = 0
-        self.num_loading_answers = 0  # how often GET /v1/models says 503 first
+        self.num_loading_responses = 0  # how often GET /v1/models first returns 503
         self.models_status = "200 OK"
         self.max_model_len: int | None = None
         self.heads: list[bytes] = []  # of the exchanges
@@ -123,8 +124,8 @@ class Stub:
     async def _list_models(self, writer: asyncio.StreamWriter) -> None:
         model = {"id": "stub", "max_model_len": self.max_model_len}
         status, body = self.models_status, json.dumps({"data": [model]}).encode()
-        if self.num_loading_answers:
-            self.num_loading_answers -= 1
+        if self.num_loading_responses:
+            self.num_loading_responses -= 1
             status, body = "503 Service Unavailable", b'{"error": {"message": "still loading"}}'
         writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
@@ -251,7 +252,7 @@ def test_an_event_may_come_byte_by_byte_and_many_in_one_packet() -> None:
     assert len(result.arrivals_s) == 3
 
 
-def test_chat_openers_and_closers_are_no_tokens() -> None:
+def test_first_and_last_chat_events_are_not_tokens() -> None:
     async def behave(exchange: Exchange) -> None:
         await exchange.head()
         await exchange.event(delta(role="assistant", content=""))
@@ -293,7 +294,7 @@ def test_without_usage_each_event_is_a_token() -> None:
     assert (result.error, result.num_prompt_tokens, result.num_output_tokens) == (None, 4, 2)
 
 
-def test_requests_say_what_was_asked() -> None:
+def test_requests_carry_the_settings() -> None:
     with stub(answer_five) as server:
         measure(server)
     body = server.exchanges[0].body
@@ -360,22 +361,22 @@ async def never_answer(exchange: Exchange) -> None:
     ("behave", "message"),
     [
         (error_mid_stream, "the engine died"),
-        (close_mid_stream, "in the middle of its answer"),
-        (close_before_answer, "without an answer"),
+        (close_mid_stream, "in the middle of its response"),
+        (close_before_answer, "without a response"),
         (end_without_done, "without [DONE]"),
         (speak_no_http, "not HTTP/1.1"),
-        (stream_no_json, "no event"),
+        (stream_no_json, "invalid event"),
         (never_answer, "within 0.5 s"),
     ],
 )
-def test_a_broken_answer_fails_with_the_reason(behave: Behaviour, message: str) -> None:
+def test_a_broken_response_fails_with_the_reason(behave: Behaviour, message: str) -> None:
     with stub(behave) as server:
         result = only(measure(server, timeout_s=0.5))
     assert result.error is not None
     assert message in result.error
 
 
-def test_one_broken_answer_leaves_the_others_alone() -> None:
+def test_one_broken_response_does_not_affect_the_others() -> None:
     async def behave(exchange: Exchange) -> None:
         await (close_mid_stream if exchange.number == 3 else answer_five)(exchange)
 
@@ -384,7 +385,7 @@ def test_one_broken_answer_leaves_the_others_alone() -> None:
     assert (len(observed.completed), len(observed.failed)) == (9, 1)
 
 
-def test_an_answer_may_end_with_its_connection() -> None:
+def test_a_response_may_end_with_its_connection() -> None:
     async def behave(exchange: Exchange) -> None:
         await exchange.head("200 OK", "Connection: close")
         await exchange.write(sse(token("a")) + sse(usage(1)) + b"data: [DONE]\n\n")
@@ -396,14 +397,14 @@ def test_an_answer_may_end_with_its_connection() -> None:
     assert server.num_connections == 3
 
 
-def test_connections_are_kept_and_used_again() -> None:
+def test_connections_are_reused() -> None:
     with stub(answer_five) as server:
         observed = measure(server, 30, max_concurrency=3)
     assert len(observed.completed) == 30
     assert server.num_connections <= 3
 
 
-def test_a_kept_connection_that_died_is_replaced() -> None:
+def test_an_idle_connection_that_was_closed_is_replaced() -> None:
     async def behave(exchange: Exchange) -> None:
         if exchange.number == 1:  # the second request, on the connection of the first
             exchange.writer.close()
@@ -445,8 +446,8 @@ def test_open_loop_requests_are_sent_when_they_are_due() -> None:
     assert observed.max_send_delay_s < TOLERANCE_S
 
 
-def test_ctrl_c_keeps_what_had_ended_and_hangs_up_on_the_rest() -> None:
-    under_way = threading.Semaphore(0)  # one for each that is answered, or has begun
+def test_ctrl_c_keeps_finished_results_and_disconnects_the_rest() -> None:
+    under_way = threading.Semaphore(0)  # one for each that is complete, or has started
 
     async def behave(exchange: Exchange) -> None:
         if exchange.number < 2:
@@ -466,7 +467,7 @@ def test_ctrl_c_keeps_what_had_ended_and_hangs_up_on_the_rest() -> None:
             task = asyncio.create_task(replay(target, requests))
             for _ in range(4):
                 await asyncio.to_thread(under_way.acquire, timeout=10)
-            await asyncio.sleep(0.1)  # what was sent has now been read
+            await asyncio.sleep(0.1)  # by now the client has read it
             task.cancel()
             observed = await task
             await asyncio.sleep(0.3)
@@ -498,7 +499,7 @@ def test_the_last_line_is_json_with_vllms_keys(capsys: pytest.CaptureFixture[str
             assert summary[f"{name}_{metric}_ms"] >= 0
 
 
-def test_a_saved_result_holds_every_request(
+def test_a_saved_result_has_every_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--json"]
@@ -513,20 +514,20 @@ def test_a_saved_result_holds_every_request(
     assert len(saved["ttfts"]) == len(saved["itls"]) == len(saved["generated_texts"]) == 8
 
 
-def test_a_server_that_loads_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_waits_for_a_server_that_loads(capsys: pytest.CaptureFixture[str]) -> None:
     with stub(answer_five) as server:
-        server.num_loading_answers = 2
+        server.num_loading_responses = 2
         assert main(["--base-url", server.url, *FEW]) == 0
     assert "still loading" in capsys.readouterr().err
 
 
-def test_a_server_that_is_not_there_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_gets_an_error_message(capsys: pytest.CaptureFixture[str]) -> None:
     with stub(answer_five) as server:
         url = server.url
     assert main(["--base-url", url, "--ready-timeout", "0"]) == 1
-    told = capsys.readouterr().err
-    assert "connection refused" in told and "--ready-timeout" in told
-    assert "Traceback" not in told
+    printed = capsys.readouterr().err
+    assert "connection refused" in printed and "--ready-timeout" in printed
+    assert "Traceback" not in printed
 
 
 def test_a_request_that_the_server_refuses_stops_the_run(
@@ -549,15 +550,18 @@ def test_a_request_that_the_server_refuses_stops_the_run(
         (["--num-prompts", "0"], "--num-prompts is 0"),
         (["--request-rate", "-1"], "--request-rate is -1"),
         (["--max-concurrency", "0"], "--max-concurrency is 0"),
-        (["--percentile-metrics", "tft"], "knows no 'tft'"),
+        (["--percentile-metrics", "tft"], "unknown metric 'tft'"),
         (["--metric-percentiles", "101"], "from 0 to 100"),
-        (["--goodput", "tpot=3"], "does not understand 'tpot=3'"),
-        (["--endpoint", "/v1/chat/completions", "--prompt-format", "ids"], "takes no token ids"),
+        (["--goodput", "tpot=3"], "'tpot=3' is not valid"),
+        (
+            ["--endpoint", "/v1/chat/completions", "--prompt-format", "ids"],
+            "does not accept token ids",
+        ),
         (["--dataset-name", "nope"], "invalid choice: 'nope'"),
         (["--nope"], "unrecognized arguments: --nope"),
     ],
 )
-def test_a_wrong_flag_gets_a_sentence(
+def test_a_wrong_flag_gets_an_error_message(
     argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 2

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from penstock.loadtest.bench.cli import main
-from penstock.loadtest.bench.http_target import HttpTarget, replay, run
-from penstock.loadtest.config import TargetConfig, WorkloadConfig
+from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.replay import replay, run
 from penstock.loadtest.report.report import RequestResult
-from penstock.loadtest.workload.lengths import Count, tokenizer_count
+from penstock.loadtest.workload.config import WorkloadConfig
+from penstock.loadtest.workload.token_counter import TokenCounter, tokenizer_counter
 from penstock.loadtest.workload.workload import make_requests
 from tests.loadtest.bench.test_http_target import (
     Exchange,
@@ -34,7 +35,9 @@ USAGE_IN_A_CHOICE = token("", "length") | {
 }
 
 
-def asked(server: Stub, count: Count | None = None, *, is_chat: bool = False) -> RequestResult:
+def result_of(
+    server: Stub, count: TokenCounter | None = None, *, is_chat: bool = False
+) -> RequestResult:
     """One request's result."""
     endpoint = "/v1/chat/completions" if is_chat else "/v1/completions"
     config = TargetConfig(base_url=server.url, model="stub", endpoint=endpoint)
@@ -59,7 +62,7 @@ def streaming(data: bytes) -> Callable[[Exchange], object]:
 
 @dataclass(frozen=True)
 class Peer:
-    """What a server streams, and what is to be read from it."""
+    """What a server streams, and what the client must make of it."""
 
     data: bytes
     num_tokens: int
@@ -167,10 +170,10 @@ PEERS = {
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_what_a_peer_streams_is_counted_as_it_was_meant(name: str) -> None:
+def test_other_servers_streams_are_counted_correctly(name: str) -> None:
     peer = PEERS[name]
     with stub(streaming(peer.data)) as server:  # type: ignore[arg-type]
-        result = asked(server, is_chat=peer.is_chat)
+        result = result_of(server, is_chat=peer.is_chat)
     assert result.error is None
     assert (result.num_output_tokens, len(result.arrivals_s)) == (peer.num_tokens, peer.num_events)
     assert (result.text, result.is_counted) == (peer.text, peer.is_counted)
@@ -182,24 +185,24 @@ FAILURES = {
     "the old way": chat({"object": "error", "message": "the old way", "code": 400}) + DONE,
     "by its name": b'event: error\ndata: {"message": "by its name"}\n\n',
     "in plain words": b"event: error\ndata: in plain words\n\n",
-    "no event stream; it begins with": json.dumps(token("ab", "stop")).encode(),
+    "not an event stream; it begins with": json.dumps(token("ab", "stop")).encode(),
     "without [DONE] or a finish": chat(token("a"), token("b")),
-    "the answer has no tokens": chat(usage(0)) + DONE,
+    "the response has no tokens": chat(usage(0)) + DONE,
 }
 
 
 @pytest.mark.parametrize("reason", FAILURES)
-def test_what_a_peer_fails_with_is_the_reason(reason: str) -> None:
+def test_another_servers_error_is_the_reason(reason: str) -> None:
     with stub(streaming(FAILURES[reason])) as server:  # type: ignore[arg-type]
-        result = asked(server)
+        result = result_of(server)
     assert result.error is not None and reason in result.error
 
 
-def test_a_tokenizer_counts_what_a_server_does_not() -> None:
+def test_a_tokenizer_counts_when_the_server_does_not() -> None:
     text = "Once upon a time there was a server."
-    count = tokenizer_count(TOKENIZER)
+    count = tokenizer_counter(TOKENIZER)
     with stub(streaming(chat(token(text[:9]), token(text[9:], "stop")) + DONE)) as server:  # type: ignore[arg-type]
-        result = asked(server, count)
+        result = result_of(server, count)
     assert result.is_counted and result.num_output_tokens == count([text])[0] > 5
 
 
@@ -220,9 +223,9 @@ async def turn_away(exchange: Exchange) -> None:
 
 @pytest.mark.parametrize(
     ("behave", "reason", "num_rejected"),
-    [(reset, "in the middle of its answer", 0), (turn_away, "HTTP 429: the queue is full", 3)],
+    [(reset, "in the middle of its response", 0), (turn_away, "HTTP 429: the queue is full", 3)],
 )
-def test_some_failures_are_counted_told_and_make_the_status_1(
+def test_failures_are_counted_reported_and_make_the_status_1(
     behave: Callable[[Exchange], object],
     reason: str,
     num_rejected: int,
@@ -237,19 +240,19 @@ def test_some_failures_are_counted_told_and_make_the_status_1(
     captured = capsys.readouterr()
     summary = json.loads(captured.out.splitlines()[-1])
     assert (summary["completed"], summary["failed"], summary["rejected"]) == (7, 3, num_rejected)
-    ((told, number),) = summary["failure_reasons"].items()
-    assert reason in told and number == 3
-    assert f"3 x {told}" in captured.err
+    ((failure, number),) = summary["failure_reasons"].items()
+    assert reason in failure and number == 3
+    assert f"3 x {failure}" in captured.err
     assert "Failed requests:                         3" in captured.out
 
 
-def test_answers_without_usage_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_responses_without_usage_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with stub(streaming(chat(token("a"), token("b")) + DONE)) as server:  # type: ignore[arg-type]
         assert main(["--base-url", server.url, *FEW]) == 0
-    assert "how many tokens 10 answers have" in capsys.readouterr().err
+    assert "no token count for 10 responses" in capsys.readouterr().err
 
 
-def test_a_server_that_dies_in_the_middle_leaves_what_was_measured(
+def test_the_results_before_a_server_dies_are_kept(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def die(exchange: Exchange) -> None:

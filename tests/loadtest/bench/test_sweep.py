@@ -30,23 +30,23 @@ STEP_MS = 20.0
 @settings(max_examples=60)
 @given(limit=st.floats(0.1, 500.0), start=st.floats(0.5, 20.0))
 def test_a_search_brackets_the_limit(limit: float, start: float) -> None:
-    asked: list[float] = []
+    rates: list[float] = []
 
     async def measure(rate: float) -> bool:
-        asked.append(rate)
+        rates.append(rate)
         return rate <= limit
 
     bracket, is_complete = asyncio.run(search(measure, start, 0.05))
-    assert is_complete and len(asked) < 40
+    assert is_complete and len(rates) < 40
     assert bracket.missed is not None and bracket.missed > limit
     if bracket.met is None:
         assert limit < start / 2**5
     else:
         assert bracket.met <= limit and bracket.missed <= bracket.met * 1.05
-        assert asked.count(bracket.met) == 2  # once found, once confirmed
+        assert rates.count(bracket.met) == 2  # once found, once confirmed
 
 
-def test_a_rate_that_passed_by_luck_is_no_answer() -> None:
+def test_a_rate_that_passed_by_chance_is_not_the_result() -> None:
     lucky = iter([True])
 
     async def measure(rate: float) -> bool:
@@ -56,7 +56,7 @@ def test_a_rate_that_passed_by_luck_is_no_answer() -> None:
     assert bracket.met is not None and 9 < bracket.met <= 10
 
 
-def test_an_interrupted_search_tells_what_it_knows() -> None:
+def test_an_interrupted_search_returns_what_it_knows() -> None:
     async def measure(rate: float) -> bool | None:
         return True if rate < 5 else None
 
@@ -106,7 +106,7 @@ def test_a_paced_server_has_the_tpot_of_its_steps(
     assert summary["total_output_tokens"] == 80
 
 
-def test_a_sweep_finds_what_the_places_allow(
+def test_a_sweep_finds_the_rate_that_the_servers_concurrency_allows(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """4 places, each held for 10 steps of 20 ms or a little more: 20 requests a second at most."""
@@ -126,7 +126,7 @@ def test_a_sweep_finds_what_the_places_allow(
     assert "Time to First Token against throughput" in report.read_text()
 
 
-def test_a_report_holds_every_figure_and_asks_for_nothing(
+def test_a_report_has_every_figure_and_loads_nothing(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report, pictures = tmp_path / "a" / "report.html", tmp_path / "plots"
@@ -143,7 +143,7 @@ def test_a_report_holds_every_figure_and_asks_for_nothing(
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.iterdir())
 
 
-def test_without_matplotlib_a_sentence_says_what_to_install(
+def test_without_matplotlib_the_error_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
@@ -183,25 +183,25 @@ def test_mooncake_blocks_are_found_in_the_servers_prefix_cache(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--sweep"], "--sweep needs the SLO"),
+        (["--sweep"], "--sweep requires the SLO"),
         (["--sweep", "--goodput", "ttft:5", "--sweep-seconds", "0"], "--sweep-seconds is 0"),
         (["--sweep", "--goodput", "ttft:5", "--sweep-goodput-ratio", "2"], "must be in (0, 1]"),
-        (["--sweep", "--goodput", "ttft:5", "--save-detailed"], "leave out --save-detailed"),
-        (["--ramp-up-strategy", "linear"], "a ramp needs"),
+        (["--sweep", "--goodput", "ttft:5", "--save-detailed"], "remove --save-detailed"),
+        (["--ramp-up-strategy", "linear"], "a ramp requires"),
         (["--burstiness", "0"], "--burstiness is 0"),
         (["--trace-speedup", "-1"], "--trace-speedup is -1"),
-        (["--backend", "chat", "--endpoint", "/v1/completions"], "name two APIs"),
-        (["--dataset-name", "azure"], "needs the file --dataset-path"),
+        (["--backend", "chat", "--endpoint", "/v1/completions"], "are different APIs"),
+        (["--dataset-name", "azure"], "requires --dataset-path"),
     ],
 )
-def test_flags_that_contradict_get_a_sentence(
+def test_contradictory_flags_get_an_error_message(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(flags) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_ramp_ends_faster_than_it_began(
+def test_a_ramp_ends_faster_than_it_starts(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "r.json"
@@ -215,7 +215,7 @@ def test_a_ramp_ends_faster_than_it_began(
     assert (result["ramp_up_strategy"], result["ramp_up_end_rps"]) == ("linear", 60.0)
 
 
-def test_the_server_counts_where_nobody_else_does(
+def test_the_server_counts_tokens_without_a_tokenizer(
     server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = sharegpt(tmp_path / "s.json", num=4)
@@ -229,16 +229,16 @@ def test_the_server_counts_where_nobody_else_does(
     assert "the file has 4 requests" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there_is_told_with_those_that_are(
+def test_an_unknown_model_is_reported_with_the_known_ones(
     server: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--base-url", server.url, *FEW, "--model", "nope"]) == 1
-    told = capsys.readouterr().err
-    assert "lists no model 'nope'; it has penstock" in told
-    assert "a warm-up request failed: HTTP 404" in told
+    printed = capsys.readouterr().err
+    assert "lists no model 'nope'; it has penstock" in printed
+    assert "a warm-up request failed: HTTP 404" in printed
 
 
-def test_ctrl_c_prints_what_there_is(server: RunningServer) -> None:
+def test_ctrl_c_prints_the_results_so_far(server: RunningServer) -> None:
     command = [sys.executable, "-m", "penstock", "bench", "--base-url", server.url]
     command += ["--num-prompts", "500", "--random-input-len", "4", "--random-output-len", "5"]
     process = subprocess.Popen(

@@ -1,9 +1,8 @@
-"""Figures of runs at the edge: failures, one short answer, rates that were left early."""
+"""Figures of runs at the edge: failures, one short response, rates that were stopped early."""
 
 from pathlib import Path
 
-from penstock.loadtest.bench.sweep import RateResult, SweepResult, doubts
-from penstock.loadtest.config import Dataset, ReportConfig, WorkloadConfig
+from penstock.loadtest.bench.sweep import RateResult, SweepResult, caveats
 from penstock.loadtest.report.figures import (
     DECODE,
     FAILED,
@@ -14,7 +13,8 @@ from penstock.loadtest.report.figures import (
     figures,
 )
 from penstock.loadtest.report.html import ticks
-from penstock.loadtest.report.report import Replay, summarize
+from penstock.loadtest.report.report import Replay, ReportConfig, summarize
+from penstock.loadtest.workload.config import Dataset, WorkloadConfig
 from tests.loadtest.report.test_report import result
 
 
@@ -24,7 +24,7 @@ def run_of(observed: Replay, rate: float = 1.0) -> Run:
     )
 
 
-def answered(num: int, *, duration_s: float = 4.0, is_interrupted: bool = False) -> Replay:
+def completed(num: int, *, duration_s: float = 4.0, is_interrupted: bool = False) -> Replay:
     return Replay(
         results=[result(index, arrivals=(0.5, 1.0)) for index in range(num)],
         duration_s=duration_s,
@@ -33,7 +33,7 @@ def answered(num: int, *, duration_s: float = 4.0, is_interrupted: bool = False)
     )
 
 
-def test_a_failed_request_is_told_from_one_that_was_answered() -> None:
+def test_a_failed_request_is_drawn_differently_from_a_completed_one() -> None:
     failed = result(1, sent=0.1, status=500, error="HTTP 500: no")
     observed = Replay(
         results=[result(0, arrivals=(0.5, 1.0)), failed], duration_s=1.0, client_cpu_share=0.1
@@ -57,12 +57,12 @@ def test_a_run_shorter_than_a_bin_still_shows_its_tokens() -> None:
     assert "tpot-cdf" not in drawn  # a single token has none
 
 
-def test_a_rate_that_was_left_early_is_no_point_of_the_line() -> None:
+def test_a_rate_that_was_stopped_early_is_not_on_the_line() -> None:
     rates = [
-        run_of(answered(4), 1.0),
-        run_of(answered(8), 2.0),
-        run_of(answered(2, duration_s=1.0, is_interrupted=True), 4.0),
-        run_of(answered(6), 1.0),  # the same rate once more: the later run is its point
+        run_of(completed(4), 1.0),
+        run_of(completed(8), 2.0),
+        run_of(completed(2, duration_s=1.0, is_interrupted=True), 4.0),
+        run_of(completed(6), 1.0),  # the same rate once more: the later run is its point
     ]
     (figure,) = [
         each for each in figures(rates[0], rates) if each.slug == "ttft-against-throughput"
@@ -76,25 +76,25 @@ def test_an_axis_of_zeros_has_a_scale() -> None:
     assert ticks(0.0) == [0.0, 1.0]
 
 
-def test_a_sweep_tells_why_its_answer_may_be_wrong() -> None:
-    def told(num_asked: int, rate: float, dataset: Dataset) -> list[str]:
-        observed = answered(num_asked)
+def test_a_sweep_lists_why_its_result_may_be_wrong() -> None:
+    def listed(num_planned: int, rate: float, dataset: Dataset) -> list[str]:
+        observed = completed(num_planned)
         row = RateResult(
             rate=rate,
             is_met=True,
-            num_asked=num_asked,
+            num_planned=num_planned,
             summary=run_of(observed).summary,
             observed=observed,
         )
         path = None if dataset is Dataset.RANDOM else Path("any")
         workload = WorkloadConfig(dataset=dataset, dataset_path=path)
         swept = SweepResult(rates=[row], met=rate, missed=None, is_interrupted=False)
-        return doubts(swept, workload)
+        return caveats(swept, workload)
 
-    assert told(200, 10.0, Dataset.RANDOM) == []
-    (short,) = told(200, 100.0, Dataset.RANDOM)  # 2 s, and an answer takes one
+    assert listed(200, 10.0, Dataset.RANDOM) == []
+    (short,) = listed(200, 100.0, Dataset.RANDOM)  # 2 s, and a request takes one
     assert "raise --sweep-seconds" in short
-    (few,) = told(20, 1.0, Dataset.RANDOM)
+    (few,) = listed(20, 1.0, Dataset.RANDOM)
     assert "fewer than 100 requests" in few
-    (cached,) = told(200, 10.0, Dataset.CUSTOM)
+    (cached,) = listed(200, 10.0, Dataset.CUSTOM)
     assert "prefix cache" in cached

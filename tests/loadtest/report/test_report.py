@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.loadtest.config import ReportConfig
 from penstock.loadtest.report.report import (
     Replay,
+    ReportConfig,
     RequestResult,
-    complaints,
     percentile,
     render,
+    report_warnings,
     summarize,
 )
 
@@ -142,12 +142,12 @@ def test_a_run_without_one_success_has_a_report() -> None:
     assert "Mean TTFT (ms):                          -" in render(summary, ReportConfig())
 
 
-def test_failures_and_a_busy_client_are_told() -> None:
+def test_failures_and_a_busy_client_are_reported() -> None:
     late = result(4, sent=2.0, arrivals=(2.1, 2.2))
     late.scheduled_s = 1.8
     busy = Replay(results=[*REPLAY.results, late], duration_s=2.0, client_cpu_share=0.95)
-    told = "\n".join(complaints(busy, has_due_times=True))
-    assert "1 x HTTP 429: full" in told
-    assert "busy 95%" in told
-    assert "200 ms later" in told
-    assert "later" not in "\n".join(complaints(busy, has_due_times=False))
+    warnings = "\n".join(report_warnings(busy, has_due_times=True))
+    assert "1 x HTTP 429: full" in warnings
+    assert "busy 95%" in warnings
+    assert "200 ms later" in warnings
+    assert "later" not in "\n".join(report_warnings(busy, has_due_times=False))

@@ -1,5 +1,5 @@
 """What `penstock top` computes from /metrics: quantiles as Prometheus's, rates, restarts, and
-sentences for addresses that are wrong."""
+errors for wrong addresses."""
 
 import math
 import threading
@@ -16,7 +16,7 @@ from penstock.loadtest.top.scrape import (
     NotPenstock,
     Scrape,
     Scraper,
-    ServerAway,
+    ServerUnreachable,
     Window,
     base_url,
     parse,
@@ -42,7 +42,7 @@ def test_a_quantile_is_linear_inside_its_bucket() -> None:
     assert seen.quantile(0.875) == pytest.approx(3.0)
 
 
-def test_the_first_bucket_begins_at_zero() -> None:
+def test_the_first_bucket_starts_at_zero() -> None:
     assert buckets((0.01, 8), (INF, 8)).quantile(0.25) == pytest.approx(0.0025)
 
 
@@ -50,7 +50,7 @@ def test_a_first_bucket_below_zero_has_no_inside() -> None:
     assert buckets((-1, 8), (1, 9), (INF, 9)).quantile(0.25) == -1
 
 
-def test_past_the_last_finite_bound_there_is_only_that_bound() -> None:
+def test_a_quantile_above_the_last_finite_bound_is_that_bound() -> None:
     assert buckets((1, 1), (2, 2), (INF, 100)).quantile(0.99) == 2
 
 
@@ -64,12 +64,12 @@ def test_empty_buckets_between_are_skipped() -> None:
     "nothing",
     [
         buckets(),
-        buckets((INF, 5)),  # one bucket tells nothing
+        buckets((INF, 5)),  # one bucket has no quantiles
         buckets((1, 5), (2, 5)),  # without +Inf it is not whole
         buckets((1, 0), (INF, 0)),
     ],
 )
-def test_there_is_no_quantile_where_prometheus_says_nan(nothing: Buckets) -> None:
+def test_there_is_no_quantile_where_prometheus_returns_nan(nothing: Buckets) -> None:
     assert nothing.quantile(0.5) is None
 
 
@@ -78,11 +78,11 @@ def test_a_quantile_is_within_the_bucket_of_the_true_one(q: float) -> None:
     samples = sorted(((i * 7919) % 1000) / 1000 for i in range(1, 1000))
     bounds = [0.1, 0.2, 0.5, 0.75, 1.0, INF]
     seen = buckets(*((b, float(sum(s <= b for s in samples))) for b in bounds))
-    true, told = samples[int(q * len(samples))], seen.quantile(q)
-    assert told is not None
+    true, estimated = samples[int(q * len(samples))], seen.quantile(q)
+    assert estimated is not None
     lower, upper = max([0.0, *(b for b in bounds if b < true)]), min(b for b in bounds if b >= true)
-    assert lower <= told <= upper
-    assert told == pytest.approx(true, abs=0.01)  # they are spread evenly
+    assert lower <= estimated <= upper
+    assert estimated == pytest.approx(true, abs=0.01)  # they are spread evenly
 
 
 TTFT = """\
@@ -121,13 +121,13 @@ def test_a_rate_is_the_increase_over_the_time_between() -> None:
     assert window.share("requests_total", "nothing_total") is None
 
 
-def test_a_histogram_of_a_window_holds_only_what_came_between() -> None:
+def test_a_histogram_of_a_window_has_only_the_observations_between() -> None:
     later = TTFT.replace('mixed",le="1.0"} 1', 'mixed",le="1.0"} 3').replace("} 2\n", "} 4\n")
     between = Window(scrape_at(0, TTFT), scrape_at(1, later)).histogram("step_time_seconds")
     assert between.counts == (2.0, 2.0)
 
 
-def test_history_keeps_its_span_and_begins_anew_with_the_server() -> None:
+def test_history_keeps_its_span_and_is_cleared_by_a_restart() -> None:
     history = History(span_s=60)
     for second in range(100):
         history.add(scrape_at(second, f"penstock_preemptions_total {second}\n"))
@@ -152,19 +152,19 @@ def test_only_our_own_series_are_kept() -> None:
         ("http://[::1]:8000", "http://[::1]:8000"),
     ],
 )
-def test_an_address_may_be_typed_in_many_ways(given: str, url: str) -> None:
+def test_an_address_may_be_written_in_many_ways(given: str, url: str) -> None:
     assert base_url(given) == url
 
 
 @pytest.mark.parametrize("given", ["ftp://a", "", "http://", "http://a:port", "http://a:99999"])
-def test_what_is_no_address_is_refused_with_an_example(given: str) -> None:
+def test_an_invalid_address_is_refused_with_an_example(given: str) -> None:
     with pytest.raises(InvalidConfig, match=r"write it like http://127\.0\.0\.1:8000"):
         base_url(given)
 
 
 @contextmanager
 def answering(status: int, body: str, **headers: str) -> Iterator[str]:
-    """Another program's server, which answers everything in one way."""
+    """Another program's server, with one response to every request."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -191,13 +191,13 @@ def answering(status: int, body: str, **headers: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("status", "body", "sentence"),
     [
-        (200, "<html>hello</html>", "something else than a Penstock's metrics"),
-        (200, "vllm:num_requests_running 5\n", "something else than a Penstock's metrics"),
-        (404, "", "answers with status 404; give the address"),
+        (200, "<html>hello</html>", "has no Penstock metrics"),
+        (200, "vllm:num_requests_running 5\n", "has no Penstock metrics"),
+        (404, "", "returned status 404; give the address"),
         (401, "", "give it with --api-key"),
     ],
 )
-def test_what_is_no_penstock_is_told_in_a_sentence(status: int, body: str, sentence: str) -> None:
+def test_another_server_is_reported_with_the_reason(status: int, body: str, sentence: str) -> None:
     with answering(status, body) as url, pytest.raises(NotPenstock, match=sentence):
         Scraper(url, None).scrape()
 
@@ -211,16 +211,16 @@ def test_a_redirect_is_not_followed_with_the_key() -> None:
         Scraper(url, "secret").scrape()
 
 
-def test_a_server_that_loads_or_is_gone_is_away() -> None:
-    with answering(503, "") as url, pytest.raises(ServerAway, match="status 503"):
+def test_a_server_that_loads_or_is_down_is_unreachable() -> None:
+    with answering(503, "") as url, pytest.raises(ServerUnreachable, match="status 503"):
         Scraper(url, None).scrape()
-    with pytest.raises(ServerAway, match="connection refused"):
+    with pytest.raises(ServerUnreachable, match="connection refused"):
         Scraper(f"http://127.0.0.1:{free_port()}", None).scrape()
 
 
-def test_once_says_on_stderr_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_printed_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"127.0.0.1:{free_port()}", "--once"]) == 1
-    assert "is away: nothing listens there" in capsys.readouterr().err
+    assert "is unreachable: connection refused" in capsys.readouterr().err
     assert main(["ftp://x", "--once"]) == 2
     assert "write it like" in capsys.readouterr().err
     assert main([]) == 2  # no terminal

@@ -27,7 +27,7 @@ LATENCY = "time_to_first_token_seconds"
 
 
 def metrics(scale: int) -> str:
-    """What a server says that has done `scale` times the same."""
+    """The metrics of a server that has done the same work `scale` times."""
     lines = [
         'penstock_model_info{model_name="tiny",device="cpu"} 1',
         f"penstock_generated_tokens_total {100 * scale}",
@@ -80,7 +80,7 @@ def shown(view: View, width: int = 80, height: int = 24) -> str:
 
 def test_it_shows_rates_latencies_utilization_and_memory_on_80_by_24() -> None:
     picture = shown(BUSY)
-    for told in (
+    for pattern in (
         r"tiny",
         r"output +200 +[▁-█]+ +prompt +100",
         r"running +7 .* waiting +3",
@@ -91,7 +91,7 @@ def test_it_shows_rates_latencies_utilization_and_memory_on_80_by_24() -> None:
         r"KV blocks +50\.0 % █+▒+░+ +used 50 +idle 25 +free 25",
         r"prefix +25\.0 %",
     ):
-        assert re.search(told, picture), (told, picture)
+        assert re.search(pattern, picture), (pattern, picture)
     # Nothing is cut off.
     assert len(draw(BUSY, 80)) <= 24
     assert (
@@ -104,23 +104,23 @@ def test_it_shows_rates_latencies_utilization_and_memory_on_80_by_24() -> None:
 @pytest.mark.parametrize("width", [1, 2, 10, 20, 40, 59, 60, 80, 81, 120, 300])
 @pytest.mark.parametrize("height", [1, 5, 24, 60])
 def test_it_fits_every_size(width: int, height: int) -> None:
-    for view in (BUSY, view_of(), view_of(metrics(1)), view_of(away="gone", keys="q quits")):
+    for view in (BUSY, view_of(), view_of(metrics(1)), view_of(error="gone", keys="q quits")):
         lines = draw(view, width, height)
         assert 1 <= len(lines) <= height
         assert all(len(text(line)) <= width for line in lines)
 
 
-def test_a_small_terminal_leaves_out_gaps_and_the_shorter_span_before_figures() -> None:
+def test_a_small_terminal_drops_gaps_and_the_shorter_span_before_numbers() -> None:
     picture = shown(BUSY, 60, 15)
     lines = picture.splitlines()
     assert "" not in lines and "last minute" in picture and "last 1.0 s" not in picture
     assert {"TTFT", "queue", "decode", "mixed"} <= {line.split()[0] for line in lines}
 
 
-def test_what_a_server_does_not_tell_is_a_dash() -> None:
+def test_a_missing_metric_is_a_dash() -> None:
     picture = shown(view_of("penstock_running_sequences 2\n", "penstock_running_sequences 2\n"))
     assert re.search(r"output +- ", picture) and re.search(r"TTFT( +-){6}", picture)
-    assert "the server knows no peak of this device" in picture
+    assert "the server has no peak rates of this device" in picture
     assert re.search(r"running +2 ", picture)
 
 
@@ -134,10 +134,10 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
     assert shown(view_of(metrics(1), metrics(2), glyphs=ASCII)).isascii()
 
 
-def test_an_absent_server_is_shown_with_the_reason_and_since_when() -> None:
-    picture = shown(view_of(metrics(1), away="nothing listens there", away_s=75))
-    assert "The server is away: nothing listens there" in picture
-    assert "It last answered 1m 15s ago" in picture
+def test_an_unreachable_server_is_shown_with_the_reason_and_for_how_long() -> None:
+    picture = shown(view_of(metrics(1), error="connection refused", unreachable_s=75))
+    assert "The server is unreachable: connection refused" in picture
+    assert "It last responded 1m 15s ago" in picture
 
 
 # Against the real server --------------------------------------------------------------------------
@@ -167,17 +167,17 @@ def once(url: str, *flags: str, **env: str) -> "subprocess.CompletedProcess[str]
     )
 
 
-def test_once_tells_a_known_load_exactly(server: RunningServer) -> None:
+def test_once_prints_a_known_load_exactly(server: RunningServer) -> None:
     for _ in range(5):
         server.complete(max_tokens=20, ignore_eos=True).raise_for_status()
     server.wait_until_idle()
     before = server.metric('requests_total{outcome="length"}')
-    told = once(server.url)
-    assert told.returncode == 0 and not told.stderr
-    assert "\x1b" not in told.stdout
-    assert f"length {before:,.0f}" in told.stdout and before >= 5
-    assert re.search(r"output +0 ", told.stdout) and re.search(r"running +0 ", told.stdout)
-    assert re.search(r"TTFT( +-){3} .*[mu]s", told.stdout)  # none just now, some since the start
+    printed = once(server.url)
+    assert printed.returncode == 0 and not printed.stderr
+    assert "\x1b" not in printed.stdout
+    assert f"length {before:,.0f}" in printed.stdout and before >= 5
+    assert re.search(r"output +0 ", printed.stdout) and re.search(r"running +0 ", printed.stdout)
+    assert re.search(r"TTFT( +-){3} .*[mu]s", printed.stdout)  # none just now, some since the start
 
 
 @contextmanager
@@ -185,11 +185,11 @@ def load(server: RunningServer, num_streams: int = 4) -> Iterator[None]:
     """Streams that run until the end of the block."""
     ended = threading.Event()
 
-    def ask() -> None:
+    def stream() -> None:
         while not ended.is_set():
             server.complete(max_tokens=100, ignore_eos=True)
 
-    threads = [threading.Thread(target=ask) for _ in range(num_streams)]
+    threads = [threading.Thread(target=stream) for _ in range(num_streams)]
     for thread in threads:
         thread.start()
     try:
@@ -204,14 +204,14 @@ def load(server: RunningServer, num_streams: int = 4) -> Iterator[None]:
 def test_once_under_load_agrees_with_the_counters(server: RunningServer) -> None:
     with load(server):
         begun_s, before = time.monotonic(), server.metric("generated_tokens_total")
-        told = once(server.url, "--interval", "0.5")
+        printed = once(server.url, "--interval", "0.5")
         rate = (server.metric("generated_tokens_total") - before) / (time.monotonic() - begun_s)
-    found = re.search(r"output +([\d,.]+)", told.stdout)
+    found = re.search(r"output +([\d,.]+)", printed.stdout)
     assert found and float(found[1].replace(",", "")) == pytest.approx(rate, rel=0.5)
     assert rate > 100
 
 
-def test_a_key_is_asked_for_and_taken(locked: RunningServer) -> None:
+def test_an_api_key_is_required_and_accepted(locked: RunningServer) -> None:
     refused = once(locked.url)
     assert refused.returncode == 1 and "give it with --api-key" in refused.stderr
     assert once(locked.url, PENSTOCK_API_KEY="secret").returncode == 0
@@ -265,7 +265,7 @@ class Terminal:
 
     def end(self) -> int:
         """Its exit status, once it has ended and left the terminal as it was."""
-        # A terminal reads all the time: who writes to one that does not would wait for ever.
+        # Keep reading: a process that writes to a full terminal waits forever.
         wait_until(lambda: (self.read(), self.process.poll() is not None)[1])
         code = self.process.wait()
         self.read()
@@ -280,7 +280,7 @@ def plain(output: str) -> str:
     return re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", output)
 
 
-def test_live_it_follows_the_load_and_q_gives_the_terminal_back(server: RunningServer) -> None:
+def test_live_it_follows_the_load_and_q_restores_the_terminal(server: RunningServer) -> None:
     with load(server), Terminal(server.url) as terminal:
         terminal.wait_for(r"output +[\d,]{3,} +[▁-█]{2}")
         terminal.wait_for(r"running +4 ")
@@ -298,7 +298,9 @@ def test_however_it_ends_the_terminal_is_restored(server: RunningServer, how: st
         assert terminal.end() == 0
 
 
-def test_suspended_it_gives_the_terminal_back_and_takes_it_again(server: RunningServer) -> None:
+def test_suspending_restores_the_terminal_and_resuming_takes_it_again(
+    server: RunningServer,
+) -> None:
     with Terminal(server.url) as terminal:
         terminal.wait_for("running")
         terminal.process.send_signal(signal.SIGTSTP)
@@ -314,7 +316,7 @@ def test_suspended_it_gives_the_terminal_back_and_takes_it_again(server: Running
         assert terminal.end() == 0
 
 
-def test_it_is_drawn_anew_when_the_terminal_is_resized(server: RunningServer) -> None:
+def test_it_is_redrawn_when_the_terminal_is_resized(server: RunningServer) -> None:
     with Terminal(server.url) as terminal:
         terminal.wait_for("running")
         terminal.read()
@@ -338,18 +340,18 @@ def test_no_color_is_respected(server: RunningServer) -> None:
         assert not re.search(r"\x1b\[\d*m", terminal.output)
 
 
-def test_a_server_that_goes_away_is_shown_as_away_until_it_is_back() -> None:
+def test_a_server_that_dies_is_shown_as_unreachable() -> None:
     with running_server() as server, Terminal(server.url) as terminal:
         terminal.wait_for("running")
         server.process.kill()
-        terminal.wait_for("The server is away: .*connection refused")
-        terminal.wait_for("It last answered .* ago; still trying")
+        terminal.wait_for("The server is unreachable: connection refused")
+        terminal.wait_for("It last responded .* ago; retrying")
         assert terminal.process.poll() is None
         terminal.press(b"q")
         assert terminal.end() == 0
 
 
-def test_a_wrong_address_is_a_sentence_on_a_terminal_too(locked: RunningServer) -> None:
+def test_a_wrong_address_is_an_error_message_on_a_terminal_too(locked: RunningServer) -> None:
     with Terminal(locked.url) as terminal:
         assert terminal.process.wait(timeout=10) == 1
         assert "give it with --api-key" in plain(terminal.read())

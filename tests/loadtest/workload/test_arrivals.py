@@ -64,6 +64,6 @@ def test_gaps_shrink_as_a_ramp_rises() -> None:
     assert exponential.rate_at(0.5) == pytest.approx(10.0)
 
 
-def test_a_ramp_from_nothing_is_refused() -> None:
+def test_a_ramp_from_zero_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="--ramp-up-start-rps is 0"):
         Ramp(strategy=RampStrategy.LINEAR, start_rps=0.0, end_rps=5.0)

@@ -1,4 +1,4 @@
-"""Files become workloads; what is wrong in one is told with its line."""
+"""Files become workloads; errors are reported with their line."""
 
 import json
 import re
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.loadtest.config import Dataset, PromptFormat, WorkloadConfig
+from penstock.loadtest.workload.config import Dataset, PromptFormat, WorkloadConfig
 from penstock.loadtest.workload.datasets import BadDataset
-from penstock.loadtest.workload.workload import TimedRequest, make_requests, make_strangers
+from penstock.loadtest.workload.workload import TimedRequest, make_requests, make_warmup_requests
 from penstock.scheduler.errors import InvalidConfig
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -49,7 +49,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def asked(requests: list[TimedRequest]) -> list[tuple[float, int, int]]:
+def lengths_of(requests: list[TimedRequest]) -> list[tuple[float, int, int]]:
     return [(round(r.arrival_s, 3), r.num_prompt_tokens, r.max_tokens) for r in requests]
 
 
@@ -60,17 +60,17 @@ def asked(requests: list[TimedRequest]) -> list[tuple[float, int, int]]:
         (AZURE_2024, [(0.0, 2162, 5), (2.007, 2399, 6)]),
     ],
 )
-def test_azure_traces_of_both_years_come_when_they_came(
+def test_azure_traces_of_both_years_keep_their_arrival_times(
     tmp_path: Path, text: str, expected: list[tuple[float, int, int]]
 ) -> None:
     path = written(tmp_path / "azure.csv", text)
-    assert asked(make_requests(config(Dataset.AZURE, path))) == expected
+    assert lengths_of(make_requests(config(Dataset.AZURE, path))) == expected
 
 
 def test_burstgpt_leaves_out_what_failed_and_a_speedup_divides_its_times(tmp_path: Path) -> None:
     path = written(tmp_path / "burst.csv", BURSTGPT)
     requests = make_requests(config(Dataset.BURSTGPT, path, trace_speedup=10.0))
-    assert asked(requests) == [(0.0, 472, 18), (11.3, 417, 276)]
+    assert lengths_of(requests) == [(0.0, 472, 18), (11.3, 417, 276)]
     at_once = make_requests(config(Dataset.BURSTGPT, path, trace_speedup=float("inf")))
     assert [request.arrival_s for request in at_once] == [0.0, 0.0]
 
@@ -98,7 +98,7 @@ def mooncake_line(at_ms: int, length: int, hash_ids: list[int]) -> str:
 def test_equal_mooncake_hashes_are_equal_blocks_and_others_are_not(
     tmp_path: Path, rows: list[tuple[list[int], int]], is_text: bool
 ) -> None:
-    """Each prompt is as long as it says, its last block may be cut, and position is nothing."""
+    """Each prompt has its length, its last block may be cut, and position does not matter."""
     lines = [mooncake_line(0, len(ids) * 512 - short, ids) for ids, short in rows]
     path = written(tmp_path / "mooncake.jsonl", "\n".join(lines))
     text_or_ids = PromptFormat.TEXT if is_text else PromptFormat.IDS
@@ -125,7 +125,7 @@ def test_mooncake_times_are_milliseconds_and_a_tail_without_hash_is_its_own(tmp_
     assert first.prompt[:512] == second.prompt[:512] and first.prompt[512:] != second.prompt[512:]
 
 
-def test_sharegpt_asks_first_turns_for_as_much_as_the_second_ones_have(tmp_path: Path) -> None:
+def test_sharegpt_sends_first_turns_with_the_second_turns_lengths(tmp_path: Path) -> None:
     path = written(tmp_path / "sharegpt.json", json.dumps(SHAREGPT))
     requests = make_requests(config(Dataset.SHAREGPT, path, num_prompts=20))
     expected = {}
@@ -146,7 +146,7 @@ def test_a_length_for_sharegpt_replaces_that_of_the_file(tmp_path: Path) -> None
     assert len(requests) == 30
 
 
-def test_custom_lines_are_asked_in_their_order(tmp_path: Path) -> None:
+def test_custom_lines_are_sent_in_their_order(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     lines = [{"prompt": "One"}, {"messages": messages, "max_tokens": 5}]
     path = written(tmp_path / "custom.jsonl", "\n\n".join(map(json.dumps, lines)))
@@ -155,10 +155,10 @@ def test_custom_lines_are_asked_in_their_order(tmp_path: Path) -> None:
     assert (two.messages, two.max_tokens) == (messages, 5)
 
 
-def test_strangers_are_as_long_and_share_nothing(tmp_path: Path) -> None:
+def test_warmup_requests_have_the_same_lengths_and_share_nothing(tmp_path: Path) -> None:
     path = written(tmp_path / "mooncake.jsonl", mooncake_line(0, 900, [1, 2]))
     settings = config(Dataset.MOONCAKE, path)
-    (request,), (stranger,) = make_requests(settings), make_strangers(settings, 1)
+    (request,), (stranger,) = make_requests(settings), make_warmup_requests(settings, 1)
     assert len(stranger.prompt) == len(request.prompt) and stranger.max_tokens == 7
     assert stranger.prompt[:16] != request.prompt[:16]
 
@@ -175,16 +175,16 @@ def test_strangers_are_as_long_and_share_nothing(tmp_path: Path) -> None:
         (Dataset.MOONCAKE, '{"timestamp": 1}\n', "line 1: object missing required field"),
         (Dataset.MOONCAKE, mooncake_line(0, 10**12, [1]), "line 1: 1000000000000 tokens are more"),
         (Dataset.BURSTGPT, BURSTGPT.replace("118", "nan"), "line 4: the time is nan"),
-        (Dataset.SHAREGPT, '{"id": 1}', "no ShareGPT JSON: expected `array`"),
-        (Dataset.SHAREGPT, "[]", "has no request that sharegpt can ask"),
+        (Dataset.SHAREGPT, '{"id": 1}', "not ShareGPT JSON: expected `array`"),
+        (Dataset.SHAREGPT, "[]", "has no request that sharegpt can use"),
         (Dataset.CUSTOM, '{"prompt": "x"}\n\n{"promt": "y"}', "line 3: object contains unknown"),
-        (Dataset.CUSTOM, '{"max_tokens": 5}', 'line 1: give "prompt" or "messages"'),
+        (Dataset.CUSTOM, '{"max_tokens": 5}', 'line 1: give either "prompt" or "messages"'),
         (Dataset.CUSTOM, '{"prompt": ""}', "line 1: the prompt is empty"),
         (Dataset.CUSTOM, '{"prompt": "x", "max_tokens": 0}', "line 1: max_tokens is 0"),
-        (Dataset.CUSTOM, '{"messages": [{"role": "user"}]}', "line 1: messages need --backend"),
+        (Dataset.CUSTOM, '{"messages": [{"role": "user"}]}', "line 1: messages require --backend"),
     ],
 )
-def test_a_bad_file_is_told_with_its_line(
+def test_a_bad_file_is_reported_with_its_line(
     tmp_path: Path, dataset: Dataset, text: str, message: str
 ) -> None:
     path = written(tmp_path / "file", text)
@@ -195,7 +195,7 @@ def test_a_bad_file_is_told_with_its_line(
 @pytest.mark.parametrize("dataset", [Dataset.AZURE, Dataset.MOONCAKE, Dataset.SHAREGPT])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(data=st.binary(max_size=80))
-def test_whatever_bytes_a_file_has_it_gets_a_sentence(
+def test_whatever_bytes_a_file_has_it_gets_an_error_message(
     tmp_path: Path, dataset: Dataset, data: bytes
 ) -> None:
     path = tmp_path / "file"
@@ -204,14 +204,14 @@ def test_whatever_bytes_a_file_has_it_gets_a_sentence(
         make_requests(config(dataset, path))
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     for dataset in (Dataset.SHAREGPT, Dataset.AZURE, Dataset.CUSTOM):
         with pytest.raises(BadDataset, match="cannot be read: No such file"):
             make_requests(config(dataset, tmp_path / "none"))
 
 
-def test_a_dataset_and_its_path_go_together() -> None:
-    with pytest.raises(InvalidConfig, match="azure needs the file --dataset-path"):
+def test_a_dataset_and_its_path_require_each_other() -> None:
+    with pytest.raises(InvalidConfig, match="azure requires --dataset-path"):
         WorkloadConfig(dataset=Dataset.AZURE)
-    with pytest.raises(InvalidConfig, match="random reads no file; leave out --dataset-path"):
+    with pytest.raises(InvalidConfig, match="random reads no file; remove --dataset-path"):
         WorkloadConfig(dataset_path=Path("x"))

@@ -1,4 +1,4 @@
-"""One seed, one workload, whatever else is asked; and its numbers are what their names say."""
+"""One seed gives one workload, whatever else is set, with the lengths and rates of its config."""
 
 import math
 from dataclasses import replace
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.loadtest.config import Dataset, PromptFormat, WorkloadConfig
 from penstock.loadtest.workload.arrivals import arrival_times
+from penstock.loadtest.workload.config import Dataset, PromptFormat, WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests
 from penstock.scheduler.errors import InvalidConfig
 

@@ -1,21 +1,20 @@
-"""What is asked of the server, and how: the settings of a workload and of its replay."""
+"""The settings of a workload: which prompts, how long, and when they are sent."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from penstock.loadtest.workload.arrivals import Ramp
 from penstock.scheduler.errors import InvalidConfig
 
-# Ids below 3 are <unk>, <s> and </s> in many vocabularies, and every model we know has 500 more.
+# Ids below 3 are <unk>, <s> and </s> in many vocabularies; every model that we know has 500 ids.
 FIRST_TOKEN_ID = 3
 DEFAULT_VOCAB_SIZE = 500
 
 
 class Dataset(StrEnum):
-    """Prompts that share nothing, or that begin with one of a few prefixes; or what a file says."""
+    """Synthetic prompts that share nothing, or one of a few prefixes; or the requests of a file."""
 
     RANDOM = "random"
     SHARED_PREFIX = "shared-prefix"
@@ -31,12 +30,12 @@ class Dataset(StrEnum):
 
     @property
     def is_trace(self) -> bool:
-        """Lengths and times without words: prompts are made up, and arrivals may be the trace's."""
+        """Lengths and times without text: prompts are synthetic; arrivals may be the trace's."""
         return self in (Dataset.AZURE, Dataset.BURSTGPT, Dataset.MOONCAKE)
 
 
 class PromptFormat(StrEnum):
-    """Token ids give exact lengths; text is what /v1/chat/completions takes."""
+    """Token ids give exact lengths; /v1/chat/completions accepts text only."""
 
     IDS = "ids"
     TEXT = "text"
@@ -47,11 +46,11 @@ class WorkloadConfig:
     """Which requests are made. Lengths are in tokens, request_rate in requests per second.
 
     range_ratio r draws lengths uniformly from [(1 - r) * length, (1 + r) * length], ends included.
-    A shared prefix comes on top of input_len, which is then the length of the part that is unique.
-    A trace's requests come when it says, trace_speedup times as fast, unless a rate or a ramp says
-    otherwise. sharegpt_output_len replaces the lengths that the file has; custom_output_len is for
-    lines without one. random_prefix_len tokens, the same ones, begin every random prompt.
-    What needs more than max_model_len tokens, prompt and answer, is left out.
+    A shared prefix adds to input_len, which is then the length of the unique part.
+    A trace's arrival times are divided by trace_speedup; a rate or a ramp replaces them.
+    sharegpt_output_len replaces the file's lengths; custom_output_len is for lines without one.
+    Every random prompt starts with the same random_prefix_len tokens.
+    Requests whose prompt and output need more than max_model_len tokens are left out.
     """
 
     seed: int = 0
@@ -77,12 +76,12 @@ class WorkloadConfig:
 
     @property
     def follows_trace(self) -> bool:
-        """Whether the times of arrival are those of the file."""
+        """Whether the file gives the arrival times."""
         return self.dataset.is_trace and math.isinf(self.request_rate) and self.ramp is None
 
     @property
     def needs_answers_counted(self) -> bool:
-        """Whether the lengths of answers are those of texts in the file."""
+        """Whether output lengths are the token counts of texts in the file."""
         return self.dataset is Dataset.SHAREGPT and self.sharegpt_output_len is None
 
     def __post_init__(self) -> None:
@@ -103,8 +102,8 @@ class WorkloadConfig:
             )
         if self.random_prefix_len and self.dataset is not Dataset.RANDOM:
             raise InvalidConfig(
-                f"--random-prefix-len is for --dataset-name random, and this is {self.dataset}; "
-                "leave it out, or use --dataset-name shared-prefix for several prefixes"
+                f"--random-prefix-len requires --dataset-name random, and it is {self.dataset}; "
+                "remove it, or use --dataset-name shared-prefix for several prefixes"
             )
         if not 0 <= self.range_ratio < 1:
             raise InvalidConfig(f"--random-range-ratio is {self.range_ratio}; it must be in [0, 1)")
@@ -121,43 +120,14 @@ class WorkloadConfig:
                 f"--trace-speedup is {self.trace_speedup}; it must be more than 0, or inf"
             )
         if self.ramp and not math.isinf(self.request_rate):
-            raise InvalidConfig("--request-rate and a ramp exclude each other; give one of the two")
+            raise InvalidConfig(
+                "--request-rate cannot be combined with a ramp; give one of the two"
+            )
         if self.dataset.is_file != (self.dataset_path is not None):
-            needs = "needs the file" if self.dataset.is_file else "reads no file; leave out"
+            needs = "requires" if self.dataset.is_file else "reads no file; remove"
             raise InvalidConfig(f"--dataset-name {self.dataset} {needs} --dataset-path")
         if self.vocab_size <= FIRST_TOKEN_ID:
             raise InvalidConfig(
                 f"--vocab-size is {self.vocab_size}; random ids start at {FIRST_TOKEN_ID}, "
                 f"so it must be at least {FIRST_TOKEN_ID + 1}"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetConfig:
-    """Where requests go and what each of them says besides its prompt.
-
-    extra_body: fields that each of them has besides; they win over ours. headers: HTTP's.
-    logprobs: how many of each token are asked for. is_insecure: any TLS certificate will do.
-    request_id_prefix: the rest of the x-request-id that each gets; None for none.
-    """
-
-    base_url: str
-    model: str
-    endpoint: str = "/v1/completions"
-    temperature: float = 0.0
-    ignore_eos: bool = False
-    extra_body: dict[str, Any] = field(default_factory=dict)
-    headers: dict[str, str] = field(default_factory=dict)
-    logprobs: int | None = None
-    request_id_prefix: str | None = None
-    is_insecure: bool = False
-    request_timeout_s: float = 600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportConfig:
-    """What the report shows, under vLLM's names. goodput_ms: the limit for each metric."""
-
-    metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
-    percentiles: tuple[float, ...] = (90.0, 99.0)
-    goodput_ms: dict[str, float] | None = None

@@ -1,7 +1,7 @@
-"""One streamed answer: from body bytes to arrival times, text and usage.
+"""One streamed response: from body bytes to arrival times, text and usage.
 
-This is what a load generator does once per token, so it decides how fast a server can be measured:
-one split, one msgspec decode of the fields that count, one append.
+This runs once per token, so it decides how fast a server can be measured: one split, one msgspec
+decode of the fields that are measured, one append.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from penstock.loadtest.bench.http1 import HttpFailed
 
 
 class _Delta(msgspec.Struct):
-    """Thoughts go by two names."""
+    """Reasoning has two names: DeepSeek's reasoning_content, and reasoning."""
 
     role: str | None = None
     content: str | None = None
@@ -42,12 +42,12 @@ class _Event(msgspec.Struct):
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
-# An error is an object of its own in some servers, and not under "error".
-_PLAIN_ERRORS = ("error", "exception")
+# Some servers send an error as the event itself, not under "error".
+_BARE_ERRORS = ("error", "exception")
 
 
-class Answer:
-    """Takes in one streamed answer: a sink of `penstock.loadtest.bench.http1`."""
+class StreamedResponse:
+    """Parses one streamed response: a sink of `penstock.loadtest.bench.http1`."""
 
     __slots__ = (
         "_buffer",
@@ -67,7 +67,7 @@ class Answer:
         self.status = 0
         self.error: str | None = None
         self.is_done = False
-        self.has_empty_end = False  # its last event brought a finish reason and no text
+        self.has_empty_end = False  # its last event had a finish reason and no text
         self._buffer = b""
 
     def on_head(self, status: int, now: float) -> None:
@@ -79,13 +79,13 @@ class Answer:
             self._buffer = data
             return
         if b"\r" in data:
-            data = data.replace(b"\r", b"")  # of a CRLF: JSON has no bare one
+            data = data.replace(b"\r", b"")  # of a CRLF: JSON strings have no raw \r
         *events, self._buffer = data.split(b"\n\n")
         for event in events:
             self._on_event(event, now)
 
     def on_end(self, now: float) -> None:
-        """The stream is over: its last event may lack the blank line after it."""
+        """Parses the last event, which may lack the blank line after it."""
         if self.status == 200 and self._buffer.lstrip().startswith(b"data:"):
             event, self._buffer = self._buffer.strip(), b""
             self._on_event(event, now)
@@ -102,19 +102,19 @@ class Answer:
             if payload.strip() == b"[DONE]":
                 self.is_done = True
                 return
-            raise HttpFailed(f"the server streamed what is no event: {problem}") from problem
+            raise HttpFailed(f"the server streamed an invalid event: {problem}") from problem
         if parsed.usage is not None:
             self.usage = parsed.usage
         if parsed.choices:
             self._on_choice(parsed.choices[0], now)
         elif parsed.usage is None:
-            self.error = self.error or _plain_error(payload)
+            self.error = self.error or _bare_error(payload)
         if parsed.error is not None:
             self.error = _error_message(parsed.error)
 
     def _on_choice(self, choice: _Choice, now: float) -> None:
         delta = choice.delta
-        text = choice.text if delta is None else _said(delta)
+        text = choice.text if delta is None else _delta_text(delta)
         if choice.finish_reason is not None:
             self.is_done, self.has_empty_end = True, not text
         if text:
@@ -126,53 +126,53 @@ class Answer:
             and not self.arrivals_s
             and delta.tool_calls is None
         ):
-            return  # a chat's opening event: it names the role and holds no token
-        # An event without text is a token too: half a character, or one that ended the answer.
+            return  # a chat's first event: it names the role and holds no token
+        # An event without text is a token too: half a character, or the token that ends the text.
         self.arrivals_s.append(now)
 
     def problem(self) -> str | None:
-        """Why this is no complete answer, or None if it is."""
+        """Why the response is not complete, or None if it is."""
         if self.error is not None:
             return self.error
         if self.status != 200:
-            return f"HTTP {self.status}: {body_message(self._buffer)}"
+            return f"HTTP {self.status}: {error_message_of(self._buffer)}"
         if not self.is_done:
             return self._why_not_done()
-        return None if self.arrivals_s else "the answer has no tokens"
+        return None if self.arrivals_s else "the response has no tokens"
 
     def _why_not_done(self) -> str:
         rest = self._buffer.strip()
         if not self.arrivals_s and rest.startswith((b"{", b"<")):
             begin = rest[:80].decode(errors="replace")
-            return f"the answer is no event stream; it begins with {begin}"
+            return f"the response is not an event stream; it begins with {begin}"
         return "the stream ended without [DONE] or a finish reason"
 
     def _data_of(self, event: bytes) -> bytes:
-        """An event of several lines, or none of data, as one data line; empty without data."""
+        """The data lines of an event joined into one; empty if it has none."""
         lines = event.split(b"\n")
         data = [line[5:] for line in lines if line.startswith(b"data:")]
         if data and any(line.replace(b" ", b"") == b"event:error" for line in lines):
-            self.error = body_message(b"\n".join(data))
+            self.error = error_message_of(b"\n".join(data))
         return b"data:" + b"\n".join(data) if data else b""
 
 
-def _said(delta: _Delta) -> str | None:
+def _delta_text(delta: _Delta) -> str | None:
     return delta.content or delta.reasoning_content or delta.reasoning
 
 
-def _plain_error(payload: bytes) -> str | None:
-    """What an event without choices and usage says, if it is an error."""
+def _bare_error(payload: bytes) -> str | None:
+    """The message of an event that has neither choices nor usage, if it is an error."""
     with contextlib.suppress(msgspec.MsgspecError):
         parsed = msgspec.json.decode(payload)
         if isinstance(parsed, dict) and (
-            parsed.get("object") in _PLAIN_ERRORS or parsed.get("type") in _PLAIN_ERRORS
+            parsed.get("object") in _BARE_ERRORS or parsed.get("type") in _BARE_ERRORS
         ):
             return _error_message(parsed)
     return None
 
 
-def body_message(body: bytes) -> str:
-    """What an error's body says: OpenAI's message, else FastAPI's detail, else its beginning."""
+def error_message_of(body: bytes) -> str:
+    """The message in an error's body: OpenAI's, else FastAPI's detail, else the first bytes."""
     with contextlib.suppress(msgspec.MsgspecError):
         parsed = msgspec.json.decode(body)
         if isinstance(parsed, dict) and (found := parsed.get("error") or parsed.get("detail")):

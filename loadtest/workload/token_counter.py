@@ -1,4 +1,4 @@
-"""How many tokens a text has: by its tokenizer, by the server, or by a guess."""
+"""How many tokens a text has, by a tokenizer or by an estimate."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,19 +6,19 @@ from typing import TypeAlias
 
 from penstock.scheduler.errors import InvalidConfig
 
-Count: TypeAlias = Callable[[Sequence[str]], list[int]]
-# English text has about four characters a token.
+TokenCounter: TypeAlias = Callable[[Sequence[str]], list[int]]
+# English text has about four characters per token.
 CHARACTERS_PER_TOKEN = 4
 TOKENIZER_FILE = "tokenizer.json"
 
 
-def estimate(texts: Sequence[str]) -> list[int]:
-    """About how many tokens each text has, whatever the model."""
+def estimate_tokens(texts: Sequence[str]) -> list[int]:
+    """A rough number of tokens of each text, for any model."""
     return [max(1, round(len(text) / CHARACTERS_PER_TOKEN)) for text in texts]
 
 
-def tokenizer_count(path: Path) -> Count:
-    """Counts by a tokenizer.json, or by the one in a model's directory. Raises InvalidConfig.
+def tokenizer_counter(path: Path) -> TokenCounter:
+    """A counter from a tokenizer.json, or a model's directory with one. Raises InvalidConfig.
 
     Special tokens around a text, such as BOS, are counted, as `vllm bench serve` does.
     """
@@ -33,7 +33,7 @@ def tokenizer_count(path: Path) -> Count:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no narrower class
         raise InvalidConfig(f"--tokenizer {file} cannot be read: {error}") from error
-    # A file may cut or pad what it encodes, which would make every text as long as that.
+    # The file may set truncation or padding, which would change the counts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
