@@ -16,6 +16,7 @@ from penstock.scheduler.errors import InvalidConfig
 from penstock.server.config import ServerConfig
 from penstock.server.observability.tracing import Tracer
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
+from tests.support.timing import retried_when_disturbed
 
 TRACE_ID, CALLER_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -95,6 +96,7 @@ def server(collector: Collector) -> Iterator[RunningServer]:
             yield server
 
 
+@retried_when_disturbed
 def test_a_request_is_a_span_in_the_callers_trace_with_its_phases(
     server: RunningServer, collector: Collector
 ) -> None:
