@@ -23,7 +23,7 @@ from penstock.server.config import MetricsAlias
 from penstock.server.observability.metrics import Metrics
 from penstock.server.output.detokenizer import TextDecoder, Vocabulary
 from penstock.server.output.generation import Choice
-from tests.docs.tables import on_known_hardware
+from tests.support.known_hardware import on_known_hardware
 
 STEPS_MS = (0.3, 10.0)
 TARGET_SHARE = 0.01

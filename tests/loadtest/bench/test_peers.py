@@ -14,7 +14,8 @@ from penstock.loadtest.config import TargetConfig, WorkloadConfig
 from penstock.loadtest.report.report import RequestResult
 from penstock.loadtest.workload.lengths import Count, tokenizer_count
 from penstock.loadtest.workload.workload import make_requests
-from tests.loadtest.bench.test_http_target import (
+from tests.support.paths import ROOT
+from tests.support.stub_server import (
     Exchange,
     Stub,
     answer_five,
@@ -24,7 +25,6 @@ from tests.loadtest.bench.test_http_target import (
     token,
     usage,
 )
-from tests.support.paths import ROOT
 
 TOKENIZER = ROOT / "engine" / "demo_model"
 DONE = b"data: [DONE]\n\n"

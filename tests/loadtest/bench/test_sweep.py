@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from penstock.loadtest.bench.cli import main
 from penstock.loadtest.bench.sweep import search, wilson_interval
 from penstock.loadtest.report import plots
-from tests.loadtest.bench.test_flags import ANSWER, FEW, sharegpt
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
+from tests.support.sharegpt import ANSWER, sharegpt
 from tests.support.timing import retried_when_disturbed
 
 STEP_MS = 20.0
+FEW = ["--num-prompts", "4", "--random-input-len", "4", "--random-output-len", "5"]
 
 
 @settings(max_examples=60)
