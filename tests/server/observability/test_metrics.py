@@ -325,7 +325,7 @@ def test_queue_prefill_and_decode_add_up_to_the_latency() -> None:
             )
         )
         assert queue + prefill == pytest.approx(ttft)
-        assert decode == pytest.approx(9 * 0.020, rel=0.3)
+        assert 9 * 0.020 * 0.95 < decode < 9 * 0.020 * 1.9  # sleeps last longer on a busy machine
         # Steps are timed when their report comes, a first token when its stream has its turn.
         assert -0.005 <= latency - ttft - decode < 0.05
         assert 0 < scrape("engine_idle_ratio") < 1
