@@ -16,8 +16,8 @@ serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
 
 # All that needs no GPU, but for what is marked slow. A file's tests stay in one process, as they
-# share servers; WORKERS=0 runs all of them in one, which a debugger needs.
-WORKERS ?= 2
+# share servers; WORKERS=0 runs all of them in one, as a debugger needs it, and as one GPU does.
+WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,2)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: .venv/installed-dev
 	$(PYTEST) -m "not slow"
