@@ -10,14 +10,21 @@ BIN := .venv/bin
 # torch comes first and alone, so that the pinned build is the one that everything else finds.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve test test-fuzz test-schemas test-clients test-ops dashboard dashboard-picture check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops dashboard dashboard-picture check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
 
-# All that needs no GPU.
+# All that needs no GPU, but for what is marked slow. A file's tests stay in one process, as they
+# share servers; WORKERS=0 runs all of them in one, as a debugger needs it, and as one GPU does.
+WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,2)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+# The rest: kernels in Triton's interpreter, for a minute and a half.
+test-slow: .venv/installed-dev
+	$(PYTEST) -m slow
 
 # Whatever the schema allows, bodies nearly right, and bytes nearly HTTP: no server error, no answer of
 # another shape than promised, none later than five seconds. Takes five minutes.
@@ -55,7 +62,7 @@ dashboard: .venv/installed
 dashboard-picture: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.ops.picture
 
-# What every commit passes: style, types, import rules, tests.
+# What every commit passes: style, types, import rules, tests. `.ci/run` adds `make test-slow`.
 check: lint test
 
 lint: .venv/installed-dev

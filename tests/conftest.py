@@ -1,5 +1,6 @@
 """What every test needs: threads that do not fight over the cores, and examples that repeat."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -31,3 +32,12 @@ def exact_server() -> Iterator[RunningServer]:
         yield server
     finally:
         server.stop()
+
+
+def pytest_sessionfinish() -> None:
+    """What the code under test froze can be collected again.
+
+    Else nothing that a module refers to is freed at exit, and Triton's bindings, whose types and
+    functions are then alive, print a page on leaks after pytest's last line.
+    """
+    gc.unfreeze()

@@ -10,13 +10,10 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from prometheus_client.core import Metric
 
-from penstock.engine.executor import ModelInfo
 from penstock.scheduler.errors import PenstockError
 from tests.support.paths import ROOT
 
@@ -92,22 +89,12 @@ def metrics() -> str:
 def families() -> list[Metric]:
     """What a server tells whose device's peaks are known."""
     from penstock.server.observability.metrics import Metrics
+    from tests.support.known_hardware import on_known_hardware
 
     told = Metrics()
     told.on_response("/v1/completions", "POST", 200)
     told.on_ready(on_known_hardware())
     return list(told.families())
-
-
-def on_known_hardware() -> ModelInfo:
-    """A model on a device whose peaks are known."""
-    from penstock.engine.executors.scripted import scripted_info
-
-    info = scripted_info()
-    peaks: dict[str, Any] = {
-        field.name: 1.0 for field in fields(info) if field.name.endswith("_per_s")
-    }
-    return replace(info, load_seconds={"weights": 1.0}, **peaks)
 
 
 def _metric_row(family: Metric) -> tuple[str, ...]:

@@ -1,32 +1,18 @@
 """The step loop with its own inbox and clock: the order of things within a step."""
 
-from collections.abc import Iterable
-
 import pytest
 
 from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-from penstock.engine.ipc.messages import Abort, FromEngine, Refused, StepReport, Submit, ToEngine
+from penstock.engine.ipc.messages import Abort, FromEngine, Refused, StepReport, Submit
 from penstock.engine.loop import EngineLoop
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import FinishReason, RequestId, SampledTokens, ScheduledBatch
+from tests.support.inbox import ListInbox
 from tests.support.scheduling import make_request
 
 INFO = scripted_info(num_blocks=64, max_model_len=512)
-
-
-class ListInbox:
-    """Commands posted by the test; remembers how long the loop was ready to wait."""
-
-    def __init__(self) -> None:
-        self.commands: list[ToEngine] = []
-        self.patience: list[float | None] = []
-
-    def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
-        self.patience.append(timeout_s)
-        commands, self.commands = self.commands, []
-        return commands
 
 
 class SlowExecutor(ScriptedExecutor):

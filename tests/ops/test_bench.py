@@ -14,10 +14,10 @@ import pytest
 
 from penstock.loadtest.bench.cli import main
 from penstock.loadtest.workload.token_counter import tokenizer_counter
-from tests.loadtest.bench.test_http_target import Exchange, stub
-from tests.ops.browser import Page, running_browser
+from tests.support.browser import Page, running_browser
 from tests.support.paths import ROOT
 from tests.support.serving import free_port, running_server
+from tests.support.stub_server import Exchange, stub
 
 NewPage = Callable[[], Page]
 MODEL = str(ROOT / "engine" / "demo_model")

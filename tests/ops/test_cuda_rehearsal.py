@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.executors.test_cuda_rehearsal import check_serving, rehearsal
+from tests.support.run_rehearsal import check_serving, rehearsal
 
 
 @pytest.mark.parametrize("flags", [(), ("--enforce-eager",), ("qwen2",), ("qwen3",)])

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.ops.load import load_on
-from tests.ops.prometheus import CONFIG, Prometheus, program, running_prometheus
+from tests.support.load import load_on
 from tests.support.paths import ROOT
+from tests.support.prometheus import CONFIG, Prometheus, program, running_prometheus
 from tests.support.serving import RunningServer
 
 DASHBOARD = ROOT / "configs" / "grafana" / "penstock.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.ops.image import (
+from tests.support.image import (
     Container,
     build,
     config_of,

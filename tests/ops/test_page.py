@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.browser import Page, running_browser
-from tests.ops.load import load_on
+from tests.support.browser import Page, running_browser
+from tests.support.load import load_on
 from tests.support.serving import RunningServer, running_server, wait_until
 
 KEY = "a-key-of-ours"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ops.firefox import Firefox, running_firefox
+from tests.support.firefox import Firefox, running_firefox
 from tests.support.serving import RunningServer, running_server
 
 

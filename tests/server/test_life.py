@@ -7,9 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -20,7 +20,7 @@ from tests.support.serving import MODEL, RunningServer, running_server, wait_unt
 
 COMPLETIONS = "/v1/completions"
 # Seconds of work, unless it is aborted.
-LONG = {"model": MODEL, "prompt": "Once", "max_tokens": 50_000, "seed": 1}
+LONG: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 50_000, "seed": 1}
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +66,11 @@ def test_a_disconnect_from_a_plain_request_frees_everything(server: RunningServe
 
 
 def test_a_disconnect_from_a_batch_of_prompts_frees_everything(server: RunningServer) -> None:
+    before = server.metric("generated_tokens_total")
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + COMPLETIONS, json=LONG | {"prompt": ["a", "b", "c"]}, timeout=0.3)
     server.wait_until_idle()
+    assert server.metric("generated_tokens_total") - before < 3 * LONG["max_tokens"] / 2
 
 
 def test_a_stop_string_also_ends_the_work_of_the_engine(server: RunningServer) -> None:
@@ -124,14 +126,14 @@ def test_a_second_signal_ends_the_server_at_once() -> None:
         server.process.send_signal(signal.SIGINT)
         wait_until(lambda: server.get("/ready").status_code == 503)
         server.process.send_signal(signal.SIGINT)
-        code, _ = server.exit_code(timeout_s=3)
+        code, _ = server.exit_code()
         assert code == 128 + signal.SIGINT
 
 
 def test_an_idle_server_drains_at_once() -> None:
     with running_server() as server:
         server.process.send_signal(signal.SIGTERM)
-        code, errors = server.exit_code(timeout_s=5)
+        code, errors = server.exit_code(timeout_s=20)  # of the 30 s that a drain may take
         assert (code, errors) == (0, "")
 
 
@@ -238,10 +240,10 @@ def test_the_version_is_printed() -> None:
 
 
 def test_ten_disconnects_in_a_row_leave_nothing_running(server: RunningServer) -> None:
+    before = server.metric("generated_tokens_total")
     for _ in range(10):
         body = LONG | {"stream": True}
         with httpx.stream("POST", server.url + COMPLETIONS, json=body) as response:
             next(response.iter_raw())  # and disconnects
-    started_s = time.monotonic()
     server.wait_until_idle()
-    assert time.monotonic() - started_s < 2
+    assert server.metric("generated_tokens_total") - before < 10 * LONG["max_tokens"] / 2

@@ -22,7 +22,7 @@ from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.output.choice import Choice
 from penstock.server.output.detokenizer import TextDecoder, Vocabulary
-from tests.docs.tables import on_known_hardware
+from tests.support.known_hardware import on_known_hardware
 
 STEPS_MS = (0.3, 10.0)
 TARGET_SHARE = 0.01

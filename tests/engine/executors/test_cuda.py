@@ -155,7 +155,7 @@ def _requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("chunk_sizes", [(), (6, 24, 32)])
+@pytest.mark.parametrize("chunk_sizes", [pytest.param((), marks=pytest.mark.slow), (6, 24, 32)])
 def test_one_step_ahead_it_gives_what_the_cpu_executor_gives(chunk_sizes: tuple[int, ...]) -> None:
     """chunk_sizes: steps with chunks are padded to these, or run as they are."""
     cpu = _cpu()
@@ -167,6 +167,7 @@ def test_one_step_ahead_it_gives_what_the_cpu_executor_gives(chunk_sizes: tuple[
         assert _logprobs(found)[key] == pytest.approx(logprobs, abs=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_does_not_depend_on_company() -> None:
     sampling = SamplingParams(max_tokens=3, seed=5, temperature=1.0, top_p=0.95)
     drawn = replace(_requests()[1], id=RequestId("drawn"), sampling=sampling)

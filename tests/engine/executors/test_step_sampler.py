@@ -12,7 +12,7 @@ from penstock.engine.executors.cuda.step_sampler import StepSampler
 from penstock.engine.kernels.sample import Mode
 from penstock.engine.sampling.grammar import Grammars, GrammarTable
 from penstock.scheduler.types import SamplingParams, SlotAssignment, TokenLogprobs
-from tests.support.kernels import DEVICE, random
+from tests.support.kernels import DEVICE, LOGPROB_TOLERANCE, random
 
 VOCAB_SIZE, EOS = 2048, (2, 0)
 PROMPT, SAID = (5, 6, 7), (8, 9)
@@ -90,7 +90,9 @@ def test_logprobs_come_for_those_alone_who_ask(together: Step) -> None:
     assert logprobs is not None and logprobs[:-1] == [None] * (len(SLOTS) - 1)
     told = logprobs[-1]
     expected = together.logits[-1].log_softmax(-1)
-    assert told and told.logprob == pytest.approx(expected[together.ids[-1]].item(), abs=1e-5)
+    assert told and told.logprob == pytest.approx(
+        expected[together.ids[-1]].item(), abs=LOGPROB_TOLERANCE
+    )
     assert [i for i, _ in told.top] == expected.topk(2).indices.tolist()
 
 

@@ -22,6 +22,7 @@ from penstock.engine.kernels import sample as kernels  # noqa: E402
 from penstock.engine.kernels.sample import DeviceSampler, Mode, can_fuse  # noqa: E402
 from penstock.engine.sampling.sampler import Sampler, _repair, _Step  # noqa: E402
 from penstock.scheduler.types import SamplingParams  # noqa: E402
+from tests.support.kernels import LOGPROB_TOLERANCE  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -413,10 +414,10 @@ def test_logprobs_are_of_the_raw_logits_and_only_for_who_asks() -> None:
     drawn = Drawn(logits, samplings)
     assert drawn.mode is Mode.ADJUSTED
     own = logits.log_softmax(-1)[torch.arange(4), torch.tensor(drawn.ids)]
-    assert drawn.logprobs[0] == pytest.approx(float(own[0]), abs=1e-5)
+    assert drawn.logprobs[0] == pytest.approx(float(own[0]), abs=LOGPROB_TOLERANCE)
     assert math.isnan(drawn.logprobs[1])
     assert (drawn.ids[2], drawn.logprobs[2]) == (0, 0.0)
-    assert drawn.logprobs[3] == pytest.approx(float(own[3]), abs=1e-5)
+    assert drawn.logprobs[3] == pytest.approx(float(own[3]), abs=LOGPROB_TOLERANCE)
 
 
 def test_a_slot_forgets_its_last_request() -> None:

@@ -15,7 +15,7 @@ from penstock.engine.sampling.grammar import BadGrammar, Grammars, GrammarTable
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import FinishReason, RequestId, SamplingParams, SlotAssignment
-from tests.engine.test_loop import ListInbox
+from tests.support.inbox import ListInbox
 from tests.support.paths import DEMO_MODEL
 from tests.support.scheduling import make_request
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.sampling.sampler import Sampler, _draw, _penalise, _pick, _uniforms
 from penstock.scheduler.types import SamplingParams, TokenLogprobs
+from tests.support.kernels import LOGPROB_TOLERANCE
 
 CPU = torch.device("cpu")
 # 2 blocks and a rest; less than a block; whole blocks; enough that two-level selection is used.
@@ -428,13 +429,13 @@ def test_logprobs_are_those_of_the_raw_logits_and_only_of_the_rows_that_ask() ->
         entry = report[row]
         assert entry is not None
         assert num is not None
-        assert entry.logprob == pytest.approx(expected[ids[row]].item(), abs=1e-5)
+        assert entry.logprob == pytest.approx(expected[ids[row]].item(), abs=LOGPROB_TOLERANCE)
         assert len(entry.top) == min(num, 131)
         for (token, logprob), best in zip(
             entry.top, expected.sort(descending=True).values.tolist(), strict=False
         ):
-            assert logprob == pytest.approx(best, abs=1e-5)
-            assert expected[token].item() == pytest.approx(best, abs=1e-5)
+            assert logprob == pytest.approx(best, abs=LOGPROB_TOLERANCE)
+            assert expected[token].item() == pytest.approx(best, abs=LOGPROB_TOLERANCE)
 
 
 # --- what cannot be sampled -----------------------------------------------------------------------

@@ -10,21 +10,12 @@ import pytest
 from penstock.loadtest.bench.cli import main
 from penstock.loadtest.report.report import RequestResult
 from penstock.loadtest.workload.token_counter import tokenizer_counter
-from tests.loadtest.bench.test_http_target import Exchange, answer_five, stub, token
 from tests.support.paths import ROOT
+from tests.support.sharegpt import ANSWER, QUESTION, sharegpt
+from tests.support.stub_server import Exchange, answer_five, stub, token
 
 DEMO = ROOT / "engine" / "demo_model"
 FEW = ["--num-prompts", "4", "--random-input-len", "4", "--random-output-len", "5"]
-QUESTION = "What does a scheduler of a language model server do? "
-ANSWER = "It decides who runs in the next step, and who has to wait. "
-
-
-def sharegpt(path: Path, num: int = 12) -> Path:
-    """Conversations of known lengths; the last one is longer than the limit of vLLM."""
-    turns = [(f"{number}. {QUESTION}", ANSWER * (number % 12 + 1)) for number in range(num)]
-    turns.append((QUESTION * 600, ANSWER))
-    path.write_text(json.dumps([{"conversations": [{"value": q}, {"value": a}]} for q, a in turns]))
-    return path
 
 
 def test_flags_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

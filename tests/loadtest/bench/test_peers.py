@@ -15,7 +15,8 @@ from penstock.loadtest.report.report import RequestResult
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.token_counter import TokenCounter, tokenizer_counter
 from penstock.loadtest.workload.workload import make_requests
-from tests.loadtest.bench.test_http_target import (
+from tests.support.paths import ROOT
+from tests.support.stub_server import (
     Exchange,
     Stub,
     answer_five,
@@ -25,7 +26,6 @@ from tests.loadtest.bench.test_http_target import (
     token,
     usage,
 )
-from tests.support.paths import ROOT
 
 TOKENIZER = ROOT / "engine" / "demo_model"
 DONE = b"data: [DONE]\n\n"

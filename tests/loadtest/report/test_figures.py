@@ -15,7 +15,7 @@ from penstock.loadtest.report.figures import (
 from penstock.loadtest.report.html import ticks
 from penstock.loadtest.report.report import Replay, ReportConfig, summarize
 from penstock.loadtest.workload.config import Dataset, WorkloadConfig
-from tests.loadtest.report.test_report import result
+from tests.support.results import result
 
 
 def run_of(observed: Replay, rate: float = 1.0) -> Run:

@@ -7,35 +7,12 @@ from hypothesis import strategies as st
 from penstock.loadtest.report.report import (
     Replay,
     ReportConfig,
-    RequestResult,
     percentile,
     render,
     report_warnings,
     summarize,
 )
-
-
-def result(
-    index: int = 0,
-    *,
-    sent: float = 0.0,
-    arrivals: tuple[float, ...] = (),
-    tokens: int | None = None,
-    status: int = 200,
-    error: str | None = None,
-) -> RequestResult:
-    return RequestResult(
-        index=index,
-        scheduled_s=sent,
-        sent_s=sent,
-        ended_s=arrivals[-1] if arrivals else sent + 0.01,
-        num_prompt_tokens=100,
-        num_output_tokens=len(arrivals) if tokens is None else tokens,
-        arrivals_s=list(arrivals),
-        status=status,
-        error=error,
-    )
-
+from tests.support.results import result
 
 # One token an event; two tokens an event; a single token; one turned away.
 REPLAY = Replay(

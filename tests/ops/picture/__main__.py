@@ -10,9 +10,9 @@ from typing import Any
 
 from PIL import Image
 
-from tests.ops.browser import chromium
 from tests.ops.picture.draw import build_page, draw
 from tests.ops.picture.scene import DASHBOARD, record
+from tests.support.browser import chromium
 
 _PICTURE = DASHBOARD.with_name("dashboard.png")
 _ROWS = ("Overview", "Latency", "Throughput", "Roofline")

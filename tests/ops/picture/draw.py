@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.ops.browser import running_browser
+from tests.support.browser import running_browser
 from tests.support.paths import ROOT
 
 WIDTH = 1600

@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
-from tests.ops.prometheus import Prometheus, running_prometheus
 from tests.support.paths import ROOT
+from tests.support.prometheus import Prometheus, running_prometheus
 from tests.support.serving import MODEL, RunningServer
 
 DASHBOARD = ROOT / "configs" / "grafana" / "penstock.json"

@@ -133,7 +133,7 @@ def test_a_request_that_still_waits_is_dropped_in_time(hurried: RunningServer) -
     with httpx.stream("POST", hurried.url + "/v1/completions", json=LONG | {"stream": True}):
         response = hurried.post("/v1/completions", LONG)
         assert response.status_code == 504
-        assert response.elapsed.total_seconds() < 2
+        assert response.elapsed.total_seconds() < 10
     hurried.wait_until_idle()
     assert hurried.complete(max_tokens=4).status_code == 200
 

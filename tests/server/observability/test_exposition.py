@@ -18,7 +18,7 @@ from penstock.server.observability.exposition import Renderer
 from penstock.server.observability.histograms import STEP_SECONDS, Gaps, Histogram, HistogramFamily
 from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.metrics_alias import MetricsAlias
-from tests.docs.tables import on_known_hardware
+from tests.support.known_hardware import on_known_hardware
 
 VALUES = st.floats() | st.integers(-(10**12), 10**12) | st.floats(0, 20)
 # Model names are directory names, so they may contain nearly any character.

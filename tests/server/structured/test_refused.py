@@ -11,8 +11,9 @@ import pytest
 from tests.support.serving import RunningServer, running_server
 from tests.support.structured import SCHEMAS, ask_all, assert_validates, json_schema
 
-# Compiling is bounded by fuel; the limit allows for a machine with other load.
-MAX_SECONDS = 5.0
+# Compiling is bounded by fuel, and takes 1.6 s at most where eight processes share two cores; what
+# is not bounded takes longer than the 30 s that the client waits.
+MAX_SECONDS = 15.0
 WHITESPACE = "structured_outputs.whitespace_pattern"
 
 
