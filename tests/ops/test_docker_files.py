@@ -162,7 +162,7 @@ def test_the_charts_monitor_sends_the_key_that_the_server_asks_for() -> None:
     [endpoint] = _one(_rendered(values), "ServiceMonitor")["spec"]["endpoints"]
     secret = {"name": "keys", "key": "PENSTOCK_API_KEY"}
     assert endpoint["authorization"] == {"credentials": secret}
-    with pytest.raises(Exception, match="sendApiKey needs existingSecret"):
+    with pytest.raises(Exception, match="sendApiKey requires existingSecret"):
         _rendered({**values, "existingSecret": ""})
 
 
