@@ -381,7 +381,7 @@ def _saturation() -> list[Panel]:
         ),
         timeseries(
             "Preemptions",
-            "Sequences returned to the queue for lack of KV blocks, and tokens recomputed for them.",
+            "Sequences returned to the queue for lack of KV blocks, and the tokens recomputed.",
             "short",
             Query(_rate("preemptions_total"), "preemptions per second"),
             Query(_rate("recomputed_tokens_total"), "recomputed tokens per second"),

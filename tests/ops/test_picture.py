@@ -1,4 +1,4 @@
-"""The dashboard drawn by Grafana's own components, from what a real Prometheus answers."""
+"""The dashboard, drawn by Grafana's own components with data of a real Prometheus."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ def test_every_panel_draws_without_an_error_and_has_data(scene: Scene, tmp_path:
     assert drawn == {"failed": {}, "empty": [], "complaints": []}
 
 
-def test_a_panel_that_cannot_be_drawn_is_named(scene: Scene, tmp_path: Path) -> None:
+def test_a_panel_that_cannot_be_drawn_is_reported(scene: Scene, tmp_path: Path) -> None:
     dashboard = _dashboard()
     panels = {panel["title"]: panel for panel in dashboard["panels"]}
     panels["Running"]["type"] = "statistic"
