@@ -136,14 +136,14 @@ def test_every_kind_of_report_is_readable_in_a_browser(new_page: NewPage, tmp_pa
     for name, path in reports(tmp_path).items():
         page = new_page()
         for scheme, width in (("light", 1340), ("dark", 1340), ("light", 400)):
-            page.look(width=width, height=900, scheme=scheme)
+            page.emulate(width=width, height=900, scheme=scheme)
             page.open(path.as_uri())
             assert page.js("document.querySelectorAll('svg').length") >= 2, name
             assert page.js(_OVERLAPS) == [], (name, width)
             assert page.js(_EMPTY) == [], (name, width)
             assert page.js("document.documentElement.scrollWidth <= innerWidth"), (name, width)
         ink = page.js("getComputedStyle(document.body).color")
-        page.look(width=1340, height=900, scheme="dark")
+        page.emulate(width=1340, height=900, scheme="dark")
         assert page.js("getComputedStyle(document.body).color") != ink
         assert {url.partition(":")[0] for url in page.urls()} <= {"file", "data"}
     assert "9 failed: HTTP 500: no" in page.text()
