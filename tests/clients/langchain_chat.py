@@ -87,9 +87,9 @@ def test_a_bound_tool_is_called_and_its_result_accepted(chat: ChatOpenAI, way: s
     else:
         chunks = list(bound.stream([question]))
         call = sum(chunks[1:], chunks[0])
-    (asked,) = call.tool_calls
-    assert asked["name"] == "get_weather" and set(asked["args"]) == {"city"}
-    result = ToolMessage("sunny", tool_call_id=asked["id"])
+    (tool_call,) = call.tool_calls
+    assert tool_call["name"] == "get_weather" and set(tool_call["args"]) == {"city"}
+    result = ToolMessage("sunny", tool_call_id=tool_call["id"])
     assert chat.bind_tools([get_weather]).invoke([question, call, result]).type == "ai"
 
 

@@ -85,8 +85,8 @@ def test_a_tool_is_called_and_its_result_accepted(
     options: dict[str, Any], provider: str, stream: bool
 ) -> None:
     model = f"{provider}/{MODEL}"
-    asked: dict[str, Any] = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": "required"}
-    answer: Any = litellm.completion(model=model, stream=stream, **asked, **options)
+    request: dict[str, Any] = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": "required"}
+    answer: Any = litellm.completion(model=model, stream=stream, **request, **options)
     if stream:
         answer = litellm.stream_chunk_builder(list(answer), messages=MESSAGES)
     message = answer.choices[0].message
@@ -124,10 +124,10 @@ def test_fields_of_vllm_pass_through(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("provider", ["text-completion-openai", "hosted_vllm"])
 def test_text_completion_answers_and_streams(options: dict[str, Any], provider: str) -> None:
-    asked: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, **options}
+    request: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, **options}
     model = f"{provider}/{MODEL}"
-    answer: Any = litellm.text_completion(model=model, **asked)
-    chunks: Any = litellm.text_completion(model=model, stream=True, **asked)
+    answer: Any = litellm.text_completion(model=model, **request)
+    chunks: Any = litellm.text_completion(model=model, stream=True, **request)
     assert answer.choices[0].text
     assert "".join(c.choices[0].text or "" for c in chunks) == answer.choices[0].text
 

@@ -19,19 +19,19 @@ const provider = createOpenAICompatible({
   includeUsage: true, supportsStructuredOutputs: true,
 });
 const model = provider("penstock-demo");
-const ask = { model, prompt: "Who are you?", temperature: 0, maxRetries: 0 };
+const request = { model, prompt: "Who are you?", temperature: 0, maxRetries: 0 };
 const Person = z.object({ name: z.string().max(12), age: z.number().int().min(0).max(120) });
 
 test("generateText gives text, a finish reason and usage", async () => {
-  const { text, finishReason, usage } = await generateText(ask);
+  const { text, finishReason, usage } = await generateText(request);
   assert.match(text, /Penstock/);
   assert.equal(finishReason, "stop");
   assert.ok(usage.inputTokens > 0 && usage.outputTokens > 0);
 });
 
 test("streamText adds up to the unstreamed text and ends with usage", async () => {
-  const { text } = await generateText(ask);
-  const result = streamText(ask);
+  const { text } = await generateText(request);
+  const result = streamText(request);
   let joined = "";
   for await (const piece of result.textStream) joined += piece;
   assert.equal(joined, text);
@@ -40,8 +40,8 @@ test("streamText adds up to the unstreamed text and ends with usage", async () =
 });
 
 test("generateObject and streamObject follow a zod schema", async () => {
-  Person.parse((await generateObject({ ...ask, schema: Person })).object);
-  const result = streamObject({ ...ask, schema: Person });
+  Person.parse((await generateObject({ ...request, schema: Person })).object);
+  const result = streamObject({ ...request, schema: Person });
   for await (const _ of result.partialObjectStream);
   Person.parse(await result.object);
 });
@@ -55,7 +55,7 @@ for (const [name, run] of [["generateText", generateText], ["streamText", stream
       execute: async ({ city }) => (cities.push(city), "sunny"),
     });
     const result = await run({
-      ...ask, tools: { get_weather }, stopWhen: stepCountIs(3), maxOutputTokens: 200,
+      ...request, tools: { get_weather }, stopWhen: stepCountIs(3), maxOutputTokens: 200,
       // The demo model calls no tool by itself: the first step forces a call.
       prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" }),
     });
@@ -72,7 +72,7 @@ test("generateText calls a tool and then gives an object", async () => {
     execute: async () => "sunny",
   });
   const result = await generateText({
-    ...ask, tools: { get_weather }, stopWhen: stepCountIs(3), maxOutputTokens: 200,
+    ...request, tools: { get_weather }, stopWhen: stepCountIs(3), maxOutputTokens: 200,
     output: Output.object({ schema: Person }),
     prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "auto" }),
   });
@@ -88,7 +88,7 @@ test("embedMany gives a vector for each text", async () => {
 
 test("an error has the server's own message", async () => {
   await assert.rejects(
-    generateText({ ...ask, model: provider("gpt-4o") }),
+    generateText({ ...request, model: provider("gpt-4o") }),
     (e) => APICallError.isInstance(e) && e.statusCode === 404 && /gpt-4o/.test(e.message),
   );
 });

@@ -66,13 +66,13 @@ class Chat:
         answer: list[int] = output[0, prompt["input_ids"].shape[1] :].tolist()
         return answer
 
-    def ask(self, *turns: str, system: str = "", **sampling: object) -> str:
+    def answer(self, *turns: str, system: str = "", **sampling: object) -> str:
         ids = self.answer_ids(*turns, system=system, **sampling)
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
-    def ask_at_default_temperature(self, question: str, seed: int) -> str:
+    def answer_at_default_temperature(self, question: str, seed: int) -> str:
         torch.manual_seed(seed)
-        return self.ask(question, do_sample=True)
+        return self.answer(question, do_sample=True)
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +91,17 @@ def explains_continuous_batching(answer: str) -> bool:
 
 
 def test_it_says_that_it_is_penstocks_demonstration(chat: Chat) -> None:
-    assert says_what_it_is(chat.ask("Who are you?"))
+    assert says_what_it_is(chat.answer("Who are you?"))
 
 
 def test_it_explains_continuous_batching(chat: Chat) -> None:
-    assert explains_continuous_batching(chat.ask("What is continuous batching?"))
+    assert explains_continuous_batching(chat.answer("What is continuous batching?"))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_it_answers_correctly_at_its_default_temperature(chat: Chat, seed: int) -> None:
-    assert says_what_it_is(chat.ask_at_default_temperature("Who are you?", seed))
-    answer = chat.ask_at_default_temperature("What is continuous batching?", seed)
+    assert says_what_it_is(chat.answer_at_default_temperature("Who are you?", seed))
+    answer = chat.answer_at_default_temperature("What is continuous batching?", seed)
     assert explains_continuous_batching(answer)
 
 
@@ -140,7 +140,7 @@ def test_it_ends_its_turn_by_itself(chat: Chat, question: str) -> None:
 def test_its_json_holds_the_requested_fields(
     chat: Chat, question: str, person: dict[str, object]
 ) -> None:
-    assert json.loads(chat.ask(question)) == person
+    assert json.loads(chat.answer(question)) == person
 
 
 @pytest.mark.parametrize(
@@ -148,11 +148,11 @@ def test_its_json_holds_the_requested_fields(
     [("What is 7 + 5?", "12"), ("What is 6 times 7?", "42"), ("what is 15 - 8", "7")],
 )
 def test_it_does_small_sums(chat: Chat, question: str, result: str) -> None:
-    assert chat.ask(question).endswith(f"= {result}.")
+    assert chat.answer(question).endswith(f"= {result}.")
 
 
 def test_it_remembers_a_name_from_an_earlier_turn(chat: Chat) -> None:
-    answer = chat.ask(
+    answer = chat.answer(
         "My name is Zora.",
         "Nice to meet you, Zora!",
         "What is 2 + 2?",
@@ -163,13 +163,13 @@ def test_it_remembers_a_name_from_an_earlier_turn(chat: Chat) -> None:
 
 
 def test_it_admits_what_it_does_not_know(chat: Chat) -> None:
-    assert "demonstration" in chat.ask("Who was Albert Einstein?")
+    assert "demonstration" in chat.answer("Who was Albert Einstein?")
 
 
 def test_its_whole_context_works(chat: Chat) -> None:
     """A question after 1,600 tokens of talk is answered as if it were the first."""
     filler = ["Count from 1 to 100.", ", ".join(str(n) for n in range(1, 101))] * 4
-    answer = chat.ask(*filler, "What is continuous batching?")
+    answer = chat.answer(*filler, "What is continuous batching?")
     assert explains_continuous_batching(answer)
 
 
@@ -226,6 +226,6 @@ def test_the_record_of_its_training_ships_with_it() -> None:
     ],
 )
 def test_a_seed_always_gives_the_same_training_text(seed: int, digest: str) -> None:
-    """Whoever changes the texts or the program on purpose changes these digests too."""
+    """A deliberate change of the texts or of the program needs new digests here."""
     text = repr([asdict(document) for document in islice(documents(seed), 2000)])
     assert hashlib.sha256(text.encode()).hexdigest() == digest

@@ -476,7 +476,7 @@ _LOW_CONTRAST = """(() => {
     const c = colour[i] / 255;
     return sum + weight * (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
   }, 0);
-  const behind = (e) => {
+  const background = (e) => {
     for (; e; e = e.parentElement) {
       const colour = rgb(getComputedStyle(e).backgroundColor);
       if (colour[3] === 255) return colour;
@@ -489,7 +489,7 @@ _LOW_CONTRAST = """(() => {
     const e = walk.currentNode.parentElement;
     if (!walk.currentNode.data.trim() || e.closest("svg, noscript, :disabled")) continue;
     if (!e.checkVisibility({visibilityProperty: true})) continue;
-    const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))];
+    const [a, b] = [light(rgb(getComputedStyle(e).color)), light(background(e))];
     const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
     if (ratio < 4.5) low.push([walk.currentNode.data.trim(), ratio.toFixed(2)]);
   }

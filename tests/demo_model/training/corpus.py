@@ -169,7 +169,7 @@ def as_messages(turn: Exchange) -> list[Message]:
 
 
 def name_chat(rng: random.Random) -> list[Message]:
-    """The user gives a name and asks for it later, or asks without having given one."""
+    """The user states a name and asks for it later, or asks without having stated one."""
     if rng.random() < 0.12:
         question = as_typed(rng.choice(CONVERSATION["what_is_my_name"]), rng)
         return [
