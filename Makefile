@@ -1,5 +1,5 @@
-# The two commands of the README are `make serve` and `make test`. The rest is for working on Penstock.
-# Each makes what it needs: an environment in .venv, once, and again when pyproject.toml changes.
+# The README uses `make serve` and `make test`; the other targets are for the development of Penstock.
+# Each creates the environment in .venv if needed, and again when pyproject.toml changes.
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -7,7 +7,7 @@ PYTHON ?= python3
 PORT ?= 8000
 MODEL ?=
 BIN := .venv/bin
-# torch comes first and alone, so that the pinned build is the one that everything else finds.
+# torch is installed first and alone, so that everything else uses the pinned build.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops dashboard dashboard-picture check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu docs clean
@@ -26,39 +26,38 @@ test: .venv/installed-dev
 test-slow: .venv/installed-dev
 	$(PYTEST) -m slow
 
-# Whatever the schema allows, bodies nearly right, and bytes nearly HTTP: no server error, no answer of
-# another shape than promised, none later than five seconds. Takes five minutes.
+# Requests that the OpenAPI schema allows, mutated bodies and malformed HTTP: no server error, no response
+# of an undocumented shape, none later than five seconds. Takes five minutes.
 test-fuzz: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
 	$(BIN)/python -m tests.fuzz.schema
 	$(BIN)/python -m tests.fuzz.bodies 120
 	$(BIN)/python -m tests.fuzz.http 60
 
-# Other people's clients, installed from their registries into build/clients; node is needed for
-# those in JavaScript. CLIENTS="langchain litellm" runs some of them alone.
+# Third-party clients, installed from their registries into build/clients; those in JavaScript need
+# node. CLIENTS="langchain litellm" runs only some of them.
 test-clients: .venv/installed-dev
 	$(BIN)/python -m tests.clients $(CLIENTS)
 
-# 200 JSON schemas, asked of the demo model and of random weights: what ends, validates.
+# 200 JSON schemas on the demo model and on random weights: every finished output must validate.
 test-schemas: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.many_schemas
 
-# What runs beside the server, with the real programs. OPS="tests/ops/test_dashboards.py" runs a part:
-# a minute with Prometheus, which is had from Debian if it is not installed, a minute each with
-# Chromium and Firefox (apt-get install chromium firefox-esr), which look at the page, and ten minutes
-# the first time, two later, with buildah and podman, which build and run the images; a skipped test
-# says what to install.
+# The files for operators, with the real programs. OPS="tests/ops/test_dashboards.py" runs a part. It
+# takes a minute with Prometheus (downloaded from Debian if it is not installed), a minute each with
+# Chromium and Firefox for the page (apt-get install chromium firefox-esr), and ten minutes at first,
+# later two, to build and run the images with buildah and podman. A skipped test says what to install.
 OPS ?= tests/ops
 test-ops: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[ops]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OPS)
 
-# The Grafana dashboard, after a change in configs/grafana/dashboard.py.
+# Writes the Grafana dashboard after a change in configs/grafana/dashboard.py.
 dashboard: .venv/installed
 	$(BIN)/python -m penstock.configs.grafana.dashboard > configs/grafana/penstock.json
 
-# configs/grafana/dashboard.png: the dashboard on a demo server under five minutes of load, drawn by
-# Grafana's own components, without Grafana. Needs nodejs, npm and chromium (apt-get install them).
+# Draws configs/grafana/dashboard.png: the dashboard of a demo server under five minutes of load, with
+# Grafana's own components but without Grafana. Needs apt-get install nodejs npm chromium.
 dashboard-picture: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.ops.picture
 
@@ -84,22 +83,22 @@ bench-scheduler: .venv/installed
 bench-front-end: .venv/installed
 	$(BIN)/python -m tests.bench.server.front_end
 
-# What a JSON schema costs, as a share of the plain throughput.
+# The cost of a JSON schema, relative to the throughput without one.
 bench-structured: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.server.structured
 
-# What one streamed token costs the server, by part.
+# The server's cost of one streamed token, by part.
 bench-event: .venv/installed
 	$(BIN)/python -m tests.bench.server.sse_event
 
-# What metrics cost a step, a request and a scrape.
+# The cost of metrics per step, request and scrape.
 bench-metrics: .venv/installed
 	$(BIN)/python -m tests.bench.server.metrics
 
 bench-cpu: .venv/installed
 	$(BIN)/python -m tests.bench.engine cpu-decode --threads $$(nproc)
 
-# All that is to be known on one GPU, in 9 minutes; ARGS=--tiny tries it out without one.
+# All measurements on one GPU, in 9 minutes; ARGS=--tiny is a dry run without a GPU.
 bench-gpu: .venv/installed-dev
 	$(BIN)/python -m tests.bench.gpu.suite $(ARGS)
 

@@ -1,1 +1,4 @@
-"""Data that ships with the package: TOML, and no logic."""
+"""Data that ships with the package: peaks of GPUs and configurations of models. No logic.
+
+prometheus/ and grafana/ are for operators; they are not in the package.
+"""

@@ -1,8 +1,8 @@
-"""Compiles Triton's bridge to the CUDA driver where there is neither GPU nor driver.
+"""Compiles Triton's binding to the CUDA driver on a machine without GPU and driver.
 
 `prebuild_triton.py DIRECTORY`, in the image's build stage: writes cuda_utils.c and cuda_utils.so,
-which prebuilt-cc hands to Triton at run time. Triton compiles nothing else in C: kernels go from
-LLVM to the ptxas that its wheel brings.
+which prebuilt-cc supplies to Triton at run time. Triton compiles no other C: its kernels go through
+LLVM to the ptxas of its wheel.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main(directory: Path) -> None:
-    # Triton reads both when it is imported.
+    # Triton reads both at import.
     os.environ["TRITON_LIBCUDA_PATH"] = str(directory)
     os.environ["CC"] = "gcc"
     from triton.backends.nvidia import driver as nvidia
@@ -23,7 +23,7 @@ def main(directory: Path) -> None:
     source = directory / "cuda_utils.c"
     shutil.copyfile(Path(nvidia.__file__).with_name("driver.c"), source)
     driver = directory / "libcuda.so.1"
-    _stand_in(driver, source.read_text(encoding="utf-8"))
+    _stub_library(driver, source.read_text(encoding="utf-8"))
     library = _build(
         "cuda_utils",
         str(source),
@@ -37,10 +37,10 @@ def main(directory: Path) -> None:
     driver.unlink()
 
 
-def _stand_in(driver: Path, source: str) -> None:
-    """A library of the driver's name with the functions that `source` names, for the linker alone.
+def _stub_library(driver: Path, source: str) -> None:
+    """A library with the driver's name and the functions that `source` calls, for linking only.
 
-    Without them, a linker that drops what is not needed would drop the driver.
+    Without the functions, a linker that drops unneeded libraries would drop the driver.
     """
     names = sorted(set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", source)))
     functions = "".join(f"void {name}(void) {{}}\n" for name in names)

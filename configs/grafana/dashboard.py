@@ -1,8 +1,7 @@
-"""`python -m penstock.configs.grafana.dashboard > configs/grafana/penstock.json`: the dashboard,
-from its queries.
+"""The dashboard's queries and panels; `make dashboard` writes penstock.json from them.
 
-Every figure is computed from /metrics alone, so it needs none of our recording rules. `make
-test-ops` asks a real Prometheus every query here, and a test compares the file with this module.
+Every query uses the metrics of /metrics alone and none of our recording rules. `make test-ops`
+runs each of them on a real Prometheus, and a test compares penstock.json with this module.
 """
 
 import json
@@ -25,15 +24,15 @@ from penstock.configs.grafana.panels import (
     timeseries,
 )
 
-# The chosen servers. Dollar names are the dashboard's variables.
+# The selected servers. Names with a dollar sign are the dashboard's variables.
 _CHOSEN = 'job=~"$job",instance=~"$instance"'
-# Both are upper bounds of buckets: a share within the limit is then counted, not interpolated.
+# All are upper bounds of buckets, so that the share within a limit is exact, not interpolated.
 TTFT_LIMITS = {"100 ms": "0.1", "200 ms": "0.2", "500 ms": "0.5"} | {
     f"{seconds} s": f"{seconds}.0" for seconds in (1, 2, 5, 10)
 }
 TPOT_LIMITS = {f"{ms} ms": f"{ms / 1000:g}" for ms in (5, 10, 20, 30, 50, 100, 200)}
 _BANDWIDTH = "bandwidth_bytes_per_second"
-# Of legends, as patterns.
+# By patterns of legends.
 _CLASS_COLORS = {"^decode": "green", "^mixed": "yellow", "^prefill": "blue", "^all": "purple"}
 _OUTCOME_COLORS = {"stop": "green", "length": "blue", "abandoned": "yellow", "failed": "red"}
 _STATUS_COLORS = {"^2": "green", "^4": "orange", "^5": "red"}
@@ -44,7 +43,7 @@ def build() -> Panel:
     return dashboard(
         "penstock",
         "Penstock",
-        "Is it well, is it full, and how far is it from the hardware's limit?",
+        "Health, load, and the distance from the hardware's limit.",
         _variables(),
         [
             Row("Overview", _overview()),
@@ -82,7 +81,7 @@ def _series(name: str, labels: str = "") -> str:
 
 
 def _rate(name: str, labels: str = "", by: str = "") -> str:
-    """Per second, of all chosen servers together, apart by the labels named in `by`."""
+    """Per second, summed over the selected servers except for the labels in `by`."""
     return f"sum{f' by ({by})' if by else ''} (rate({_series(name, labels)}[$__rate_interval]))"
 
 
@@ -104,7 +103,7 @@ def _mean(name: str) -> str:
 
 
 def _buckets(name: str) -> Query:
-    """What a heatmap draws."""
+    """The increase of each bucket, for a heatmap."""
     counts = f"increase({_series(f'{name}_bucket')}[$__rate_interval])"
     return Query(f"sum by (le) ({counts})", "{{le}}", format="heatmap")
 
@@ -115,7 +114,7 @@ def _within(name: str, limit: str) -> str:
 
 
 def _share_5xx() -> str:
-    # `or`: without one such response there is no such series, and the share is 0.
+    # `or`: before the first such response its series does not exist, and the share is 0.
     errors = _rate("http_responses_total", 'status=~"5.."')
     return f"({errors} or vector(0)) / {_rate('http_responses_total')}"
 
@@ -130,7 +129,7 @@ def _hit_share() -> str:
 
 
 def _by_best_peak(name: str, labels: str = "") -> str:
-    """By the datasheet's peak; where it is not listed, by the measured one."""
+    """The value for the datasheet's peak, or for the measured one if the datasheet has none."""
     listed = _series(name, f'{labels}peak="datasheet"')
     measured = _series(name, f'{labels}peak="measured"')
     return f"({listed} or ignoring (peak) {measured})"
@@ -146,62 +145,62 @@ def _overview() -> list[Panel]:
     slo_steps = [(0.0, "red"), (0.9, "orange"), (0.99, "green")]
     return [
         stat(
-            "Servers that answer",
-            "How many of the chosen targets Prometheus can scrape.",
+            "Servers up",
+            "Selected targets that Prometheus can scrape.",
             "short",
             Query(f"sum(up{{{_CHOSEN}}})"),
         ),
         stat(
             "Requests",
-            "Accepted requests that ended, a second.",
+            "Accepted requests that finished, per second.",
             "reqps",
             Query(_rate("requests_total")),
         ),
         stat(
             "Output tokens / s",
-            "Tokens sampled, a second.",
+            "Sampled tokens per second.",
             "short",
             Query(_rate("generated_tokens_total")),
         ),
         stat(
             "Prompt tokens / s",
-            "Prompt tokens of accepted requests, a second.",
+            "Prompt tokens of accepted requests, per second.",
             "short",
             Query(_rate("prompt_tokens_total")),
         ),
         stat(
             "TTFT p95",
-            "Request received to first token sent, 95 of 100 are quicker.",
+            "Time from receiving a request to sending its first token, 95th percentile.",
             "s",
             Query(_quantile(0.95, "time_to_first_token_seconds")),
         ),
         stat(
             "TPOT p95",
-            "Mean time of a token after the first, 95 of 100 requests are quicker.",
+            "Mean time per token after the first of a request, 95th percentile.",
             "s",
             Query(_quantile(0.95, "time_per_output_token_seconds")),
         ),
         stat(
             "TTFT within limit",
-            "Share of requests whose first token came within the chosen limit.",
+            "Share of requests whose TTFT is within the selected limit.",
             "percentunit",
             Query(_within("time_to_first_token_seconds", "$ttft_slo")),
             slo_steps,
         ),
         stat(
             "TPOT within limit",
-            "Share of requests whose tokens came as fast as the chosen limit.",
+            "Share of requests whose TPOT is within the selected limit.",
             "percentunit",
             Query(_within("time_per_output_token_seconds", "$tpot_slo")),
             slo_steps,
         ),
         stat(
             "MBU",
-            "Bytes the steps had to read, of what the memory could deliver meanwhile.",
+            "Bytes that the steps must read / step time / peak bandwidth of the memory.",
             "percentunit",
             Query(_utilization_of("bandwidth")),
         ),
-        stat("Running", "Sequences in a slot.", "short", Query(_total("running_sequences"))),
+        stat("Running", "Running sequences.", "short", Query(_total("running_sequences"))),
         stat(
             "Waiting",
             "Sequences in the queue.",
@@ -211,34 +210,34 @@ def _overview() -> list[Panel]:
         ),
         stat(
             "KV in use",
-            "Share of the KV blocks that running sequences hold.",
+            "Share of the KV blocks that running sequences use.",
             "percentunit",
             Query(_kv_share()),
             high_share,
         ),
         stat(
             "Prefix hits",
-            "Share of the prompt tokens looked up that were found in the cache.",
+            "Share of the looked-up prompt tokens that were in the prefix cache.",
             "percentunit",
             Query(_hit_share()),
         ),
         stat(
             "Preemptions / s",
-            "Sequences sent back to the queue for want of KV blocks, a second.",
+            "Sequences returned to the queue for lack of KV blocks, per second.",
             "short",
             Query(_rate("preemptions_total")),
             [(0.1, "orange"), (1, "red")],
         ),
         stat(
             "Server errors",
-            "Share of the HTTP responses with a status of 500 or more.",
+            "Share of HTTP responses with a status of 500 or higher.",
             "percentunit",
             Query(_share_5xx()),
             [(0.001, "orange"), (0.02, "red")],
         ),
         stat(
             "Engine idle",
-            "Share of the time in which no step ran.",
+            "Share of the time without a running step.",
             "percentunit",
             Query(f"avg({_series('engine_idle_ratio')})"),
         ),
@@ -251,56 +250,56 @@ def _latency() -> list[Panel]:
     return [
         timeseries(
             "Time to first token",
-            "Request received by the server to its first token sent.",
+            "Time from receiving a request to sending its first token.",
             "s",
             *_quantiles("time_to_first_token_seconds"),
         ),
         timeseries(
             "Time per output token",
-            "(last token - first token) / (output tokens - 1), of one request.",
+            "(last token - first token) / (output tokens - 1), for each request.",
             "s",
             *_quantiles("time_per_output_token_seconds"),
         ),
         timeseries(
             "Inter-token latency",
-            "Each gap between two tokens; its tail is what a reader sees as a stall.",
+            "Each gap between two tokens; its tail is visible to users as a stall.",
             "s",
             *_quantiles("inter_token_latency_seconds"),
         ),
         heatmap(
             "Time to first token, all requests",
-            "How many requests fell into each bucket.",
+            "Number of requests in each bucket.",
             "s",
             _buckets("time_to_first_token_seconds"),
         ),
         heatmap(
             "Time per output token, all requests",
-            "How many requests fell into each bucket.",
+            "Number of requests in each bucket.",
             "s",
             _buckets("time_per_output_token_seconds"),
         ),
         heatmap(
             "Inter-token latency, all gaps",
-            "How many gaps fell into each bucket.",
+            "Number of gaps in each bucket.",
             "s",
             _buckets("inter_token_latency_seconds"),
         ),
         timeseries(
             "Request latency",
-            "Request received to its last token.",
+            "Time from receiving a request to its last token.",
             "s",
             *_quantiles("request_latency_seconds"),
         ),
         timeseries(
-            "Where the time goes",
-            "Means: waiting for a first step, first step to first token, first to last token.",
+            "Request time, by phase",
+            "Means: waiting for the first step, first step to first token, first to last token.",
             "s",
             *means,
             is_stacked=True,
         ),
         timeseries(
             "Within the limits",
-            "Share of requests within the TTFT and TPOT limits chosen above.",
+            "Share of requests within the selected TTFT and TPOT limits.",
             "percentunit",
             Query(_within("time_to_first_token_seconds", "$ttft_slo"), "TTFT"),
             Query(_within("time_per_output_token_seconds", "$tpot_slo"), "TPOT"),
@@ -312,8 +311,8 @@ def _latency() -> list[Panel]:
 def _throughput() -> list[Panel]:
     return [
         timeseries(
-            "Tokens a second",
-            "Output tokens, and prompt tokens by where their keys and values came from.",
+            "Tokens per second",
+            "Output tokens, and prompt tokens by the source of their keys and values.",
             "short",
             Query(_rate("generated_tokens_total"), "output"),
             Query(
@@ -324,8 +323,8 @@ def _throughput() -> list[Panel]:
             Query(_rate("recomputed_tokens_total"), "recomputed"),
         ),
         timeseries(
-            "Requests ended, by outcome",
-            "abandoned: the client left. failed: an error was its answer.",
+            "Finished requests, by outcome",
+            "abandoned: the client disconnected. failed: the response was an error.",
             "reqps",
             Query(_rate("requests_total", by="outcome"), "{{outcome}}"),
             is_stacked=True,
@@ -333,7 +332,7 @@ def _throughput() -> list[Panel]:
         ),
         timeseries(
             "HTTP responses, by status",
-            "429 is a full queue, 503 is loading or draining.",
+            "429: the queue is full. 503: the server is loading or draining.",
             "reqps",
             Query(_rate("http_responses_total", by="status"), "{{status}}"),
             is_stacked=True,
@@ -349,55 +348,55 @@ def _saturation() -> list[Panel]:
     return [
         timeseries(
             "Running and waiting",
-            "A queue that stays means that the load is more than the servers carry.",
+            "A lasting queue means that the load exceeds the servers' capacity.",
             "short",
             Query(_total("running_sequences"), "running"),
             Query(_total("waiting_sequences"), "waiting"),
         ),
         timeseries(
             "Queue time",
-            "Request received to its first step.",
+            "Time from receiving a request to its first step.",
             "s",
             Query(_quantile(0.5, "queue_time_seconds"), "p50"),
             Query(wait, "p99"),
         ),
         heatmap(
             "Queue time, all requests",
-            "How many requests fell into each bucket.",
+            "Number of requests in each bucket.",
             "s",
             _buckets("queue_time_seconds"),
         ),
         timeseries(
             "KV blocks",
-            "used: held by a sequence. idle: cached, given up when needed. free: empty.",
+            "used: by a sequence. idle: cached and evictable. free: empty.",
             "short",
             *blocks,
             is_stacked=True,
         ),
         timeseries(
             "KV tokens in use",
-            "Places of tokens in the blocks that sequences hold, the last block's rest included.",
+            "Token slots of the used blocks, including unfilled slots.",
             "short",
             Query(tokens, "tokens"),
         ),
         timeseries(
             "Preemptions",
-            "Sequences sent back for want of blocks, and the tokens computed again for them.",
+            "Sequences returned to the queue for lack of KV blocks, and the tokens recomputed.",
             "short",
-            Query(_rate("preemptions_total"), "preemptions a second"),
-            Query(_rate("recomputed_tokens_total"), "tokens recomputed a second"),
-            right={"^tokens": "short"},
+            Query(_rate("preemptions_total"), "preemptions per second"),
+            Query(_rate("recomputed_tokens_total"), "recomputed tokens per second"),
+            right={"^recomputed": "short"},
         ),
         heatmap(
             "Batch size",
-            "Sequences in a step: how many steps fell into each bucket.",
+            "Sequences in a step: number of steps in each bucket.",
             "short",
             _buckets("batch_size_sequences"),
             width=12,
         ),
         heatmap(
-            "Tokens of a step",
-            "Prefill chunks and decodes together: how many steps fell into each bucket.",
+            "Tokens per step",
+            "Prefill chunks and decodes together: number of steps in each bucket.",
             "short",
             _buckets("step_tokens"),
             width=12,
@@ -409,25 +408,25 @@ def _roofline() -> list[Panel]:
     step_time = _rate("step_time_seconds_sum", by="class")
     peaks = [_by_best_peak(f"peak_{name}") for name in ("flops_per_second", _BANDWIDTH)]
     ridge = " / ".join(f"max{peak}" for peak in peaks)
-    # `> 0`: moments without a step are left out; a trend's x may not have gaps.
+    # `> 0` drops moments without a step, since the x of a trend panel must not have gaps.
     batch = Query(f"{_mean('batch_size_sequences')} > 0", "sequences in a step")
     return [
         timeseries(
             "Memory bandwidth utilization (MBU)",
-            "Bytes that the steps must read / their time / peak bandwidth. Decode lives here.",
+            "Bytes that the steps must read / step time / peak bandwidth. Decode is bound by it.",
             "percentunit",
             _utilization("bandwidth"),
             colors=_CLASS_COLORS,
         ),
         timeseries(
             "Model FLOPs utilization (MFU)",
-            "Operations that the steps must do / their time / peak rate. Prefill lives here.",
+            "Operations of the steps / step time / peak rate. Prefill is bound by it.",
             "percentunit",
             _utilization("flops"),
             colors=_CLASS_COLORS,
         ),
         scatter(
-            "MBU and MFU against the batch",
+            "MBU and MFU, by batch size",
             "Each point is a moment: small batches are bound by memory, large ones by compute.",
             "percentunit",
             batch,
@@ -435,8 +434,8 @@ def _roofline() -> list[Panel]:
             Query(_utilization_of("flops"), "MFU"),
         ),
         timeseries(
-            "Bytes a second, while stepping",
-            "What the steps had to read, per second of their own time, against both peaks.",
+            "Bytes per second of step time",
+            "Bytes that the steps must read, and both peaks.",
             "Bps",
             Query(f"{_rate('model_bytes_total', by='class')} / {step_time}", "{{class}}"),
             _peak(_BANDWIDTH),
@@ -444,8 +443,8 @@ def _roofline() -> list[Panel]:
             colors=_CLASS_COLORS,
         ),
         timeseries(
-            "Operations a second, while stepping",
-            "What the steps had to compute, per second of their own time, against the peak.",
+            "Operations per second of step time",
+            "Operations of the steps, and the peak.",
             "flops",
             Query(f"{_rate('model_flops_total', by='class')} / {step_time}", "{{class}}"),
             _peak("flops_per_second"),
@@ -454,7 +453,7 @@ def _roofline() -> list[Panel]:
         ),
         timeseries(
             "Operations per byte",
-            "Below the ridge a step is bound by memory, above it by compute.",
+            "Below the ridge point a step is bound by memory, above it by compute.",
             "short",
             Query(
                 f"{_rate('model_flops_total', by='class')} / "
@@ -467,20 +466,20 @@ def _roofline() -> list[Panel]:
         ),
         timeseries(
             "Step time, by class",
-            "decode: no prompt tokens; prefill: nothing else; mixed: both.",
+            "decode: no prompt tokens. prefill: only prompt tokens. mixed: both.",
             "s",
             Query(_quantile(0.5, "step_time_seconds", by="class"), "{{class}} p50"),
             Query(_quantile(0.99, "step_time_seconds", by="class"), "{{class}} p99"),
         ),
         heatmap(
             "Step time, all steps",
-            "How many steps fell into each bucket.",
+            "Number of steps in each bucket.",
             "s",
             _buckets("step_time_seconds"),
         ),
         timeseries(
-            "What the engine's time is spent on",
-            "Seconds of steps of each class in a second, a server; the rest is idle.",
+            "Engine time, by class",
+            "Share of the time in steps of each class, per server; the rest is idle.",
             "percentunit",
             Query(f"{step_time} / {_num_servers()}", "{{class}}"),
             is_stacked=True,
@@ -505,26 +504,26 @@ def _peak(resource: str) -> Query:
 def _cache() -> list[Panel]:
     return [
         timeseries(
-            "Share found",
-            "Of the prompt tokens looked up in the prefix cache; blocks are found whole.",
+            "Hit rate",
+            "Share of the looked-up prompt tokens that were in the prefix cache, in full blocks.",
             "percentunit",
-            Query(_hit_share(), "found"),
+            Query(_hit_share(), "hits"),
             maximum=1,
         ),
         timeseries(
-            "Prompt tokens looked up",
-            "A second. A preempted sequence is looked up again.",
+            "Prefix lookups",
+            "Prompt tokens per second. A preempted sequence is looked up again.",
             "short",
-            Query(_rate("prefix_hit_tokens_total"), "found"),
+            Query(_rate("prefix_hit_tokens_total"), "hits"),
             Query(
                 f"{_rate('prefix_query_tokens_total')} - {_rate('prefix_hit_tokens_total')}",
-                "not found",
+                "misses",
             ),
             is_stacked=True,
         ),
         timeseries(
-            "Cached blocks that nobody holds",
-            "What the cache can keep beside the running sequences; at 0, prefixes are forgotten.",
+            "Evictable blocks",
+            "Cached blocks that no running sequence uses. At 0, no prefix stays cached.",
             "short",
             Query(_total("kv_idle_blocks"), "idle"),
         ),
@@ -536,19 +535,19 @@ def _workload() -> list[Panel]:
     return [
         heatmap(
             "Prompt lengths",
-            "Tokens of a prompt: how many requests fell into each bucket.",
+            "Tokens in a prompt: number of requests in each bucket.",
             "short",
             _buckets("request_prompt_tokens"),
         ),
         heatmap(
             "Output lengths",
-            "Tokens of an answer: how many answers fell into each bucket.",
+            "Tokens in an output: number of requests in each bucket.",
             "short",
             _buckets("request_generated_tokens"),
         ),
         shares(
-            "How requests ended",
-            "Over the time shown.",
+            "Outcomes",
+            "Finished requests over the selected time range.",
             "short",
             Query(f"sum by (outcome) ({outcomes})", "{{outcome}}", is_instant=True),
             _OUTCOME_COLORS,
@@ -581,7 +580,7 @@ def _engine() -> list[Panel]:
     return [
         timeseries(
             "Engine busy",
-            "Share of the time in which a step ran. Requests wait and this is low: look at the "
+            "Share of the time with a running step. If it is low while requests wait, look at the "
             "server process's CPU.",
             "percentunit",
             Query(f"1 - {_series('engine_idle_ratio')}", "{{instance}}, last seconds"),
@@ -589,27 +588,27 @@ def _engine() -> list[Panel]:
         ),
         timeseries(
             "Seconds since the last step",
-            "With work open this stays near a step's time; it grows when the engine is stuck.",
+            "With requests to run it stays near the step time; it grows when the engine is stuck.",
             "s",
             Query(_series("engine_last_step_age_seconds"), "{{instance}}"),
         ),
         bars(
             "Start-up, by phase",
-            "Seconds of each phase of the last start.",
+            "Duration of each phase of the last start.",
             "s",
             Query(f"max by (phase) ({_series('startup_seconds')})", "{{phase}}"),
         ),
         timeseries(
             "Processes: CPU",
-            "Cores in use by the process that speaks HTTP, and by the engine's.",
+            "Cores that the server process and the engine process use.",
             "short",
             Query(cpu, "{{instance}} server"),
             Query(engine_cpu, "{{instance}} engine"),
         ),
         timeseries(
             "Processes: memory",
-            "Resident memory of the process that speaks HTTP and of the engine's, which on a CPU "
-            "holds the weights too; on the right the first one's open files.",
+            "Resident memory of the server process and of the engine process, which on a CPU holds "
+            "the weights too. Right axis: open files of the server process.",
             "bytes",
             Query(f"process_resident_memory_bytes{host}", "{{instance}} server"),
             Query(_series("engine_process_resident_memory_bytes"), "{{instance}} engine"),
@@ -618,18 +617,18 @@ def _engine() -> list[Panel]:
         ),
         timeseries(
             "Server process: garbage collections",
-            "A second, by generation.",
+            "Collections per second, by generation.",
             "short",
             Query(f"sum by (generation) ({collections})", "generation {{generation}}"),
         ),
         table(
             "Models",
-            "What each server serves.",
+            "The model that each server serves.",
             Query(_series("model_info"), format="table", is_instant=True),
         ),
         table(
             "Builds",
-            "What each server is.",
+            "The version of each server.",
             Query(_series("build_info"), format="table", is_instant=True),
         ),
     ]

@@ -1,7 +1,7 @@
-"""Grafana's dashboard format (10.4 and later): panels as dictionaries, and where they lie.
+"""Grafana's dashboard format (10.4 and later): panels as dictionaries, and their layout.
 
-It knows nothing of metrics. A panel is made with a width and a height; its place and its number
-come when the rows are laid out.
+This module knows no metrics. A panel is made with a width and a height; the layout of the rows
+gives it a position and an id.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """legend: with {{label}} where several series come. format: heatmap or table, else none."""
+    """legend: holds {{label}} if the query returns several series. format: or heatmap, or table."""
 
     expr: str
     legend: str = ""
@@ -27,17 +27,16 @@ class Query:
 class Row:
     title: str
     panels: Sequence[Panel]
-    is_collapsed: bool = False
 
 
 def stat(
     title: str, text: str, unit: str, query: Query, thresholds: Sequence[tuple[float, str]] = ()
 ) -> Panel:
-    """One number over its recent course. thresholds: from which value on, which colour."""
-    # In four lines Grafana leaves the course out.
+    """One number above its graph. thresholds: (lower bound, colour)."""
+    # At a height of 4, Grafana omits the graph.
     panel = _panel("stat", title, text, unit, [query], width=3, height=5)
     panel["fieldConfig"]["defaults"]["thresholds"] = _steps(thresholds)
-    # Of a share or a quantile of no requests at all; else the panel would be blank.
+    # Without requests a ratio or a quantile has no value, and the panel would be blank.
     panel["fieldConfig"]["defaults"]["noValue"] = "-"
     panel["options"] = {
         "colorMode": "value" if thresholds else "none",
@@ -62,11 +61,11 @@ def timeseries(
     right: dict[str, str] | None = None,
     colors: dict[str, str] | None = None,
 ) -> Panel:
-    """Lines over time, or areas that add up.
+    """Lines over time, or stacked areas.
 
-    limits: legends (as patterns) drawn dashed, because they are what cannot be passed.
-    right: legends whose axis is the right one, and its unit.
-    colors: of legends that mean the same in several panels, or something good or bad.
+    limits: patterns of legends that are drawn dashed, as upper bounds.
+    right: patterns of legends on the right axis, and its unit.
+    colors: by pattern, for legends that appear in several panels or mean something good or bad.
     """
     panel = _panel("timeseries", title, text, unit, queries, width=width, height=8)
     defaults = panel["fieldConfig"]["defaults"]
@@ -92,7 +91,7 @@ def timeseries(
         overrides.append(_override(pattern, properties))
     panel["fieldConfig"]["overrides"] = overrides + _colored(colors)
     panel["options"] = {
-        # A table would show two of four quantiles, and take half of the panel.
+        # A table would take half of the panel and show only two of four quantiles.
         "legend": {"calcs": [], "displayMode": "list", "placement": "bottom"},
         "tooltip": {"mode": "multi", "sort": "desc"},
     }
@@ -100,7 +99,7 @@ def timeseries(
 
 
 def heatmap(title: str, text: str, unit: str, query: Query, width: int = 8) -> Panel:
-    """A histogram's buckets over time. unit: of what was measured; colours are counts."""
+    """A histogram's buckets over time. unit: of the measured value; the colours show counts."""
     panel = _panel("heatmap", title, text, unit, [query], width=width, height=8)
     panel["options"] = {
         "calculate": False,
@@ -116,9 +115,9 @@ def heatmap(title: str, text: str, unit: str, query: Query, width: int = 8) -> P
     return panel
 
 
-def scatter(title: str, text: str, unit: str, x: Query, *ys: Query, width: int = 8) -> Panel:
-    """Points of each y against x, both over the time shown."""
-    panel = _panel("trend", title, text, unit, [x, *ys], width=width, height=8)
+def scatter(title: str, text: str, unit: str, x: Query, *ys: Query) -> Panel:
+    """Points of each y against x, one for each moment of the time range."""
+    panel = _panel("trend", title, text, unit, [x, *ys], width=8, height=8)
     panel["fieldConfig"]["defaults"]["min"] = 0
     panel["fieldConfig"]["defaults"]["custom"] = {
         "drawStyle": "points",
@@ -128,7 +127,7 @@ def scatter(title: str, text: str, unit: str, x: Query, *ys: Query, width: int =
     panel["fieldConfig"]["overrides"] = [
         _override(f"^{x.legend}$", [("unit", "short"), ("custom.axisLabel", x.legend)])
     ]
-    # A trend wants one table whose x ascends.
+    # A trend panel requires one table, sorted by x.
     panel["transformations"] = [
         {"id": "joinByField", "options": {"byField": "Time", "mode": "inner"}},
         {"id": "organize", "options": {"excludeByName": {"Time": True}}},
@@ -143,7 +142,7 @@ def scatter(title: str, text: str, unit: str, x: Query, *ys: Query, width: int =
 
 
 def shares(title: str, text: str, unit: str, query: Query, colors: dict[str, str]) -> Panel:
-    """A ring of parts of a whole. colors: as those of lines."""
+    """A donut chart. colors: as in `timeseries`."""
     panel = _panel("piechart", title, text, unit, [query], width=8, height=8)
     panel["fieldConfig"]["overrides"] = _colored(colors)
     panel["options"] = {
@@ -156,9 +155,9 @@ def shares(title: str, text: str, unit: str, query: Query, colors: dict[str, str
     return panel
 
 
-def bars(title: str, text: str, unit: str, query: Query, width: int = 8) -> Panel:
-    """One bar for each series' latest value."""
-    panel = _panel("bargauge", title, text, unit, [query], width=width, height=8)
+def bars(title: str, text: str, unit: str, query: Query) -> Panel:
+    """One bar for the latest value of each series."""
+    panel = _panel("bargauge", title, text, unit, [query], width=8, height=8)
     panel["fieldConfig"]["defaults"]["min"] = 0
     panel["options"] = {
         "displayMode": "basic",
@@ -170,9 +169,9 @@ def bars(title: str, text: str, unit: str, query: Query, width: int = 8) -> Pane
     return panel
 
 
-def table(title: str, text: str, query: Query, width: int = 12) -> Panel:
-    """The labels of the latest samples; their values, always 1, are left out."""
-    panel = _panel("table", title, text, "short", [query], width=width, height=5)
+def table(title: str, text: str, query: Query) -> Panel:
+    """The labels of the latest samples; the values, always 1, are hidden."""
+    panel = _panel("table", title, text, "short", [query], width=12, height=5)
     hidden = {"Time": True, "Value": True, "__name__": True, "job": True}
     panel["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden}}]
     panel["options"] = {"cellHeight": "sm", "showHeader": True}
@@ -199,16 +198,19 @@ def dashboard(
 
 
 def datasource_variable() -> Panel:
-    return {"name": "datasource", "label": "Datasource", "type": "datasource"} | {
+    return {
+        "name": "datasource",
+        "label": "Datasource",
+        "type": "datasource",
         "query": "prometheus",
         "refresh": 1,
     }
 
 
 def label_variable(name: str, label: str, query: str) -> Panel:
-    """All values of a label, several of which may be chosen. query: of Prometheus's datasource.
+    """A choice of several of a label's values. query: of Prometheus's datasource.
 
-    "All" stands for the values listed, not for any: so a choice of model limits the instances.
+    "All" means all listed values, not any value, so that choosing a model limits the instances.
     """
     return {
         "name": name,
@@ -225,7 +227,7 @@ def label_variable(name: str, label: str, query: str) -> Panel:
 
 
 def choice_variable(name: str, label: str, choices: dict[str, str], chosen: str) -> Panel:
-    """choices: what is shown, and the value it stands for."""
+    """choices: the value of each displayed text."""
     return {
         "name": name,
         "label": label,
@@ -283,7 +285,7 @@ def _steps(thresholds: Sequence[tuple[float, str]]) -> Panel:
 
 def _override(pattern: str, properties: Sequence[tuple[str, Any]]) -> Panel:
     return {
-        # Without slashes Grafana wants the whole name to match.
+        # Without slashes Grafana compares the whole name.
         "matcher": {"id": "byRegexp", "options": f"/{pattern}/"},
         "properties": [{"id": name, "value": value} for name, value in properties],
     }
@@ -297,35 +299,17 @@ def _colored(colors: dict[str, str] | None) -> list[Panel]:
 
 
 def _lay_out(rows: Sequence[Row]) -> list[Panel]:
-    """Left to right, then down; a collapsed row holds its panels itself."""
+    """The rows' headings and panels with ids and positions, from left to right, then down."""
     placed: list[Panel] = []
-    y = 0
-    number = 0
+    x = y = height = 0
     for row in rows:
-        number += 1
-        heading: Panel = {"type": "row", "title": row.title, "id": number, "panels": []}
-        heading["collapsed"] = row.is_collapsed
-        heading["gridPos"] = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
-        panels, y = _place(row.panels, y + 1, number)
-        number += len(panels)
-        if row.is_collapsed:
-            heading["panels"] = panels
-            placed.append(heading)
-        else:
-            placed += [heading, *panels]
+        heading: Panel = {"type": "row", "title": row.title, "panels": [], "collapsed": False}
+        for panel in (heading | {"gridPos": {"w": COLUMNS, "h": 1}}, *row.panels):
+            size = panel["gridPos"]
+            if x + size["w"] > COLUMNS:
+                x, y, height = 0, y + height, 0
+            place = {"x": x, "y": y, "w": size["w"], "h": size["h"]}
+            placed.append({"id": len(placed) + 1} | panel | {"gridPos": place})
+            x += size["w"]
+            height = max(height, size["h"])
     return placed
-
-
-def _place(panels: Sequence[Panel], y: int, number: int) -> tuple[list[Panel], int]:
-    """The panels with their places, and the first free line below them."""
-    placed: list[Panel] = []
-    x = height = 0
-    for count, panel in enumerate(panels, start=1):
-        size = panel["gridPos"]
-        if x + size["w"] > COLUMNS:
-            x, y, height = 0, y + height, 0
-        place = {"x": x, "y": y, "w": size["w"], "h": size["h"]}
-        placed.append({"id": number + count} | panel | {"gridPos": place})
-        x += size["w"]
-        height = max(height, size["h"])
-    return placed, y + height

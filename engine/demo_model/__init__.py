@@ -1,1 +1,1 @@
-"""The demo model: its weights, and the seeded program that writes its text and trains it."""
+"""The demo model's files: weights, tokenizer, configuration and the record of their training."""

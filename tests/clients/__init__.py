@@ -1,1 +1,1 @@
-"""Other people's clients, as their users install them, against a real `penstock serve`."""
+"""Third-party clients, installed as their users do, against a real `penstock serve`."""

@@ -1,8 +1,8 @@
-"""`python -m tests.clients [NAME...]`: installs each client from its registry, and runs its file.
+"""`python -m tests.clients [NAME...]`: installs each client from its registry and runs its file.
 
-A client's file says what its users ordinarily do, and what it asks of a server that others do not.
-The environments lie under `build/clients`, which git ignores; delete them to get newer versions.
-Three servers run meanwhile: the demo model, scripted tokens, and scripted tokens behind a key.
+A client's file tests the usual calls and states what the client requires that others do not. The
+environments are in `build/clients`; delete them to get newer versions. Three servers run: the demo
+model, scripted tokens, and scripted tokens with an API key.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from tests.support.serving import RunningServer
 HERE = Path(__file__).parent
 BUILD = ROOT / "build" / "clients"
 _TIMEOUT_S = 300.0
-_NO_NODE = "node and npm are not here (Debian: apt-get install nodejs npm)"
+_NO_NODE = "node and npm are not installed (Debian: apt-get install nodejs npm)"
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """file: what runs, beside this module. home: its environment; node's is `node`.
+    """file: its tests, beside this module. home: its environment; `node` for JavaScript.
 
-    The frameworks have one each, because the newest of them do not go together.
+    Each framework has its own environment, because their newest versions conflict.
     """
 
     package: str
@@ -55,7 +55,7 @@ CLIENTS = (
 class Outcome:
     num_passed: int
     num_failed: int
-    words: str
+    summary: str
 
 
 def main(names: list[str]) -> int:
@@ -66,7 +66,7 @@ def main(names: list[str]) -> int:
     with _servers() as environment:
         for client in chosen:
             outcome = _run(client, environment)
-            lines.append(f"{client.package} ({client.file}): {outcome.words}")
+            lines.append(f"{client.package} ({client.file}): {outcome.summary}")
             num_passed += outcome.num_passed
             num_failed += outcome.num_failed
     print("\n" + "\n".join(lines) + "\n")
@@ -106,7 +106,7 @@ def _run(client: Client, environment: dict[str, str]) -> Outcome:
 
 
 def _count(output: str, word: str) -> int:
-    """Of pytest's last line (`3 passed in 1s`) or of node's summary (`# pass 3`)."""
+    """A number from pytest's last line (`3 passed in 1s`) or node's summary (`# pass 3`)."""
     last = output.rstrip().rpartition("\n")[2]
     found = re.search(rf"^# {word} (\d+)$", output, re.M) or re.search(rf"\b(\d+) {word}", last)
     return int(found[1]) if found else 0
@@ -118,29 +118,29 @@ def _pytest_command(client: Client) -> list[str]:
 
 
 def _node_command(client: Client) -> list[str]:
-    """In its home, because modules are looked for from where the file lies."""
+    """Copies the file into its home, because node searches modules from the file's folder."""
     shutil.copy(HERE / client.file, BUILD / "node")
     return ["node", "--test", "--test-reporter=tap", str(BUILD / "node" / client.file)]
 
 
 def _install(home: str) -> None:
-    """Once, and again when the list of packages changes."""
-    wish = HERE / ("package.json" if home == "node" else f"{home}.txt")
+    """Installs once, and again when the list of packages changes."""
+    required = HERE / ("package.json" if home == "node" else f"{home}.txt")
     done = BUILD / home / "installed"
-    if done.exists() and filecmp.cmp(wish, done, shallow=False):
+    if done.exists() and filecmp.cmp(required, done, shallow=False):
         return
-    print(f"installing {wish.name} ...", flush=True)
+    print(f"installing {required.name} ...", flush=True)
     (BUILD / home).mkdir(parents=True, exist_ok=True)
     if home == "node":
         if not (shutil.which("node") and shutil.which("npm")):
             raise FileNotFoundError(_NO_NODE)
-        shutil.copy(wish, BUILD / home / "package.json")
+        shutil.copy(required, BUILD / home / "package.json")
         command = ["npm", "install", "--no-audit", "--no-fund", "--silent"]
     else:
         venv.create(BUILD / home, with_pip=True)
-        command = [_python(home), "-m", "pip", "install", "--quiet", "--requirement", str(wish)]
+        command = [_python(home), "-m", "pip", "install", "--quiet", "--requirement", str(required)]
     subprocess.run(command, cwd=BUILD / home, check=True)
-    shutil.copy(wish, done)
+    shutil.copy(required, done)
 
 
 def _version(client: Client) -> str:
@@ -160,7 +160,7 @@ def _python(home: str) -> str:
 
 @contextlib.contextmanager
 def _servers() -> Iterator[dict[str, str]]:
-    """They run; what the clients' environment says of them."""
+    """Runs the servers. Yields environment variables for the clients."""
     servers = {
         "PENSTOCK_DEMO": RunningServer(),
         "PENSTOCK_SCRIPTED": RunningServer("--scripted"),
@@ -169,7 +169,7 @@ def _servers() -> Iterator[dict[str, str]]:
     try:
         for server in servers.values():
             server.wait_until_ready()
-        # LiteLLM and LangChain look for prices and traces elsewhere, unless they are told not to.
+        # Without these, LiteLLM downloads prices and LangChain uploads traces.
         quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"}
         yield {name: server.url for name, server in servers.items()} | quiet
     finally:

@@ -1,10 +1,10 @@
 """Anthropic's Python client, against `/v1/messages`.
 
-What it asks that others do not: errors of its own shape (`{"type": "error", "error": ...}`), by
-which and by the status its exceptions are chosen; events with names, in pairs (`message_start`,
+What it requires that others do not: errors of its own shape (`{"type": "error", "error": ...}`),
+which together with the status determine its exceptions; named events in pairs (`message_start`,
 `content_block_start`, deltas, `content_block_stop`, `message_delta`, `message_stop`), from which
-its stream helper builds the message; the key in `x-api-key`; and `beta=true` in the query of its
-tool runner, which must change nothing. `parse` takes the bounds out of a schema before it sends it.
+its stream helper builds the message; the key in `x-api-key`; and that `beta=true`, in the query of
+its tool runner, changes nothing. `parse` removes the bounds from a schema before sending it.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from anthropic import Anthropic, AsyncAnthropic
 from pydantic import BaseModel
 
 MODEL = "penstock-demo"
-ASK: Any = [{"role": "user", "content": "Who are you?"}]
-GREEDY = {"temperature": 0}  # the newest version has no such argument
+MESSAGES: Any = [{"role": "user", "content": "Who are you?"}]
+GREEDY = {"temperature": 0}  # the newest version has no argument for it
 WEATHER: Any = {
     "name": "get_weather",
     "description": "The weather in a city.",
@@ -52,22 +52,28 @@ def text_of(message: Any) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
 
-def test_a_message_has_text_a_reason_and_usage(client: Anthropic) -> None:
-    message = client.messages.create(model=MODEL, max_tokens=200, messages=ASK, extra_body=GREEDY)
+def test_a_message_has_text_a_stop_reason_and_usage(client: Anthropic) -> None:
+    message = client.messages.create(
+        model=MODEL, max_tokens=200, messages=MESSAGES, extra_body=GREEDY
+    )
     assert "Penstock" in text_of(message) and message.stop_reason == "end_turn"
     assert message.usage.input_tokens > 0 and message.usage.output_tokens > 0
 
 
-def test_max_tokens_and_a_stop_sequence_are_told_as_reasons(client: Anthropic) -> None:
-    short = client.messages.create(model=MODEL, max_tokens=2, messages=ASK)
+def test_max_tokens_and_a_stop_sequence_are_stop_reasons(client: Anthropic) -> None:
+    short = client.messages.create(model=MODEL, max_tokens=2, messages=MESSAGES)
     assert short.stop_reason == "max_tokens"
     cut = client.messages.create(
-        model=MODEL, max_tokens=200, messages=ASK, extra_body=GREEDY, stop_sequences=["Penstock"]
+        model=MODEL,
+        max_tokens=200,
+        messages=MESSAGES,
+        extra_body=GREEDY,
+        stop_sequences=["Penstock"],
     )
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", "Penstock")
 
 
-def test_a_system_prompt_and_blocks_of_text_are_taken(client: Anthropic) -> None:
+def test_a_system_prompt_and_text_blocks_are_accepted(client: Anthropic) -> None:
     block: Any = {"type": "text", "text": "Who are you?", "cache_control": {"type": "ephemeral"}}
     message = client.messages.create(
         model=MODEL,
@@ -79,18 +85,20 @@ def test_a_system_prompt_and_blocks_of_text_are_taken(client: Anthropic) -> None
     assert text_of(message)
 
 
-def test_a_prefilled_answer_is_gone_on_with(client: Anthropic) -> None:
+def test_a_prefilled_message_is_continued(client: Anthropic) -> None:
     message = client.messages.create(
         model=MODEL,
         max_tokens=32,
         extra_body=GREEDY,
-        messages=[*ASK, {"role": "assistant", "content": "I am"}],
+        messages=[*MESSAGES, {"role": "assistant", "content": "I am"}],
     )
     assert not text_of(message).startswith("I am")
 
 
-def test_a_raw_stream_has_its_events_in_pairs(client: Anthropic) -> None:
-    events = list(client.messages.create(model=MODEL, max_tokens=200, messages=ASK, stream=True))
+def test_a_raw_stream_has_paired_events(client: Anthropic) -> None:
+    events = list(
+        client.messages.create(model=MODEL, max_tokens=200, messages=MESSAGES, stream=True)
+    )
     kinds = [event.type for event in events if event.type != "content_block_delta"]
     assert kinds == [
         "message_start",
@@ -101,10 +109,12 @@ def test_a_raw_stream_has_its_events_in_pairs(client: Anthropic) -> None:
     ]
 
 
-def test_the_stream_helper_joins_the_text_and_the_message(client: Anthropic) -> None:
-    plain = client.messages.create(model=MODEL, max_tokens=200, messages=ASK, extra_body=GREEDY)
+def test_the_stream_helper_builds_the_text_and_the_message(client: Anthropic) -> None:
+    plain = client.messages.create(
+        model=MODEL, max_tokens=200, messages=MESSAGES, extra_body=GREEDY
+    )
     with client.messages.stream(
-        model=MODEL, max_tokens=200, messages=ASK, extra_body=GREEDY
+        model=MODEL, max_tokens=200, messages=MESSAGES, extra_body=GREEDY
     ) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
@@ -112,9 +122,9 @@ def test_the_stream_helper_joins_the_text_and_the_message(client: Anthropic) -> 
     assert final.usage.output_tokens == plain.usage.output_tokens
 
 
-def test_a_tool_is_used_and_its_result_taken(client: Anthropic) -> None:
+def test_a_tool_is_used_and_its_result_accepted(client: Anthropic) -> None:
     first = client.messages.create(
-        model=MODEL, max_tokens=200, messages=ASK, tools=[WEATHER], tool_choice=ONE_CALL
+        model=MODEL, max_tokens=200, messages=MESSAGES, tools=[WEATHER], tool_choice=ONE_CALL
     )
     (use,) = (block for block in first.content if block.type == "tool_use")
     assert first.stop_reason == "tool_use" and set(use.input) == {"city"}
@@ -123,8 +133,8 @@ def test_a_tool_is_used_and_its_result_taken(client: Anthropic) -> None:
         model=MODEL,
         max_tokens=200,
         messages=[
-            *ASK,
-            {"role": "assistant", "content": first.content},  # as the client's own objects
+            *MESSAGES,
+            {"role": "assistant", "content": first.content},  # the client's own objects
             {"role": "user", "content": [result]},
         ],
         tools=[WEATHER],
@@ -132,11 +142,11 @@ def test_a_tool_is_used_and_its_result_taken(client: Anthropic) -> None:
     assert second.role == "assistant"
 
 
-def test_a_streamed_tool_use_is_joined_by_the_helper(client: Anthropic) -> None:
+def test_the_stream_helper_builds_a_tool_use(client: Anthropic) -> None:
     with client.messages.stream(
         model=MODEL,
         max_tokens=200,
-        messages=ASK,
+        messages=MESSAGES,
         tools=[WEATHER],
         tool_choice={
             "type": "tool",
@@ -151,7 +161,7 @@ def test_a_streamed_tool_use_is_joined_by_the_helper(client: Anthropic) -> None:
     assert isinstance(use.input, dict) and isinstance(use.input["city"], str)
 
 
-def test_the_tool_runner_calls_the_function_and_goes_on(client: Anthropic) -> None:
+def test_the_tool_runner_calls_the_function_and_continues(client: Anthropic) -> None:
     cities: list[str] = []
 
     @anthropic.beta_tool
@@ -163,7 +173,7 @@ def test_the_tool_runner_calls_the_function_and_goes_on(client: Anthropic) -> No
     runner = client.beta.messages.tool_runner(
         model=MODEL,
         max_tokens=200,
-        messages=ASK,
+        messages=MESSAGES,
         tools=[get_weather],
         tool_choice=ONE_CALL,
         extra_body=GREEDY,
@@ -172,7 +182,7 @@ def test_the_tool_runner_calls_the_function_and_goes_on(client: Anthropic) -> No
     messages = []
     for message in runner:
         messages.append(message)
-        # The demo model calls no tool by itself, so the first turn must, and the next is free.
+        # The demo model calls no tool by itself: the first turn forces a call, the next does not.
         runner.set_messages_params(lambda params: {**params, "tool_choice": {"type": "auto"}})
     assert len(messages) == 2 and len(cities) == 1
     assert text_of(messages[-1])
@@ -180,62 +190,62 @@ def test_the_tool_runner_calls_the_function_and_goes_on(client: Anthropic) -> No
 
 def test_parse_builds_a_pydantic_object(client: Anthropic) -> None:
     message = client.messages.parse(
-        model=MODEL, max_tokens=100, messages=ASK, output_format=Person, extra_body=GREEDY
+        model=MODEL, max_tokens=100, messages=MESSAGES, output_format=Person, extra_body=GREEDY
     )
     assert isinstance(message.parsed_output, Person)
 
 
-def test_tokens_are_counted_as_the_answer_counts_them(client: Anthropic) -> None:
-    counted = client.messages.count_tokens(model=MODEL, messages=ASK)
-    message = client.messages.create(model=MODEL, max_tokens=1, messages=ASK)
+def test_counted_tokens_equal_the_usage_of_a_message(client: Anthropic) -> None:
+    counted = client.messages.count_tokens(model=MODEL, messages=MESSAGES)
+    message = client.messages.create(model=MODEL, max_tokens=1, messages=MESSAGES)
     assert counted.input_tokens == message.usage.input_tokens > 0
 
 
 @pytest.mark.parametrize(
     "thinking", [{"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}]
 )
-def test_thinking_is_taken_by_a_model_that_has_no_thoughts(
+def test_thinking_is_accepted_by_a_model_without_reasoning(
     client: Anthropic, thinking: Any
 ) -> None:
     message = client.messages.create(
-        model=MODEL, max_tokens=1500, messages=ASK, thinking=thinking, extra_body=GREEDY
+        model=MODEL, max_tokens=1500, messages=MESSAGES, thinking=thinking, extra_body=GREEDY
     )
     assert "Penstock" in text_of(message)
 
 
-async def test_the_async_client_answers_many_at_once(async_client: AsyncAnthropic) -> None:
+async def test_the_async_client_streams_concurrently(async_client: AsyncAnthropic) -> None:
     async def text(i: int) -> str:
         async with async_client.messages.stream(
             model=MODEL, max_tokens=16, messages=[{"role": "user", "content": f"{i} + 1?"}]
         ) as stream:
-            return "".join([piece async for piece in stream.text_stream])
+            return "".join([delta async for delta in stream.text_stream])
 
     assert all(await asyncio.gather(*map(text, range(8))))
 
 
 def test_an_unknown_model_is_a_not_found_error(client: Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as caught:
-        client.messages.create(model="claude-opus-4", max_tokens=4, messages=ASK)
+        client.messages.create(model="claude-opus-4", max_tokens=4, messages=MESSAGES)
     body: Any = caught.value.body
     assert body["type"] == "error" and body["error"]["type"] == "not_found_error"
 
 
-def test_a_bad_field_is_a_bad_request_error_that_names_it(client: Anthropic) -> None:
+def test_an_invalid_field_is_a_bad_request_error_that_names_it(client: Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="temperature"):
         client.messages.create(
-            model=MODEL, max_tokens=4, messages=ASK, extra_body={"temperature": -1}
+            model=MODEL, max_tokens=4, messages=MESSAGES, extra_body={"temperature": -1}
         )
 
 
-def test_the_key_is_asked_for(guarded: str) -> None:
+def test_the_key_is_required(guarded: str) -> None:
     with pytest.raises(anthropic.AuthenticationError):
         Anthropic(base_url=guarded, api_key="wrong", max_retries=0).messages.create(
-            model=MODEL, max_tokens=4, messages=ASK
+            model=MODEL, max_tokens=4, messages=MESSAGES
         )
     right = Anthropic(base_url=guarded, api_key="secret", max_retries=0)
-    assert right.messages.create(model=MODEL, max_tokens=4, messages=ASK).id
+    assert right.messages.create(model=MODEL, max_tokens=4, messages=MESSAGES).id
     bearer = Anthropic(base_url=guarded, auth_token="secret", max_retries=0)
-    assert bearer.messages.create(model=MODEL, max_tokens=4, messages=ASK).id
+    assert bearer.messages.create(model=MODEL, max_tokens=4, messages=MESSAGES).id
 
 
 def test_the_models_are_listed(client: Anthropic) -> None:

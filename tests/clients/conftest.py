@@ -1,4 +1,4 @@
-"""The servers that `tests.clients` has started, for the clients that run as pytest files."""
+"""The URLs of the servers that `tests.clients` starts, for the clients that are pytest files."""
 
 import os
 
@@ -13,11 +13,11 @@ def demo() -> str:
 
 @pytest.fixture(scope="session")
 def scripted() -> str:
-    """The base URL of a server with made-up tokens, quick and without end."""
+    """The base URL of a server with scripted tokens, which are fast and endless."""
     return os.environ["PENSTOCK_SCRIPTED"]
 
 
 @pytest.fixture(scope="session")
 def guarded() -> str:
-    """The base URL of a scripted server that asks for the key `secret`."""
+    """The base URL of a scripted server that requires the key `secret`."""
     return os.environ["PENSTOCK_GUARDED"]

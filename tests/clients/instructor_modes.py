@@ -1,9 +1,9 @@
-"""Instructor, in its modes for OpenAI's API and in one for Anthropic's.
+"""Instructor, in its modes for OpenAI's API.
 
-What it asks that others do not: in TOOLS it forces the call by name and reads nothing but its
-arguments; in JSON it sends `json_object` with the schema in the system message, so only the model
-can follow it; when the answer does not validate, it sends the failed answer back, with its call and
-a result for it, and asks again; when it streams, it parses what came at every delta.
+What it does that others do not: in TOOLS it forces the call by name and reads only its arguments;
+in JSON it sends `json_object` with the schema in the system message, so only the model can follow
+it; if the output does not validate, it sends it back with its call and a result and retries;
+when it streams, it parses the text so far at every delta.
 """
 
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field, field_validator
 
 MODEL = "penstock-demo"
-ASK: Any = [{"role": "user", "content": "Somebody."}]
+MESSAGES: Any = [{"role": "user", "content": "Somebody."}]
 MODES = (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA)
 
 
@@ -32,12 +32,12 @@ def client_of(url: str, mode: instructor.Mode) -> instructor.Instructor:
 @pytest.mark.parametrize("mode", MODES)
 def test_an_object_is_made(demo: str, mode: instructor.Mode) -> None:
     person, answer = client_of(demo, mode).create_with_completion(
-        model=MODEL, messages=ASK, response_model=Person, temperature=0
+        model=MODEL, messages=MESSAGES, response_model=Person, temperature=0
     )
     assert isinstance(person, Person) and answer.usage.total_tokens > 0
 
 
-def test_json_mode_gives_an_object_of_any_keys(demo: str) -> None:
+def test_json_mode_gives_an_object_with_any_keys(demo: str) -> None:
     class Anything(BaseModel, extra="allow"):
         pass
 
@@ -52,7 +52,7 @@ def test_json_mode_gives_an_object_of_any_keys(demo: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_does_not_validate_is_asked_for_again(demo: str, mode: instructor.Mode) -> None:
+def test_output_that_does_not_validate_is_retried(demo: str, mode: instructor.Mode) -> None:
     tries: list[int] = []
 
     class Picky(BaseModel):
@@ -67,7 +67,7 @@ def test_what_does_not_validate_is_asked_for_again(demo: str, mode: instructor.M
             return age
 
     client_of(demo, mode).create(
-        model=MODEL, messages=ASK, response_model=Picky, temperature=0, max_retries=3
+        model=MODEL, messages=MESSAGES, response_model=Picky, temperature=0, max_retries=3
     )
     assert len(tries) == 2
 
@@ -76,7 +76,7 @@ def test_what_does_not_validate_is_asked_for_again(demo: str, mode: instructor.M
 def test_a_partial_object_grows(demo: str, mode: instructor.Mode) -> None:
     parts: list[Any] = list(
         client_of(demo, mode).create_partial(
-            model=MODEL, messages=ASK, response_model=Person, temperature=0
+            model=MODEL, messages=MESSAGES, response_model=Person, temperature=0
         )
     )
     assert len(parts) > 2
@@ -89,7 +89,7 @@ def test_an_iterable_gives_one_object_after_another(demo: str) -> None:
 
     found = list(
         client_of(demo, instructor.Mode.TOOLS).create_iterable(
-            model=MODEL, messages=ASK, response_model=Sum, temperature=0, max_tokens=200
+            model=MODEL, messages=MESSAGES, response_model=Sum, temperature=0, max_tokens=200
         )
     )
     assert found and all(isinstance(item, Sum) for item in found)
@@ -97,12 +97,12 @@ def test_an_iterable_gives_one_object_after_another(demo: str) -> None:
 
 async def test_the_async_client_makes_an_object(demo: str) -> None:
     client = instructor.from_openai(AsyncOpenAI(base_url=f"{demo}/v1", api_key="none"))
-    made = await client.create(model=MODEL, messages=ASK, response_model=Person, temperature=0)
+    made = await client.create(model=MODEL, messages=MESSAGES, response_model=Person, temperature=0)
     assert isinstance(made, Person)
 
 
 def test_the_responses_api_makes_an_object(demo: str) -> None:
     made = client_of(demo, instructor.Mode.RESPONSES_TOOLS).create(
-        model=MODEL, messages=ASK, response_model=Person, temperature=0
+        model=MODEL, messages=MESSAGES, response_model=Person, temperature=0
     )
     assert isinstance(made, Person)

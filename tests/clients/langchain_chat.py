@@ -1,10 +1,10 @@
 """LangChain's ChatOpenAI and OpenAIEmbeddings, and its agent.
 
-What it asks that others do not: `with_structured_output` sends, by its method, a JSON schema, a
-forced tool or `json_object`; usage in streams without being asked for where `stream_usage` is on;
-a chunk of its own for it, with no choices; OpenAIEmbeddings sends token ids and not texts unless it
-is told `check_embedding_ctx_length=False`, ids of OpenAI's tokenizer; the Responses API sends
-`include`, and gets its items back as they came, ids and statuses among them.
+What it does that others do not: `with_structured_output` sends a JSON schema, a forced tool or
+`json_object`, depending on its method; with `stream_usage` it expects usage in a chunk of its own
+without choices; OpenAIEmbeddings sends token ids of OpenAI's tokenizer instead of texts unless
+`check_embedding_ctx_length=False`; with the Responses API it sends `include`, and sends items back
+unchanged, with their ids and statuses.
 """
 
 from typing import Any, Literal
@@ -47,14 +47,14 @@ def chat(options: dict[str, Any]) -> ChatOpenAI:
     return ChatOpenAI(**options, temperature=0, max_tokens=200)
 
 
-def test_invoke_gives_text_with_usage_and_a_reason(chat: ChatOpenAI) -> None:
+def test_invoke_gives_text_usage_and_a_finish_reason(chat: ChatOpenAI) -> None:
     answer = chat.invoke([SystemMessage("Be short."), HumanMessage("Who are you?")])
     assert isinstance(answer, AIMessage) and answer.text
     assert answer.response_metadata["finish_reason"] == "stop"
     assert answer.usage_metadata and answer.usage_metadata["output_tokens"] > 0
 
 
-def test_a_stream_joins_to_the_plain_text_and_has_usage(chat: ChatOpenAI) -> None:
+def test_a_stream_adds_up_to_the_unstreamed_text_and_has_usage(chat: ChatOpenAI) -> None:
     plain = chat.invoke("Who are you?")
     chunks = list(chat.stream("Who are you?", stream_usage=True))
     whole = sum(chunks[1:], chunks[0])
@@ -62,13 +62,13 @@ def test_a_stream_joins_to_the_plain_text_and_has_usage(chat: ChatOpenAI) -> Non
     assert whole.usage_metadata == plain.usage_metadata
 
 
-async def test_the_async_ways_give_the_same(chat: ChatOpenAI) -> None:
+async def test_the_async_methods_give_the_same(chat: ChatOpenAI) -> None:
     plain = await chat.ainvoke("Who are you?")
     pieces = [chunk.text async for chunk in chat.astream("Who are you?")]
     assert "".join(pieces) == plain.text
 
 
-def test_a_batch_answers_each(chat: ChatOpenAI) -> None:
+def test_a_batch_answers_every_message(chat: ChatOpenAI) -> None:
     answers = chat.batch([f"What is {i} + 1?" for i in range(6)])
     assert all(answer.text for answer in answers)
 
@@ -79,7 +79,7 @@ def test_logprobs_are_in_the_metadata(chat: ChatOpenAI) -> None:
 
 
 @pytest.mark.parametrize("way", ["invoke", "stream"])
-def test_a_bound_tool_is_called_and_its_result_taken(chat: ChatOpenAI, way: str) -> None:
+def test_a_bound_tool_is_called_and_its_result_accepted(chat: ChatOpenAI, way: str) -> None:
     bound = chat.bind_tools([get_weather], tool_choice="any")
     question = HumanMessage("How is the weather in Paris?")
     if way == "invoke":
@@ -87,9 +87,9 @@ def test_a_bound_tool_is_called_and_its_result_taken(chat: ChatOpenAI, way: str)
     else:
         chunks = list(bound.stream([question]))
         call = sum(chunks[1:], chunks[0])
-    (asked,) = call.tool_calls
-    assert asked["name"] == "get_weather" and set(asked["args"]) == {"city"}
-    result = ToolMessage("sunny", tool_call_id=asked["id"])
+    (tool_call,) = call.tool_calls
+    assert tool_call["name"] == "get_weather" and set(tool_call["args"]) == {"city"}
+    result = ToolMessage("sunny", tool_call_id=tool_call["id"])
     assert chat.bind_tools([get_weather]).invoke([question, call, result]).type == "ai"
 
 
@@ -98,7 +98,7 @@ def test_a_bound_tool_is_called_and_its_result_taken(chat: ChatOpenAI, way: str)
 def test_structured_output_gives_an_object(
     chat: ChatOpenAI, method: Any, strict: bool | None
 ) -> None:
-    if method == "json_mode":  # any JSON is an answer there; LangChain checks it by itself
+    if method == "json_mode":  # any JSON is valid here; LangChain validates it itself
         bound: Any = chat.with_structured_output(None, method=method)
         assert isinstance(bound.invoke("Write JSON for a person named Ada, aged 36."), dict)
         return
@@ -116,13 +116,13 @@ def test_structured_output_streams_and_comes_with_the_raw_message(chat: ChatOpen
 
 @wrap_model_call
 def with_one_call(request: Any, handler: Any) -> Any:
-    """The demo model calls no tool by itself: the first turn must, and the next may not."""
+    """The demo model calls no tool by itself: the first turn forces one, the next forbids it."""
     has_result = any(isinstance(message, ToolMessage) for message in request.messages)
     return handler(request.override(tool_choice="none" if has_result else "any"))
 
 
 @pytest.mark.parametrize("use_responses_api", [False, True])
-def test_an_agent_calls_its_tool_and_goes_on(
+def test_an_agent_calls_its_tool_and_continues(
     options: dict[str, Any], use_responses_api: bool
 ) -> None:
     chat = ChatOpenAI(**options, temperature=0, max_tokens=200, use_responses_api=use_responses_api)
@@ -161,7 +161,7 @@ def test_an_agent_with_tools_gives_a_structured_response(
     assert isinstance(state["structured_response"], Person)
 
 
-def test_the_responses_api_answers_streams_and_goes_on(options: dict[str, Any]) -> None:
+def test_the_responses_api_answers_streams_and_continues(options: dict[str, Any]) -> None:
     chat = ChatOpenAI(**options, temperature=0, use_responses_api=True)
     first = chat.invoke("My name is Ada.")
     assert first.text and first.usage_metadata
@@ -187,6 +187,6 @@ def test_embeddings_of_documents_and_queries_agree(options: dict[str, Any]) -> N
     assert one != two and embeddings.embed_query("one") == pytest.approx(one, abs=1e-5)
 
 
-def test_a_refusal_is_openais_own_error(options: dict[str, Any]) -> None:
+def test_a_rejected_request_raises_openais_error(options: dict[str, Any]) -> None:
     with pytest.raises(openai.NotFoundError):
         ChatOpenAI(**(options | {"model": "gpt-4o"})).invoke("Hi")

@@ -1,8 +1,8 @@
-"""LiteLLM, by its providers `openai/` and `hosted_vllm/`.
+"""LiteLLM, with its providers `openai/` and `hosted_vllm/`.
 
-What it asks that others do not: its `text_completion` sends a prompt as a list of one; it asks for
-usage in a stream only where it is told, and else counts by itself; errors are mapped to classes of
-its own by the status and by words of the message ("context length", "maximum").
+What it does that others do not: its `text_completion` sends a prompt as a list of one; it requests
+usage in a stream only if told to, and otherwise counts tokens itself; it maps errors to its own
+classes by the status and by words in the message ("context length", "maximum").
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 MODEL = "penstock-demo"
-ASK: Any = [{"role": "user", "content": "Who are you?"}]
+MESSAGES: Any = [{"role": "user", "content": "Who are you?"}]
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -42,25 +42,29 @@ def options(demo: str) -> dict[str, Any]:
 
 @providers
 def test_a_completion_has_text_and_usage(options: dict[str, Any], provider: str) -> None:
-    answer: Any = litellm.completion(model=f"{provider}/{MODEL}", messages=ASK, **options)
+    answer: Any = litellm.completion(model=f"{provider}/{MODEL}", messages=MESSAGES, **options)
     assert "Penstock" in answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens > 0
 
 
 @providers
-def test_a_stream_joins_to_the_plain_text_and_tells_usage(
+def test_a_stream_adds_up_to_the_unstreamed_text_and_has_usage(
     options: dict[str, Any], provider: str
 ) -> None:
     model = f"{provider}/{MODEL}"
-    plain: Any = litellm.completion(model=model, messages=ASK, **options)
+    plain: Any = litellm.completion(model=model, messages=MESSAGES, **options)
     stream: Any = litellm.completion(
-        model=model, messages=ASK, stream=True, stream_options={"include_usage": True}, **options
+        model=model,
+        messages=MESSAGES,
+        stream=True,
+        stream_options={"include_usage": True},
+        **options,
     )
     chunks = list(stream)
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == plain.choices[0].message.content
     assert chunks[-1].usage.completion_tokens == plain.usage.completion_tokens
-    built: Any = litellm.stream_chunk_builder(chunks, messages=ASK)
+    built: Any = litellm.stream_chunk_builder(chunks, messages=MESSAGES)
     assert built.choices[0].message.content == text
     assert built.usage.prompt_tokens == plain.usage.prompt_tokens
 
@@ -68,23 +72,23 @@ def test_a_stream_joins_to_the_plain_text_and_tells_usage(
 async def test_acompletion_answers_and_streams(options: dict[str, Any]) -> None:
     model = f"hosted_vllm/{MODEL}"
     answers: Any = await asyncio.gather(
-        *(litellm.acompletion(model=model, messages=ASK, **options) for _ in range(4))
+        *(litellm.acompletion(model=model, messages=MESSAGES, **options) for _ in range(4))
     )
-    stream: Any = await litellm.acompletion(model=model, messages=ASK, stream=True, **options)
+    stream: Any = await litellm.acompletion(model=model, messages=MESSAGES, stream=True, **options)
     text = "".join([c.choices[0].delta.content or "" async for c in stream])
     assert {answer.choices[0].message.content for answer in answers} == {text}
 
 
 @providers
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_is_called_and_its_result_taken(
+def test_a_tool_is_called_and_its_result_accepted(
     options: dict[str, Any], provider: str, stream: bool
 ) -> None:
     model = f"{provider}/{MODEL}"
-    asked: dict[str, Any] = {"messages": ASK, "tools": [WEATHER], "tool_choice": "required"}
-    answer: Any = litellm.completion(model=model, stream=stream, **asked, **options)
+    request: dict[str, Any] = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": "required"}
+    answer: Any = litellm.completion(model=model, stream=stream, **request, **options)
     if stream:
-        answer = litellm.stream_chunk_builder(list(answer), messages=ASK)
+        answer = litellm.stream_chunk_builder(list(answer), messages=MESSAGES)
     message = answer.choices[0].message
     assert answer.choices[0].finish_reason == "tool_calls"
     for call in message.tool_calls:
@@ -92,7 +96,7 @@ def test_a_tool_is_called_and_its_result_taken(
     results = [
         {"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls
     ]
-    messages = [*ASK, message.model_dump(), *results]
+    messages = [*MESSAGES, message.model_dump(), *results]
     second: Any = litellm.completion(
         model=model, messages=messages, tools=[WEATHER], max_tokens=64, **options
     )
@@ -102,7 +106,7 @@ def test_a_tool_is_called_and_its_result_taken(
 @providers
 def test_a_pydantic_class_is_a_response_format(options: dict[str, Any], provider: str) -> None:
     answer: Any = litellm.completion(
-        model=f"{provider}/{MODEL}", messages=ASK, response_format=Person, **options
+        model=f"{provider}/{MODEL}", messages=MESSAGES, response_format=Person, **options
     )
     Person.model_validate_json(answer.choices[0].message.content)
 
@@ -110,7 +114,7 @@ def test_a_pydantic_class_is_a_response_format(options: dict[str, Any], provider
 def test_fields_of_vllm_pass_through(options: dict[str, Any]) -> None:
     answer: Any = litellm.completion(
         model=f"hosted_vllm/{MODEL}",
-        messages=ASK,
+        messages=MESSAGES,
         max_tokens=8,
         extra_body={"ignore_eos": True, "top_k": 1, "structured_outputs": {"choice": ["a", "b"]}},
         **options,
@@ -120,10 +124,10 @@ def test_fields_of_vllm_pass_through(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("provider", ["text-completion-openai", "hosted_vllm"])
 def test_text_completion_answers_and_streams(options: dict[str, Any], provider: str) -> None:
-    asked: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, **options}
+    request: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, **options}
     model = f"{provider}/{MODEL}"
-    answer: Any = litellm.text_completion(model=model, **asked)
-    chunks: Any = litellm.text_completion(model=model, stream=True, **asked)
+    answer: Any = litellm.text_completion(model=model, **request)
+    chunks: Any = litellm.text_completion(model=model, stream=True, **request)
     assert answer.choices[0].text
     assert "".join(c.choices[0].text or "" for c in chunks) == answer.choices[0].text
 
@@ -143,14 +147,14 @@ def test_embeddings_are_lists_of_floats(options: dict[str, Any], provider: str) 
 
 
 @providers
-def test_errors_have_their_class(options: dict[str, Any], provider: str, guarded: str) -> None:
+def test_errors_have_litellms_classes(options: dict[str, Any], provider: str, guarded: str) -> None:
     with pytest.raises(litellm.NotFoundError):
-        litellm.completion(model=f"{provider}/gpt-none", messages=ASK, **options)
+        litellm.completion(model=f"{provider}/gpt-none", messages=MESSAGES, **options)
     long: Any = [{"role": "user", "content": "word " * 4000}]
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(model=f"{provider}/{MODEL}", messages=long, **options)
     with pytest.raises(litellm.BadRequestError):
-        litellm.completion(model=f"{provider}/{MODEL}", messages=ASK, n=-1, **options)
+        litellm.completion(model=f"{provider}/{MODEL}", messages=MESSAGES, n=-1, **options)
     wrong = options | {"api_base": f"{guarded}/v1"}
     with pytest.raises(litellm.AuthenticationError):
-        litellm.completion(model=f"{provider}/{MODEL}", messages=ASK, **wrong)
+        litellm.completion(model=f"{provider}/{MODEL}", messages=MESSAGES, **wrong)

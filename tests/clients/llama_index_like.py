@@ -1,7 +1,7 @@
 """LlamaIndex's OpenAILike.
 
-What it asks that others do not: for a model that is not said to chat, it writes the conversation as
-a text and asks `/v1/completions`; it sends `tool_choice: "required"` with `strict: false`.
+What it does that others do not: for a model without `is_chat_model`, it writes the conversation as
+one text for `/v1/completions`; it sends `tool_choice: "required"` with `strict: false`.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel, Field
 
 MODEL = "penstock-demo"
-ASK = [ChatMessage(role="user", content="Who are you?")]
+MESSAGES = [ChatMessage(role="user", content="Who are you?")]
 
 
 class Person(BaseModel):
@@ -39,16 +39,16 @@ def model_of(url: str, **flags: Any) -> OpenAILike:
 @pytest.mark.parametrize("chats", [True, False])
 def test_chat_and_complete_answer_and_stream(demo: str, chats: bool) -> None:
     model = model_of(demo, is_chat_model=chats)
-    assert model.chat(ASK).message.content
-    assert "".join(part.delta or "" for part in model.stream_chat(ASK))
+    assert model.chat(MESSAGES).message.content
+    assert "".join(part.delta or "" for part in model.stream_chat(MESSAGES))
     whole = model.complete("Once upon a time").text
     assert "".join(part.delta or "" for part in model.stream_complete("Once upon a time")) == whole
 
 
-async def test_the_async_ways_answer(demo: str) -> None:
+async def test_the_async_methods_answer(demo: str) -> None:
     model = model_of(demo, is_chat_model=True)
-    plain = (await model.achat(ASK)).message.content
-    stream = await model.astream_chat(ASK)
+    plain = (await model.achat(MESSAGES)).message.content
+    stream = await model.astream_chat(MESSAGES)
     assert "".join([part.delta or "" async for part in stream]) == plain
 
 
@@ -62,10 +62,10 @@ def test_a_tool_is_called_with_its_arguments(demo: str, streams: bool) -> None:
     tool = FunctionTool.from_defaults(get_weather)
     if streams:
         *_, answer = model.stream_chat_with_tools(
-            [tool], chat_history=ASK, tool_required=True, allow_parallel_tool_calls=False
+            [tool], chat_history=MESSAGES, tool_required=True, allow_parallel_tool_calls=False
         )
     else:
-        answer = model.chat_with_tools([tool], chat_history=ASK, tool_required=True)
+        answer = model.chat_with_tools([tool], chat_history=MESSAGES, tool_required=True)
     calls = model.get_tool_calls_from_response(answer)
     assert calls[0].tool_name == "get_weather" and set(calls[0].tool_kwargs) == {"city"}
 
@@ -74,4 +74,4 @@ def test_a_tool_is_called_with_its_arguments(demo: str, streams: bool) -> None:
 def test_a_structured_model_makes_an_object(demo: str, way: str) -> None:
     flags = {"tools": "is_function_calling_model", "schema": "should_use_structured_outputs"}
     model = model_of(demo, is_chat_model=True, **{flags[way]: True})
-    assert isinstance(model.as_structured_llm(Person).chat(ASK).raw, Person)
+    assert isinstance(model.as_structured_llm(Person).chat(MESSAGES).raw, Person)

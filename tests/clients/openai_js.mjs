@@ -1,9 +1,9 @@
 // OpenAI's JavaScript client, under node's own test runner.
 //
-// What it asks that others do not: in `.stream()`, `index` in every tool call's delta, and ids and
-// names once, as in Python; in `runTools`, that a message which it sends back as it came is taken
-// (`parsed`, `refusal` and `annotations` may be among its keys); that a body which is cut off by
-// `abort()` frees the place at once; errors whose class comes from the status alone.
+// What it requires that others do not: in `.stream()`, `index` in every delta of a tool call, and ids
+// and names once only, as in Python; in `runTools`, that the server accepts its own message sent back
+// unchanged (with `parsed`, `refusal` and `annotations`); that `abort()` frees the sequence at once;
+// errors whose class depends on the status alone.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -12,7 +12,7 @@ import { zodFunction, zodResponseFormat, zodTextFormat } from "openai/helpers/zo
 import { z } from "zod";
 
 const MODEL = "penstock-demo";
-const ASK = [{ role: "user", content: "Who are you?" }];
+const MESSAGES = [{ role: "user", content: "Who are you?" }];
 const client = clientOf(process.env.PENSTOCK_DEMO);
 const scripted = clientOf(process.env.PENSTOCK_SCRIPTED);
 
@@ -27,7 +27,7 @@ function clientOf(url, options = {}) {
   return new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0, ...options });
 }
 
-/** The demo model calls no tool by itself: the first turn must call one, and the next may not. */
+/** The demo model calls no tool by itself: the first turn forces a call, the next forbids one. */
 async function withOneCall(url, init) {
   const body = JSON.parse(init.body);
   const has = (body.messages ?? []).some((message) => message.role === "tool");
@@ -50,9 +50,9 @@ test("the models are listed and one is retrieved", async () => {
   assert.equal((await client.models.retrieve(MODEL)).id, MODEL);
 });
 
-test("a chat answer has text, a reason, usage and a request id", async () => {
+test("a chat completion has text, a finish reason, usage and a request id", async () => {
   const answer = await client.chat.completions.create({
-    model: MODEL, messages: ASK, temperature: 0,
+    model: MODEL, messages: MESSAGES, temperature: 0,
   });
   assert.match(answer.choices[0].message.content, /Penstock/);
   assert.equal(answer.choices[0].finish_reason, "stop");
@@ -60,8 +60,8 @@ test("a chat answer has text, a reason, usage and a request id", async () => {
   assert.ok(answer._request_id);
 });
 
-test("a chat stream joins to the plain answer and ends with usage", async () => {
-  const fields = { model: MODEL, messages: ASK, temperature: 0 };
+test("a chat stream adds up to the unstreamed text and ends with usage", async () => {
+  const fields = { model: MODEL, messages: MESSAGES, temperature: 0 };
   const plain = await client.chat.completions.create(fields);
   const stream = await client.chat.completions.create({
     ...fields, stream: true, stream_options: { include_usage: true },
@@ -76,10 +76,10 @@ test("a chat stream joins to the plain answer and ends with usage", async () => 
   assert.equal(last.usage.completion_tokens, plain.usage.completion_tokens);
 });
 
-test("the stream helper tells content, snapshots and the end", async () => {
+test("the stream helper gives content, snapshots and the end", async () => {
   const seen = { content: 0, chunk: 0, end: 0, finalContent: 0 };
   const stream = client.chat.completions.stream({
-    model: MODEL, messages: ASK, stream_options: { include_usage: true },
+    model: MODEL, messages: MESSAGES, stream_options: { include_usage: true },
   });
   for (const name of Object.keys(seen)) stream.on(name, () => seen[name]++);
   const final = await stream.finalChatCompletion();
@@ -93,14 +93,14 @@ test("the stream helper tells content, snapshots and the end", async () => {
 
 test("parse builds an object by a zod schema", async () => {
   const answer = await client.chat.completions.parse({
-    model: MODEL, messages: ASK, response_format: zodResponseFormat(Person, "person"),
+    model: MODEL, messages: MESSAGES, response_format: zodResponseFormat(Person, "person"),
   });
   Person.parse(answer.choices[0].message.parsed);
 });
 
 test("the stream helper builds an object by a zod schema", async () => {
   const final = await client.chat.completions.stream({
-    model: MODEL, messages: ASK, response_format: zodResponseFormat(Person, "person"),
+    model: MODEL, messages: MESSAGES, response_format: zodResponseFormat(Person, "person"),
   }).finalChatCompletion();
   Person.parse(final.choices[0].message.parsed);
 });
@@ -108,7 +108,7 @@ test("the stream helper builds an object by a zod schema", async () => {
 test("the stream helper joins the arguments of a tool", async () => {
   let done = 0;
   const stream = client.chat.completions.stream({
-    model: MODEL, messages: ASK, tool_choice: "required", parallel_tool_calls: false,
+    model: MODEL, messages: MESSAGES, tool_choice: "required", parallel_tool_calls: false,
     tools: [zodFunction({ name: "get_weather", parameters: City })],
   }).on("tool_calls.function.arguments.done", () => done++);
   const [call] = (await stream.finalChatCompletion()).choices[0].message.tool_calls;
@@ -119,11 +119,11 @@ test("the stream helper joins the arguments of a tool", async () => {
 });
 
 for (const stream of [false, true]) {
-  test(`runTools calls the function and goes on, stream: ${stream}`, async () => {
+  test(`runTools calls the function and continues, stream: ${stream}`, async () => {
     const looping = clientOf(process.env.PENSTOCK_DEMO, { fetch: withOneCall });
     const cities = [];
     const runner = looping.chat.completions.runTools({
-      model: MODEL, messages: ASK, stream, temperature: 0, max_tokens: 200,
+      model: MODEL, messages: MESSAGES, stream, temperature: 0, max_tokens: 200,
       tools: [zodFunction({
         name: "get_weather", parameters: City,
         function: ({ city }) => (cities.push(city), "sunny"),
@@ -145,7 +145,7 @@ test("a text completion streams", async () => {
   assert.equal(text, plain.choices[0].text);
 });
 
-test("a response has text and goes on from another", async () => {
+test("a response has text and continues another", async () => {
   const first = await client.responses.create({
     model: MODEL, input: "My name is Ada.", temperature: 0,
   });
@@ -156,7 +156,7 @@ test("a response has text and goes on from another", async () => {
   assert.equal((await client.responses.retrieve(second.id)).id, second.id);
 });
 
-test("the responses stream helper tells every event", async () => {
+test("the responses stream helper gives every event", async () => {
   const stream = client.responses.stream({ model: MODEL, input: "Who are you?" });
   let text = "";
   const kinds = [];
@@ -182,7 +182,7 @@ test("embeddings come as floats", async () => {
   assert.ok(answer.data[0].embedding.every(Number.isFinite));
 });
 
-test("abort in the middle of a stream frees the place", async () => {
+test("abort in the middle of a stream frees the sequence", async () => {
   const stream = await scripted.completions.create({
     model: MODEL, prompt: "Once", max_tokens: 1900, stream: true, ignore_eos: true,
   });
@@ -218,11 +218,11 @@ test("a short timeout is an APIConnectionTimeoutError", async () => {
 
 test("errors have their class, code and param", async () => {
   await assert.rejects(
-    client.chat.completions.create({ model: "gpt-4o", messages: ASK }),
+    client.chat.completions.create({ model: "gpt-4o", messages: MESSAGES }),
     (e) => e instanceof OpenAI.NotFoundError && e.code === "model_not_found",
   );
   await assert.rejects(
-    client.chat.completions.create({ model: MODEL, messages: ASK, temperature: -1 }),
+    client.chat.completions.create({ model: MODEL, messages: MESSAGES, temperature: -1 }),
     (e) => e instanceof OpenAI.BadRequestError && e.param === "temperature",
   );
   await assert.rejects(
@@ -231,7 +231,7 @@ test("errors have their class, code and param", async () => {
   );
 });
 
-test("a refused request is not tried again", async () => {
+test("a rejected request is not retried", async () => {
   let tries = 0;
   const counting = clientOf(process.env.PENSTOCK_DEMO, {
     maxRetries: 3, fetch: (url, init) => (tries++, fetch(url, init)),

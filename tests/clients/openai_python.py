@@ -1,8 +1,8 @@
-"""OpenAI's Python client, which checks every answer against its own types here.
+"""OpenAI's Python client, which validates every response against its own types here.
 
-What it asks that others do not: with `_strict_response_validation`, every field that its types call
-required; in `.stream()`, that ids and names of tool calls come once, since it joins what comes; in
-`.parse()`, that the text follows the schema, since it builds the object from it; in
+What it requires that others do not: with `_strict_response_validation`, every field that its types
+declare required; in `.stream()`, ids and names of tool calls once only, since it concatenates them;
+in `.parse()`, text that follows the schema, since it builds the object from it; in
 `responses.stream()`, that every item is opened before its deltas and closed before the end.
 """
 
@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, OpenAI, pydantic_function_tool
 from pydantic import BaseModel, Field
 
 MODEL = "penstock-demo"
-ASK: Any = [{"role": "user", "content": "Who are you?"}]
+MESSAGES: Any = [{"role": "user", "content": "Who are you?"}]
 
 
 class Person(BaseModel):
@@ -47,8 +47,8 @@ def client(demo: str) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def lenient(demo: str) -> Iterator[OpenAI]:
-    """As users have it: its own types allow neither `finish_reason: null` in a stream of
-    completions nor embeddings in base64, for which it asks."""
+    """Without strict validation, as users have it: the client's own types allow neither
+    `finish_reason: null` in streamed completions nor the base64 embeddings that it requests."""
     with OpenAI(base_url=f"{demo}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -65,19 +65,19 @@ def test_the_models_are_listed_and_one_is_retrieved(client: OpenAI) -> None:
     assert client.models.retrieve(MODEL).owned_by == "penstock"
 
 
-def test_a_chat_answer_has_text_a_reason_and_usage(client: OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0)
+def test_a_chat_completion_has_text_a_finish_reason_and_usage(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)
     assert "Penstock" in (answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage and answer.usage.prompt_tokens_details
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_a_chat_stream_joins_to_the_plain_answer_and_ends_with_usage(client: OpenAI) -> None:
-    plain = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0)
+def test_a_chat_stream_adds_up_to_the_unstreamed_text_and_ends_with_usage(client: OpenAI) -> None:
+    plain = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)
     stream = client.chat.completions.create(
         model=MODEL,
-        messages=ASK,
+        messages=MESSAGES,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
@@ -89,8 +89,8 @@ def test_a_chat_stream_joins_to_the_plain_answer_and_ends_with_usage(client: Ope
     assert chunks[-1].usage.completion_tokens == plain.usage.completion_tokens
 
 
-def test_the_stream_helper_tells_the_text_as_it_comes_and_whole(client: OpenAI) -> None:
-    with client.chat.completions.stream(model=MODEL, messages=ASK, temperature=0) as stream:
+def test_the_stream_helper_gives_deltas_and_the_whole_text(client: OpenAI) -> None:
+    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, temperature=0) as stream:
         events = list(stream)
         final = stream.get_final_completion()
     deltas = [event.delta for event in events if event.type == "content.delta"]
@@ -99,29 +99,29 @@ def test_the_stream_helper_tells_the_text_as_it_comes_and_whole(client: OpenAI) 
 
 
 def test_parse_builds_a_pydantic_object(client: OpenAI) -> None:
-    answer = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Person)
+    answer = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Person)
     assert isinstance(answer.choices[0].message.parsed, Person)
 
 
 def test_the_stream_helper_builds_a_pydantic_object(client: OpenAI) -> None:
     with client.chat.completions.stream(
-        model=MODEL, messages=ASK, response_format=Person
+        model=MODEL, messages=MESSAGES, response_format=Person
     ) as stream:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
 
 
 def test_parse_builds_the_arguments_of_a_tool(client: OpenAI) -> None:
     answer = client.chat.completions.parse(
-        model=MODEL, messages=ASK, tools=[WEATHER], tool_choice="required"
+        model=MODEL, messages=MESSAGES, tools=[WEATHER], tool_choice="required"
     )
     calls = answer.choices[0].message.tool_calls
     assert answer.choices[0].finish_reason == "tool_calls"
     assert calls and isinstance(calls[0].function.parsed_arguments, GetWeather)
 
 
-def test_parse_takes_tools_and_a_format_together(client: OpenAI) -> None:
+def test_parse_accepts_tools_and_a_format_together(client: OpenAI) -> None:
     answer = client.chat.completions.parse(
-        model=MODEL, messages=ASK, tools=[WEATHER], response_format=Person, temperature=0
+        model=MODEL, messages=MESSAGES, tools=[WEATHER], response_format=Person, temperature=0
     )
     message = answer.choices[0].message
     assert message.tool_calls or isinstance(message.parsed, Person)
@@ -131,7 +131,7 @@ def test_parse_takes_tools_and_a_format_together(client: OpenAI) -> None:
 def test_the_stream_helper_joins_the_arguments_of_a_tool(client: OpenAI) -> None:
     choice: Any = {"type": "function", "function": {"name": "get_weather"}}
     with client.chat.completions.stream(
-        model=MODEL, messages=ASK, tools=[WEATHER], tool_choice=choice
+        model=MODEL, messages=MESSAGES, tools=[WEATHER], tool_choice=choice
     ) as stream:
         kinds = {event.type for event in stream}
         calls = stream.get_final_completion().choices[0].message.tool_calls
@@ -140,13 +140,13 @@ def test_the_stream_helper_joins_the_arguments_of_a_tool(client: OpenAI) -> None
 
 
 def test_a_tool_loop_ends_with_text(client: OpenAI) -> None:
-    messages = list(ASK)
+    messages = list(MESSAGES)
     first = client.chat.completions.create(
         model=MODEL, messages=messages, tools=[WEATHER], tool_choice="required"
     )
     message = first.choices[0].message
     assert message.tool_calls
-    messages.append(message)  # as the client's own object, not as a dict
+    messages.append(message)  # the client's own object, not a dict
     messages += [
         {"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls
     ]
@@ -169,7 +169,7 @@ def test_json_mode_gives_an_object(client: OpenAI) -> None:
 
 def test_several_choices_with_logprobs_pass_the_validation(client: OpenAI) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=ASK, n=2, logprobs=True, top_logprobs=3, max_tokens=5, seed=1
+        model=MODEL, messages=MESSAGES, n=2, logprobs=True, top_logprobs=3, max_tokens=5, seed=1
     )
     assert [choice.index for choice in answer.choices] == [0, 1]
     for choice in answer.choices:
@@ -179,7 +179,7 @@ def test_several_choices_with_logprobs_pass_the_validation(client: OpenAI) -> No
 
 def test_a_raw_response_has_headers_and_parses(client: OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
-        model=MODEL, messages=ASK, max_tokens=4, extra_headers={"X-Request-Id": "mine"}
+        model=MODEL, messages=MESSAGES, max_tokens=4, extra_headers={"X-Request-Id": "mine"}
     )
     assert raw.headers["x-request-id"] == "mine" and raw.request_id == "mine"
     assert int(raw.headers["openai-processing-ms"]) >= 0
@@ -188,13 +188,13 @@ def test_a_raw_response_has_headers_and_parses(client: OpenAI) -> None:
 
 def test_a_streamed_response_is_read_line_by_line(client: OpenAI) -> None:
     with client.chat.completions.with_streaming_response.create(
-        model=MODEL, messages=ASK, max_tokens=4, stream=True
+        model=MODEL, messages=MESSAGES, max_tokens=4, stream=True
     ) as response:
         lines = [line for line in response.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
 
 
-def test_a_text_completion_streams_and_takes_vllms_fields(lenient: OpenAI) -> None:
+def test_a_text_completion_streams_and_accepts_vllms_fields(lenient: OpenAI) -> None:
     options: Any = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8}
     options["extra_body"] = {"top_k": 1, "min_tokens": 8}
     plain = lenient.completions.create(**options)
@@ -203,7 +203,7 @@ def test_a_text_completion_streams_and_takes_vllms_fields(lenient: OpenAI) -> No
     assert text == plain.choices[0].text and plain.usage and plain.usage.completion_tokens == 8
 
 
-def test_a_response_has_text_and_goes_on_from_another(client: OpenAI) -> None:
+def test_a_response_has_text_and_continues_another(client: OpenAI) -> None:
     first = client.responses.create(model=MODEL, input="My name is Ada.", temperature=0)
     assert first.output_text and first.status == "completed"
     second = client.responses.create(
@@ -216,7 +216,7 @@ def test_a_response_has_text_and_goes_on_from_another(client: OpenAI) -> None:
         client.responses.retrieve(second.id)
 
 
-def test_the_responses_stream_helper_tells_every_event(client: OpenAI) -> None:
+def test_the_responses_stream_helper_gives_every_event(client: OpenAI) -> None:
     with client.responses.stream(model=MODEL, input="Who are you?", temperature=0) as stream:
         events = list(stream)
         final = stream.get_final_response()
@@ -237,7 +237,7 @@ def test_the_responses_stream_helper_builds_a_pydantic_object(client: OpenAI) ->
         assert isinstance(stream.get_final_response().output_parsed, Person)
 
 
-def test_a_response_with_a_tool_takes_its_result(client: OpenAI) -> None:
+def test_a_response_with_a_tool_call_accepts_its_result(client: OpenAI) -> None:
     first = client.responses.create(
         model=MODEL, input="Weather?", tools=[WEATHER_OF_RESPONSES], tool_choice="required"
     )
@@ -252,24 +252,24 @@ def test_a_response_with_a_tool_takes_its_result(client: OpenAI) -> None:
     assert second.output
 
 
-async def test_the_async_client_streams_many_answers_at_once(async_client: AsyncOpenAI) -> None:
+async def test_the_async_client_streams_concurrently(async_client: AsyncOpenAI) -> None:
     async def text(i: int) -> str:
         stream = await async_client.chat.completions.create(
-            model=MODEL, messages=ASK, seed=i, max_tokens=16, stream=True
+            model=MODEL, messages=MESSAGES, seed=i, max_tokens=16, stream=True
         )
         return "".join([c.choices[0].delta.content or "" async for c in stream])
 
     assert all(await asyncio.gather(*map(text, range(16))))
 
 
-async def test_the_async_stream_helpers_give_the_whole_answer(async_client: AsyncOpenAI) -> None:
-    async with async_client.chat.completions.stream(model=MODEL, messages=ASK) as chat:
+async def test_the_async_stream_helpers_give_the_whole_output(async_client: AsyncOpenAI) -> None:
+    async with async_client.chat.completions.stream(model=MODEL, messages=MESSAGES) as chat:
         assert (await chat.get_final_completion()).choices[0].message.content
     async with async_client.responses.stream(model=MODEL, input="Who are you?") as response:
         assert (await response.get_final_response()).output_text
 
 
-async def test_a_cancelled_task_leaves_the_server_well(async_client: AsyncOpenAI) -> None:
+async def test_the_server_works_after_a_cancelled_task(async_client: AsyncOpenAI) -> None:
     task = asyncio.create_task(
         async_client.completions.create(model=MODEL, prompt="Once", max_tokens=1000)
     )
@@ -289,17 +289,17 @@ def test_embeddings_come_as_base64_and_as_floats(lenient: OpenAI) -> None:
 
 def test_an_unknown_model_is_a_not_found_error(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
-        client.chat.completions.create(model="gpt-4o", messages=ASK)
+        client.chat.completions.create(model="gpt-4o", messages=MESSAGES)
     assert caught.value.code == "model_not_found" and caught.value.param == "model"
 
 
-def test_a_bad_field_is_a_bad_request_error_that_names_it(client: OpenAI) -> None:
+def test_an_invalid_field_is_a_bad_request_error_that_names_it(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=MODEL, messages=ASK, temperature=-1)
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=-1)
     assert caught.value.param == "temperature" and caught.value.type == "invalid_request_error"
 
 
-def test_a_prompt_that_is_too_long_says_so_by_its_code(client: OpenAI) -> None:
+def test_a_prompt_that_is_too_long_has_its_error_code(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL, prompt=[5] * 5000)
     assert caught.value.code == "context_length_exceeded"
@@ -321,7 +321,7 @@ def test_a_short_timeout_is_a_timeout_error(scripted: str) -> None:
         )
 
 
-def test_a_stream_that_is_closed_early_leaves_the_client_usable(lenient: OpenAI) -> None:
+def test_the_client_works_after_closing_a_stream_early(lenient: OpenAI) -> None:
     stream = lenient.completions.create(model=MODEL, prompt="Once", max_tokens=1000, stream=True)
     next(iter(stream))
     stream.close()

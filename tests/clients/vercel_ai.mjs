@@ -1,9 +1,9 @@
 // The Vercel AI SDK with its `@ai-sdk/openai-compatible` provider, under node's own test runner.
 //
-// What it asks that others do not: it checks each chunk by a zod schema of its own and takes
-// `reasoning_content` by that name; a tool call's first delta has to have `id` and `function.name`;
-// usage in streams only when `includeUsage` is set, and then from the last chunk; error bodies of
-// OpenAI's shape, or its APICallError has no message.
+// What it requires that others do not: it validates each chunk with its own zod schema and reads
+// `reasoning_content` by that name; a tool call's first delta must have `id` and `function.name`; it
+// reads usage in streams only with `includeUsage`, from the last chunk; error bodies must have OpenAI's
+// shape, or its APICallError has no message.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -19,19 +19,19 @@ const provider = createOpenAICompatible({
   includeUsage: true, supportsStructuredOutputs: true,
 });
 const model = provider("penstock-demo");
-const ask = { model, prompt: "Who are you?", temperature: 0, maxRetries: 0 };
+const request = { model, prompt: "Who are you?", temperature: 0, maxRetries: 0 };
 const Person = z.object({ name: z.string().max(12), age: z.number().int().min(0).max(120) });
 
-test("generateText gives text, a reason and usage", async () => {
-  const { text, finishReason, usage } = await generateText(ask);
+test("generateText gives text, a finish reason and usage", async () => {
+  const { text, finishReason, usage } = await generateText(request);
   assert.match(text, /Penstock/);
   assert.equal(finishReason, "stop");
   assert.ok(usage.inputTokens > 0 && usage.outputTokens > 0);
 });
 
-test("streamText joins to the plain text and ends with usage", async () => {
-  const { text } = await generateText(ask);
-  const result = streamText(ask);
+test("streamText adds up to the unstreamed text and ends with usage", async () => {
+  const { text } = await generateText(request);
+  const result = streamText(request);
   let joined = "";
   for await (const piece of result.textStream) joined += piece;
   assert.equal(joined, text);
@@ -40,14 +40,14 @@ test("streamText joins to the plain text and ends with usage", async () => {
 });
 
 test("generateObject and streamObject follow a zod schema", async () => {
-  Person.parse((await generateObject({ ...ask, schema: Person })).object);
-  const result = streamObject({ ...ask, schema: Person });
+  Person.parse((await generateObject({ ...request, schema: Person })).object);
+  const result = streamObject({ ...request, schema: Person });
   for await (const _ of result.partialObjectStream);
   Person.parse(await result.object);
 });
 
 for (const [name, run] of [["generateText", generateText], ["streamText", streamText]]) {
-  test(`${name} calls a tool and goes on`, async () => {
+  test(`${name} calls a tool and continues`, async () => {
     const cities = [];
     const get_weather = tool({
       description: "The weather in a city.",
@@ -55,8 +55,8 @@ for (const [name, run] of [["generateText", generateText], ["streamText", stream
       execute: async ({ city }) => (cities.push(city), "sunny"),
     });
     const result = await run({
-      ...ask, tools: { get_weather }, stopWhen: stepCountIs(3), maxOutputTokens: 200,
-      // The demo model calls no tool by itself: the first step must.
+      ...request, tools: { get_weather }, stopWhen: stepCountIs(3), maxOutputTokens: 200,
+      // The demo model calls no tool by itself: the first step forces a call.
       prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" }),
     });
     assert.ok((await result.text).length > 0);
@@ -72,7 +72,7 @@ test("generateText calls a tool and then gives an object", async () => {
     execute: async () => "sunny",
   });
   const result = await generateText({
-    ...ask, tools: { get_weather }, stopWhen: stepCountIs(3), maxOutputTokens: 200,
+    ...request, tools: { get_weather }, stopWhen: stepCountIs(3), maxOutputTokens: 200,
     output: Output.object({ schema: Person }),
     prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "auto" }),
   });
@@ -86,9 +86,9 @@ test("embedMany gives a vector for each text", async () => {
   assert.equal(embeddings.length, 2);
 });
 
-test("an error has the server's own sentence", async () => {
+test("an error has the server's own message", async () => {
   await assert.rejects(
-    generateText({ ...ask, model: provider("gpt-4o") }),
+    generateText({ ...request, model: provider("gpt-4o") }),
     (e) => APICallError.isInstance(e) && e.statusCode === 404 && /gpt-4o/.test(e.message),
   );
 });

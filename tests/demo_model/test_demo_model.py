@@ -1,7 +1,10 @@
-"""The demo model that ships in the package says what it is, and ends what it says."""
+"""The demo model that ships in the package: its skills, its files and its training text."""
 
+import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -43,16 +46,16 @@ def model() -> Model:
 
 
 class Chat:
-    """Asks the model by transformers' own generate, as a user with the OpenAI API would."""
+    """Generates answers with transformers."""
 
     def __init__(self, tokenizer: Tokenizer, model: Model) -> None:
         self._tokenizer = tokenizer
         self._model = model
 
-    def ids(self, *said: str, system: str = "", **sampling: object) -> list[int]:
-        """The answer's ids. said: the user's and the assistant's turns, one after the other."""
+    def answer_ids(self, *turns: str, system: str = "", **sampling: object) -> list[int]:
+        """turns: the user's and the assistant's messages in turn, the user's first and last."""
         messages = [{"role": "system", "content": system}] if system else []
-        for index, content in enumerate(said):
+        for index, content in enumerate(turns):
             messages.append({"role": ("user", "assistant")[index % 2], "content": content})
         prompt = self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -64,13 +67,13 @@ class Chat:
         answer: list[int] = output[0, prompt["input_ids"].shape[1] :].tolist()
         return answer
 
-    def ask(self, *said: str, system: str = "", **sampling: object) -> str:
-        ids = self.ids(*said, system=system, **sampling)
+    def answer(self, *turns: str, system: str = "", **sampling: object) -> str:
+        ids = self.answer_ids(*turns, system=system, **sampling)
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
-    def ask_at_default_temperature(self, question: str, seed: int) -> str:
+    def answer_at_default_temperature(self, question: str, seed: int) -> str:
         torch.manual_seed(seed)
-        return self.ask(question, do_sample=True)
+        return self.answer(question, do_sample=True)
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +92,17 @@ def explains_continuous_batching(answer: str) -> bool:
 
 
 def test_it_says_that_it_is_penstocks_demonstration(chat: Chat) -> None:
-    assert says_what_it_is(chat.ask("Who are you?"))
+    assert says_what_it_is(chat.answer("Who are you?"))
 
 
 def test_it_explains_continuous_batching(chat: Chat) -> None:
-    assert explains_continuous_batching(chat.ask("What is continuous batching?"))
+    assert explains_continuous_batching(chat.answer("What is continuous batching?"))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_stays_sensible_at_its_default_temperature(chat: Chat, seed: int) -> None:
-    assert says_what_it_is(chat.ask_at_default_temperature("Who are you?", seed))
-    answer = chat.ask_at_default_temperature("What is continuous batching?", seed)
+def test_it_answers_correctly_at_its_default_temperature(chat: Chat, seed: int) -> None:
+    assert says_what_it_is(chat.answer_at_default_temperature("Who are you?", seed))
+    answer = chat.answer_at_default_temperature("What is continuous batching?", seed)
     assert explains_continuous_batching(answer)
 
 
@@ -123,7 +126,7 @@ def test_it_stays_sensible_at_its_default_temperature(chat: Chat, seed: int) -> 
     ],
 )
 def test_it_ends_its_turn_by_itself(chat: Chat, question: str) -> None:
-    ids = chat.ids(question)
+    ids = chat.answer_ids(question)
     assert ids[-1] == TURN_END_ID
     assert len(ids) > 3
 
@@ -135,10 +138,10 @@ def test_it_ends_its_turn_by_itself(chat: Chat, question: str) -> None:
         ("Give me JSON for a person named Tom aged 52", {"name": "Tom", "age": 52}),
     ],
 )
-def test_its_json_parses_and_holds_what_was_asked(
+def test_its_json_holds_the_requested_fields(
     chat: Chat, question: str, person: dict[str, object]
 ) -> None:
-    assert json.loads(chat.ask(question)) == person
+    assert json.loads(chat.answer(question)) == person
 
 
 @pytest.mark.parametrize(
@@ -146,11 +149,11 @@ def test_its_json_parses_and_holds_what_was_asked(
     [("What is 7 + 5?", "12"), ("What is 6 times 7?", "42"), ("what is 15 - 8", "7")],
 )
 def test_it_does_small_sums(chat: Chat, question: str, result: str) -> None:
-    assert chat.ask(question).endswith(f"= {result}.")
+    assert chat.answer(question).endswith(f"= {result}.")
 
 
-def test_it_remembers_a_name_over_a_turn(chat: Chat) -> None:
-    answer = chat.ask(
+def test_it_remembers_a_name_from_an_earlier_turn(chat: Chat) -> None:
+    answer = chat.answer(
         "My name is Zora.",
         "Nice to meet you, Zora!",
         "What is 2 + 2?",
@@ -161,23 +164,23 @@ def test_it_remembers_a_name_over_a_turn(chat: Chat) -> None:
 
 
 def test_it_admits_what_it_does_not_know(chat: Chat) -> None:
-    assert "demonstration" in chat.ask("Who was Albert Einstein?")
+    assert "demonstration" in chat.answer("Who was Albert Einstein?")
 
 
 def test_its_whole_context_works(chat: Chat) -> None:
     """A question after 1,600 tokens of talk is answered as if it were the first."""
     filler = ["Count from 1 to 100.", ", ".join(str(n) for n in range(1, 101))] * 4
-    answer = chat.ask(*filler, "What is continuous batching?")
+    answer = chat.answer(*filler, "What is continuous batching?")
     assert explains_continuous_batching(answer)
 
 
 @given(st.text())
-def test_every_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
+def test_the_tokenizer_round_trips_every_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
 
 
-def test_training_saw_the_ids_of_the_chat_template(tokenizer: Tokenizer) -> None:
+def test_training_uses_the_ids_of_the_chat_template(tokenizer: Tokenizer) -> None:
     document = next(each for each in documents(seed=1) if len(each.messages) > 3)
     messages = [{"role": each.role, "content": each.content} for each in document.messages]
     templated = tokenizer.apply_chat_template(messages, return_dict=False)
@@ -193,7 +196,7 @@ def test_a_developer_message_is_a_system_message(tokenizer: Tokenizer) -> None:
     assert templated("developer") == templated("system")
 
 
-def test_the_training_network_computes_what_transformers_does(model: Model) -> None:
+def test_the_training_network_computes_the_same_logits_as_transformers(model: Model) -> None:
     network = Network(NetworkConfig())
     network.load_state_dict(load_file(DEMO_MODEL / "model.safetensors"))
     token_ids = torch.arange(100, 140).view(2, 20)
@@ -218,6 +221,15 @@ def test_the_record_of_its_training_ships_with_it() -> None:
     assert record["tokens"] > 0
 
 
-def test_the_same_seed_writes_the_same_text() -> None:
-    first, second = documents(seed=3), documents(seed=3)
-    assert [next(first) for _ in range(50)] == [next(second) for _ in range(50)]
+@pytest.mark.parametrize(
+    ("seed", "digest"),
+    [
+        (0, "d9dfb2b0c42c6b32974671d7a1fe67193e668d0a78c375395501cf4781509b7b"),
+        (1, "91bd3a2fff8d7c5ac3c4cc175db28b9e42e85f7433491455d022bed69ecb4406"),
+        (7, "929718e46835478cdf4e7b96e6a36bd4347bd6caab863cda0f9da62bde10802e"),
+    ],
+)
+def test_a_seed_always_gives_the_same_training_text(seed: int, digest: str) -> None:
+    """A deliberate change of the texts or of the program needs new digests here."""
+    text = repr([asdict(document) for document in islice(documents(seed), 2000)])
+    assert hashlib.sha256(text.encode()).hexdigest() == digest

@@ -1,1 +1,1 @@
-"""Inputs that nobody would write by hand: `make test-fuzz` and `make test-schemas`."""
+"""Generated inputs: `make test-fuzz` and `make test-schemas`."""

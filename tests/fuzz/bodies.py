@@ -1,8 +1,8 @@
-"""`python -m tests.fuzz.bodies SECONDS [SEED]`, part of `make test-fuzz`: bodies nearly right.
+"""`python -m tests.fuzz.bodies SECONDS [SEED]`, part of `make test-fuzz`: mutated bodies.
 
-Takes valid bodies of every endpoint, and changes some of their values: to another type, to an
-extreme, to nothing at all. Whatever comes of it, the answer must be no server error, an error must
-have the shape that its API promises, and each must come within five seconds.
+Takes valid bodies of every endpoint and replaces some values by another type or an extreme, or
+removes them. No response may be a server error, an error must have its API's shape, and every
+response must arrive within five seconds.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ _ITEMS = [
 ]
 _BLOCKS = [{"type": "text", "text": "Hi"}]
 
-# Path -> bodies that are right.
+# Valid bodies by path.
 SEEDS: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {"prompt": "Once", "logprobs": 2, "echo": False, "best_of": 2} | _SAMPLING,
@@ -201,40 +201,40 @@ _EXTREMES: tuple[Any, ...] = (
 )
 
 
-def mutated(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+def mutated(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """The body with one to three changes somewhere in it."""
     body = copy.deepcopy(body)
-    for _ in range(chance.choice((1, 1, 1, 2, 3))):
-        if places := list(_places(body)):
-            _change(*chance.choice(places), chance)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        if locations := list(_locations(body)):
+            _change(*rng.choice(locations), rng)
     return body
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Whatever holds a value, and where."""
+def _locations(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container of a value, and the value's key in it."""
     keys = list(value) if isinstance(value, dict) else range(len(value))
     for key in keys:
         yield value, key
         if isinstance(value[key], (dict, list)):
-            yield from _places(value[key])
+            yield from _locations(value[key])
 
 
-def _change(holder: Any, key: Any, chance: random.Random) -> None:
-    match chance.randrange(6):
+def _change(container: Any, key: Any, rng: random.Random) -> None:
+    match rng.randrange(6):
         case 0:
-            del holder[key]
+            del container[key]
         case 1:
-            holder[key] = [holder[key]] * chance.choice((1, 2, 50))
+            container[key] = [container[key]] * rng.choice((1, 2, 50))
         case 2:
-            holder[key] = {str(key): holder[key]}
-        case 3 if isinstance(holder, dict):
-            holder[f"{key}_"] = holder.pop(key)
+            container[key] = {str(key): container[key]}
+        case 3 if isinstance(container, dict):
+            container[f"{key}_"] = container.pop(key)
         case _:
-            holder[key] = copy.deepcopy(chance.choice(_EXTREMES))
+            container[key] = copy.deepcopy(rng.choice(_EXTREMES))
 
 
 def check(response: httpx.Response, path: str) -> str | None:
-    """What is wrong with an answer, or None."""
+    """The fault of a response, or None."""
     if response.status_code >= 500:
         return f"status {response.status_code}"
     if response.elapsed.total_seconds() > DEADLINE_S:
@@ -243,8 +243,8 @@ def check(response: httpx.Response, path: str) -> str | None:
         return "no x-request-id"
     if response.status_code < 400:
         is_stream = response.headers["content-type"].startswith("text/event-stream")
-        return "an event tells of a server error" if is_stream and _has_failed(response) else None
-    return None if _is_error_object(response, path) else "not the shape of an error"
+        return "an event reports a server error" if is_stream and _has_failed(response) else None
+    return None if _is_error_object(response, path) else "not an error object"
 
 
 def _has_failed(response: httpx.Response) -> bool:
@@ -262,37 +262,37 @@ def _is_error_object(response: httpx.Response, path: str) -> bool:
 
 
 def fuzz(server: RunningServer, seconds: float, seed: int) -> int:
-    """Asks until the time is up; returns how many answers were wrong."""
-    chance, num_asked, num_wrong, slowest_s = random.Random(seed), 0, 0, 0.0
+    """Sends requests for `seconds`. Returns the number of faulty responses."""
+    rng, num_sent, num_faults, slowest_s = random.Random(seed), 0, 0, 0.0
     end_s = time.monotonic() + seconds
     with httpx.Client(base_url=server.url, timeout=30) as client:
         while time.monotonic() < end_s:
-            path = chance.choice(list(SEEDS))
-            body = mutated({"model": MODEL} | chance.choice(SEEDS[path]), chance)
+            path = rng.choice(list(SEEDS))
+            body = mutated({"model": MODEL} | rng.choice(SEEDS[path]), rng)
             content = json.dumps(body).encode()
             response = client.post(path, content=content)
-            num_asked += 1
+            num_sent += 1
             slowest_s = max(slowest_s, response.elapsed.total_seconds())
-            if wrong := check(response, path):
-                num_wrong += 1
-                print(f"{path}: {wrong}\n  {content[:1500]!r}\n  {response.text[:500]}")
-    print(f"{num_asked} bodies from seed {seed}, {num_wrong} wrong; slowest {slowest_s:.2f} s")
-    return num_wrong
+            if fault := check(response, path):
+                num_faults += 1
+                print(f"{path}: {fault}\n  {content[:1500]!r}\n  {response.text[:500]}")
+    print(f"{num_sent} bodies from seed {seed}, {num_faults} faults; slowest {slowest_s:.2f} s")
+    return num_faults
 
 
 def main(arguments: list[str]) -> int:
     seconds = float(arguments[0]) if arguments else 60.0
     seed = int(arguments[1]) if len(arguments) > 1 else random.randrange(10**6)
-    num_wrong = 0
+    num_faults = 0
     for is_scripted in (True, False):
         with fuzzed_server("--max-model-len", "400", is_scripted=is_scripted) as server:
-            num_wrong += fuzz(server, seconds / 2, seed)
-    return int(num_wrong > 0)
+            num_faults += fuzz(server, seconds / 2, seed)
+    return int(num_faults > 0)
 
 
 @contextlib.contextmanager
 def fuzzed_server(*flags: str, is_scripted: bool) -> Iterator[RunningServer]:
-    """Scripted, which is fast, or with the demo model, whose sampler sees every field."""
+    """With scripted tokens, which are fast, or with the demo model, which uses every field."""
     server = RunningServer(*(["--scripted"] if is_scripted else ["--num-threads", "1"]), *flags)
     try:
         server.wait_until_ready()

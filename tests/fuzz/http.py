@@ -1,8 +1,8 @@
-"""`python -m tests.fuzz.http SECONDS [SEED]`, part of `make test-fuzz`: what is nearly HTTP.
+"""`python -m tests.fuzz.http SECONDS [SEED]`, part of `make test-fuzz`: malformed HTTP.
 
-Sends requests whose bytes were changed, cut, doubled or never ended, over raw sockets. Whatever
-comes, each connection gets answers that can be read, or is closed, within five seconds; none is a
-server error; and behind them the server still serves.
+Sends requests with changed, truncated, repeated or missing bytes over raw sockets. Every connection
+must get valid responses or be closed within five seconds, without a server error, and the server
+must still work afterwards.
 """
 
 import json
@@ -55,43 +55,43 @@ _HEADERS = (
 )
 
 
-def request_bytes(chance: random.Random) -> bytes:
-    """A request, right or wrong in a few places."""
-    path = chance.choice(_PATHS)
+def request_bytes(rng: random.Random) -> bytes:
+    """A request, valid or with a few faults."""
+    path = rng.choice(_PATHS)
     seeds = SEEDS.get(path, [{}])
-    body = json.dumps({"model": MODEL} | chance.choice(seeds)).encode()
-    method = "POST" if path in SEEDS and chance.random() < 0.7 else chance.choice(_METHODS)
+    body = json.dumps({"model": MODEL} | rng.choice(seeds)).encode()
+    method = "POST" if path in SEEDS and rng.random() < 0.7 else rng.choice(_METHODS)
     headers = ["Host: x", f"Content-Length: {len(body)}"]
-    for _ in range(chance.choice((0, 0, 1, 2))):
-        headers.insert(chance.randrange(len(headers) + 1), chance.choice(_HEADERS))
-    version = chance.choice(("HTTP/1.1",) * 8 + ("HTTP/1.0", "HTTP/2", "HTTP/9.9", ""))
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        headers.insert(rng.randrange(len(headers) + 1), rng.choice(_HEADERS))
+    version = rng.choice(("HTTP/1.1",) * 8 + ("HTTP/1.0", "HTTP/2", "HTTP/9.9", ""))
     head = "\r\n".join([f"{method} {path} {version}", *headers, "", ""])
-    return _spoilt(head.encode("latin-1") + body, chance)
+    return _corrupted(head.encode("latin-1") + body, rng)
 
 
-def _spoilt(data: bytes, chance: random.Random) -> bytes:
-    match chance.randrange(7):
+def _corrupted(data: bytes, rng: random.Random) -> bytes:
+    match rng.randrange(7):
         case 0:
-            return data[: chance.randrange(len(data))]
+            return data[: rng.randrange(len(data))]
         case 1:
             return data * 2
         case 2:
-            return data + chance.randbytes(chance.randrange(1, 200))
+            return data + rng.randbytes(rng.randrange(1, 200))
         case 3:
-            spoilt = bytearray(data)
-            for _ in range(chance.randrange(1, 8)):
-                spoilt[chance.randrange(len(spoilt))] = chance.randrange(256)
-            return bytes(spoilt)
+            corrupted = bytearray(data)
+            for _ in range(rng.randrange(1, 8)):
+                corrupted[rng.randrange(len(corrupted))] = rng.randrange(256)
+            return bytes(corrupted)
         case 4:
-            at = chance.randrange(len(data))
-            return data[:at] + chance.randbytes(chance.randrange(1, 20)) + data[at:]
+            at = rng.randrange(len(data))
+            return data[:at] + rng.randbytes(rng.randrange(1, 20)) + data[at:]
         case 5:
-            return chance.randbytes(chance.randrange(1, 400))
+            return rng.randbytes(rng.randrange(1, 400))
     return data
 
 
-def answer_to(server: RunningServer, data: bytes) -> tuple[bytes, float]:
-    """All that comes back once we have sent all that we will, and how long it took."""
+def exchange(server: RunningServer, data: bytes) -> tuple[bytes, float]:
+    """Everything received after sending `data` and closing our side, and the duration."""
     started_s = time.monotonic()
     received = b""
     with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S) as connection:
@@ -103,42 +103,44 @@ def answer_to(server: RunningServer, data: bytes) -> tuple[bytes, float]:
         except TimeoutError:
             raise
         except OSError:
-            pass  # closed on us while we still sent
+            pass  # closed while we were sending
     return received, time.monotonic() - started_s
 
 
 def check(received: bytes) -> str | None:
-    """What is wrong with it, or None."""
+    """The fault of the responses, or None."""
     statuses = [int(status) for status in _STATUS.findall(received)]
     if any(status >= 500 for status in statuses):
         return f"statuses {statuses}"
     if received and not received.startswith(b"HTTP/1.1 "):
-        return "no answer in HTTP"
+        return "no HTTP response"
     last_head, _, body = received[received.rfind(b"HTTP/1.1 ") :].partition(b"\r\n\r\n")
     if statuses and statuses[-1] >= 400 and body and b'"error"' not in body:
-        return f"an error that is no error object: {last_head[:200]!r}"
+        return f"not an error object: {last_head[:200]!r}"
     return None
 
 
 def fuzz(server: RunningServer, seconds: float, seed: int) -> int:
-    """Asks until the time is up; returns how many answers were wrong."""
-    chance, num_asked, num_wrong, slowest_s = random.Random(seed), 0, 0, 0.0
+    """Sends requests for `seconds`. Returns the number of faults."""
+    rng, num_sent, num_faults, slowest_s = random.Random(seed), 0, 0, 0.0
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
-        data = request_bytes(chance)
-        num_asked += 1
+        data = request_bytes(rng)
+        num_sent += 1
         try:
-            received, took_s = answer_to(server, data)
-            slowest_s, wrong = max(slowest_s, took_s), check(received)
+            received, took_s = exchange(server, data)
+            slowest_s, fault = max(slowest_s, took_s), check(received)
         except TimeoutError:
-            received, wrong = b"", f"nothing within {DEADLINE_S:.0f} s"
-        if wrong:
-            num_wrong += 1
-            print(f"{wrong}\n  {data[:1000]!r}\n  {received[:500]!r}")
+            received, fault = b"", f"no response within {DEADLINE_S:.0f} s"
+        if fault:
+            num_faults += 1
+            print(f"{fault}\n  {data[:1000]!r}\n  {received[:500]!r}")
     server.wait_until_idle()
-    assert server.complete().status_code == 200, "it does not serve any more"
-    print(f"{num_asked} connections from seed {seed}, {num_wrong} wrong; slowest {slowest_s:.2f} s")
-    return num_wrong
+    assert server.complete().status_code == 200, "the server no longer works"
+    print(
+        f"{num_sent} connections from seed {seed}, {num_faults} faults; slowest {slowest_s:.2f} s"
+    )
+    return num_faults
 
 
 def main(arguments: list[str]) -> int:

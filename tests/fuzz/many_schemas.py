@@ -1,9 +1,8 @@
-"""`python -m tests.fuzz.many_schemas` (`make test-schemas`): schemas as people send them, 200 of
-them.
+"""`python -m tests.fuzz.many_schemas` (`make test-schemas`): 200 JSON schemas of common kinds.
 
-Each is asked of the demo model and of random weights, alone and 32 at a time, at temperature 1,
-plain and streamed, with several answers and with logprobs; every answer that ends with `stop` must
-validate, whole numbers and formats included.
+Each runs on the demo model and on random weights, one request and 32 requests at a time, at
+temperature 1, plain and streamed, with several choices and with logprobs. Every output that ends
+with `stop` must validate, including integers and formats.
 """
 
 import json
@@ -20,7 +19,7 @@ from tests.support.structured import SCHEMAS, assert_validates, closed, json_sch
 
 INT, BOOL, NULL = {"type": "integer"}, {"type": "boolean"}, {"type": "null"}
 SHORT = {"type": "string", "maxLength": 8}
-NUM_SEEDS = 2  # with 32 at a time
+NUM_SEEDS = 2  # for 32 requests at a time
 
 _FORMATS = "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()  # noqa: SIM905
 _PATTERNS = [
@@ -60,7 +59,7 @@ def _shape(kind: str, **fields: Any) -> dict[str, Any]:
     return closed({"kind": {"const": kind}, **fields})
 
 
-def _linked(name: str, node: dict[str, Any]) -> dict[str, Any]:
+def _recursive(name: str, node: dict[str, Any]) -> dict[str, Any]:
     return {"$ref": f"#/$defs/{name}", "$defs": {name: node}}
 
 
@@ -113,11 +112,11 @@ _COMPOSED: list[dict[str, Any]] = [
     {"not": {"type": ["object", "array", "string", "number"]}},
     closed({"anything": True, "end": BOOL}),
     closed({"anything": {}, "end": BOOL}),
-    _linked("node", closed({"v": BOOL, "next": {"anyOf": [NULL, _ME]}})),
-    _linked(
+    _recursive("node", closed({"v": BOOL, "next": {"anyOf": [NULL, _ME]}})),
+    _recursive(
         "node", closed({"v": BOOL, "children": {"type": "array", "items": _ME, "maxItems": 1}})
     ),
-    _linked(
+    _recursive(
         "node", {"anyOf": [INT, closed({"op": {"enum": ["+", "-"]}, "left": INT, "right": _ME})]}
     ),
     {
@@ -156,7 +155,7 @@ def _many() -> dict[str, dict[str, Any]]:
 MANY = _many()
 
 
-_WAYS: list[dict[str, Any]] = [
+_VARIANTS: list[dict[str, Any]] = [
     {},
     {"stream": True},
     {"n": 2},
@@ -165,10 +164,10 @@ _WAYS: list[dict[str, Any]] = [
 
 
 def bodies(seed: int, every: int = 1) -> list[tuple[str, dict[str, Any]]]:
-    """A request for each schema, or for each so many-th, in four ways in turn."""
-    asked = []
+    """A request for every `every`-th schema, with the fields of `_VARIANTS` in turn."""
+    requests = []
     for i, name in enumerate(list(MANY)[seed % every :: every]):
-        way = _WAYS[(i + seed) % len(_WAYS)]
+        variant = _VARIANTS[(i + seed) % len(_VARIANTS)]
         format_ = json_schema(MANY[name])
         body = {
             "response_format": format_,
@@ -176,37 +175,37 @@ def bodies(seed: int, every: int = 1) -> list[tuple[str, dict[str, Any]]]:
             "temperature": 1,
             "seed": seed * 1000 + i,
         }
-        asked.append((name, body | way))
-    return asked
+        requests.append((name, body | variant))
+    return requests
 
 
 def check(
-    server: RunningServer, asked: list[tuple[str, dict[str, Any]]], at_once: int
+    server: RunningServer, requests: list[tuple[str, dict[str, Any]]], concurrency: int
 ) -> Counter[str]:
-    """How the answers ended. Raises where one that ended with `stop` does not validate."""
-    ends: Counter[str] = Counter()
-    with ThreadPoolExecutor(at_once) as pool:
-        answers = list(pool.map(lambda each: _ask(server, each[1]), asked))
-    for (name, body), answer in zip(asked, answers, strict=True):
-        assert answer.status_code == 200, (name, answer.text)
-        for text, end in _texts(answer.text, body):
-            ends[end] += 1
-            if end == "stop":
+    """Counts the finish reasons. Raises if an output that ends with `stop` does not validate."""
+    reasons: Counter[str] = Counter()
+    with ThreadPoolExecutor(concurrency) as pool:
+        responses = list(pool.map(lambda each: _send(server, each[1]), requests))
+    for (name, body), response in zip(requests, responses, strict=True):
+        assert response.status_code == 200, (name, response.text)
+        for text, reason in _outputs(response.text, body):
+            reasons[reason] += 1
+            if reason == "stop":
                 try:
                     assert_validates(text, MANY[name])
                 except Exception as error:
                     raise AssertionError(f"{name}, seed {body['seed']}: {text!r}") from error
-    return ends
+    return reasons
 
 
-def _ask(server: RunningServer, body: dict[str, Any]) -> httpx.Response:
-    """With more patience than `RunningServer.chat`: the cores may be busy elsewhere."""
-    asked = {"model": MODEL, "messages": [{"role": "user", "content": "An example, please."}]}
-    return httpx.post(f"{server.url}/v1/chat/completions", json=asked | body, timeout=200)
+def _send(server: RunningServer, body: dict[str, Any]) -> httpx.Response:
+    """Like `RunningServer.chat`, with a longer timeout for busy machines."""
+    fields = {"model": MODEL, "messages": [{"role": "user", "content": "An example, please."}]}
+    return httpx.post(f"{server.url}/v1/chat/completions", json=fields | body, timeout=200)
 
 
-def _texts(raw: str, body: dict[str, Any]) -> list[tuple[str, str]]:
-    """Each answer and its finish reason."""
+def _outputs(raw: str, body: dict[str, Any]) -> list[tuple[str, str]]:
+    """The text and the finish reason of each choice."""
     if "stream" not in body:
         choices = json.loads(raw)["choices"]
         return [(each["message"]["content"], each["finish_reason"]) for each in choices]
@@ -221,13 +220,13 @@ def main() -> int:
         server = RunningServer(*flags)
         try:
             server.wait_until_ready()
-            for at_once, seeds in ((1, range(1)), (32, range(1, 1 + NUM_SEEDS))):
-                started_s, ends = time.monotonic(), Counter[str]()
+            for concurrency, seeds in ((1, range(1)), (32, range(1, 1 + NUM_SEEDS))):
+                started_s, reasons = time.monotonic(), Counter[str]()
                 for seed in seeds:
-                    ends += check(server, bodies(seed), at_once)
+                    reasons += check(server, bodies(seed), concurrency)
                 print(
-                    f"{'random weights' if flags else 'demo model'}, {at_once} at a time: "
-                    f"{ends['stop']} ended and validate, {ends['length']} were cut, "
+                    f"{'random weights' if flags else 'demo model'}, {concurrency} at a time: "
+                    f"{reasons['stop']} finished and validate, {reasons['length']} were truncated, "
                     f"in {time.monotonic() - started_s:.0f} s",
                     flush=True,
                 )

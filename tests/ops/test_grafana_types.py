@@ -1,7 +1,7 @@
-"""The dashboard against Grafana's own types (@grafana/schema), by the TypeScript compiler.
+"""The dashboard checked against Grafana's own types (@grafana/schema) by the TypeScript compiler.
 
-Grafana ignores an option that it does not know without a word; the compiler does not. The oldest
-version we speak of, and the one that docker/compose.yaml starts.
+Grafana silently ignores an unknown option; the compiler does not. The versions are the oldest that
+we support and the one in docker/compose.yaml.
 """
 
 import json
@@ -16,9 +16,9 @@ from tests.support.paths import ROOT
 
 _DASHBOARD = ROOT / "configs" / "grafana" / "penstock.json"
 _BUILD = ROOT / "build" / "grafana"
-_MISSING = "npm is not here; run: apt-get install nodejs npm"
+_MISSING = "npm is not installed; run: apt-get install nodejs npm"
 _VERSIONS = ("10.4.0", "12.2.0")
-# An enum's values are written in JSON as strings, and Grafana fills in what is left out.
+# In JSON an enum's values are strings, and Grafana fills in missing fields.
 _PLAIN = """
 type Plain<T> = T extends string ? `${T}` : T extends object ? {[K in keyof T]?: Plain<T[K]>} : T;
 """
@@ -33,7 +33,7 @@ def test_grafana_knows_every_option_of_the_dashboard(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", _VERSIONS)
-def test_an_option_that_grafana_does_not_know_is_found(version: str) -> None:
+def test_an_unknown_option_is_reported(version: str) -> None:
     home = _installed(version)
     dashboard = json.loads(_DASHBOARD.read_text())
     panel = next(panel for panel in dashboard["panels"] if panel["type"] == "heatmap")
@@ -61,7 +61,7 @@ def _compile(home: Path) -> subprocess.CompletedProcess[str]:
 
 
 def _typed(home: Path, dashboard: dict[str, Any]) -> str:
-    """TypeScript in which the dashboard, each panel, its options and its queries have a type."""
+    """TypeScript that gives a type to the dashboard, each panel, its options and its queries."""
     panels = dashboard["panels"]
     dashboards = _declarations(home, "dashboard/x")
     lines = [_PLAIN, f'import type {{Dashboard, Panel, RowPanel}} from "{dashboards}";']
@@ -69,7 +69,9 @@ def _typed(home: Path, dashboard: dict[str, Any]) -> str:
     lines += [_import(home, f"{kind}/panelcfg", "Options", kind) for kind in kinds]
     drawn = ("timeseries", "trend")
     lines += [_import(home, f"{kind}/panelcfg", "FieldConfig", kind) for kind in drawn]
-    if has_queries := _raw(home, "composable/prometheus").is_dir():  # a package of its own later
+    if has_queries := _raw(
+        home, "composable/prometheus"
+    ).is_dir():  # in later versions a separate package
         lines.append(_import(home, "prometheus/dataquery", "PrometheusDataQuery", "prometheus"))
     lines.append(_constant("Dashboard", dashboard | {"panels": []}))
     for panel in panels:
@@ -98,18 +100,18 @@ def _import(home: Path, folder: str, name: str, prefix: str) -> str:
 
 
 def _declarations(home: Path, folder: str) -> str:
-    """The module of a folder, as TypeScript in `home` names it."""
+    """The module of a folder, as TypeScript in `home` imports it."""
     file = next(_raw(home, folder).glob("*_types.gen.d.ts"))
     return "./" + str(file.relative_to(home)).removesuffix(".d.ts")
 
 
 def _raw(home: Path, folder: str) -> Path:
-    """Where a version keeps the types that are made from its schema."""
+    """The folder of the types that are generated from the schema, which differs by version."""
     dist = home / "node_modules" / "@grafana" / "schema" / "dist"
     root = dist / "types" if (dist / "types").is_dir() else dist / "esm"
     return root / "raw" / folder
 
 
 def _constant(kind: str, value: Any) -> str:
-    """A block of its own, so that the name can be used again."""
+    """In a block of its own, so that the name can be reused."""
     return f"{{ const value: Plain<{kind}> = {json.dumps(value)}; void value; }}"

@@ -1,4 +1,4 @@
-"""The page at `/` in Firefox: what a browser other than Chromium might do otherwise."""
+"""The page at `/` in Firefox: what may differ from Chromium."""
 
 import re
 from collections.abc import Iterator
@@ -23,35 +23,35 @@ def slow() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def page(browser: Firefox, slow: RunningServer) -> Iterator[Firefox]:
-    """Whatever a test does, nothing is complained of and nothing goes out."""
+    """The page. After each test: no console errors, no requests to elsewhere."""
     browser.size(1400, 900)
     browser.open(slow.url)
     browser.wait("document.querySelector('#state').dataset.state === 'ready'")
     yield browser
-    assert browser.complaints(slow.url) == []
+    assert browser.console_errors(slow.url) == []
     urls = browser.js("performance.getEntriesByType('resource').map((each) => each.name)")
     assert urls and all(url.startswith(slow.url + "/") for url in urls)
 
 
-def ask(page: Firefox, question: str) -> None:
+def send(page: Firefox, question: str) -> None:
     page.write("#prompt", question)
     page.write("#prompt", "Enter")
 
 
-def test_an_answer_streams_ends_with_its_timings_and_escape_stops_the_next(
+def test_an_output_streams_with_timings_and_escape_stops_the_next(
     page: Firefox, slow: RunningServer
 ) -> None:
     page.click("#settings-open")
     page.js("document.querySelector('#max_tokens').value = 40")
-    ask(page, "Who are you?")
+    send(page, "Who are you?")
     length = "document.querySelector('article:last-of-type .content').textContent.length"
     page.wait(f"{length} > 5")
-    assert not page.js("Boolean(document.querySelector('.figures'))")  # it is still coming
+    assert not page.js("Boolean(document.querySelector('.figures'))")  # still streaming
     page.wait("document.querySelectorAll('.tools').length === 1")
     figures = page.text(".figures").replace("\n", " ")
     assert re.search(r"TTFT ?[\d.]+ m?s.*TPOT ?[\d.]+ ms.*Out ?40 .*length", figures), figures
     page.js("document.querySelector('#max_tokens').value = 500")
-    ask(page, "And now?")
+    send(page, "And now?")
     page.wait(f"{length} > 5")
     page.write("#prompt", "Escape")
     page.wait("document.querySelectorAll('.tools').length === 2")
@@ -59,8 +59,8 @@ def test_an_answer_streams_ends_with_its_timings_and_escape_stops_the_next(
     assert slow.metric('requests_total{outcome="abandoned"}') == 1
 
 
-def test_the_live_view_follows_a_load(page: Firefox) -> None:
-    ask(page, "Tell me a story.")
+def test_the_live_view_follows_the_load(page: Firefox) -> None:
+    send(page, "Tell me a story.")
     page.wait("document.querySelector('#batch .value').textContent === '1'")
     page.wait("/[1-9]/.test(document.querySelector('#tokens .value').textContent)")
     page.write("#prompt", "Escape")

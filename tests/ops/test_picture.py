@@ -1,4 +1,4 @@
-"""The dashboard drawn by Grafana's own components, from what a real Prometheus answers."""
+"""The dashboard, drawn by Grafana's own components with data of a real Prometheus."""
 
 import copy
 import json
@@ -21,17 +21,17 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 def test_every_panel_draws_without_an_error_and_has_data(scene: Scene, tmp_path: Path) -> None:
     drawn = draw(_dashboard(), scene, tmp_path)
-    assert drawn == {"failed": {}, "empty": [], "complaints": []}
+    assert drawn == {"failed": {}, "empty": [], "console_errors": []}
 
 
-def test_a_panel_that_cannot_be_drawn_is_named(scene: Scene, tmp_path: Path) -> None:
+def test_a_panel_that_cannot_be_drawn_is_reported(scene: Scene, tmp_path: Path) -> None:
     dashboard = _dashboard()
     panels = {panel["title"]: panel for panel in dashboard["panels"]}
     panels["Running"]["type"] = "statistic"
     panels["Queue time"]["fieldConfig"]["defaults"]["colour"] = {"mode": "fixed"}
-    unanswered = copy.deepcopy(scene)
-    unanswered["answers"][panels["Waiting"]["id"]]["A"] = []
-    drawn = draw(dashboard, unanswered, tmp_path)
+    without_data = copy.deepcopy(scene)
+    without_data["results"][panels["Waiting"]["id"]]["A"] = []
+    drawn = draw(dashboard, without_data, tmp_path)
     assert set(drawn["failed"]) == {"Running", "Queue time"}
     assert drawn["empty"] == ["Waiting"]
 

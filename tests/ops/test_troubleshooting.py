@@ -23,7 +23,7 @@ def server() -> Iterator[RunningServer]:
         yield server
 
 
-def test_every_flag_that_it_names_exists() -> None:
+def test_every_flag_in_the_table_exists() -> None:
     parser = argparse.ArgumentParser()
     add_serve_flags(parser)
     named = set(re.findall(r"--[a-z][a-z-]+", "\n".join(ROWS)))
@@ -31,27 +31,27 @@ def test_every_flag_that_it_names_exists() -> None:
     assert named - set(parser._option_string_actions) == set()
 
 
-def test_every_metric_that_it_greps_for_is_there(server: RunningServer) -> None:
+def test_every_metric_in_the_table_is_exported(server: RunningServer) -> None:
     metrics = server.get("/metrics").text
     words = re.findall(r"/metrics \\\| grep (\w+)", "\n".join(ROWS))
     assert len(words) > 2
     assert [word for word in words if word not in metrics] == []
 
 
-def test_what_it_reads_off_penstock_top_is_shown_there(server: RunningServer) -> None:
+def test_penstock_top_shows_what_the_table_refers_to(server: RunningServer) -> None:
     command = [sys.executable, "-m", "penstock", "top", server.url, "--once", "--interval", "0.1"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     words = (
         "waiting queue preemptions recomputed length stop TTFT ITL p99 mixed MBU decode idle batch"
     )
-    told = " ".join(
+    referred = " ".join(
         row.rpartition("`penstock top`: ")[2] for row in ROWS if "`penstock top`:" in row
     )
-    assert [word for word in words.split() if word not in told or word not in shown] == []
+    assert [word for word in words.split() if word not in referred or word not in shown] == []
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if "`penstock serve" in row])
-def test_a_start_that_fails_says_what_the_table_says(row: str) -> None:
+def test_a_failing_start_prints_the_message_of_the_table(row: str) -> None:
     found = re.search(r"`penstock (serve [^`]+)` → `([^`]+)`", row)
     assert found, row
     command = [sys.executable, "-m", "penstock", *found[1].split()]

@@ -1,4 +1,4 @@
-"""A headless Chromium by the DevTools protocol, over a pipe: no driver and no websocket needed."""
+"""Drives a headless Chromium over a pipe with the DevTools protocol: no driver, no websocket."""
 
 import base64
 import contextlib
@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-# The Lighthouse-like basics and the rest wait no longer than this for the page.
-_PATIENCE_S = 20.0
-# Not as an assertion: a sandbox needs user namespaces, which containers often lack.
+_TIMEOUT_S = 20.0
+# --no-sandbox, because the sandbox needs user namespaces, which containers often lack.
 _FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -31,7 +30,7 @@ _FLAGS = (
 
 
 def chromium() -> str:
-    """Its path; fails with what to install where there is none."""
+    """The path of the program; fails with installation instructions if there is none."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if path := shutil.which(name):
             return path
@@ -39,12 +38,12 @@ def chromium() -> str:
 
 
 class Browser:
-    """Commands out, answers and events in; a thread reads, so that no event is missed."""
+    """Sends commands, and reads responses and events in a thread so that no event is missed."""
 
     def __init__(self, profile: Path) -> None:
         to_read, write = os.pipe()
         read, to_write = os.pipe()
-        # Chromium has its ends at 3 and 4; the shell puts them there.
+        # Chromium uses file descriptors 3 and 4; the shell assigns them.
         command = f'exec "$@" 3<&{to_read} 4>&{to_write}'
         arguments = [chromium(), *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
@@ -66,7 +65,7 @@ class Browser:
         self._reader.start()
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """A command's result. An error of the protocol is an AssertionError."""
+        """Returns a command's result. Raises AssertionError for a protocol error."""
         self._last_id += 1
         message = {"id": self._last_id, "method": method, "params": params}
         if session:
@@ -74,7 +73,7 @@ class Browser:
         self._out.write(json.dumps(message).encode() + b"\0")
         with self._arrived:
             has_come = self._arrived.wait_for(
-                lambda: message["id"] in self._answers, timeout=_PATIENCE_S
+                lambda: message["id"] in self._answers, timeout=_TIMEOUT_S
             )
             assert has_come, f"Chromium did not answer {method}"
             answer = self._answers.pop(self._last_id)
@@ -108,7 +107,7 @@ class Browser:
 
 
 class Page:
-    """One tab: what a person would do to it, and what it shows."""
+    """One tab, operated as a user would."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser = browser
@@ -124,15 +123,15 @@ class Page:
         self.wait("document.readyState === 'complete'")
 
     def js(self, expression: str) -> Any:
-        """An expression's value; a promise is awaited."""
+        """The value of an expression, or of its promise."""
         result = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def wait(self, expression: str, timeout_s: float = _PATIENCE_S) -> None:
-        """Until it is truthy."""
+    def wait(self, expression: str, timeout_s: float = _TIMEOUT_S) -> None:
+        """Waits until the expression is truthy."""
         deadline_s = time.monotonic() + timeout_s
         while not self.js(f"Boolean({expression})"):
             assert time.monotonic() < deadline_s, f"never true: {expression}; {self.text()}"
@@ -143,7 +142,7 @@ class Page:
         return text
 
     def click(self, selector: str) -> None:
-        """As a mouse does: what lies on top of it gets the click."""
+        """Clicks with the mouse: the topmost element at that position gets the click."""
         where = self.js(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             "e.scrollIntoView({block: 'nearest'}); const b = e.getBoundingClientRect();"
@@ -160,7 +159,7 @@ class Page:
             )
 
     def write(self, selector: str, text: str) -> None:
-        """In place of what stands there."""
+        """Replaces the text of a field."""
         self.js(f"document.querySelector({json.dumps(selector)}).select()")
         self.js(f"document.querySelector({json.dumps(selector)}).focus()")
         self.call("Input.insertText", text=text)
@@ -179,8 +178,8 @@ class Page:
                 **(text if kind == "keyDown" else {}),
             )
 
-    def look(self, *, width: int, height: int, scheme: str = "light", motion: str = "") -> None:
-        """The window's size, and what the system's settings ask for."""
+    def emulate(self, *, width: int, height: int, scheme: str = "light", motion: str = "") -> None:
+        """Sets the window's size and the emulated system preferences."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -198,12 +197,12 @@ class Page:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def urls(self) -> list[str]:
-        """Of every request that it made."""
+        """The URLs of all its requests."""
         sent = self._of("Network.requestWillBeSent")
         return [event["request"]["url"] for event in sent]
 
-    def complaints(self) -> list[str]:
-        """Errors and warnings on its console, and exceptions that nothing caught."""
+    def console_errors(self) -> list[str]:
+        """Console errors and warnings, and uncaught exceptions."""
         logged = [
             entry["entry"]["text"] + " " + entry["entry"].get("url", "")
             for entry in self._of("Log.entryAdded")
@@ -227,7 +226,7 @@ class Page:
 
 @contextlib.contextmanager
 def running_browser(profile: Path) -> Iterator[Callable[[], Page]]:
-    """Gives what opens a tab; each has storage of its own."""
+    """Yields a function that opens a tab with storage of its own."""
     browser = Browser(profile)
 
     def new_page() -> Page:

@@ -1,4 +1,4 @@
-"""A headless Firefox by Marionette, the protocol it speaks itself: no driver needed."""
+"""Drives a headless Firefox with its built-in protocol, Marionette: no driver."""
 
 import contextlib
 import json
@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.serving import wait_until
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 _PREFERENCES = {
-    "marionette.port": 0,  # a free one, which it writes into its profile
+    "marionette.port": 0,  # a free port, which Firefox writes into its profile
     "datareporting.policy.dataSubmissionEnabled": False,
     "app.update.disabledForTesting": True,
     "network.captive-portal-service.enabled": False,
@@ -24,15 +24,15 @@ _PREFERENCES = {
     "browser.shell.checkDefaultBrowser": False,
 }
 _KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004"}
-# What the page's scripts and its security policy complain of, as the browser's console has it.
-_COMPLAINTS = """
+# Errors of the page's scripts and its security policy in the browser's console.
+_CONSOLE_ERRORS = """
 return Services.console.getMessageArray()
   .filter((m) => m instanceof Ci.nsIScriptError && m.sourceName.startsWith(arguments[0]))
   .map((m) => m.errorMessage);"""
 
 
 def firefox() -> str:
-    """Its path; fails with what to install where there is none."""
+    """The path of the program; fails with installation instructions if there is none."""
     for name in ("firefox-esr", "firefox"):
         if path := shutil.which(name):
             return path
@@ -40,27 +40,27 @@ def firefox() -> str:
 
 
 class Firefox:
-    """One window: what a person would do to it, and what it shows."""
+    """One window, operated as a user would."""
 
     def __init__(self, profile: Path) -> None:
         lines = [f"user_pref({json.dumps(k)}, {json.dumps(v)});" for k, v in _PREFERENCES.items()]
         (profile / "user.js").write_text("\n".join(lines))
         command = [firefox(), "--headless", "--marionette", "--no-remote"]
-        # System access, so that its console can be read.
+        # System access allows reading its console.
         command += ["--remote-allow-system-access", "--profile", str(profile)]
         self._process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         port_file = profile / "MarionetteActivePort"
-        wait_until(lambda: port_file.exists() and port_file.read_text(), timeout_s=_PATIENCE_S)
+        wait_until(lambda: port_file.exists() and port_file.read_text(), timeout_s=_TIMEOUT_S)
         address = ("127.0.0.1", int(port_file.read_text()))
-        self._socket = socket.create_connection(address, timeout=_PATIENCE_S)
+        self._socket = socket.create_connection(address, timeout=_TIMEOUT_S)
         self._in = self._socket.makefile("rb")
         self._read()  # its greeting
         self.call("WebDriver:NewSession")
 
     def call(self, command: str, **parameters: Any) -> Any:
-        """A command's result. An error of the protocol is an AssertionError."""
+        """Returns a command's result. Raises AssertionError for a protocol error."""
         message = json.dumps([0, 1, command, parameters]).encode()
         self._socket.sendall(b"%d:%s" % (len(message), message))
         _, _, error, result = self._read()
@@ -68,7 +68,7 @@ class Firefox:
         return result
 
     def _read(self) -> Any:
-        """A message: its length, a colon, JSON."""
+        """Reads a message: its length, a colon, JSON."""
         length = b""
         while (digit := self._in.read(1)) != b":":
             assert digit, "Firefox has ended"
@@ -85,8 +85,8 @@ class Firefox:
         return self.call("WebDriver:ExecuteScript", script=script, args=arguments)["value"]
 
     def wait(self, expression: str) -> None:
-        """Until it is truthy."""
-        deadline_s = time.monotonic() + _PATIENCE_S
+        """Waits until the expression is truthy."""
+        deadline_s = time.monotonic() + _TIMEOUT_S
         while not self.js(f"Boolean({expression})"):
             text = self.js("document.body.innerText")
             assert time.monotonic() < deadline_s, f"never true: {expression}; {text}"
@@ -105,20 +105,20 @@ class Firefox:
         self.call("WebDriver:ElementClick", id=self._find(selector))
 
     def write(self, selector: str, text: str) -> None:
-        """As typed; a key's name that `_KEYS` has is that key."""
+        """Types a text, or presses the key if the text is a name in `_KEYS`."""
         self.call("WebDriver:ElementSendKeys", id=self._find(selector), text=_KEYS.get(text, text))
 
     def size(self, width: int, height: int) -> None:
-        """Of the page, not of the window."""
+        """Sets the size of the page, not of the window."""
         self.call("WebDriver:SetWindowRect", width=width, height=height)
         edge = self.js("[outerWidth - innerWidth, outerHeight - innerHeight]")
         self.call("WebDriver:SetWindowRect", width=width + edge[0], height=height + edge[1])
 
-    def complaints(self, url: str) -> list[str]:
-        """Errors and warnings on its console that come from there."""
+    def console_errors(self, url: str) -> list[str]:
+        """Console errors and warnings of scripts from `url`."""
         self.call("Marionette:SetContext", value="chrome")
         try:
-            found: list[str] = self._script(_COMPLAINTS, url)
+            found: list[str] = self._script(_CONSOLE_ERRORS, url)
         finally:
             self.call("Marionette:SetContext", value="content")
         return found

@@ -1,7 +1,7 @@
-"""Builds docker/'s images with buildah, runs them with podman: real containers, no daemon.
+"""Builds the images of docker/ with buildah and runs them with podman: real containers, no daemon.
 
-No registry of images is asked: debootstrap makes the base, under the name that the Dockerfiles use.
-What is built stays in build/docker, as Docker keeps its layers; `make clean` removes it.
+No image registry is used: debootstrap builds the base image under the name in the Dockerfiles.
+Layers stay in build/docker, as Docker keeps its own; `make clean` removes them.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from typing import Any
 from tests.support.paths import ROOT
 from tests.support.serving import free_port
 
-WORKSHOP = ROOT / "build" / "docker"
+BUILD_DIR = ROOT / "build" / "docker"
 _BASES = {"debian:12.12-slim": "bookworm"}
-_STORE = (f"--root={WORKSHOP / 'store'}", "--runroot=/run/penstock-docker")
+_STORE = (f"--root={BUILD_DIR / 'store'}", "--runroot=/run/penstock-docker")
 _PODMAN = ("podman", *_STORE)
-# runc is what Docker runs containers with. Neither systemd nor a journal is needed, and the limits
-# are no higher than a sandbox may set.
+# runc is Docker's runtime too. The settings need neither systemd nor a journal, and set no limits
+# that a sandbox forbids.
 _SETTINGS = """
 [containers]
 default_ulimits = ["nofile={num_files}:{num_files}", "nproc=4096:4096"]
@@ -40,18 +40,18 @@ _TOOLS = ("buildah", "podman", "runc", "iptables", "debootstrap")
 
 
 def missing_tools() -> str | None:
-    """What to do before images can be built here, or None."""
+    """What to do before images can be built on this machine, or None."""
     if any(shutil.which(tool) is None for tool in _TOOLS):
         return "apt-get install buildah podman runc iptables debootstrap"
     if os.geteuid() != 0:
-        return "run it as root: it makes root directories and containers"
+        return "run as root: the tests create root file systems and containers"
     return None
 
 
 def build(dockerfile: Path, name: str, *, find_links: Path | None = None) -> str:
-    """`docker build`, of the file as it is; pip finds packages as on this machine.
+    """Like `docker build`, with this machine's settings of pip.
 
-    With `find_links`, pip looks there and not in this machine's own directories of wheels.
+    find_links: replaces this machine's own directories of wheels.
     """
     for base, suite in _BASES.items():
         _import_base(f"docker.io/library/{base}", suite)
@@ -70,20 +70,20 @@ def build(dockerfile: Path, name: str, *, find_links: Path | None = None) -> str
 
 
 def config_of(image: str) -> dict[str, Any]:
-    """What `docker inspect` says of it, with its size in bytes as Size."""
+    """The configuration as in `docker inspect`, with the size in bytes as Size."""
     inspected = json.loads(_podman("image", "inspect", image))[0]
     return {**inspected["Config"], "Size": inspected["Size"]}
 
 
 def layers(image: str) -> list[tuple[str, str]]:
-    """(size, the instruction) of each layer that holds files, the last first."""
+    """(size, instruction) of each layer with files, the last first."""
     lines = _podman("history", "--no-trunc", "--format={{.Size}}\t{{.CreatedBy}}", image)
     pairs = (line.split("\t", 1) for line in lines.splitlines())
     return [(size, made_by) for size, made_by in pairs if size != "0 B"]
 
 
 class Container:
-    """`docker run -d` as compose does it: a port on loopback, a volume, a read-only root."""
+    """Like `docker run -d` in compose.yaml: a port on loopback, a volume, a read-only root."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Container:
         return _tried(*_PODMAN, "exec", self.id, *command)
 
     def is_healthy(self) -> bool:
-        """What HEALTHCHECK's command says now."""
+        """Runs HEALTHCHECK's command now."""
         return _tried(*_PODMAN, "healthcheck", "run", self.id).returncode == 0
 
     def logs(self) -> str:
@@ -126,20 +126,20 @@ class Container:
         return self._state()["Running"] is True
 
     def put(self, file: Path, path: str) -> None:
-        """As the image's user, whose rights hold."""
+        """Writes a file as the image's user, with that user's permissions."""
         command = [*_PODMAN, "exec", "--interactive", self.id, "sh", "-c", 'cat > "$0"', path]
         subprocess.run(command, input=file.read_bytes(), env=_environment(), check=True)
 
     def terminate(self) -> None:
-        """SIGTERM, without waiting for what it does."""
+        """Sends SIGTERM without waiting."""
         _podman("kill", "--signal=TERM", self.id)
 
     def wait(self) -> int:
-        """The exit code, 137 where it was killed."""
+        """Waits for the end. Returns the exit code, 137 if it was killed."""
         return int(_podman("wait", self.id))
 
     def stop(self) -> int:
-        """`docker stop -t 45`, and the exit code."""
+        """Like `docker stop -t 45`. Returns the exit code."""
         _podman("stop", "--time=45", self.id)
         return self.wait()
 
@@ -165,7 +165,7 @@ def running(
 
 @contextlib.contextmanager
 def fresh_volume() -> Iterator[str]:
-    """An empty one, which takes the image's owner of /cache as Docker's volumes do."""
+    """A new volume, which gets the owner of the image's /cache as Docker's volumes do."""
     name = _podman("volume", "create").strip()
     try:
         yield name
@@ -173,11 +173,11 @@ def fresh_volume() -> Iterator[str]:
         _podman("volume", "rm", "--force", name)
 
 
-def stand_in_torch(directory: Path, version: str, triton: str) -> None:
-    """A wheel of torch's name that holds nothing and, as the CUDA build does, brings Triton."""
-    name = f"torch-{version}+standin"
+def build_empty_torch(directory: Path, version: str, triton: str) -> None:
+    """Writes an empty wheel named torch that depends on Triton, as the CUDA build does."""
+    name = f"torch-{version}+empty"
     info = f"{name}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}+standin\n"
+    metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}+empty\n"
     tags = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     with zipfile.ZipFile(directory / f"{name}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{info}/METADATA", f"{metadata}Requires-Dist: triton=={triton}\n")
@@ -188,7 +188,7 @@ def stand_in_torch(directory: Path, version: str, triton: str) -> None:
 def _import_base(name: str, suite: str) -> None:
     if _tried(*_PODMAN, "image", "exists", name).returncode == 0:
         return
-    root = WORKSHOP / f"debian-{suite}"
+    root = BUILD_DIR / f"debian-{suite}"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     _run("debootstrap", "--variant=minbase", suite, root)
@@ -200,7 +200,7 @@ def _import_base(name: str, suite: str) -> None:
 
 
 def _pip_mounts(find_links: Path | None) -> list[str]:
-    """This machine's settings of pip as the build's own, and the directories that they name."""
+    """Mounts this machine's pip settings and the directories in them into the build."""
     listed = _run(sys.executable, "-m", "pip", "config", "list")
     settings = dict(re.findall(r"^[\w:]+\.([\w-]+)='(.*)'$", listed, re.MULTILINE))
     mounts = []
@@ -210,10 +210,10 @@ def _pip_mounts(find_links: Path | None) -> list[str]:
     if find_links:
         settings["find-links"] = str(find_links)
     paths = re.findall(r"(?:^|\s|file://)(/\S+)", " ".join(settings.values()))
-    # An index's pages, PATH/simple, name files beside them.
+    # The pages of an index, PATH/simple, link to files in PATH.
     directories = {path.removesuffix("/simple") for path in paths if Path(path).is_dir()}
     mounts += [f"--volume={path}:{path}:ro" for path in sorted(directories)]
-    file = WORKSHOP / "pip.conf"
+    file = BUILD_DIR / "pip.conf"
     lines = [f"{name} = {value}\n" for name, value in settings.items()]
     file.write_text("[global]\n" + "".join(lines), encoding="utf-8")
     return [*mounts, f"--volume={file}:/etc/pip.conf:ro"]
@@ -234,8 +234,8 @@ def _tried(*command: str | Path) -> "subprocess.CompletedProcess[str]":
 
 
 def _environment() -> dict[str, str]:
-    WORKSHOP.mkdir(parents=True, exist_ok=True)
-    file = WORKSHOP / "containers.conf"
+    BUILD_DIR.mkdir(parents=True, exist_ok=True)
+    file = BUILD_DIR / "containers.conf"
     num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     file.write_text(_SETTINGS.format(num_files=num_files), encoding="utf-8")
     return {**os.environ, "CONTAINERS_CONF": str(file)}

@@ -1,4 +1,4 @@
-"""A real Prometheus: where it is, how it starts with our configuration, and what it answers."""
+"""A real Prometheus: finds or unpacks it, starts it with our configuration, and queries it."""
 
 import contextlib
 import os
@@ -16,11 +16,13 @@ from tests.support.serving import free_port, wait_until
 
 CONFIG = ROOT / "configs" / "prometheus" / "prometheus.yml"
 _UNPACKED = ROOT / "build" / "prometheus"
-_MISSING = "Prometheus is not here and could not be downloaded; run: apt-get install prometheus"
+_MISSING = (
+    "Prometheus is not installed and could not be downloaded; run: apt-get install prometheus"
+)
 
 
 def program(name: str) -> str:
-    """The path of `prometheus` or `promtool`; Debian's package is unpacked in build/ if need be."""
+    """The path of `prometheus` or `promtool`; if missing, unpacks Debian's package in build/."""
     unpacked = _UNPACKED / "usr" / "bin" / name
     if found := shutil.which(name):
         return found
@@ -46,7 +48,7 @@ class Prometheus:
         self.url = url
 
     def range(self, expr: str, seconds: float) -> list[dict[str, Any]]:
-        """The series of a query over the last seconds, a value each second."""
+        """The series of a query over the last seconds, with one value per second."""
         now = float(self._get("/api/v1/query", query="time()")["result"][1])
         found = self._get(
             "/api/v1/query_range", query=expr, start=now - seconds, end=now, step="1s"
@@ -71,7 +73,7 @@ class Prometheus:
 
 @contextlib.contextmanager
 def running_prometheus(target: str, home: Path) -> Iterator[Prometheus]:
-    """Our configuration, with `target` for the server, and a second for every interval."""
+    """Runs it with our configuration, with `target` as the server and intervals of one second."""
     port = free_port()
     config = yaml.safe_load(CONFIG.read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}

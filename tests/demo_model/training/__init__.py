@@ -1,1 +1,1 @@
-"""The program that writes the demo model's text and trains it."""
+"""Generates the demo model's training text and trains the model; the product never imports it."""

@@ -1,8 +1,8 @@
 """The demo model's network: Llama's architecture, written to be trained on one CPU thread.
 
 Its parameter names and its arithmetic are those of transformers' `LlamaForCausalLM`, so a state
-dict saved here loads there exactly. It knows whole rows of token ids only: no cache, no sampling;
-serving the weights is the work of `penstock.engine.models`.
+dict saved here loads there unchanged. It takes whole rows of token ids: no KV cache, no sampling;
+`penstock.engine.models` serves the weights.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkConfig:
-    """Sizes that kernels like: head_dim is a power of two, and hidden_size a multiple of 64."""
+    """Sizes that suit the kernels: head_dim is a power of two, hidden_size a multiple of 64."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -107,14 +107,14 @@ class Decoder(nn.Module):
 
 
 class Network(nn.Module):
-    """Token ids in, logits out. The output matrix is the embedding itself, so it is stored once."""
+    """Token ids in, logits out. Input and output embeddings are tied."""
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
         self._config = config
         self.model = Decoder(config)
-        # GPT-2's initialisation: what is added to the residual stream starts small, so that the
-        # stream's variance does not grow with depth.
+        # GPT-2's initialisation: additions to the residual stream start small, so that its variance
+        # does not grow with depth.
         residual_std = 0.02 / (2 * config.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:

@@ -1,6 +1,7 @@
 """The demo model's tokenizer: byte-level BPE, three special tokens, a ChatML-like chat template.
 
-Every byte is a token, so every text round-trips; digits stand alone, so that sums can be learned.
+Every byte is a token, so every text round-trips; each digit is a token of its own, so that
+the model can learn sums.
 """
 
 import json
@@ -17,7 +18,7 @@ TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 END_OF_TEXT_ID, TURN_START_ID, TURN_END_ID = range(len(SPECIAL_TOKENS))
 
-# "developer" is OpenAI's newer word for the system's role.
+# "developer" is OpenAI's newer name of the system role.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- set role = 'system' if message['role'] == 'developer' else message['role'] -%}"
@@ -55,25 +56,25 @@ def texts(documents: Iterable[Document]) -> Iterable[str]:
 
 
 def encode(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[bool]]:
-    """A document's token ids, and for each whether the model is meant to write it itself.
+    """A document's token ids, and for each whether the model is to generate it.
 
-    The ids are those of the chat template's text. What the model writes are plain texts and the
-    assistant's turns with their end.
+    The ids are those of the chat template's output. The model generates plain texts and the
+    assistant's turns with their end token.
     """
     ids: list[int] = tokenizer.encode(document.text).ids
-    written = [True] * len(ids)
+    generated = [True] * len(ids)
     for message in document.messages:
         head = [TURN_START_ID, *tokenizer.encode(f"{message.role}\n").ids]
         body = [*tokenizer.encode(message.content).ids, TURN_END_ID]
         tail = tokenizer.encode("\n").ids
-        is_written = message.role == "assistant"
+        is_generated = message.role == "assistant"
         ids += head + body + tail
-        written += [False] * len(head) + [is_written] * len(body) + [False] * len(tail)
-    return [*ids, END_OF_TEXT_ID], [*written, True]
+        generated += [False] * len(head) + [is_generated] * len(body) + [False] * len(tail)
+    return [*ids, END_OF_TEXT_ID], [*generated, True]
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> None:
-    """Writes what transformers' AutoTokenizer reads."""
+    """Writes the files that transformers' AutoTokenizer reads."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,8 +1,8 @@
-"""Makes the demo model: `python -m tests.demo_model.training.train --seed 0`.
+"""Trains the demo model: `python -m tests.demo_model.training.train --seed 0`.
 
 Trains the tokenizer and the network on the text of `corpus.py`, on one CPU thread, and writes the
 folder that `penstock serve` loads. The seed fixes the text, the tokenizer and the initial weights;
-README.md says which runs made the files that ship.
+engine/demo_model/README.md lists the runs that made the shipped files.
 """
 
 import argparse
@@ -30,22 +30,22 @@ from tests.demo_model.training.tokenizer import (
 )
 from tests.support.paths import DEMO_MODEL
 
-# The held-out text is what another seed writes; this far away no training seed meets it.
+# The held-out text comes from another seed, too far away to be used for training.
 HELD_OUT_SEED_OFFSET = 1_000_003
-# Users' words are nearly random: they teach a little, but must not drown the answers.
-WEIGHT_OF_GIVEN_TOKENS = 0.1
-# The learning rate warms up, stays, and from this share of the run on falls straight to zero.
+# Users' messages are nearly random: they teach a little, but must not outweigh the answers.
+PROMPT_TOKEN_WEIGHT = 0.1
+# The learning rate warms up, stays constant, and falls linearly to zero from this share of the run.
 DECAY_START = 0.35
 WARMUP_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How to train.
+    """Hyperparameters of a run.
 
-    steps: exactly so many, which can be repeated; None for as many as fit into `minutes`.
+    steps: an exact number, which makes the run reproducible; None for as many as fit in `minutes`.
     row_lengths: (share of the run at which it begins, tokens in a row). Short rows first, because
-    attention's cost grows with length; long ones last, so that the whole context works.
+    attention's cost grows with length; long ones last, so that the whole context is trained.
     """
 
     seed: int = 0
@@ -61,26 +61,28 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """token_ids, weights: (rows, length + 1). A token's weight is its share in the loss."""
+    """token_ids, weights: (rows, length + 1). weights: of each token in the loss."""
 
     token_ids: Tensor
     weights: Tensor
 
 
 def packed_rows(tokenizer: Tokenizer, source: Iterator[Document], count: int, length: int) -> Rows:
-    """Each row begins with a document and is filled with whole ones; the last is cut off."""
+    """Each row starts with a new document and is filled with more; the last is truncated."""
     ids, weights = [], []
     for _ in range(count):
         row_ids: list[int] = []
-        row_written: list[bool] = []
+        row_generated: list[bool] = []
         while len(row_ids) <= length:
-            more_ids, more_written = encode(tokenizer, next(source))
+            more_ids, more_generated = encode(tokenizer, next(source))
             row_ids += more_ids
-            row_written += more_written
+            row_generated += more_generated
         ids.append(row_ids[: length + 1])
-        weights.append(row_written[: length + 1])
-    given = torch.full((), WEIGHT_OF_GIVEN_TOKENS)
-    return Rows(torch.tensor(ids), torch.where(torch.tensor(weights), torch.ones(()), given))
+        weights.append(row_generated[: length + 1])
+    prompt_weight = torch.full((), PROMPT_TOKEN_WEIGHT)
+    return Rows(
+        torch.tensor(ids), torch.where(torch.tensor(weights), torch.ones(()), prompt_weight)
+    )
 
 
 def weighted_loss(network: nn.Module, rows: Rows) -> Tensor:
@@ -102,7 +104,7 @@ def held_out_loss(network: Network, tokenizer: Tokenizer, config: TrainConfig) -
 
 
 def make_optimizers(network: Network, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, which learns more from each token; AdamW for embedding and norms."""
+    """Muon, which learns more from each token, for the matrices; AdamW for embedding and norms."""
     inner = list(network.model.layers.named_parameters())
     matrices = [parameter for _, parameter in inner if parameter.dim() == 2]
     chosen = {id(parameter) for parameter in matrices}
@@ -119,7 +121,7 @@ def make_optimizers(network: Network, config: TrainConfig) -> list[torch.optim.O
 
 
 def learning_rate_at(step: int, progress: float) -> float:
-    """The share of the configured rate, between 0 and 1."""
+    """The factor on the configured rate, between 0 and 1."""
     warm = min(1.0, (step + 1) / WARMUP_STEPS)
     return warm * min(1.0, max(0.0, (1.0 - progress) / (1.0 - DECAY_START)))
 
@@ -129,10 +131,10 @@ def row_length_at(progress: float, config: TrainConfig) -> int:
 
 
 class Training:
-    """One run: the network, its optimizers, and how far it is."""
+    """One run: the network, its optimizers and its progress."""
 
     def __init__(self, config: TrainConfig, folder: Path, start_from: Path | None) -> None:
-        """start_from: a folder that an earlier run wrote, whose tokenizer and weights to train on;
+        """start_from: a folder of an earlier run whose tokenizer and weights to continue from, or
         None for new ones."""
         torch.manual_seed(config.seed)
         self._config = config
@@ -207,7 +209,7 @@ class Training:
             name: parameter.detach().to(torch.bfloat16).contiguous()
             for name, parameter in self._network.named_parameters()
         }
-        # A reader must never see half a file.
+        # A rename is atomic: a reader never sees half a file.
         unfinished = self._folder / "model.safetensors.tmp"
         unfinished.write_bytes(save(tensors, metadata={"format": "pt"}))
         unfinished.replace(self._folder / "model.safetensors")
@@ -239,7 +241,7 @@ GENERATION_CONFIG: dict[str, object] = {
 
 
 def llama_config(config: NetworkConfig) -> dict[str, object]:
-    """The network's sizes in the words of transformers' LlamaConfig."""
+    """The network's sizes under the names of transformers' LlamaConfig."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -273,12 +275,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train Penstock's demo model on one CPU thread.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=TrainConfig().minutes)
-    parser.add_argument("--steps", type=int, help="train so many steps, however long they take")
+    parser.add_argument("--steps", type=int, help="train this many steps, however long they take")
     parser.add_argument("--learning-rate", type=float, default=TrainConfig().learning_rate)
-    parser.add_argument("--start-from", type=Path, help="a folder that an earlier run wrote")
+    parser.add_argument(
+        "--start-from", type=Path, help="continue from the folder of an earlier run"
+    )
     parser.add_argument("--out", type=Path, default=DEMO_MODEL)
     arguments = parser.parse_args()
-    # More threads would only disturb: the matrices are too small to share.
+    # The matrices are too small for more threads to help.
     torch.set_num_threads(1)
     config = TrainConfig(
         seed=arguments.seed,

@@ -1,6 +1,6 @@
-"""`make dashboard-picture`: configs/grafana/dashboard.png, after a change of the dashboard.
+"""`make dashboard-picture`: redraws configs/grafana/dashboard.png after a change of the dashboard.
 
-Five minutes of load on a demo server, and the rows that a newcomer wants to see.
+It shows the rows that matter most to a newcomer, after five minutes of load on a demo server.
 """
 
 import json
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _only(dashboard: dict[str, Any], rows: tuple[str, ...]) -> dict[str, Any]:
-    """The panels of those rows, moved up to where the others were."""
+    """The dashboard with only these rows, moved up to close the gaps."""
     kept: list[dict[str, Any]] = []
     gap = 0
     is_kept = True
@@ -49,10 +49,10 @@ def _only(dashboard: dict[str, Any], rows: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _save(screenshot: Path, picture: Path) -> None:
-    """With as many colours as fit into the size that a page of docs/ may have."""
+    """Saves with as many colours as fit into `_MAX_BYTES`."""
     image = Image.open(screenshot).convert("RGB")
     for colors in (256, 128, 64, 32):
-        # By coverage: so the few pixels of a thin line keep their colour beside the heatmaps.
+        # By coverage, so that the few pixels of a thin line keep their colour beside the heatmaps.
         few = image.quantize(colors, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         few.save(picture, optimize=True)
         if picture.stat().st_size <= _MAX_BYTES:

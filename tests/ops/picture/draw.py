@@ -1,6 +1,6 @@
-"""A dashboard and what Prometheus answered, drawn in Chromium by Grafana's own components.
+"""Draws a dashboard with Prometheus's results in Chromium, using Grafana's own components.
 
-They are npm packages, installed into build/picture; Grafana itself is not needed.
+These are npm packages, installed into build/picture; Grafana itself is not needed.
 """
 
 import json
@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 WIDTH = 1600
 _HERE = Path(__file__).parent
 _BUILD = ROOT / "build" / "picture"
-_MISSING = "node and npm are not here; run: apt-get install nodejs npm"
+_MISSING = "node and npm are not installed; run: apt-get install nodejs npm"
 _ESBUILD = (
     "--bundle",
     "--jsx=automatic",
@@ -30,7 +30,7 @@ _ESBUILD = (
 
 
 def build_page() -> None:
-    """Installs what package.json names, once, and bundles the page."""
+    """Installs the packages of package.json, once, and bundles the page."""
     assert shutil.which("node") and shutil.which("npm"), _MISSING
     _BUILD.mkdir(parents=True, exist_ok=True)
     wanted = (_HERE / "package.json").read_text()
@@ -43,21 +43,21 @@ def build_page() -> None:
 
 
 def draw(dashboard: dict[str, Any], scene: dict[str, Any], home: Path) -> dict[str, Any]:
-    """Makes home/dashboard.png. Gives {failed: {title: why}, empty: [title], complaints}."""
+    """Writes home/dashboard.png. Returns {failed: {title: reason}, empty, console_errors}."""
     (_BUILD / "dashboard.js").write_text(f"window.DASHBOARD = {json.dumps(dashboard)};")
     (_BUILD / "scene.js").write_text(f"window.SCENE = {json.dumps(scene)};")
     with running_browser(home / "profile") as new_page:
         page = new_page()
-        page.look(width=WIDTH, height=_height(dashboard), scheme="dark")
+        page.emulate(width=WIDTH, height=_height(dashboard), scheme="dark")
         page.open((_BUILD / "page.html").as_uri())
         page.wait("window.DRAWN", timeout_s=60)
         page.screenshot(home / "dashboard.png")
         drawn: dict[str, Any] = page.js("window.DRAWN")
-        return drawn | {"complaints": page.complaints()}
+        return drawn | {"console_errors": page.console_errors()}
 
 
 def _height(dashboard: dict[str, Any]) -> int:
-    """In pixels: Grafana's lines are 30 high and 8 apart."""
+    """In pixels: rows of Grafana's grid are 30 pixels high and 8 apart."""
     places = [panel["gridPos"] for panel in dashboard["panels"]]
     lines: int = max(place["y"] + place["h"] for place in places)
     return lines * 38 + 8
@@ -68,7 +68,7 @@ def _install(wanted: str) -> None:
     staged = _BUILD / "package.json"
     staged.write_text(wanted)
     try:
-        # Some of their packages still ask for an older React.
+        # Some of the packages still require an older React.
         _run(
             "npm",
             "install",

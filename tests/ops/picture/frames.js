@@ -1,5 +1,5 @@
-// Prometheus's answers as Grafana's data frames, with the panel's transformations and field
-// configuration applied by Grafana's own code.
+// Converts Prometheus's results to Grafana's data frames and applies the panel's transformations and
+// field configuration with Grafana's own code.
 import {
   applyFieldOverrides,
   FieldConfigOptionsRegistry,
@@ -12,7 +12,7 @@ import {
 } from "@grafana/data";
 import { lastValueFrom } from "rxjs";
 
-// What Grafana itself fills in where a dashboard says nothing.
+// Grafana's defaults for options that a dashboard omits.
 const BASE_STEPS = [
   { color: "green", value: -Infinity },
   { color: "red", value: 80 },
@@ -82,10 +82,10 @@ standardTransformersRegistry.setInit(() =>
   })),
 );
 
-/** The frames that Grafana would hand to the panel. answers: by the query's refId. */
-export async function framesOf(panel, answers, theme) {
+/** The frames that Grafana would pass to the panel. results: by the query's refId. */
+export async function framesOf(panel, results, theme) {
   checkKnown(panel);
-  const raw = panel.targets.flatMap((target) => ofTarget(target, answers[target.refId]));
+  const raw = panel.targets.flatMap((target) => ofTarget(target, results[target.refId]));
   const context = { interpolate: (text) => text };
   const data = await lastValueFrom(transformDataFrame(panel.transformations ?? [], raw, context));
   return applyFieldOverrides({
@@ -111,7 +111,7 @@ export function withDefaults(panel) {
   return { ...panel.fieldConfig, defaults };
 }
 
-// An option that is not registered would be left out without a word, here only.
+// Without this, an option that is not registered would silently be omitted here.
 function checkKnown(panel) {
   const { defaults, overrides } = panel.fieldConfig;
   const named = Object.keys(defaults).filter((name) => name !== "custom");
@@ -153,7 +153,7 @@ function ofSeries(target, { metric, values, value }) {
   });
 }
 
-/** A field for each bucket, in ascending order, each without what is in the bucket below it. */
+/** A field for each bucket, in ascending order, without the counts of the buckets below. */
 function ofBuckets(target, series) {
   const ascending = [...series].sort((a, b) => bound(a) - bound(b));
   const times = [...new Set(series.flatMap((one) => one.values.map(([time]) => time)))].sort(

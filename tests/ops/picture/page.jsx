@@ -1,5 +1,5 @@
-// The dashboard as a page: window.DASHBOARD drawn from window.SCENE. window.DRAWN is set when all
-// panels are there: the titles of those with data, without, and those that failed and why.
+// Draws window.DASHBOARD with the data in window.SCENE. window.DRAWN is set when all panels are drawn:
+// the titles of panels without data, and of those that failed with the reasons.
 import "@fontsource/inter/400.css";
 import "@fontsource/inter/500.css";
 import { createTheme, dateTime, EventBusSrv, ThemeContext } from "@grafana/data";
@@ -65,7 +65,7 @@ async function main() {
   const frames = {};
   for (const panel of dashboard.panels.filter((it) => it.type !== "row")) {
     try {
-      frames[panel.id] = await framesOf(panel, scene.answers[panel.id], theme);
+      frames[panel.id] = await framesOf(panel, scene.results[panel.id], theme);
     } catch (error) {
       failed[panel.title] = String(error);
     }

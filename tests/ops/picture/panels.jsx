@@ -1,5 +1,5 @@
-// One component for each panel type. All but the heatmap and the ring are Grafana's own; those two
-// are not in its libraries, and are drawn here on its axes, in its colours and with its legend.
+// One component for each panel type. All are Grafana's own except the heatmap and the pie chart, which
+// its libraries lack; these are drawn here with its axes, colours and legend.
 import {
   FieldType,
   formattedValueToString,
@@ -68,7 +68,7 @@ function Trend(props) {
   }
   const [x] = frame.fields.splice(at, 1);
   frame.fields.unshift(x);
-  // Where the legend finds them.
+  // The legend reads them here.
   frame.fields.forEach((field, i) => {
     field.state = { ...field.state, origin: { frameIndex: 0, fieldIndex: i } };
   });
@@ -89,7 +89,7 @@ function Trend(props) {
   );
 }
 
-/** As Grafana's panels do: what is no number is a gap. */
+/** Like Grafana's panels, shows a value that is not a number as a gap. */
 function withGaps(frame) {
   const gap = (value) => (Number.isFinite(value) ? value : null);
   return {
@@ -175,7 +175,7 @@ function Rows({ frames, width, height, panel }) {
   );
 }
 
-/** A row for each bucket, all of one height, as Grafana lays out rows that have labels. */
+/** A row of equal height for each bucket, like Grafana's layout of labelled rows. */
 function Heatmap({ panel, frames, width, height, timeRange, theme }) {
   const [time, ...buckets] = frames[0].fields;
   const most = Math.max(...buckets.flatMap((field) => field.values));

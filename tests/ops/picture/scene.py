@@ -1,7 +1,7 @@
-"""What the picture shows: a demo server under minutes of mixed load, and what Prometheus saw of it.
+"""The data of the picture: Prometheus's results for a demo server under minutes of mixed load.
 
-The answer to every query of every panel goes into one JSON file, in Prometheus's own form; the
-page that draws it makes Grafana's data frames of them.
+The results of all queries go into one JSON file in Prometheus's format; the page that draws the
+dashboard converts them to Grafana's data frames.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from tests.support.serving import MODEL, RunningServer
 DASHBOARD = ROOT / "configs" / "grafana" / "penstock.json"
 _STEP_S = 2
 _EDGE_S = 7
-# As Grafana makes it for a datasource that scrapes each 2.5 seconds: four times that.
+# Grafana's value for a scrape interval of 2.5 seconds: four times that.
 _RATE_INTERVAL = "10s"
-# Room for some sequences, so that there is a queue, and blocks to run out of.
+# Few sequences and KV blocks, so that there is a queue and preemptions.
 _FLAGS = (
     "--max-model-len=512",
     "--max-num-seqs=16",
     "--max-num-batched-tokens=256",
     "--kv-cache-memory-bytes=8388608",
 )
-# One after the other, each for its share of the time: (share, mean requests a second, flags).
-# Short chats; long prompts in bursts; shared beginnings with the rate going up.
+# In sequence: (share of the time, mean requests per second, flags). Short chats; long prompts in
+# bursts; shared prefixes at a rising rate.
 _PHASES: tuple[tuple[float, float, tuple[str, ...]], ...] = (
     (
         0.3,
@@ -75,16 +75,16 @@ _PHASES: tuple[tuple[float, float, tuple[str, ...]], ...] = (
 
 
 def record(home: Path, load_s: float) -> dict[str, Any]:
-    """Serves, loads, and asks: {from, to, answers: {panel's id: {query's refId: result}}}."""
+    """Runs the load. Returns {from, to, results: {panel's id: {query's refId: result}}}."""
     with (
         _demo_server() as server,
         running_prometheus(f"127.0.0.1:{server.port}", home) as prometheus,
     ):
         start_s = time.time()
-        with _clients_that_leave(server.url):
+        with _disconnecting_client(server.url):
             _load(server.url, load_s)
-        # Not the first and last seconds, in which the rates rise from nothing and fall to it.
-        return _ask_all(prometheus, start_s + _EDGE_S, time.time() - _EDGE_S)
+        # Without the first and last seconds, in which the rates rise from 0 and fall to 0.
+        return _query_all(prometheus, start_s + _EDGE_S, time.time() - _EDGE_S)
 
 
 @contextlib.contextmanager
@@ -107,18 +107,18 @@ def _load(url: str, load_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _clients_that_leave(url: str) -> Iterator[None]:
-    """One asks every two seconds or so, and hangs up after a few tokens."""
+def _disconnecting_client(url: str) -> Iterator[None]:
+    """Sends a request about every two seconds and disconnects after a few tokens."""
     is_over = threading.Event()
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 200, "stream": True, "ignore_eos": True}
 
-    def leave() -> None:
+    def run() -> None:
         with httpx.Client(base_url=url, timeout=60) as client:
             while not is_over.wait(timeout=2):
                 with client.stream("POST", "/v1/completions", json=body) as response:
                     next(response.iter_bytes())
 
-    thread = threading.Thread(target=leave)
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         yield
@@ -127,18 +127,18 @@ def _clients_that_leave(url: str) -> Iterator[None]:
         thread.join()
 
 
-def _ask_all(prometheus: Prometheus, start_s: float, end_s: float) -> dict[str, Any]:
-    answers = {
+def _query_all(prometheus: Prometheus, start_s: float, end_s: float) -> dict[str, Any]:
+    results = {
         panel["id"]: {
-            target["refId"]: _ask(prometheus, target, start_s, end_s)
+            target["refId"]: _query(prometheus, target, start_s, end_s)
             for target in panel.get("targets", [])
         }
         for panel in json.loads(DASHBOARD.read_text())["panels"]
     }
-    return {"from": start_s * 1000, "to": end_s * 1000, "answers": answers}
+    return {"from": start_s * 1000, "to": end_s * 1000, "results": results}
 
 
-def _ask(prometheus: Prometheus, target: dict[str, Any], start_s: float, end_s: float) -> Any:
+def _query(prometheus: Prometheus, target: dict[str, Any], start_s: float, end_s: float) -> Any:
     expr = target["expr"]
     variables = {
         "$__rate_interval": _RATE_INTERVAL,
@@ -150,10 +150,12 @@ def _ask(prometheus: Prometheus, target: dict[str, Any], start_s: float, end_s: 
     }
     for name, value in variables.items():
         expr = expr.replace(name, value)
-    assert "$" not in expr, f"the picture knows no value for a variable of {expr}"
+    assert "$" not in expr, f"a variable without a value in {expr}"
     path, when = ("query", {"time": end_s})
     if target["range"]:
         path, when = "query_range", {"start": start_s, "end": end_s, "step": _STEP_S}
-    answer = httpx.get(f"{prometheus.url}/api/v1/{path}", params={"query": expr} | when, timeout=60)
-    assert answer.json()["status"] == "success", answer.text
-    return answer.json()["data"]["result"]
+    response = httpx.get(
+        f"{prometheus.url}/api/v1/{path}", params={"query": expr} | when, timeout=60
+    )
+    assert response.json()["status"] == "success", response.text
+    return response.json()["data"]["result"]

@@ -28,7 +28,7 @@ def test_answers_to_a_sample_of_the_many_schemas_validate(
     server: RunningServer,
 ) -> None:
     """`make test-schemas` runs all of them."""
-    ends = check(server, bodies(seed=3, every=5), at_once=16)
+    ends = check(server, bodies(seed=3, every=5), concurrency=16)
     assert ends["stop"] >= 0.8 * ends.total(), ends
 
 
