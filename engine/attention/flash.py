@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.paged import AttentionShape
-from penstock.engine.models.fused import DeviceStep
+from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.device_step import DeviceStep
 from penstock.scheduler.errors import InvalidConfig
 
 # Partial results of FlashAttention 3 take this many query tokens' room (of float32), which 64 rows
@@ -90,7 +90,7 @@ class FlashLibrary(Protocol):
 
 
 class FlashAttention:
-    """`penstock.engine.models.fused.DeviceAttention` by an installed FlashAttention."""
+    """`DeviceAttention` by an installed FlashAttention."""
 
     is_capturable = True
     takes_decode_lens = False

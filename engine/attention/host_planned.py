@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.gathered import gathered_attention
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.model_input import ModelInput
-from penstock.engine.models.fused import DeviceStep
 
 
 class TorchAttention:
-    """`penstock.engine.models.fused.DeviceAttention` by `gathered_attention`.
+    """`DeviceAttention` by `gathered_attention`.
 
     It must know every length on the host, so each step waits for the device once, and no CUDA
     graph can hold it.

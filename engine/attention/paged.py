@@ -23,9 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import power_of_2_from
-from penstock.engine.models.fused import DeviceStep
 
 # Keys that are looked at together. Where blocks are as large or larger, a tile crosses none.
 _TILE = 64
@@ -38,21 +39,6 @@ _PIECES_PER_SM = 8
 _SMALL_HEAD = 16
 # Of an item of a work list: row, begin, end, and whether it is all that its row has.
 _ITEM = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """What does not change from step to step."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-
-    @property
-    def group(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +269,7 @@ class PagedPrefill:
 
 
 class PagedAttention:
-    """`penstock.engine.models.fused.DeviceAttention` by the kernels below: decodes first, chunks
-    behind."""
+    """`DeviceAttention` by the kernels below: decodes first, then chunks."""
 
     is_capturable = True
     takes_decode_lens = True

@@ -13,7 +13,7 @@ import torch
 from penstock.engine.config import Device, Dtype, LoadFormat
 from penstock.engine.executor import ModelInfo
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
-from penstock.engine.memory.kv_pool import PoolSize, kv_bytes_per_token
+from penstock.engine.memory.kv_pool import PoolSize
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.scheduler.errors import InvalidConfig
@@ -111,7 +111,7 @@ def describe(
         eos_token_ids=model.eos_token_ids,
         num_parameters=model.num_parameters,
         weight_bytes=model.num_step_weights * dtype.itemsize,
-        kv_bytes_per_token=kv_bytes_per_token(model, dtype),
+        kv_bytes_per_token=model.kv_shape.bytes_per_token(dtype.itemsize),
         flops_per_token=2 * model.num_layers * model.num_layer_weights,
         flops_per_sampled_token=2 * model.vocab_size * model.hidden_size,
         flops_per_attention_pair=4 * model.num_layers * model.num_heads * model.head_dim,

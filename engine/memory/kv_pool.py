@@ -9,8 +9,8 @@ from torch import Tensor
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.memory.host import zeros_on_touch
+from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.memory.machine import available_memory_bytes
-from penstock.engine.models.config import ModelConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import BlockCopy
 
@@ -25,13 +25,13 @@ class KVPool:
 
     def __init__(
         self,
-        config: ModelConfig,
+        kv: KVShape,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        shape = (kv.num_layers, num_blocks, block_size, kv.num_kv_heads, kv.head_dim)
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)
 
@@ -49,21 +49,23 @@ class PoolSize:
     max_model_len: int
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Keys and values of one position, all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-
-
 def size_cpu_pool(
-    engine: EngineConfig, model: ModelConfig, block_size: int, dtype: torch.dtype
+    engine: EngineConfig,
+    *,
+    weight_bytes: int,
+    max_model_len: int,
+    block_size: int,
+    block_bytes: int,
 ) -> PoolSize:
-    """As `size_pool`, with a quarter of what the weights leave free, unless more or less is asked
-    for. No more than max_num_seqs full sequences can hold is taken."""
-    free = max(0, available_memory_bytes() - model.num_parameters * dtype.itemsize)
+    """`size_pool` with --kv-cache-memory-bytes, or else a quarter of the memory that the weights
+    leave free. Never more than max_num_seqs sequences of the full length can fill.
+
+    max_model_len: the model's own limit.
+    """
+    free = max(0, available_memory_bytes() - weight_bytes)
     budget = engine.kv_cache_memory_bytes or int(_DEFAULT_FRACTION * free)
-    max_len = longest_sequence(engine.max_model_len, model.max_model_len)
+    max_len = longest_sequence(engine.max_model_len, max_model_len)
     most_blocks = engine.scheduler.max_num_seqs * -(-max_len // block_size)
-    block_bytes = block_size * kv_bytes_per_token(model, dtype)
     return size_pool(
         budget=budget,
         most_blocks=most_blocks,

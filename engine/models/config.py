@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.models.errors import InvalidModel
 
 
@@ -56,6 +58,20 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(
+            num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim
+        )
+
+    def attention_shape(self, block_size: int) -> AttentionShape:
+        return AttentionShape(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+        )
 
     @property
     def num_layer_weights(self) -> int:

@@ -5,77 +5,18 @@ what stands around it; at batch 1 launches cost as much as bytes. More tokens: c
 products, one kernel for all that lies between two of them.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
+from penstock.engine.attention.protocol import DeviceAttention
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels.activation import silu_mul
 from penstock.engine.kernels.linear import MAX_ROWS, skinny_linear
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.memory.kv_pool import KVPool
-from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import Layer, LlamaModel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceStep:
-    """One step's tokens on the device, ragged by row; nothing here is known to the host but sizes.
-
-    token_ids, positions: (T,) int32. kv_slots: (T,) int64. slots, context_lens: (R,) int32, one
-    entry a row. The first num_decodes rows have one token each; chunk_starts, (R - num_decodes +
-    1,) int32, are the other rows' offsets into the tokens behind those. block_tables: (all slots,
-    max_blocks) int32.
-
-    decode_lens, (num_decodes,) int32: given where the host does not know which rows are decodes.
-    The first num_decodes may be; those that are have their length here, the others 0, and
-    chunk_starts is of all rows, (R + 1,), into all tokens: to it, decodes have none.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    kv_slots: Tensor
-    slots: Tensor
-    context_lens: Tensor
-    num_decodes: int
-    chunk_starts: Tensor | None
-    block_tables: Tensor
-    decode_lens: Tensor | None = None
-
-    @property
-    def first_chunk(self) -> int:
-        """The first row of chunk_starts, and the token from which on it counts."""
-        return self.num_decodes if self.decode_lens is None else 0
-
-
-class DeviceAttention(Protocol):
-    """An attention backend of the GPU: `plan` once a step, then a call for every layer."""
-
-    @property
-    def is_capturable(self) -> bool:
-        """Whether a CUDA graph may hold it: it never waits for the device."""
-        ...
-
-    @property
-    def takes_decode_lens(self) -> bool:
-        """Whether it computes a step with `DeviceStep.decode_lens`."""
-        ...
-
-    def plan(self, step: DeviceStep) -> None: ...
-
-    def __call__(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        step: DeviceStep,
-        window: int | None,
-        out: Tensor,
-    ) -> None:
-        """Writes out (T, num_heads, head_dim). keys, values: one layer, this step's written."""
-        ...
 
 
 class FusedModel:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.engine.attention import Attention
+from penstock.engine.attention.protocol import Attention
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers import Linear, rotary_table, rotate
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.rotary import rotary_table, rotate
 from penstock.engine.models.weights import WeightSource
 
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]

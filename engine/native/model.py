@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import ModelInput
-from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.engine.config import LoadFormat
-from penstock.engine.models.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
+from penstock.engine.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import SamplingParams, SlotAssignment
 

@@ -25,7 +25,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged import AttentionShape, PagedAttention
+from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels import launch
 from penstock.engine.kernels.sample import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
@@ -36,8 +37,8 @@ from penstock.engine.kernels.tables import (
 )
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import DeviceStep, FusedModel
-from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from tests.support.address_width import narrow_offsets
 
@@ -182,13 +183,8 @@ class MetaModel:
         llama = LlamaModel(
             config, MetaWeights(), PlainLinear, gathered_attention, max_model_len=8192, device=META
         )
-        pool = KVPool(config, 100, block_size, torch.bfloat16, META)
-        shape = AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=block_size,
-        )
+        pool = KVPool(config.kv_shape, 100, block_size, torch.bfloat16, META)
+        shape = config.attention_shape(block_size)
         attention = PagedAttention(shape, config.windows, 512, 8192, NUM_SMS, META, torch.bfloat16)
         self.model = FusedModel(llama, pool, attention, max_rows=512)
 

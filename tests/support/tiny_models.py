@@ -13,7 +13,7 @@ from penstock.engine.config import Device, Dtype, EngineConfig
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import build_model_input
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers import PackedLinear, PlainLinear
+from penstock.engine.models.layers.linear import PackedLinear, PlainLinear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.native.model import NativeModel, load_library
@@ -118,7 +118,7 @@ class Harness:
             max_model_len=MAX_LEN,
             device=CPU,
         )
-        self.pool = KVPool(config, num_blocks, BLOCK_SIZE, torch.float32, CPU)
+        self.pool = KVPool(config.kv_shape, num_blocks, BLOCK_SIZE, torch.float32, CPU)
         if native:
             library = load_library()
             assert library is not None

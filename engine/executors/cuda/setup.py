@@ -44,14 +44,13 @@ from penstock.engine.memory.gpu_budget import (
 from penstock.engine.memory.kv_pool import (
     KVPool,
     PoolSize,
-    kv_bytes_per_token,
     longest_sequence,
     size_pool,
 )
 from penstock.engine.memory.machine import num_cores
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
-from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.sampling.grammar import Grammars, GrammarTable
 from penstock.scheduler.config import SchedulerConfig
@@ -119,7 +118,9 @@ class _Setup:
         self._model = ModelConfig.from_dir(model_dir)
         self._dtype = choose_dtype(config.dtype, gpu.device)
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
-        self._block_bytes = self._block_size * kv_bytes_per_token(self._model, self._dtype)
+        self._block_bytes = self._block_size * self._model.kv_shape.bytes_per_token(
+            self._dtype.itemsize
+        )
         self._max_len = longest_sequence(config.max_model_len, self._model.max_model_len)
         self._bandwidth: float | None = None
         self._flops: float | None = None
@@ -232,11 +233,11 @@ class _Setup:
     def _executor(self, llama: LlamaModel, size: PoolSize, *, use_graphs: bool) -> CudaExecutor:
         scheduler, device = self._config.scheduler, self._gpu.device
         num_blocks, block_size = size.num_blocks, self._block_size
-        pool = KVPool(self._model, num_blocks + 1, block_size, self._dtype, device)
+        pool = KVPool(self._model.kv_shape, num_blocks + 1, block_size, self._dtype, device)
         attention = make_attention(
             self._config,
-            self._model,
-            block_size=block_size,
+            self._model.attention_shape(block_size),
+            self._model.windows,
             dtype=self._dtype,
             device=device,
             max_rows=scheduler.max_num_seqs,

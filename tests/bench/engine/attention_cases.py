@@ -21,8 +21,10 @@ from penstock.engine.attention.flash import (
     VllmFlashAttention3,
     find_flash_library,
 )
-from penstock.engine.attention.paged import AttentionShape, PagedAttention
-from penstock.engine.models.fused import DeviceAttention, DeviceStep
+from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.attention.protocol import DeviceAttention
+from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.device_step import DeviceStep
 from penstock.scheduler.errors import InvalidConfig
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.models import model_config
@@ -160,12 +162,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, first_position: int) ->
 
 def _case(bench: Bench, model: str, lengths: Lengths, at: dict[str, object], kernel: str) -> Case:
     config = model_config(model, bench.tiny)
-    shape = AttentionShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=_TINY_BLOCK_SIZE if bench.tiny else _BLOCK_SIZE,
-    )
+    shape = config.attention_shape(_TINY_BLOCK_SIZE if bench.tiny else _BLOCK_SIZE)
     inputs = Inputs(bench, shape, lengths)
     rows, tokens, sms = len(lengths.contexts), len(inputs.out), 1
     if bench.device.type == "cuda":

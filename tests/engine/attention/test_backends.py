@@ -28,13 +28,15 @@ from penstock.engine.attention.flash import (
     find_flash_library,
 )
 from penstock.engine.attention.host_planned import TorchAttention
-from penstock.engine.attention.paged import AttentionShape, PagedAttention
+from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.attention.protocol import DeviceAttention
 from penstock.engine.attention.reference import reference_attention
+from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.config import AttentionBackend, EngineConfig
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import DeviceAttention, DeviceStep
 from penstock.scheduler.errors import InvalidConfig
 from tests.support import flash_libraries as libraries
 from tests.support.kernels import DEVICE, error, poisoned, random
@@ -198,11 +200,13 @@ def _install(monkeypatch: pytest.MonkeyPatch, name: str, functions: object) -> N
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def _make(backend: AttentionBackend, **changes: Any) -> DeviceAttention:
-    arguments: dict[str, Any] = {"block_size": 64, "dtype": torch.bfloat16} | changes
+def _make(backend: AttentionBackend, *, block_size: int = 64, **changes: Any) -> DeviceAttention:
+    arguments: dict[str, Any] = {"dtype": torch.bfloat16} | changes
+    model = ModelConfig.from_dir(DEMO_MODEL)
     return make_attention(
         EngineConfig(model=str(DEMO_MODEL), attention_backend=backend),
-        ModelConfig.from_dir(DEMO_MODEL),
+        model.attention_shape(block_size),
+        model.windows,
         device=CPU,
         max_rows=4,
         max_tokens=64,

@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.attention.paged import AttentionShape, PagedDecode, PagedPrefill
+from penstock.engine.attention.paged import PagedDecode, PagedPrefill
 from penstock.engine.attention.reference import reference_attention
+from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.model_input import ModelInput
 from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, poisoned, random
 

@@ -17,7 +17,7 @@ from penstock.engine.kernels.tables import (
     store_sampled,
     update_block_tables,
 )
-from penstock.engine.models.layers import rotate
+from penstock.engine.models.layers.rotary import rotate
 from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, poisoned, random
 
 EPS = 1e-5

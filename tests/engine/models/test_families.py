@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.models.layers import PackedLinear, PlainLinear
+from penstock.engine.models.layers.linear import PackedLinear, PlainLinear
 from penstock.engine.native.model import load_library
 from tests.support.tiny_models import FAMILIES, Harness, make_model, save
 

@@ -11,12 +11,13 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged import AttentionShape, PagedAttention
+from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels.tables import gather_chunks
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import DeviceStep, FusedModel
-from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.weights import Checkpoint
 from tests.support.kernels import DEVICE, ON_GPU, error
@@ -44,13 +45,8 @@ class Model:
             max_model_len=MAX_LEN,
             device=DEVICE,
         )
-        shape = AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=BLOCK_SIZE,
-        )
-        pool = KVPool(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, DEVICE)
+        shape = config.attention_shape(BLOCK_SIZE)
+        pool = KVPool(config.kv_shape, NUM_BLOCKS, BLOCK_SIZE, torch.float32, DEVICE)
         attention = PagedAttention(
             shape, config.windows, NUM_SLOTS, 64, num_sms=1, device=DEVICE, dtype=torch.float32
         )

@@ -1,10 +1,11 @@
-"""`python -m penstock.engine.memory.sizing`: what fits a device, and how fast it can be at most."""
+"""`python -m penstock.engine.sizing`: what fits a device, and how fast it can be at most."""
 
 import pytest
 import torch
 
 from penstock.engine.executors.cuda.device_tables import DeviceTables
-from penstock.engine.memory.sizing import (
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.sizing import (
     DEVICES,
     GB,
     OTHER_BYTES,
@@ -13,7 +14,6 @@ from penstock.engine.memory.sizing import (
     example_table,
     main,
 )
-from penstock.engine.models.config import ModelConfig
 from tests.support.paths import ROOT
 
 LLAMA = ROOT / "configs" / "models" / "Llama-3.1-8B"

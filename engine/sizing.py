@@ -1,6 +1,6 @@
 """How many sequences a device carries: arithmetic on a model's config.json, no device needed.
 
-    python -m penstock.engine.memory.sizing configs/models/Llama-3.1-8B --device H100 --memory-gb 80
+    python -m penstock.engine.sizing configs/models/Llama-3.1-8B --device H100 --memory-gb 80
 
 Memory sets how many sequences of a length fit; the memory's bandwidth, how long a step of all of
 them takes at least. What a start then really takes is in the ledger that the server logs.
@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from penstock.engine.memory.hardware import peak_bandwidth
-from penstock.engine.memory.kv_pool import kv_bytes_per_token
 from penstock.engine.models.config import ModelConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
@@ -53,7 +52,7 @@ class Sizing:
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token."""
-        return kv_bytes_per_token(self.model, _DTYPE)
+        return self.model.kv_shape.bytes_per_token(_DTYPE.itemsize)
 
     @property
     def kv_tokens(self) -> int:
@@ -121,7 +120,7 @@ def _fit(sizing: Sizing, context: int) -> str:
 
 def example_table() -> str:
     """The README's: two models of configs/models on two devices."""
-    models = Path(__file__).parents[2] / "configs" / "models"
+    models = Path(__file__).parents[1] / "configs" / "models"
     names = [name for name in ("Llama-3.1-8B", "Qwen3-8B") for _ in DEVICES]
     sizings = [
         Sizing(
@@ -181,7 +180,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m penstock.engine.memory.sizing",
+        prog="python -m penstock.engine.sizing",
         description="How many sequences of a model fit a GPU, and what TPOT they have at best.",
     )
     flag = parser.add_argument
