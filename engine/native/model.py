@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import ModelInput
-from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.layers.linear import LinearProducts, PlainLinear
 from penstock.engine.models.llama import LlamaModel
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,10 @@ class _Step(Structure):
 
 
 class NativeModel:
-    """`LlamaModel` on its weights (which must be plain) and one KV pool: see `Model`."""
+    """`LlamaModel` on its weights and one KV pool: see `Model`."""
 
     def __init__(self, library: ctypes.CDLL, model: LlamaModel, pool: KVPool, threads: int) -> None:
+        """Raises UnsupportedWeightFormat."""
         config = model.config
         name = str(model.embedding.dtype).removeprefix("torch.")
         self._run_step = getattr(library, f"penstock_step_{name}")
@@ -113,10 +114,10 @@ class NativeModel:
                     query_norm=_address(layer.query_norm),
                     key_norm=_address(layer.key_norm),
                     mlp_norm=_address(layer.mlp_norm),
-                    qkv=_linear(layer.qkv),
-                    output=_linear(layer.output),
-                    gate_up=_linear(layer.gate_up),
-                    down=_linear(layer.down),
+                    qkv=_LINEARS.of(layer.qkv),
+                    output=_LINEARS.of(layer.output),
+                    gate_up=_LINEARS.of(layer.gate_up),
+                    down=_LINEARS.of(layer.down),
                     keys=_address(keys),
                     values=_address(values),
                     window=layer.window or 0,
@@ -136,7 +137,7 @@ class NativeModel:
             layers=layers,
             embedding=_address(model.embedding),
             norm=_address(model.norm),
-            lm_head=_linear(model.lm_head),
+            lm_head=_LINEARS.of(model.lm_head),
             cos=_address(model.cos),
             sin=_address(model.sin),
         )
@@ -262,7 +263,11 @@ def _address(tensor: Tensor | None) -> int | None:
     return tensor.data_ptr()
 
 
-def _linear(linear: object) -> _Linear:
-    assert isinstance(linear, PlainLinear), type(linear)
+def _plain_linear(linear: PlainLinear) -> _Linear:
     rows, columns = linear.weight.shape
     return _Linear(_address(linear.weight), _address(linear.bias), rows, columns)
+
+
+_LINEARS = LinearProducts[_Linear](
+    "the compiled CPU step", {PlainLinear.weight_format: _plain_linear}
+)

@@ -113,7 +113,7 @@ class Harness:
         self.model = llama = LlamaModel(
             config,
             Checkpoint(model_dir, torch.empty),
-            PlainLinear if native else options.get("make_linear", PackedLinear),
+            options.get("make_linear", PlainLinear if native else PackedLinear),
             gathered_attention,
             max_model_len=MAX_LEN,
             device=CPU,

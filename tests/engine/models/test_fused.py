@@ -16,12 +16,14 @@ from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels.tables import gather_chunks
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.llama import LlamaModel
+from penstock.engine.models.llama import LlamaModel, MakeLinear
 from penstock.engine.models.weights import Checkpoint
 from tests.support.kernels import DEVICE, ON_GPU, error
 from tests.support.tiny_models import BLOCK_SIZE, FAMILIES, MAX_LEN, make_model, save
+from tests.support.weight_formats import NegatedLinear
 
 NUM_BLOCKS, NUM_SLOTS = 40, 6
 # The interpreter takes seconds for a family; these have what the others have.
@@ -33,14 +35,14 @@ TOLERANCE = 1e-5
 class Model:
     """Two sequences of 60 tokens, in slots 4 and 1, of a small random model."""
 
-    def __init__(self, family: str, tmp_path: Path) -> None:
+    def __init__(self, family: str, tmp_path: Path, make_linear: MakeLinear = PlainLinear) -> None:
         self.oracle = make_model(family)
         path = save(self.oracle, tmp_path / family)
         config = ModelConfig.from_dir(path)
         llama = LlamaModel(
             config,
             Checkpoint(path, partial(torch.empty, dtype=torch.float32, device=DEVICE)),
-            PlainLinear,
+            make_linear,
             gathered_attention,
             max_model_len=MAX_LEN,
             device=DEVICE,
@@ -106,3 +108,18 @@ def test_prefill_chunks_and_decodes_agree_with_transformers(family: str, tmp_pat
     assert model.run([(4, 21, 1), (1, 0, 8)], num_decodes=1) < TOLERANCE
     assert model.run([(4, 22, 1), (1, 8, 1)], num_decodes=2) < TOLERANCE
     assert model.run([(1, 9, 20), (4, 23, 3)], num_decodes=0) < TOLERANCE
+
+
+@pytest.mark.parametrize("negated", ["down", "lm_head"])
+def test_a_weight_format_that_no_kernel_computes_is_refused_by_name(
+    negated: str, tmp_path: Path
+) -> None:
+    columns = {"down": 112, "lm_head": 64}[negated]  # the lm_head alone has 96 rows of 64 columns
+    rows = {"down": 64, "lm_head": 96}[negated]
+
+    def make_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear | NegatedLinear:
+        is_negated = weight.shape == (rows, columns)
+        return NegatedLinear(weight, bias) if is_negated else PlainLinear(weight, bias)
+
+    with pytest.raises(UnsupportedWeightFormat, match="'negated', which the GPU's fused step"):
+        Model("llama2", tmp_path, make_linear)
