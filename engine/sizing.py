@@ -61,6 +61,15 @@ class Sizing:
         share = int(machine.memory_bytes * machine.utilization)
         return max(0, share - self.weight_bytes - machine.other_bytes) // self.token_bytes
 
+    def read_bytes(self, context: int) -> int:
+        """Keys and values that a decode step reads of one sequence: of a layer with a window, no
+        more than that. The cache holds all of them still."""
+        layer_bytes = self.model.kv_shape.layer_bytes_per_token(_DTYPE.itemsize)
+        return layer_bytes * sum(
+            num_layers * min(context, window or context)
+            for window, num_layers in self.model.num_layers_by_window.items()
+        )
+
     def num_sequences(self, context: int) -> int:
         """Of so many tokens each, prompt and answer, that are in the cache at the same time."""
         return self.kv_tokens // context
@@ -74,7 +83,7 @@ class Sizing:
         if not bandwidth:
             return None
         weights = self.model.num_step_weights * _DTYPE.itemsize
-        return (weights + num_sequences * context * self.token_bytes) / bandwidth
+        return (weights + num_sequences * self.read_bytes(context)) / bandwidth
 
     def slot_bytes(self, max_model_len: int) -> int:
         """What one more of `--max-num-seqs` costs on the device: its rows of the tables of tokens
@@ -87,7 +96,7 @@ class Sizing:
         bandwidth, memory set aside. 0 where the weights alone take longer."""
         bandwidth = peak_bandwidth(self.machine.name) or 0.0
         spare = tpot_s * bandwidth * mbu - self.model.num_step_weights * _DTYPE.itemsize
-        return max(0, int(spare / (context * self.token_bytes)))
+        return max(0, int(spare / self.read_bytes(context)))
 
 
 def table(sizings: Sequence[Sizing], names: Sequence[str], contexts: Sequence[int]) -> str:

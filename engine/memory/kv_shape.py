@@ -12,5 +12,8 @@ class KVShape:
     head_dim: int
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Keys and values of one token, all layers. itemsize: bytes of one element."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+        """In all layers. itemsize: bytes of one element."""
+        return self.num_layers * self.layer_bytes_per_token(itemsize)
+
+    def layer_bytes_per_token(self, itemsize: int) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * itemsize

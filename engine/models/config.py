@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,11 @@ class ModelConfig:
             head_dim=self.head_dim,
             block_size=block_size,
         )
+
+    @property
+    def num_layers_by_window(self) -> dict[int | None, int]:
+        """In the order in which the windows first occur."""
+        return dict(Counter(self.windows))
 
     @property
     def num_layer_weights(self) -> int:

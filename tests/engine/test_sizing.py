@@ -1,5 +1,7 @@
 """`python -m penstock.engine.sizing`: what fits a device, and how fast it can be at most."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -43,6 +45,19 @@ def test_a_step_takes_at_least_the_time_to_read_all_it_needs(sizing: Sizing) -> 
     # And so many meet that time where all of the bandwidth is used.
     assert sizing.num_within(needed / 3.35e12 + 1e-9, 2_048, mbu=1.0) == 64
     assert sizing.num_within(1e-3, 2_048, mbu=1.0) == 0  # the weights alone take longer
+
+
+def test_a_window_bounds_what_a_step_reads_and_not_what_the_cache_holds(sizing: Sizing) -> None:
+    windows = (1_024,) * 8 + (None,) * 24
+    windowed = Sizing(replace(sizing.model, windows=windows), H100)
+    assert windowed.kv_tokens == sizing.kv_tokens
+    per_layer = 2 * 8 * 128 * 2
+    assert windowed.read_bytes(2_048) == per_layer * (8 * 1_024 + 24 * 2_048)
+    assert windowed.read_bytes(512) == sizing.read_bytes(512) == per_layer * 32 * 512
+    weights = 2 * sizing.model.num_step_weights
+    needed = weights + 64 * windowed.read_bytes(2_048)
+    assert windowed.least_tpot_s(64, 2_048) == pytest.approx(needed / 3.35e12)
+    assert windowed.num_within(needed / 3.35e12 + 1e-9, 2_048, mbu=1.0) == 64
 
 
 def test_an_unknown_device_has_no_least_time() -> None:
