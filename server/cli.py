@@ -237,8 +237,8 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         "--attention-backend",
         AttentionBackend,
         "what computes attention on a GPU; auto is triton, our kernels; flash_attn must be "
-        "installed, and version 2 needs --block-size 256; torch is slow, to tell a kernel's fault "
-        "from a model's",
+        "installed, and requires --block-size 256; torch is slow, to tell a kernel's fault from a "
+        "model's",
     )
     flag(
         "--enforce-eager",

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from penstock.engine.attention.flash import FlashAttention, find_flash_library
+from penstock.engine.attention.flash import FlashAttention
 from penstock.engine.attention.host_planned import TorchAttention
 from penstock.engine.attention.paged import PagedAttention
 from penstock.engine.attention.protocol import DeviceAttention
@@ -36,8 +36,7 @@ def make_attention(
                 f"--dtype is {str(dtype).removeprefix('torch.')}, but FlashAttention takes no "
                 "float32; use --dtype bfloat16, or --attention-backend triton"
             )
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        return FlashAttention(find_flash_library(capability), shape, windows)
+        return FlashAttention(shape)
     num_sms = 1
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
