@@ -10,16 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStep:
-    """One step's tokens on the device, ragged by row; nothing here is known to the host but sizes.
+    """One step's tokens on the device, ragged by row; the host knows only the tensors' sizes.
 
     token_ids, positions: (T,) int32. kv_slots: (T,) int64. slots, context_lens: (R,) int32, one
     entry a row. The first num_decodes rows have one token each; chunk_starts, (R - num_decodes +
-    1,) int32, are the other rows' offsets into the tokens behind those. block_tables: (all slots,
-    max_blocks) int32.
+    1,) int32, are the offsets of the other rows into the tokens after those. block_tables: (all
+    slots, max_blocks) int32.
 
-    decode_lens, (num_decodes,) int32: given where the host does not know which rows are decodes.
-    The first num_decodes may be; those that are have their length here, the others 0, and
-    chunk_starts is of all rows, (R + 1,), into all tokens: to it, decodes have none.
+    decode_lens, (num_decodes,) int32: given if the host does not know which rows are decodes. Of
+    the first num_decodes rows, decodes have their length here and others have 0; chunk_starts then
+    covers all rows and all tokens, (R + 1,), with no tokens for decodes.
     """
 
     token_ids: Tensor
@@ -34,5 +34,5 @@ class DeviceStep:
 
     @property
     def first_chunk(self) -> int:
-        """The first row of chunk_starts, and the token from which on it counts."""
+        """The first row of chunk_starts, which is also the token that its offsets start from."""
         return self.num_decodes if self.decode_lens is None else 0

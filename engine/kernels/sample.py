@@ -44,7 +44,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import power_of_2_from
-from penstock.engine.memory.host import sent, to_device
+from penstock.engine.memory.host import tensor_to_device, to_device
 from penstock.engine.sampling.sampler import MIN_TEMPERATURE, mixed_seed
 from penstock.engine.sampling.token_bans import forbids_anything
 from penstock.scheduler.types import SamplingParams
@@ -326,7 +326,7 @@ def _dense_bias(sampling: SamplingParams, size: int, device: torch.device) -> Te
     pairs += [(word[0], -math.inf) for word in sampling.bad_words if word[0] < size]
     for token_id, value in pairs:
         row[token_id] += value
-    return sent(row, device)
+    return tensor_to_device(row, device)
 
 
 def _bits(value: float) -> int:

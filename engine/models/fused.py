@@ -1,8 +1,9 @@
-"""`FusedModel`: the layers of `LlamaModel` on a GPU, in as few launches as we know how.
+"""`FusedModel`: the layers of `LlamaModel` on a GPU, with few kernel launches.
 
-Two ways through a layer. A handful of tokens (`skinny_linear`): seven launches, every product with
-what stands around it; at batch 1 launches cost as much as bytes. More tokens: cuBLAS for the
-products, one kernel for all that lies between two of them.
+A layer is computed in one of two ways. With few tokens (`skinny_linear`): seven launches, each
+matrix product fused with what surrounds it, since at batch 1 launches cost as much as reading the
+weights. With more tokens: cuBLAS for the products, and one kernel for everything between two of
+them.
 """
 
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class FusedModel:
     def __init__(
         self, model: LlamaModel, pool: KVPool, attention: DeviceAttention, max_rows: int
     ) -> None:
-        """max_rows: that sample in one step. Raises UnsupportedWeightFormat."""
+        """max_rows: the most that sample in one step. Raises UnsupportedWeightFormat."""
         self._model = model
         self._pool = pool
         self._attention = attention
@@ -45,7 +46,7 @@ class FusedModel:
             for layer in model.layers
         ]
         self._lm_head = FUSED_LINEARS.of(model.lm_head)
-        # One memory for the logits of all steps: graphs that kept their own would keep gigabytes.
+        # One buffer for the logits of all steps: a buffer for each graph would take gigabytes.
         vocab_size, embedding = model.config.vocab_size, model.embedding
         self._logits = embedding.new_empty(max_rows, vocab_size)
         self._few_logits = embedding.new_empty(MAX_ROWS, vocab_size, dtype=torch.float32)
@@ -72,9 +73,9 @@ class FusedModel:
         return residual
 
     def logits(self, states: Tensor) -> Tensor:
-        """Of the given rows of what a call returned, (S, vocab_size), in no particular type.
+        """Of some rows of what a call returned: (S, vocab_size), float32 or the model's type.
 
-        They hold until the next call.
+        Valid until the next call.
         """
         model, eps, num_rows = self._model, self._model.config.rms_norm_eps, len(states)
         if num_rows <= MAX_ROWS:
@@ -139,7 +140,7 @@ class FusedModel:
             values,
             query,
         )
-        # Tokens that only fill a graph belong to no row, and get nothing written.
+        # Tokens that only pad a graph belong to no row, so attention writes nothing for them.
         mixed = torch.empty_like(query) if step.decode_lens is None else torch.zeros_like(query)
         self._attention(query, keys, values, step, layer.window, mixed)
         return mixed.flatten(1)

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.memory.host import sent, to_device
+from penstock.engine.memory.host import tensor_to_device, to_device
 from penstock.engine.sampling.grammar import GrammarTable
 from penstock.engine.sampling.token_bans import Forbidden, forbids_anything
 from penstock.scheduler.types import SamplingParams, TokenLogprobs
@@ -334,7 +334,7 @@ class _GrammarMasks:
     def apply(self, x: Tensor, slots: list[int]) -> None:
         """In place. x: (R, V), row i of slots[i]."""
         self._grammars.wait()
-        masks = sent(self._bytes[slots].to(torch.int32), x.device)
+        masks = tensor_to_device(self._bytes[slots].to(torch.int32), x.device)
         x += self._of_byte.index_select(0, masks.view(-1)).view(len(slots), -1)[:, : x.shape[1]]
 
 

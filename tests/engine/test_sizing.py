@@ -102,7 +102,7 @@ def test_the_command_prints_the_table_and_who_meets_a_tpot(
     [
         (["--memory-gb", "0"], "--memory-gb must be positive"),
         (["--context", "0"], "--context must be at least 1"),
-        (["--mbu", "66"], "--mbu must be a share"),
+        (["--mbu", "66"], "--mbu must be from 0 to 1"),
         (["--device", "abacus", "--tpot-ms", "9"], "not in configs/hardware.toml"),
     ],
 )

@@ -79,14 +79,17 @@ def test_a_file_that_is_no_safetensors_is_named(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*known ones are LlamaFor"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported are LlamaFor"),
         ({"hidden_size": ...}, "lacks the field 'hidden_size'"),
         ({"num_hidden_layers": "many"}, "'num_hidden_layers' must be a positive integer"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' rope scaling; supported are"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' rope scaling but lacks its field"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": None}}, "a field that is no number"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "from layer to layer"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": None}},
+            "field that is not a number",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "differ between layers"),
         ({"rope_parameters": "linear"}, "must be an object or null, not 'linear'"),
         ({"rope_parameters": ..., "rope_theta": "big"}, "'rope_theta' must be a positive number"),
         ({"rms_norm_eps": -1}, "'rms_norm_eps' must be a positive number, not -1"),
