@@ -1,14 +1,14 @@
-"""Which attention a GPU's steps go through: what `--attention-backend` chooses between."""
+"""The attention backends of a GPU that `--attention-backend` chooses from."""
 
 from collections.abc import Iterable
 
 import torch
 
 from penstock.engine.attention.flash import FlashAttention
-from penstock.engine.attention.host_planned import TorchAttention
 from penstock.engine.attention.paged import PagedAttention
 from penstock.engine.attention.protocol import DeviceAttention
 from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.attention.torch_attention import TorchAttention
 from penstock.engine.config import AttentionBackend, EngineConfig
 from penstock.scheduler.errors import InvalidConfig
 
@@ -23,18 +23,18 @@ def make_attention(
     max_rows: int,
     max_tokens: int,
 ) -> DeviceAttention:
-    """What the configuration asks for; InvalidConfig where that is not to be had here.
+    """The configured backend. Raises InvalidConfig if it is not available here.
 
-    max_rows, max_tokens: of one step. `auto` is our Triton kernels, on every GPU: no measurement
-    of FlashAttention beside them has been committed yet (`loadtest/results` is where it would be).
+    windows: one for each layer, or those that occur. max_rows, max_tokens: of one step. `auto` is
+    our Triton kernels on every GPU: there is no measurement yet that compares them with flash-attn.
     """
     if config.attention_backend is AttentionBackend.TORCH:
         return TorchAttention()
     if config.attention_backend is AttentionBackend.FLASH_ATTN:
         if dtype is not torch.bfloat16:
             raise InvalidConfig(
-                f"--dtype is {str(dtype).removeprefix('torch.')}, but FlashAttention takes no "
-                "float32; use --dtype bfloat16, or --attention-backend triton"
+                f"--dtype is {str(dtype).removeprefix('torch.')}, but FlashAttention does not "
+                "support float32; use --dtype bfloat16, or --attention-backend triton"
             )
         return FlashAttention(shape)
     num_sms = 1

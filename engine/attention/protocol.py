@@ -1,4 +1,4 @@
-"""The two protocols of attention over the paged KV pool: with lengths on the host, and without."""
+"""The protocols of attention over the paged KV pool: with lengths on the host or the device."""
 
 from typing import Protocol
 
@@ -16,22 +16,22 @@ class Attention(Protocol):
 
         query: (T, num_heads, head_dim). keys, values: one layer of the pool, (num_blocks,
         block_size, num_kv_heads, head_dim), this step's tokens already written. window: how many
-        positions a token sees, itself included, or None for all.
+        positions a token attends to, its own included, or None for all.
         """
         ...
 
 
 class DeviceAttention(Protocol):
-    """An attention backend of the GPU: `plan` once a step, then a call for every layer."""
+    """An attention backend for GPUs: `plan` once a step, then one call per layer."""
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph may hold it: it never waits for the device."""
+        """Whether a CUDA graph can capture it: it never waits for the device."""
         ...
 
     @property
     def takes_decode_lens(self) -> bool:
-        """Whether it computes a step with `DeviceStep.decode_lens`."""
+        """Whether it supports `DeviceStep.decode_lens`."""
         ...
 
     def plan(self, step: DeviceStep) -> None: ...
@@ -45,5 +45,6 @@ class DeviceAttention(Protocol):
         window: int | None,
         out: Tensor,
     ) -> None:
-        """Writes out (T, num_heads, head_dim). keys, values: one layer, this step's written."""
+        """Writes out (T, num_heads, head_dim). keys, values: one layer of the
+        pool, this step's tokens already written."""
         ...

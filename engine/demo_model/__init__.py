@@ -1,1 +1,1 @@
-"""The demo model: its weights, and the seeded program that writes its text and trains it."""
+"""The demo model: weights, configuration and tokenizer. Data only; tests/demo_model trains it."""

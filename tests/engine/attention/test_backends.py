@@ -19,11 +19,11 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.attention.backends import make_attention
 from penstock.engine.attention.flash import FlashAttention
-from penstock.engine.attention.host_planned import TorchAttention
 from penstock.engine.attention.paged import PagedAttention
 from penstock.engine.attention.protocol import DeviceAttention
 from penstock.engine.attention.reference import reference_attention
 from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.attention.torch_attention import TorchAttention
 from penstock.engine.config import AttentionBackend, EngineConfig
 from penstock.engine.device_step import DeviceStep
 from penstock.engine.executors.cpu import CpuExecutor

@@ -95,7 +95,7 @@ def test_a_slot_forgets_its_grammar(grammars: Grammars) -> None:
     assert not table.is_constrained(3)
 
 
-def test_ids_that_only_the_model_has_are_forbidden() -> None:
+def test_ids_beyond_the_tokenizers_vocabulary_are_not_allowed() -> None:
     larger = Grammars.of_model(DEMO_MODEL, 2_500, EOS)
     sampling = SamplingParams(max_tokens=9, grammar=LLMatcher.grammar_from_regex("(?s:.)*"))
     table = GrammarTable(larger, 4, 2_500)

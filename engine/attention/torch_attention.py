@@ -1,4 +1,4 @@
-"""The CPU's attention on a GPU: slow and plain, to tell a kernel's fault from a model's."""
+"""The CPU's attention on a GPU: slow and simple, to tell a kernel's error from a model's."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from penstock.engine.model_input import ModelInput
 class TorchAttention:
     """`DeviceAttention` by `gathered_attention`.
 
-    It must know every length on the host, so each step waits for the device once, and no CUDA
-    graph can hold it.
+    It needs every length on the host, so each step waits for the device once, and no CUDA graph can
+    capture it.
     """
 
     is_capturable = False
@@ -46,5 +46,5 @@ class TorchAttention:
         window: int | None,
         out: Tensor,
     ) -> None:
-        assert self._input is not None, "plan comes first"
+        assert self._input is not None, "plan must be called first"
         out.copy_(gathered_attention(query, keys, values, self._input, window))
