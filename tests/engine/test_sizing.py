@@ -32,7 +32,7 @@ def test_llama_is_as_large_as_its_card_says(sizing: Sizing) -> None:
     assert sizing.token_bytes == 2 * 32 * 8 * 128 * 2  # K and V, layers, heads, width, bfloat16
 
 
-def test_the_kv_cache_gets_what_weights_and_the_rest_leave(sizing: Sizing) -> None:
+def test_the_kv_cache_gets_the_memory_that_is_left(sizing: Sizing) -> None:
     left = 72 * GB - 2 * 8_030_261_248 - OTHER_BYTES
     assert sizing.kv_tokens == left // 131_072
     assert sizing.num_sequences(2_048) == left // 131_072 // 2_048
@@ -42,7 +42,7 @@ def test_a_step_takes_at_least_the_time_to_read_all_it_needs(sizing: Sizing) -> 
     embedding = 128_256 * 4_096  # its rows are gathered, not read
     needed = 2 * (8_030_261_248 - embedding) + 64 * 2_048 * 131_072
     assert sizing.least_tpot_s(64, 2_048) == pytest.approx(needed / 3.35e12)
-    # And so many meet that time where all of the bandwidth is used.
+    # The inverse: this many meet that time if all of the bandwidth is used.
     assert sizing.num_within(needed / 3.35e12 + 1e-9, 2_048, mbu=1.0) == 64
     assert sizing.num_within(1e-3, 2_048, mbu=1.0) == 0  # the weights alone take longer
 
@@ -86,15 +86,15 @@ def test_the_table_has_a_row_for_each_model_and_device() -> None:
     assert "| Llama-3.1-8B | H100, 80 GB | 16.1 GB | 131,072 | 403,896 tokens |" in rows[2]
 
 
-def test_the_command_prints_the_table_and_who_meets_a_tpot(
+def test_the_command_prints_the_table_and_how_many_meet_a_tpot(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = ["--device", "H100", "--memory-gb", "80", "--context", "8192", "--tpot-ms", "20"]
     assert main([str(LLAMA), *flags]) == 0
-    told = capsys.readouterr().out
-    assert "403,896 tokens | 49, 20.2 ms |" in told and "17.2 GB of the KV cache" in told
-    assert "one more of --max-num-seqs at that length: 1.05 MB" in told
-    assert "TPOT 20 ms at MBU 0.66, 8,192 tokens each: 27 together" in told
+    printed = capsys.readouterr().out
+    assert "403,896 tokens | 49, 20.2 ms |" in printed and "17.2 GB of the KV cache" in printed
+    assert "one more of --max-num-seqs at that length: 1.05 MB" in printed
+    assert "TPOT 20 ms at MBU 0.66, 8,192 tokens each: 27 together" in printed
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_command_prints_the_table_and_who_meets_a_tpot(
         (["--device", "abacus", "--tpot-ms", "9"], "not in configs/hardware.toml"),
     ],
 )
-def test_a_wrong_number_is_a_sentence(
+def test_an_invalid_number_is_explained(
     capsys: pytest.CaptureFixture[str], flags: list[str], sentence: str
 ) -> None:
     assert main([str(LLAMA), *flags]) == 2

@@ -1,4 +1,4 @@
-"""Every attention backend of a GPU computes the same, and says what it cannot compute."""
+"""Every attention backend of a GPU computes the same, and refuses what it cannot compute."""
 
 import importlib.util
 import inspect
@@ -58,7 +58,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Step:
-    """Decodes, then chunks, of sequences whose blocks lie anywhere in the pool."""
+    """Decodes, then chunks, of sequences whose blocks are anywhere in the pool."""
 
     def __init__(self, lengths: list[int], counts: list[int], num_decodes: int) -> None:
         num_rows, size = len(lengths), SHAPE.block_size
@@ -95,7 +95,7 @@ class Step:
         )
 
     def error(self, attention: DeviceAttention) -> float:
-        """The largest of all windows."""
+        """The largest over all windows."""
         attention.plan(self.step)
         return max(self._error(attention, window) for window in WINDOWS)
 
@@ -132,14 +132,14 @@ def test_the_stand_in_has_the_parameters_of_flash_attn() -> None:
         assert real[name][:3] == ours[:3]
 
 
-def test_what_is_not_installed_is_refused_by_a_sentence_that_names_the_extra() -> None:
+def test_the_error_for_a_missing_flash_attn_names_the_extra() -> None:
     if importlib.util.find_spec("flash_attn"):
         pytest.skip("flash-attn is installed")
     with pytest.raises(InvalidConfig, match=re.escape("pip install 'penstock[flash]'")):
         FlashAttention(SHAPE)
 
 
-def test_a_library_that_cannot_be_loaded_is_named_with_its_reason(
+def test_the_error_for_a_library_that_cannot_be_loaded_has_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
@@ -173,7 +173,7 @@ def _make(backend: AttentionBackend, *, block_size: int = 64, **changes: Any) ->
         (AttentionBackend.TORCH, TorchAttention, False),
     ],
 )
-def test_the_backend_that_is_asked_for_is_made(
+def test_the_configured_backend_is_made(
     backend: AttentionBackend,
     expected: type,
     is_capturable: bool,

@@ -1,4 +1,4 @@
-"""Every family agrees with transformers, however its tokens arrive."""
+"""Every family agrees with transformers, however its prompts are chunked and batched."""
 
 from pathlib import Path
 from typing import Any

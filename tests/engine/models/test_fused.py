@@ -1,4 +1,4 @@
-"""The GPU's way through a model agrees with transformers' own, for every family."""
+"""The GPU's fused model agrees with transformers, for every family."""
 
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,9 @@ from tests.support.tiny_models import BLOCK_SIZE, FAMILIES, MAX_LEN, make_model,
 from tests.support.weight_formats import NegatedLinear
 
 NUM_BLOCKS, NUM_SLOTS = 40, 6
-# The interpreter takes seconds for a family; these have what the others have.
+# The interpreter takes seconds per family; together these have every feature of the others.
 SOME = ("llama_biases", "mistral_window", "qwen3")
-# In float32 only the order of the sums differs; torch leaves TF32 off unless it is told.
+# In float32 only the order of summation differs; torch does not use TF32 by default.
 TOLERANCE = 1e-5
 
 
@@ -63,7 +63,7 @@ class Model:
         self.tables = self.tables.to(DEVICE)
 
     def run(self, rows: list[tuple[int, int, int]], num_decodes: int) -> float:
-        """rows: (slot, start, number of tokens). How far any row's last logits are off."""
+        """rows: (slot, start, number of tokens). The largest error of any row's last logits."""
         slots, starts, counts = (self._ints(column) for column in zip(*rows, strict=True))
         offsets = self._ints([0, *counts.cumsum(0).tolist()])
         num_tokens, size = int(offsets[-1]), max(row[2] for row in rows)
@@ -104,7 +104,7 @@ class Model:
 @torch.inference_mode()
 def test_prefill_chunks_and_decodes_agree_with_transformers(family: str, tmp_path: Path) -> None:
     model = Model(family, tmp_path)
-    assert model.run([(4, 0, 21)], num_decodes=0) < TOLERANCE  # more tokens than skinny_linear's
+    assert model.run([(4, 0, 21)], num_decodes=0) < TOLERANCE  # too many tokens for skinny_linear
     assert model.run([(4, 21, 1), (1, 0, 8)], num_decodes=1) < TOLERANCE
     assert model.run([(4, 22, 1), (1, 8, 1)], num_decodes=2) < TOLERANCE
     assert model.run([(1, 9, 20), (4, 23, 3)], num_decodes=0) < TOLERANCE

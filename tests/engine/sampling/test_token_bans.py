@@ -1,4 +1,4 @@
-"""What a request forbids its sampler, against a walk over tokens in plain Python."""
+"""Token bans, against a loop over tokens in plain Python."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ ids = st.integers(0, VOCAB_SIZE - 1)
 
 def banned_ids(sampling: SamplingParams, tokens: list[int], num_prompt: int) -> set[int]:
     x = torch.zeros(VOCAB_SIZE)
-    table = torch.tensor([*tokens, *[7] * 4])  # what lies behind the length is never looked at
+    table = torch.tensor([*tokens, *[7] * 4])  # tokens after the length are never read
     TokenBans(sampling, VOCAB_SIZE, CPU).apply(x, table, len(tokens), num_prompt)
     assert not x.isnan().any()
     return {int(i) for i in (x == -torch.inf).nonzero()}
@@ -27,7 +27,7 @@ def banned_ids(sampling: SamplingParams, tokens: list[int], num_prompt: int) -> 
     prompt=st.lists(ids, min_size=1, max_size=4),
     answer=st.lists(ids, max_size=6),
 )
-def test_a_bad_word_is_banned_just_where_the_answer_ends_with_its_beginning(
+def test_a_bad_words_last_token_is_banned_only_after_its_other_tokens(
     words: tuple[tuple[int, ...], ...], prompt: list[int], answer: list[int]
 ) -> None:
     sampling = SamplingParams(max_tokens=9, bad_words=words)
@@ -46,7 +46,7 @@ def test_the_stop_ids_are_banned_before_min_tokens(num_outputs: int, expected: s
     assert banned_ids(sampling, [1] * (4 + num_outputs), 4) == expected
 
 
-def test_all_but_the_allowed_ids_are_banned() -> None:
+def test_all_ids_but_the_allowed_ones_are_banned() -> None:
     sampling = SamplingParams(max_tokens=9, allowed_token_ids=(1, 6), bad_words=((6,),))
     assert banned_ids(sampling, [0], 1) == set(range(VOCAB_SIZE)) - {1}
 
@@ -62,6 +62,6 @@ def test_ids_beyond_the_vocabulary_are_ignored() -> None:
     assert banned_ids(sampling, [0], 1) == set(range(VOCAB_SIZE)) - {3}
 
 
-def test_a_request_that_forbids_nothing_costs_nothing() -> None:
+def test_a_request_without_bans_has_none() -> None:
     assert not has_token_bans(SamplingParams(max_tokens=9, stop_token_ids=(2,)))
     assert not has_token_bans(SamplingParams(max_tokens=9, min_tokens=3))
