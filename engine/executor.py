@@ -1,4 +1,4 @@
-"""The `Executor` protocol: what stands between the scheduler and a device.
+"""The `Executor` protocol: what runs the scheduler's batches on a device.
 
 It is drawn for a device that runs ahead of the host. `execute` may return before anything is
 computed; the loop schedules and launches the next step, and only then waits for this one. What

@@ -1,4 +1,4 @@
-"""The CPU's attention on a GPU: slow and simple, to tell a kernel's error from a model's."""
+"""The CPU's attention on a GPU: slow and simple, to distinguish errors of kernels and models."""
 
 import torch
 from torch import Tensor

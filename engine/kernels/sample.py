@@ -274,10 +274,10 @@ class DeviceSampler:
         """Writes one slot's rows of the tables that have a column for each id."""
         assert self._bias is not None and self._seen is not None
         self._bias[slot] = _dense_bias(sampling, self._vocab_size, self._device)
-        said = to_device(token_ids, torch.int64, self._device)
+        ids = to_device(token_ids, torch.int64, self._device)
         seen = self._seen[slot].zero_()
-        seen[said[:num_prompt]] = 1
-        output = said[num_prompt:]
+        seen[ids[:num_prompt]] = 1
+        output = ids[num_prompt:]
         seen.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
 
 

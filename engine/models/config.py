@@ -1,4 +1,4 @@
-"""What a model's config.json says, in one form for all families. Imports no tensors."""
+"""A model's config.json in one form for all families. Imports no tensors."""
 
 import json
 import math

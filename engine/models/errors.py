@@ -6,7 +6,7 @@ from penstock.scheduler.errors import PenstockError
 
 
 class InvalidModel(PenstockError):
-    """The model cannot be served. The message says which file or field, and what to change."""
+    """The model cannot be served. The message names the file or field, and what to change."""
 
 
 class UnsupportedWeightFormat(InvalidModel):

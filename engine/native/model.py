@@ -192,7 +192,7 @@ class NativeModel:
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled library, or None if it cannot be compiled; the log then says why."""
+    """The compiled library, or None if it cannot be compiled; then it logs the reason."""
     try:
         return _load()
     except (OSError, subprocess.SubprocessError) as error:

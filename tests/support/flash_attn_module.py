@@ -1,6 +1,6 @@
 """A stand-in for the module `flash_attn`, computed by plain torch.
 
-Each function has the parameters of the real one, in its order (`SOURCE` says where they are
+Each function has the parameters of the real one, in its order (`SOURCE` is where they are
 defined): a call with arguments that the real one lacks or refuses fails here too. It reads every
 length, which only a test may do.
 """

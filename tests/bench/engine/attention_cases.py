@@ -24,7 +24,7 @@ _BLOCK_SIZE, _TINY_BLOCK_SIZE = 64, 16
 # The row of the table of goals comes first.
 _DECODES = ((32, 8192), (1, 1024), (1, 8192), (32, 1024), (256, 1024), (256, 8192))
 _TINY_DECODES = ((3, 200),)
-# Tokens of a chunk, and how many stand before it.
+# Tokens of a chunk, and of the context before it.
 _CHUNKS = ((1024, 0), (8192, 0), (1024, 7168))
 _TINY_CHUNKS = ((20, 12),)
 # Query rows whose scores are held at once by the reference.
@@ -53,24 +53,24 @@ def prefill_attention(bench: Bench) -> Iterator[MakeCase]:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of each row: tokens whose keys it sees, and how many of them ask (1: a decode)."""
+    """Of each row: the length of its context, and how many of those tokens are queries."""
 
     contexts: list[int]
-    asking: list[int]
+    num_queries: list[int]
 
     @property
     def is_decode(self) -> bool:
-        return max(self.asking) == 1
+        return max(self.num_queries) == 1
 
     @property
     def num_pairs(self) -> int:
         """(query, key) pairs."""
-        pairs = zip(self.contexts, self.asking, strict=True)
+        pairs = zip(self.contexts, self.num_queries, strict=True)
         return sum(n * (c - n) + n * (n + 1) // 2 for c, n in pairs)
 
 
 class Inputs:
-    """A pool, and as many sets of rows on it as it takes to leave the cache behind."""
+    """A pool, and enough sets of rows on it to exceed the cache."""
 
     def __init__(self, bench: Bench, shape: AttentionShape, lengths: Lengths) -> None:
         token_bytes = 2 * shape.num_kv_heads * shape.head_dim * bench.dtype.itemsize
@@ -80,10 +80,10 @@ class Inputs:
         blocks = torch.randperm(num_sets * num_rows * per_row, device=bench.device).int()
         pool = (len(blocks), size, shape.num_kv_heads, shape.head_dim)
         self.keys, self.values = bench.random(*pool), bench.random(*pool)
-        num_tokens = sum(lengths.asking)
+        num_tokens = sum(lengths.num_queries)
         self.out = bench.poisoned(num_tokens, shape.num_heads, shape.head_dim)
         self.queries = [bench.random(*self.out.shape) for _ in range(num_sets)]
-        offsets = torch.tensor([0, *lengths.asking]).cumsum(0).tolist()
+        offsets = torch.tensor([0, *lengths.num_queries]).cumsum(0).tolist()
         empty = torch.empty(num_tokens, dtype=torch.int32, device=bench.device)
         self.steps = [
             DeviceStep(
@@ -121,7 +121,7 @@ class Inputs:
         reference = torch.empty(self.out.shape, dtype=torch.float64, device=self.out.device)
         first = 0
         tables = self.steps[0].block_tables.long()
-        for row, count in enumerate(self._lengths.asking):
+        for row, count in enumerate(self._lengths.num_queries):
             context = self._lengths.contexts[row]
             keys, values = (
                 pool[tables[row]].flatten(0, 1)[:context].double()

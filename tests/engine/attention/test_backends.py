@@ -50,7 +50,7 @@ MAKERS: dict[str, Callable[[], DeviceAttention]] = {
 
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in is installed."""
+    """Installs the stand-in."""
     module = ModuleType("flash_attn")
     for name in _FLASH_FUNCTIONS:
         setattr(module, name, getattr(FlashAttnModule, name))

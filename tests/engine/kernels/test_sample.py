@@ -234,8 +234,8 @@ def test_an_id_depends_on_seed_and_position_alone() -> None:
     wide = torch.full((4, 8200), -math.inf)
     wide[:, :3000] = x
     wide[1, :3000] = spread_logits(3000, 6)
-    company = [samplings[1], params(0.0), samplings[0], params(min_p=0.1)]
-    drawn = Drawn(wide, company, slots=[6, 0, 2, 4], seeds=[9, 1, 9, 2], positions=[77, 3, 77, 4])
+    batch = [samplings[1], params(0.0), samplings[0], params(min_p=0.1)]
+    drawn = Drawn(wide, batch, slots=[6, 0, 2, 4], seeds=[9, 1, 9, 2], positions=[77, 3, 77, 4])
     assert [drawn.ids[2], drawn.ids[0]] == alone
     strided = torch.zeros(1, 3007)[:, :3000].copy_(x[None])
     adjusted = Drawn(strided, samplings[:1], seeds=[9], positions=[77], mode=Mode.ADJUSTED)
@@ -356,7 +356,7 @@ def test_a_sampled_id_is_penalised_from_the_next_position_on() -> None:
         cpu.assign(slot, sampling, 0)
         device.assign(slot, sampling, 0, table[slot, :4].tolist(), 3)
     device.flush()
-    said = []
+    sampled = []
     for length in range(4, 11):
         expected, _ = cpu.sample(logits, [0, 1], [length] * 2, table, [3, 3])
         table[:, length] = expected
@@ -366,8 +366,8 @@ def test_a_sampled_id_is_penalised_from_the_next_position_on() -> None:
             torch.zeros(2, device=DEVICE), device.mode([0, 1]),
         )  # fmt: skip
         assert ids.tolist() == expected.tolist()
-        said.append(tuple(ids.tolist()))
-    assert len(set(said)) > 1
+        sampled.append(tuple(ids.tolist()))
+    assert len(set(sampled)) > 1
 
 
 def test_filters_apply_to_the_ids_that_a_mask_allows() -> None:
@@ -403,12 +403,12 @@ def test_filters_apply_to_the_ids_that_a_mask_allows() -> None:
 def test_logprobs_are_of_the_raw_logits_and_only_for_rows_that_request_them() -> None:
     logits = torch.stack([spread_logits(5000, seed) for seed in range(4)])
     logits[2] = -math.inf
-    asks = {"num_logprobs": 0}
+    logprobs = {"num_logprobs": 0}
     samplings = [
-        params(**asks),
+        params(**logprobs),
         params(),
-        params(**asks),
-        params(top_k=3, presence_penalty=9, **asks),
+        params(**logprobs),
+        params(top_k=3, presence_penalty=9, **logprobs),
     ]
     drawn = Drawn(logits, samplings)
     assert drawn.mode is Mode.ADJUSTED

@@ -29,11 +29,11 @@ def grammars() -> Grammars:
 
 
 def table_with(
-    grammars: Grammars, grammar: str, *said: int, num_prompt: int = 2, **fields: Any
+    grammars: Grammars, grammar: str, *output_ids: int, num_prompt: int = 2, **fields: Any
 ) -> GrammarTable:
     """One sequence in slot 3 of 8."""
     sampling = SamplingParams(max_tokens=9, grammar=grammar, stop_token_ids=EOS, **fields)
-    ids = (*range(7, 7 + num_prompt), *said)
+    ids = (*range(7, 7 + num_prompt), *output_ids)
     table = GrammarTable(grammars, 8, VOCAB_SIZE)
     table.assign(SlotAssignment(3, ids, num_prompt, (), sampling, 0))
     return table

@@ -44,7 +44,7 @@ TOLERANCE = 1e-4
 needs_compiler = pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
 
 
-def ask(
+def request_of(
     prompt: list[int],
     *,
     num_prompt_logprobs: int | None = 3,
@@ -53,7 +53,7 @@ def ask(
     num_logprobs: int | None = None,
 ) -> Request:
     return Request(
-        id=RequestId("ask"),
+        id=RequestId("a"),
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(
             max_tokens=max_tokens,
@@ -112,7 +112,9 @@ def test_logprobs_and_both_poolings_are_those_of_transformers(name: str, tmp_pat
         with torch.inference_mode():
             oracle = model(torch.tensor([prompt]), output_hidden_states=True)
         states = oracle.hidden_states[-1][0]
-        last, mean = prompt_outputs(engine, [ask(prompt, pooling=pooling) for pooling in Pooling])
+        last, mean = prompt_outputs(
+            engine, [request_of(prompt, pooling=pooling) for pooling in Pooling]
+        )
         for output in (last, mean):
             assert_scored(output.logprobs, oracle.logits[0], prompt)
         assert_close(embedding(last), states[-1])
@@ -150,7 +152,7 @@ def test_trained_weights_give_the_logprobs_of_transformers() -> None:
     (prompt,) = prompts(512, [200])
     with torch.inference_mode():
         logits = model(torch.tensor([prompt])).logits[0]
-    (output,) = prompt_outputs(SteppedEngine(engine_config(STORIES)), [ask(prompt)])
+    (output,) = prompt_outputs(SteppedEngine(engine_config(STORIES)), [request_of(prompt)])
     assert_scored(output.logprobs, logits, prompt)
 
 
@@ -172,7 +174,7 @@ def test_every_bit_is_the_same_alone_in_a_batch_and_in_chunks(
     engine = small_engine(path, dtype, 1, 256)
     vocab_size = engine.executor.info.vocab_size
     requests = [
-        ask(prompt, pooling=list(Pooling)[i % 2], max_tokens=i % 3 * 20)
+        request_of(prompt, pooling=list(Pooling)[i % 2], max_tokens=i % 3 * 20)
         for i, prompt in enumerate(prompts(vocab_size, [80, 3, 41, 1, 64, 17, 77, 30]))
     ]
     alone = prompt_outputs(engine, requests)
@@ -184,11 +186,11 @@ def test_every_bit_is_the_same_alone_in_a_batch_and_in_chunks(
 @needs_compiler
 def test_every_bit_is_the_same_after_a_preemption_in_the_middle_of_the_prompt() -> None:
     early, late, prompt = prompts(500, [17, 17, 80])
-    request = ask(prompt, pooling=Pooling.MEAN)
+    request = request_of(prompt, pooling=Pooling.MEAN)
     alone = prompt_outputs(small_engine(DEMO_MODEL, Dtype.FLOAT32, 1, 256), [request])
     pool_bytes = 11 * 16 * 2 * 4 * 2 * 64 * 4  # eleven blocks of the demo model
     crowded = small_engine(DEMO_MODEL, Dtype.FLOAT32, 3, 3, kv_cache_memory_bytes=pool_bytes)
-    decodes = [ask(p, num_prompt_logprobs=None, max_tokens=100) for p in (early, late)]
+    decodes = [request_of(p, num_prompt_logprobs=None, max_tokens=100) for p in (early, late)]
     *_, outputs = crowded.run([*decodes, request])
     assert outputs[0].finish and outputs[0].finish.num_preemptions > 0
     assert [output.prompt for output in outputs] == alone
@@ -199,9 +201,13 @@ def test_every_bit_is_the_same_after_a_preemption_in_the_middle_of_the_prompt() 
 def test_a_token_has_the_same_logprob_when_sampled_and_in_a_prompt(dtype: Dtype) -> None:
     engine = small_engine(DEMO_MODEL, dtype, 4, 256)
     for prompt in prompts(500, [1, 20]):
-        (outputs,) = engine.run([ask(prompt, max_tokens=30, num_logprobs=4, num_prompt_logprobs=4)])
+        (outputs,) = engine.run(
+            [request_of(prompt, max_tokens=30, num_logprobs=4, num_prompt_logprobs=4)]
+        )
         sampled = [entry for output in outputs for entry in output.logprobs or []]
-        (again,) = prompt_outputs(engine, [ask(prompt + ids_of(outputs), num_prompt_logprobs=4)])
+        (again,) = prompt_outputs(
+            engine, [request_of(prompt + ids_of(outputs), num_prompt_logprobs=4)]
+        )
         entries = (again.logprobs or [])[len(prompt) - 1 :]
         assert [entry.logprob for entry in entries] == [entry.logprob for entry in sampled]
         assert [entry.top for entry in entries] == [entry.top for entry in sampled]
@@ -212,9 +218,9 @@ def test_a_token_has_the_same_logprob_when_sampled_and_in_a_prompt(dtype: Dtype)
 def test_prompt_outputs_do_not_change_the_generated_tokens() -> None:
     engine = small_engine(DEMO_MODEL, Dtype.FLOAT32, 4, 256)
     (prompt,) = prompts(500, [40])
-    plain = ask(prompt, num_prompt_logprobs=None, max_tokens=40)
-    asking = ask(prompt, pooling=Pooling.MEAN, max_tokens=40)
-    answers = [ids_of(outputs) for outputs in engine.run([plain, asking, plain])]
+    plain = request_of(prompt, num_prompt_logprobs=None, max_tokens=40)
+    with_outputs = request_of(prompt, pooling=Pooling.MEAN, max_tokens=40)
+    answers = [ids_of(outputs) for outputs in engine.run([plain, with_outputs, plain])]
     assert answers[0] == answers[1] == answers[2]
 
 

@@ -404,9 +404,9 @@ def test_bias_shifts_the_distribution_by_its_value() -> None:
 def test_logprobs_are_of_the_raw_logits_and_only_for_rows_that_request_them() -> None:
     logits = 3 * torch.randn(5, 131, generator=torch.Generator().manual_seed(3))
     before = logits.clone()
-    asked = [None, 0, 3, 20, 500]
+    requested = [None, 0, 3, 20, 500]
     sampler = Sampler(5, 131, CPU)
-    for slot, num in enumerate(asked):
+    for slot, num in enumerate(requested):
         sampler.assign(
             slot,
             params(
@@ -423,7 +423,7 @@ def test_logprobs_are_of_the_raw_logits_and_only_for_rows_that_request_them() ->
     assert torch.equal(logits, before)
     assert report is not None
     assert report[0] is None
-    for row, num in list(enumerate(asked))[1:]:
+    for row, num in list(enumerate(requested))[1:]:
         expected = before[row].double().log_softmax(-1)
         entry = report[row]
         assert entry is not None
