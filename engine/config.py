@@ -42,7 +42,7 @@ class AttentionBackend(StrEnum):
 
     AUTO = "auto"  # the fastest by what was measured: see penstock.engine.attention.backends
     TRITON = "triton"  # our own kernels
-    FLASH_ATTN = "flash_attn"  # FlashAttention 2 or 3, which must be installed
+    FLASH_ATTN = "flash_attn"  # FlashAttention 2, of the package flash-attn
     TORCH = "torch"  # slow and plain, to tell a kernel's fault from a model's
 
 

@@ -58,6 +58,7 @@ class EngineLoop:
         self._launched: _Launched | None = None
         self._preparing: deque[tuple[Request, Future[Any]]] = deque()
         self._last_end_s = clock()
+        self._windows = executor.info.windows
 
     def run(self) -> None:
         """Steps for ever; an exception of the executor or of the inbox ends it."""
@@ -122,7 +123,8 @@ class EngineLoop:
         batch = self._scheduler.schedule(started_s)
         if batch is None:
             return None
-        return _Launched(batch.step, self._executor.execute(batch), work_of(batch), started_s)
+        pending = self._executor.execute(batch)
+        return _Launched(batch.step, pending, work_of(batch, self._windows), started_s)
 
     def _collect(self, launched: _Launched) -> None:
         """Waits for a step's ids and sends what they mean to the requests."""

@@ -1,6 +1,6 @@
-"""Turns a `ScheduledBatch` into the tensors that a step computes on, with no other effect.
+"""Turns a `ScheduledBatch` into the tensors that a step computes on, without side effects.
 
-Nothing is padded: all tokens of a step stand in one row of length T, sequence after sequence.
+Nothing is padded: all tokens of a step are in one row of length T, sequence after sequence.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from penstock.scheduler.types import ScheduledBatch
 class ModelInput:
     """One step's tokens, ragged by sequence. T tokens in B sequences, S of which sample.
 
-    token_ids, positions: (T,) int64, each token's id and place in its sequence.
+    token_ids, positions: (T,) int64, each token's id and position in its sequence.
     kv_slots: (T,) int64, where in the pool its key and value are written.
     block_tables: (B, max_blocks) int32, each sequence's blocks in logical order.
     query_starts: B + 1 offsets into the T tokens; context_lens: B lengths, this step's tokens
-    included. The first num_decodes sequences have one token each. sample_rows: (S,) int64, of the
-    T tokens those whose logits are wanted.
+    included. The first num_decodes sequences have one token each. sample_rows: (S,) int64, which of
+    the T tokens are sampled after.
     """
 
     token_ids: Tensor
@@ -37,7 +37,7 @@ class ModelInput:
 def build_model_input(
     batch: ScheduledBatch, token_table: Tensor, block_tables: Tensor, block_size: int
 ) -> ModelInput:
-    """Reads the per-slot tables, to which the batch's differences have already been applied."""
+    """Reads the per-slot tables, to which the batch's updates have already been applied."""
     device = token_table.device
     query_starts = [0, *accumulate(batch.num_tokens)]
     # One transfer: three rows of length B.

@@ -236,7 +236,7 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         "--attention-backend",
         AttentionBackend,
         "what computes attention on a GPU; auto is triton, our own kernels; flash_attn must be "
-        "installed, and its version 2 needs --block-size 256; torch is slow, and shows whether a "
+        "installed, and requires --block-size 256; torch is slow, and shows whether a "
         "kernel or the model is at fault",
     )
     flag(

@@ -1,7 +1,7 @@
-"""Attention in plain torch: keys and values are gathered by block table, then go through SDPA.
+"""Attention in plain torch: keys and values are gathered by block table, then SDPA computes it.
 
-Runs on every device. The gather copies the context once more, which a kernel that reads blocks in
-place does not; see `penstock.engine.native.model` for that one on CPU.
+Runs on every device. The gather copies the whole context, whatever the window; the kernels of
+`penstock.engine.attention.paged` and `penstock.engine.native.model` read blocks in place instead.
 """
 
 from collections import defaultdict
@@ -17,16 +17,16 @@ from penstock.engine.model_input import ModelInput
 def gathered_attention(
     query: Tensor, keys: Tensor, values: Tensor, step: ModelInput, window: int | None
 ) -> Tensor:
-    """`Attention`: decodes in batches of like length, prefill chunks one by one."""
+    """`Attention`: decodes in batches of similar length, prefill chunks one by one."""
     output = torch.empty_like(query)
     block_size = keys.shape[1]
     for rows, num_blocks in _buckets(step.context_lens[: step.num_decodes], block_size):
         tables = step.block_tables[rows, :num_blocks]
         # The query heads of one KV head become query rows: (rows, kv_heads, group, head_dim).
-        asked = query[rows].view(len(rows), keys.shape[2], -1, query.shape[-1])
+        grouped_query = query[rows].view(len(rows), keys.shape[2], -1, query.shape[-1])
         mask = visible(step.positions[rows], num_blocks * block_size, window)
         mixed = scaled_dot_product_attention(
-            asked, _gather(keys, tables), _gather(values, tables), mask[:, None, None, :]
+            grouped_query, _gather(keys, tables), _gather(values, tables), mask[:, None, None, :]
         )
         output[rows] = mixed.flatten(1, 2)
     for row in range(step.num_decodes, len(step.context_lens)):
@@ -50,7 +50,7 @@ def _gather(pool: Tensor, tables: Tensor) -> Tensor:
 
 
 def _buckets(context_lens: list[int], block_size: int) -> list[tuple[list[int], int]]:
-    """Rows whose block counts share a power of two, so that padding at most doubles the work."""
+    """Groups rows by block count between powers of two, so padding at most doubles the work."""
     buckets = defaultdict(list)
     for row, context_len in enumerate(context_lens):
         buckets[((context_len - 1) // block_size).bit_length()].append(row)

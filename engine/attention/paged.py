@@ -1,18 +1,17 @@
-"""Attention that reads keys and values where they lie in the paged pool, in Triton.
+"""Attention that reads keys and values in place in the paged pool, in Triton.
 
-Decode is bound by the bytes of the context, so its one concern is that every multiprocessor reads
-all the time. Rows are cut into pieces of about equal length (split-KV), however unlike their
-lengths; the pieces are listed on the device, once a step, and all layers share the list. So
-a captured CUDA graph holds for any lengths. A row that is cut in pieces is put together by a second
-kernel from their log-sum-exps.
+Decode is bound by reading the context, so every multiprocessor has to read all the time. Rows are
+split into pieces of about equal length (split-KV), however different their lengths; the pieces are
+listed on the device once a step, and all layers share the list. So a captured CUDA graph is valid
+for any lengths. A second kernel combines the pieces of a row by their log-sum-exps.
 
-Prefill is bound by arithmetic: each tile has some query tokens of one sequence, all the query heads
-of one KV head together, and walks over the keys that it can see.
+Prefill is bound by arithmetic: each tile has some query tokens of one sequence, with all the query
+heads of one KV head, and loops over the keys that they attend to.
 
 Sources: flash attention, Dao et al. 2022 (arXiv:2205.14135); split-KV decode, "Flash-Decoding",
-Dao et al. 2023; one work list for rows of unlike lengths, FlashInfer, Ye et al. 2025
-(arXiv:2501.01005). All KV heads of a piece run side by side, because they read the same lines of
-memory.
+Dao et al. 2023; one work list for rows of different lengths, FlashInfer, Ye et al. 2025
+(arXiv:2501.01005). All KV heads of a piece run next to each other, because they read the same cache
+lines.
 """
 
 from collections.abc import Iterable
@@ -23,41 +22,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
-from penstock.engine.kernels.sizes import power_of_2_from
-from penstock.engine.models.fused import DeviceStep
+from penstock.engine.kernels.sizes import next_power_of_2
 
-# Keys that are looked at together. Where blocks are as large or larger, a tile crosses none.
+# Keys in a tile. A tile is within one block if blocks are at least as large.
 _TILE = 64
-# A shorter piece costs more to put together than it wins.
+# A shorter piece costs more to combine than it gains.
 _MIN_PIECE = 256
-# Pieces per multiprocessor and KV head that a full device is cut into: two programs fit at a time,
-# and four rounds of them leave little of the last one idle.
+# Pieces per multiprocessor and KV head: two programs fit at a time, and with four rounds of them
+# little of the device is idle in the last one.
 _PIECES_PER_SM = 8
-# Only models for tests have such: in the interpreter, many small tiles take long.
+# Only test models have such small heads: in the interpreter, many small tiles are slow.
 _SMALL_HEAD = 16
-# Of an item of a work list: row, begin, end, and whether it is all that its row has.
+# Fields of a work item: row, begin, end, and whether it is its row's only one.
 _ITEM = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """What does not change from step to step."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-
-    @property
-    def group(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
-    """rows: of queries, tokens times heads. keys: looked at together. The rest is the launch's."""
+    """rows: of queries, tokens times heads. keys: in a tile. The others are launch options."""
 
     rows: int
     keys: int
@@ -66,11 +51,11 @@ class PrefillTile:
 
     @classmethod
     def of(cls, head_dim: int, dtype: torch.dtype) -> "PrefillTile":
-        """The largest that spills next to no registers, and fits every GPU from sm_80 on.
+        """The largest that spills almost no registers and fits every GPU from sm_80 on.
 
-        By Triton's compiler. The largest tile spills some 100 bytes on sm_80, 89 and 120.
+        According to Triton's compiler. The largest tile spills some 100 bytes on sm_80, 89 and 120.
         """
-        if dtype is torch.float32 and head_dim > _SMALL_HEAD:  # exact, so not by matrix units
+        if dtype is torch.float32 and head_dim > _SMALL_HEAD:  # exact, so without matrix units
             return cls(rows=16, keys=32, num_warps=8, num_stages=2)
         if head_dim > 128:
             return cls(rows=64, keys=32, num_warps=8, num_stages=2)
@@ -79,10 +64,10 @@ class PrefillTile:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """Which pieces a step's attention consists of, on the device.
+    """The pieces that a step's attention consists of, on the device.
 
     items: (max_items, 4) int32, see `_ITEM`. first_item: (max_rows + 1,) int32, where each row's
-    begin; the last entry is their number.
+    items begin; the last entry is their number.
     """
 
     items: Tensor
@@ -90,12 +75,13 @@ class WorkList:
 
 
 class PagedDecode:
-    """One query token a row. Owns the work lists and partial results; `plan`, then every layer."""
+    """One query token per row. Owns the work lists and partial results. `plan` once a step, then
+    call it for each layer."""
 
     def __init__(
         self, shape: AttentionShape, max_rows: int, num_sms: int, device: torch.device
     ) -> None:
-        """num_sms: multiprocessors of the device. Memory: some MB."""
+        """num_sms: multiprocessors of the device. Allocates some MB."""
         self._shape = shape
         self._num_pieces = max(1, _PIECES_PER_SM * num_sms // shape.num_kv_heads)
         max_items = self._num_pieces + max_rows
@@ -109,12 +95,12 @@ class PagedDecode:
     def plan(self, context_lens: Tensor, window: int | None) -> None:
         """Lists the pieces of rows with these lengths, (B,) int32, this step's token included.
 
-        To be called once a step for each window that the model's layers have. A length of 0 is
-        a row that is not there: nothing is written for it.
+        Call it once a step for each window that the model's layers have. A row of length 0 is
+        skipped: nothing is written for it.
         """
         num_rows = len(context_lens)
         assert num_rows <= self._max_rows, (num_rows, self._max_rows)
-        if window not in self._lists:  # a graph would fill a new one with zeros at every replay
+        if window not in self._lists:  # in a graph, every replay would fill it with zeros
             self._lists[window] = self._empty_list()
         work = self._lists[window]
         _plan_decode[(1,)](
@@ -126,7 +112,7 @@ class PagedDecode:
             self._num_pieces,
             MIN_PIECE=_MIN_PIECE,
             TILE=_TILE,
-            ROWS=power_of_2_from(self._max_rows),
+            ROWS=next_power_of_2(self._max_rows),
             num_warps=4,
             **overlapped(),
         )
@@ -167,12 +153,12 @@ class PagedDecode:
             window or 0,
             shape.head_dim**-0.5 * _LOG2_E,
             **_constants(shape),
-            GROUP_ROWS=max(16, power_of_2_from(shape.group)),
-            # Of float32, two tiles of 64 would not fit, and their products spill registers.
+            GROUP_ROWS=max(16, next_power_of_2(shape.group)),
+            # In float32, two tiles of 64 would not fit, and their products would spill registers.
             TILE=_TILE // 2 if is_wide else _TILE,
             num_warps=4,
-            # The way by the block table takes half of the stages: five keep two tiles on their way,
-            # 64 KiB of them at head size 128, and three programs fit a multiprocessor.
+            # The block table's indirection takes half of the stages: with five, two tiles are in
+            # flight, 64 KiB of them at head size 128, and three programs fit a multiprocessor.
             num_stages=3 if is_wide or shape.head_dim > 128 else 5,
             **overlapped(),
         )
@@ -189,7 +175,7 @@ class PagedDecode:
         )
 
     def work_list(self, window: int | None) -> WorkList:
-        """What the last `plan` with this window has written."""
+        """What the last `plan` with this window wrote."""
         return self._lists[window]
 
     def _empty_list(self) -> WorkList:
@@ -201,7 +187,7 @@ class PagedDecode:
 
 
 class PagedPrefill:
-    """Chunks of prompts, each token to all that stands before it in its own sequence."""
+    """Prompt chunks: each token attends to those before it in its sequence."""
 
     def __init__(
         self,
@@ -223,7 +209,7 @@ class PagedPrefill:
         )
 
     def plan(self, query_starts: Tensor) -> None:
-        """Lists the tiles of rows that have the tokens between these offsets, (R + 1,) int32."""
+        """Lists the tiles of rows with the tokens between these offsets, (R + 1,) int32."""
         num_rows = len(query_starts) - 1
         assert num_rows <= self._max_rows, (num_rows, self._max_rows)
         _plan_prefill[(1,)](
@@ -232,7 +218,7 @@ class PagedPrefill:
             self._work.first_item,
             num_rows,
             TOKENS=self._tokens_per_tile,
-            ROWS=power_of_2_from(self._max_rows),
+            ROWS=next_power_of_2(self._max_rows),
             num_warps=4,
             **overlapped(),
         )
@@ -252,7 +238,7 @@ class PagedPrefill:
         """Writes out, (T, num_heads, head_dim), of the tokens of the rows that were planned.
 
         query: like out; row i has its tokens [query_starts[i], query_starts[i + 1]), the last of
-        which stands at position context_lens[i] - 1. The rest is as for `PagedDecode`.
+        which is at position context_lens[i] - 1. The rest is as for `PagedDecode`.
         """
         shape, num_rows = self._shape, len(context_lens)
         num_tiles = -(-len(query) // self._tokens_per_tile) + num_rows
@@ -274,7 +260,7 @@ class PagedPrefill:
             shape.head_dim**-0.5 * _LOG2_E,
             **_constants(shape),
             TOKENS=self._tokens_per_tile,
-            QUERY_ROWS=max(16, power_of_2_from(self._tokens_per_tile * shape.group)),
+            QUERY_ROWS=max(16, next_power_of_2(self._tokens_per_tile * shape.group)),
             TILE=tile.keys,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -283,8 +269,7 @@ class PagedPrefill:
 
 
 class PagedAttention:
-    """`penstock.engine.models.fused.DeviceAttention` by the kernels below: decodes first, chunks
-    behind."""
+    """`DeviceAttention` by the kernels below: decodes first, then chunks."""
 
     is_capturable = True
     takes_decode_lens = True
@@ -357,8 +342,8 @@ _LOG2_E = 1.4426950408889634
 
 
 def _padded(head_dim: int) -> int:
-    """Matrix units take powers of two, and no fewer than 16."""
-    return max(16, power_of_2_from(head_dim))
+    """Matrix units need powers of two, at least 16."""
+    return max(16, next_power_of_2(head_dim))
 
 
 def _constants(shape: AttentionShape) -> dict[str, int]:
@@ -387,7 +372,7 @@ def _plan_decode(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: pieces of even length for all rows, about num_pieces in all if they suffice."""
+    """One program: pieces of equal length for all rows, about num_pieces in total."""
     wait_for_kernels_before(PDL)
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
@@ -396,7 +381,7 @@ def _plan_decode(
     length = end - begin
     piece = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(length), num_pieces), TILE) * TILE, MIN_PIECE)
     count = tl.cdiv(length, piece)
-    # Rows of unlike lengths have pieces of unlike lengths, those of one row are even.
+    # The pieces of one row have equal lengths; those of rows with different lengths may differ.
     step = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), TILE) * TILE
     count = tl.cdiv(length, tl.maximum(step, 1))
     first = tl.cumsum(count) - count
@@ -422,7 +407,7 @@ def _plan_prefill(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: tiles of TOKENS query tokens each, the last of a row maybe shorter."""
+    """One program: tiles of TOKENS query tokens each; the last of a row may be shorter."""
     wait_for_kernels_before(PDL)
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
@@ -442,8 +427,8 @@ def _plan_prefill(
 
 @triton.jit
 def _pool_rows(table, position, is_key, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Where the tokens at these TILE successive positions lie in the pool, counted in tokens."""
-    if BLOCK_SIZE % TILE == 0:  # one block has them all
+    """The pool indices, in tokens, of the tokens at these TILE successive positions."""
+    if BLOCK_SIZE % TILE == 0:  # all are in one block
         first = tl.min(position)
         block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
         return block * BLOCK_SIZE + position % BLOCK_SIZE
@@ -473,13 +458,13 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Takes the keys [start, start + TILE) below `end` into a running softmax, in powers of two."""
+    """Adds the keys [start, start + TILE) below `end` to a running softmax, in powers of two."""
     dim = tl.arange(0, DIMS)
     position = start + tl.arange(0, TILE)
     is_key = position < end
     rows = _pool_rows(table, position, is_key, BLOCK_SIZE, TILE)
     offset = rows[:, None] * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dim[None, :]
-    # Values past the end count nothing, but nothing times NaN is NaN: they are not read.
+    # Values past the end have weight 0, but 0 times NaN is NaN: they are not read.
     is_there = is_key[:, None] & (dim < HEAD_DIM)[None, :]
     k = tl.load(keys + offset, mask=is_there, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -526,7 +511,7 @@ def _decode(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One piece of one row, for all the query heads of one KV head."""
+    """One piece of one row, for all query heads of one KV head."""
     wait_for_kernels_before(PDL)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
@@ -575,7 +560,7 @@ def _combine(
     DIMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Puts one head of a row together, where the row was cut into several pieces."""
+    """Combines one head of a row from the pieces that the row was split into."""
     wait_for_kernels_before(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -602,7 +587,7 @@ def _combine(
 
 @triton.jit(
     do_not_specialize=["num_rows", "table_stride", "window"],
-    # Parts of a step's tensors, see `_gather_chunks`.
+    # Slices of a step's tensors, see `_gather_chunks`.
     do_not_specialize_on_alignment=["row_slots", "query_starts", "context_lens"],
 )
 def _prefill(
@@ -630,10 +615,11 @@ def _prefill(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some query tokens of one sequence, for all the query heads of one KV head."""
+    """Some query tokens of one sequence, for all query heads of one KV head."""
     wait_for_kernels_before(PDL)
     kv_head = tl.program_id(0)
-    # The last tiles of a chunk see most keys: they start first, so that none is left to the end.
+    # The last tiles of a chunk have the most keys: they start first, so that none runs alone at
+    # the end.
     num_items = tl.load(first_item + num_rows)
     item = num_items - 1 - tl.program_id(1)
     if item < 0:
@@ -657,7 +643,7 @@ def _prefill(
     offset = offset + dim[None, :]
     is_there = is_query[:, None] & (dim < HEAD_DIM)[None, :]
     q = tl.load(query + offset, mask=is_there, other=0.0)
-    # Those that are not there stand where the last one does, and so see some key.
+    # Padding queries take the last one's position, so that they attend to some key.
     query_position = first_position + tl.minimum(token, end_token - 1)
 
     acc = tl.zeros((QUERY_ROWS, DIMS), tl.float32)
@@ -665,7 +651,7 @@ def _prefill(
     total = tl.zeros((QUERY_ROWS,), tl.float32)
     end = first_position + end_token
     begin = 0
-    # Below this, every token of the tile sees every key.
+    # Below this, every token of the tile attends to every key.
     all_seen = (first_position + first_token + 1) // TILE * TILE
     if window > 0:
         begin = tl.maximum(first_position + first_token + 1 - window, 0) // TILE * TILE

@@ -1,4 +1,4 @@
-"""Slow, obvious attention: the oracle that the fast ones are tested against."""
+"""Slow, simple attention: the reference that the backends are tested against."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from penstock.engine.model_input import ModelInput
 def reference_attention(
     query: Tensor, keys: Tensor, values: Tensor, step: ModelInput, window: int | None
 ) -> Tensor:
-    """`Attention` in float32, one sequence at a time, with the whole matrix of scores."""
+    """`Attention` in float32, one sequence at a time, with the full matrix of scores."""
     output = torch.empty_like(query)
     block_size, num_kv_heads, head_dim = keys.shape[1:]
     group = query.shape[1] // num_kv_heads
@@ -20,8 +20,8 @@ def reference_attention(
             pool[table].view(-1, num_kv_heads, head_dim)[:context_len].float()
             for pool in (keys, values)
         )
-        asked = query[first:end].float().view(-1, num_kv_heads, group, head_dim)
-        scores = torch.einsum("qkgd,skd->kgqs", asked, key) * head_dim**-0.5
+        grouped = query[first:end].float().view(-1, num_kv_heads, group, head_dim)
+        scores = torch.einsum("qkgd,skd->kgqs", grouped, key) * head_dim**-0.5
         scores = scores.masked_fill(~visible(step.positions[first:end], context_len, window), -1e30)
         mixed = torch.einsum("kgqs,skd->qkgd", scores.softmax(-1), value)
         output[first:end] = mixed.flatten(1, 2).to(query.dtype)
@@ -29,7 +29,7 @@ def reference_attention(
 
 
 def visible(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
-    """Which of keys 0..num_keys a query at each position may attend to: (..., num_keys) bool."""
+    """Which of the keys 0 to num_keys - 1 each query attends to: (..., num_keys) bool."""
     keys = torch.arange(num_keys, device=positions.device)
     queries = positions.unsqueeze(-1)
     seen = keys <= queries

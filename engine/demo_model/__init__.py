@@ -1,1 +1,1 @@
-"""The demo model's files: weights, tokenizer, configuration and the record of their training."""
+"""The demo model: weights, configuration and tokenizer. Data only; tests/demo_model trains it."""

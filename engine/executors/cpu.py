@@ -19,11 +19,11 @@ from penstock.engine.executor import ModelInfo
 from penstock.engine.executors.loading import Ledger, Phases, choose_dtype, describe, weight_source
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
-from penstock.engine.memory.kv_pool import KVPool, kv_bytes_per_token, size_cpu_pool
+from penstock.engine.memory.kv_pool import KVPool, size_cpu_pool
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
 from penstock.engine.model_input import ModelInput, build_model_input
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers import PackedLinear, PlainLinear, can_pack
+from penstock.engine.models.layers.linear import PackedLinear, PlainLinear, can_pack
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.model import NativeModel, load_library
@@ -56,7 +56,15 @@ class CpuExecutor:
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
 
         # Before the weights are read: what does not fit is told at once.
-        size = size_cpu_pool(config, model, block_size, self._dtype)
+        weight_bytes = model.num_parameters * self._dtype.itemsize
+        block_bytes = block_size * model.kv_shape.bytes_per_token(self._dtype.itemsize)
+        size = size_cpu_pool(
+            config,
+            weight_bytes=weight_bytes,
+            max_model_len=model.max_model_len,
+            block_size=block_size,
+            block_bytes=block_bytes,
+        )
         available = available_memory_bytes()
         with phases.timed("compile"):
             library = load_library()
@@ -76,7 +84,7 @@ class CpuExecutor:
             )
             torch.set_num_threads(num_threads)
         with phases.timed("kv_pool"):
-            self._pool = KVPool(model, size.num_blocks, block_size, self._dtype, _CPU)
+            self._pool = KVPool(model.kv_shape, size.num_blocks, block_size, self._dtype, _CPU)
             if library is not None:
                 self._model = NativeModel(library, llama, self._pool, num_threads)
         with phases.timed("bandwidth"):
@@ -102,8 +110,8 @@ class CpuExecutor:
         Ledger(
             total=total,
             others=total - available,
-            weights=model.num_parameters * self._dtype.itemsize,
-            kv_pool=size.num_blocks * block_size * kv_bytes_per_token(model, self._dtype),
+            weights=weight_bytes,
+            kv_pool=size.num_blocks * block_bytes,
         ).log(size, block_size)
 
     @property

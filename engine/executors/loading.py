@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from penstock.engine.config import Device, Dtype, LoadFormat
-from penstock.engine.executor import ModelInfo
+from penstock.engine.executor import AttentionGroup, ModelInfo
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
-from penstock.engine.memory.kv_pool import PoolSize, kv_bytes_per_token
+from penstock.engine.memory.kv_pool import PoolSize
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.scheduler.errors import InvalidConfig
@@ -99,6 +99,7 @@ def describe(
     measured_flops: float | None = None,
 ) -> ModelInfo:
     """load_seconds may still grow; it is kept, not copied."""
+    layer_bytes = model.kv_shape.layer_bytes_per_token(dtype.itemsize)
     return ModelInfo(
         architecture=model.family,
         dtype=str(dtype).removeprefix("torch."),
@@ -111,10 +112,16 @@ def describe(
         eos_token_ids=model.eos_token_ids,
         num_parameters=model.num_parameters,
         weight_bytes=model.num_step_weights * dtype.itemsize,
-        kv_bytes_per_token=kv_bytes_per_token(model, dtype),
+        attention=tuple(
+            AttentionGroup(
+                window=window,
+                kv_bytes_per_token=num_layers * layer_bytes,
+                flops_per_pair=4 * num_layers * model.num_heads * model.head_dim,
+            )
+            for window, num_layers in model.num_layers_by_window.items()
+        ),
         flops_per_token=2 * model.num_layers * model.num_layer_weights,
         flops_per_sampled_token=2 * model.vocab_size * model.hidden_size,
-        flops_per_attention_pair=4 * model.num_layers * model.num_heads * model.head_dim,
         peak_bandwidth_bytes_per_s=peak_bandwidth(device_name),
         measured_bandwidth_bytes_per_s=measured_bandwidth,
         peak_flops_per_s=peak_flops(device_name, dtype),

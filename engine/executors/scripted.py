@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from penstock.engine.executor import ModelInfo, PendingTokens
+from penstock.engine.executor import AttentionGroup, ModelInfo, PendingTokens
 from penstock.engine.sampling.grammar import GrammarTable
 from penstock.scheduler.types import (
     Pooling,
@@ -270,10 +270,9 @@ def scripted_info(
         eos_token_ids=eos_token_ids,
         num_parameters=0,
         weight_bytes=0,
-        kv_bytes_per_token=0,
+        attention=(AttentionGroup(window=None, kv_bytes_per_token=0, flops_per_pair=0),),
         flops_per_token=0,
         flops_per_sampled_token=0,
-        flops_per_attention_pair=0,
         peak_bandwidth_bytes_per_s=None,
         measured_bandwidth_bytes_per_s=None,
         peak_flops_per_s=None,

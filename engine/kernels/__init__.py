@@ -1,5 +1,5 @@
-"""Triton kernels of a step, one idea a file. `penstock.engine.attention.paged` has the other two.
+"""Triton kernels of a step, one subject a file; those of attention are in `attention.paged`.
 
-Each is tested against plain torch: by Triton's interpreter where there is no GPU, on the device
-where there is one; and all are compiled for the GPUs that we name, which needs none.
+They know tensors, and neither models nor requests. Each is tested against plain torch, in Triton's
+interpreter if there is no GPU; and all are compiled for the supported GPUs, which needs none.
 """

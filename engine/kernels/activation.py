@@ -34,6 +34,6 @@ def _silu_mul(gate_up, out, mlp, BLOCK: tl.constexpr, PDL: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * mlp + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * mlp + mlp + column, mask=mask, other=0.0)
     kind = out.dtype.element_ty
-    # Rounded between the two, as two operators would.
+    # Rounded in between, as two separate operators would.
     active = silu(gate).to(kind).to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * mlp + column, active.to(kind), mask=mask)

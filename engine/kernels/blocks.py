@@ -1,4 +1,4 @@
-"""Copies of whole blocks of the KV pool, where a sequence goes on from another's half-full one."""
+"""Copies whole blocks of the KV pool, for a sequence that continues another's partial block."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ _BLOCK = 2048
 
 
 def copy_blocks(copies: Tensor, keys: Tensor, values: Tensor) -> None:
-    """For each (source, target) of copies, (N, 2) int32: the target's content in every layer.
+    """Copies block source to block target in every layer, for each pair of copies, (N, 2) int32.
 
     keys, values: (layers, blocks, block_size, heads, head_dim). No target may be a source.
     """

@@ -1,23 +1,24 @@
-"""Kernels that start while the one before them still runs: programmatic dependent launch.
+"""Kernels that start while the previous one still runs: programmatic dependent launch (PDL).
 
 In a graph of kernels that depend on each other, each start costs about a microsecond in which the
-device drains and fills again. On Hopper and the Blackwell of data centres, a kernel launched with
-`overlapped()` may occupy what the one before leaves free, as soon as all programs of that one have
-called `wait_for_kernels_before` or ended. It may do there what needs nobody's result.
+device drains and fills again. On Hopper and data-centre Blackwell, a kernel launched with
+`overlapped()` may use multiprocessors that the previous kernel leaves free, as soon as all programs
+of that one have called `wait_for_kernels_before` or ended. There it may do work that needs no
+earlier result.
 
 **The rule.** Such a kernel calls `wait_for_kernels_before` in every program, before it reads or
-writes memory, weights too, and before any way out. The wait ends when the kernel before it has
-ended entirely and what it wrote can be seen; that one had waited likewise. So all that came before
-has ended, however far back, and memory may be used again as if kernels ran one by one: by torch's
-allocator, in place, or by tables that two kernels share. What may come before the wait is a
-prefetch: it reads nothing that a program sees.
+writes any memory, including weights, and before any return. The wait ends when the previous kernel
+has completed and its writes are visible; that kernel waited in the same way. So all earlier kernels
+have completed, and memory can be reused as if kernels ran one after the other: by torch's
+allocator, in place, or in tables that two kernels share. Only a prefetch may come before the wait,
+because no program sees what it reads.
 
-Whatever is not ours needs no rule. A kernel launched without the attribute, or a copy, waits for
-everything before it; and our wait, behind a kernel that never says that others may start, lasts
-until that one has ended and its writes are visible. A captured graph keeps all this in its edges,
-and the edge from a node that is no kernel is an ordinary one.
+Other kernels need no rule. A kernel launched without the attribute, or a copy, waits for everything
+before it; and our wait, after a kernel that never allows others to start, lasts until that one has
+completed and its writes are visible. A captured graph keeps these dependencies in its edges; the
+edge from a node that is not a kernel is an ordinary one.
 
-PENSTOCK_PDL=0 in the environment turns it off, for the day it is suspected of something.
+PENSTOCK_PDL=0 in the environment turns PDL off, to rule it out when something is wrong.
 
 Sources: `griddepcontrol` in the PTX ISA; the CUDA programming guide, "Programmatic Dependent Launch
 and Synchronization", and of CUDA graphs "Edge Data"; `cudaGraphEdgeData` in the runtime's manual.
@@ -33,8 +34,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-# Compute capability 12 has it too, but there a capture of such a launch was refused: "invalid
-# resource handle", https://github.com/sgl-project/sglang/pull/18596.
+# Compute capability 12 has it too, but capturing such a launch failed there: "invalid resource
+# handle", https://github.com/sgl-project/sglang/pull/18596.
 _CAPABILITIES = (9, 10)
 _OVERLAPPED = {"PDL": True, "launch_pdl": True}
 _ONE_BY_ONE = {"PDL": False}
@@ -43,14 +44,14 @@ _forced: bool | None = None
 
 
 def overlapped() -> dict[str, bool]:
-    """Arguments for the launch of a kernel that keeps the rule; where it cannot be, it does not."""
+    """Launch arguments for a kernel that follows the rule; without PDL if the device has none."""
     enabled = _device_overlaps() if _forced is None else _forced
     return _OVERLAPPED if enabled else _ONE_BY_ONE
 
 
 @contextmanager
 def overlap(enabled: bool) -> Iterator[None]:
-    """For launches and captures meanwhile, whatever the device and the environment say."""
+    """Overrides the device and the environment for launches and captures in this context."""
     global _forced
     before, _forced = _forced, enabled
     try:
@@ -70,9 +71,9 @@ def _device_overlaps() -> bool:
 
 @triton.jit
 def wait_for_kernels_before(PDL: tl.constexpr):
-    """To be a kernel's first statement, see the rule. Lets the kernel behind it start, and waits.
+    """Must be a kernel's first statement, see the rule. Lets the next kernel start, then waits.
 
-    Others are let in first: they can take no program's place, because all of ours run by then.
+    In this order: the next kernel takes no program's place, because all of ours run by then.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

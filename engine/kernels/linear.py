@@ -1,9 +1,9 @@
-"""Linear layers for a handful of rows, with what stands around them in a decode layer.
+"""Linear layers for few rows, fused with what surrounds them in a decode layer.
 
-At batch 1 to 16 a matrix product is bound by reading the weight, and every launch beside it costs
-as much as 6 MB of weights. So one kernel reads the weight once, deep ahead, and does the rest on
-its way: the RMSNorm of its input (which is a scale per row: it can wait till the end), SiLU of
-gate times up, the bias, and the residual addition.
+At batch 1 to 16 a matrix product is bound by reading the weight, and every further launch costs as
+much as reading 6 MB of weights. So one kernel reads the weight once, far ahead, and also computes
+the RMSNorm of its input (a scale per row, applied at the end), SiLU(gate) * up, the bias, and the
+residual addition.
 """
 
 import triton
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from penstock.engine.kernels.activation import silu
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
-from penstock.engine.kernels.sizes import ceil_div, power_of_2_from
+from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
 
-# Twice the smallest row count that the matrix units take is the largest that this is meant for.
+# The largest row count it is meant for: twice the smallest that the matrix units take.
 MAX_ROWS = 16
 _FEW_ROWS = 8
-# Of a program: with four stages 24 KiB of the weight are on their way, and 12 or 24 of x.
-# Twice the chunk would spill registers where there is a norm.
+# Per program. With four stages, 24 KiB of the weight are in flight, and 12 or 24 of x. Twice the
+# chunk would spill registers if there is a norm.
 _OUTPUTS, _CHUNK, _STAGES = 16, 256, 4
-# Each warp reads all of the program's weights from shared memory, for its part of the rows. By the
-# machine code's count, that and the rest takes 37 to 57 clocks a KiB; with four warps, 60 to 88.
-# Memory delivers a KiB in some 50, to a multiprocessor of an H200.
+# Each warp reads all of the program's weights from shared memory, for its part of the rows. Counted
+# from the machine code, a KiB takes 37 to 57 clocks; with four warps, 60 to 88. An H200's memory
+# delivers a KiB to a multiprocessor in some 50.
 _WARPS = 2
-# Of a weight, fetched to the last cache while the kernel before still runs: what memory delivers in
-# the 2 us that one kernel takes to drain and the next to fill, and a small part of the cache.
+# Prefetched of a weight to the L2 cache while the previous kernel still runs: what memory delivers
+# in the 2 us that one kernel takes to drain and the next to fill, a small part of the cache.
 _AHEAD_BYTES = 2**23
 
 
@@ -40,7 +40,7 @@ def skinny_linear(
     residual: Tensor | None = None,
     is_gated: bool = False,
 ) -> None:
-    """out = x' W^T + bias + residual, where x' is x, or its RMSNorm where `norm` is given.
+    """out = x' W^T + bias + residual, where x' is x, or its RMSNorm if `norm` is given.
 
     x: (T, columns), T at most MAX_ROWS. weight: (outputs, columns). out, residual: (T, outputs);
     they may be the same tensor. is_gated: weight is (2 * outputs, columns), the gate's rows first,
@@ -67,7 +67,7 @@ def skinny_linear(
         IS_GATED=is_gated,
         ROWS=_FEW_ROWS if num_rows <= _FEW_ROWS else MAX_ROWS,
         OUTPUTS=_OUTPUTS,
-        CHUNK=max(16, min(_CHUNK, power_of_2_from(columns))),
+        CHUNK=max(16, min(_CHUNK, next_power_of_2(columns))),
         num_warps=_WARPS,
         num_stages=_STAGES,
         **overlapped(),
@@ -75,7 +75,7 @@ def skinny_linear(
 
 
 def _ahead_of_row(weight: Tensor, columns: int) -> int:
-    """Bytes of each row that are fetched ahead; in sixteens, as the instruction takes them."""
+    """Bytes of each row to prefetch; a multiple of 16, as the instruction requires."""
     row_bytes = columns * weight.element_size()
     if row_bytes % 16:
         return 0
@@ -83,7 +83,7 @@ def _ahead_of_row(weight: Tensor, columns: int) -> int:
     return min(row_bytes, max(share, _CHUNK * weight.element_size()))
 
 
-# One thread of four, so that the rows are spread over the warps.
+# One thread in four, so that the rows are spread over the warps.
 _FETCH = tl.constexpr("""{
     .reg .pred wanted;
     setp.ne.b32 wanted, $2, 0;
@@ -94,7 +94,7 @@ _FETCH = tl.constexpr("""{
 
 @triton.jit
 def _fetch_ahead(weight, first, end, columns, ahead, ROWS: tl.constexpr):
-    """The first bytes of weight rows [first, first + ROWS) below end, to L2; nothing is read."""
+    """Prefetches the first bytes of weight rows [first, first + ROWS) below end to L2."""
     thread = tl.arange(0, ROWS * 4)
     row = first + thread // 4
     size = tl.where((thread % 4 == 0) & (row < end), ahead, 0)
@@ -126,7 +126,8 @@ def _skinny(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """OUTPUTS outputs of all rows. The weight stands left, so that its rows fill the units."""
+    """OUTPUTS outputs of all rows. The weight is the left operand, so its rows fill the matrix
+    units."""
     if PDL:
         first = tl.program_id(0) * OUTPUTS
         _fetch_ahead(weight, first, outputs, columns, ahead, OUTPUTS)

@@ -1,23 +1,23 @@
-"""RMSNorm, with the residual addition that comes before it, and the embedding's gather."""
+"""RMSNorm, also fused with the preceding residual addition, and the embedding's gather."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
-from penstock.engine.kernels.sizes import power_of_2_from
+from penstock.engine.kernels.sizes import next_power_of_2
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, normed: Tensor) -> None:
     """residual += x; normed = residual / rms(residual) * weight. All (T, hidden) but weight.
 
-    The sum is rounded to the residual's type before it is normed, as two operators would.
+    The sum is rounded to the residual's type before the norm, as with two separate operators.
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
     num_tokens, hidden = residual.shape
     _add_rms_norm[(num_tokens,)](
         x, residual, weight, normed, eps, hidden,
-        SIZE=power_of_2_from(hidden), num_warps=_num_warps(hidden), **overlapped(),
+        SIZE=next_power_of_2(hidden), num_warps=_num_warps(hidden), **overlapped(),
     )  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def embed(token_ids: Tensor, embedding: Tensor, residual: Tensor) -> None:
     num_tokens, hidden = residual.shape
     _embed[(num_tokens,)](
         token_ids, embedding, residual, hidden,
-        SIZE=power_of_2_from(hidden), num_warps=_num_warps(hidden), **overlapped(),
+        SIZE=next_power_of_2(hidden), num_warps=_num_warps(hidden), **overlapped(),
     )  # fmt: skip
 
 
@@ -35,18 +35,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, normed: Tensor) -> None:
     num_tokens, hidden = x.shape
     _rms_norm[(num_tokens,)](
         x, weight, normed, eps, hidden,
-        SIZE=power_of_2_from(hidden), num_warps=_num_warps(hidden), **overlapped(),
+        SIZE=next_power_of_2(hidden), num_warps=_num_warps(hidden), **overlapped(),
     )  # fmt: skip
 
 
 def _num_warps(hidden: int) -> int:
-    """Eight elements a thread: 16 bytes of bfloat16."""
-    return max(1, min(16, power_of_2_from(hidden) // 256))
+    """Eight elements per thread: 16 bytes of bfloat16."""
+    return max(1, min(16, next_power_of_2(hidden) // 256))
 
 
 @triton.jit
 def _normed(x, weight, eps, hidden):
-    """x: a row in float32. The weight multiplies what has been rounded to its own type."""
+    """x: a row in float32. Rounded to the weight's type before it is multiplied by the weight."""
     scale = tl.rsqrt(tl.sum(x * x) / hidden + eps)
     return (x * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
 

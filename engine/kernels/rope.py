@@ -1,13 +1,13 @@
-"""What stands between the QKV product and attention: QK-norm, rotary positions, the KV write."""
+"""Between the QKV product and attention: QK-norm, rotary positions, the KV write."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
-from penstock.engine.kernels.sizes import ceil_div, power_of_2_from
+from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
 
-# Heads that one program turns: 16 KiB of them would be too few programs at batch 1.
+# Heads per program: with 16 KiB of them, there would be too few programs at batch 1.
 _HEADS = 4
 
 
@@ -24,12 +24,13 @@ def rotate_and_store(
     values: Tensor,
     query: Tensor,
 ) -> None:
-    """Writes each token's turned query, and its key and value where they belong in the pool.
+    """Writes each token's rotated query, and its key and value to their slots in the pool.
 
     qkv: (T, (num_heads + 2 * num_kv_heads) * head_dim). positions: (T,) int32; kv_slots: (T,)
     int64, as in `ModelInput`. cos, sin: (max_positions, head_dim / 2) float32. query_norm,
     key_norm: (head_dim,) or None. keys, values: one layer of the pool, written. query: (T,
-    num_heads, head_dim), written. Source: Su et al. 2021 (arXiv:2104.09864), halves as pairs.
+    num_heads, head_dim), written. Source: Su et al. 2021 (arXiv:2104.09864), in pairs (i, i +
+    head_dim / 2).
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[2]
@@ -51,7 +52,7 @@ def rotate_and_store(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        HALF=power_of_2_from(head_dim // 2),
+        HALF=next_power_of_2(head_dim // 2),
         HEADS=_HEADS,
         num_warps=1,
         **overlapped(),
@@ -113,16 +114,16 @@ def _rotate_and_store(
     angle = tl.load(positions + token).to(tl.int64) * (HEAD_DIM // 2) + pair
     c = tl.load(cos + angle, mask=is_pair, other=0.0)[None, :]
     s = tl.load(sin + angle, mask=is_pair, other=0.0)[None, :]
-    turned_left = (left * c - right * s).to(kind)
-    turned_right = (right * c + left * s).to(kind)
+    rotated_left = (left * c - right * s).to(kind)
+    rotated_right = (right * c + left * s).to(kind)
 
     target = query + (token * NUM_HEADS + head)[:, None] * HEAD_DIM + pair[None, :]
-    tl.store(target, turned_left, mask=is_there & is_query)
-    tl.store(target + HEAD_DIM // 2, turned_right, mask=is_there & is_query)
+    tl.store(target, rotated_left, mask=is_there & is_query)
+    tl.store(target + HEAD_DIM // 2, rotated_right, mask=is_there & is_query)
     row = tl.load(kv_slots + token) * NUM_KV_HEADS
     target = keys + (row + head - NUM_HEADS)[:, None] * HEAD_DIM + pair[None, :]
-    tl.store(target, turned_left, mask=is_there & is_key)
-    tl.store(target + HEAD_DIM // 2, turned_right, mask=is_there & is_key)
+    tl.store(target, rotated_left, mask=is_there & is_key)
+    tl.store(target + HEAD_DIM // 2, rotated_right, mask=is_there & is_key)
     target = values + (row + head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_DIM + pair[None, :]
     tl.store(target, value_left.to(kind), mask=is_there & is_value)
     tl.store(target + HEAD_DIM // 2, value_right.to(kind), mask=is_there & is_value)

@@ -1,31 +1,33 @@
-"""Logits to ids in a captured graph: what `penstock.engine.sampling.sampler` says, but for the
-draw, in few passes.
+"""Samples ids from logits in a captured graph: the semantics of `penstock.engine.sampling.sampler`
+(with a different random draw), in few passes.
 
-`DeviceSampler` owns what each slot's request asked for, in tables of fixed memory on the device.
-A step reads them there by the row's slot; nothing of it passes through the host.
+`DeviceSampler` owns the sampling parameters of each slot's request, in tables on the device whose
+memory is fixed. A step reads them by the row's slot, without the host.
 
-**The draw** is a race: each id has an exponential time, divided by its weight, and the first wins;
-the lowest id of those that tie. (Gumbel-max is the logarithm of it, and costs one more.) The times
-are a hash of (seed, position, id) and nothing else, the SplitMix64 stream that starts at output
-`position` of the seed's. So a row's id does not depend on its row, slot or company. It is another
-draw than the CPU's, in proportion to the same weights.
+**The draw** is a race of exponential variables: each id has an exponential time, divided by its
+weight, and the first wins, or the lowest id of a tie. (Gumbel-max is its logarithm, and takes one
+more.) The times are a hash of (seed, position, id) alone: the SplitMix64 stream that starts at
+output `position` of the seed's. So a row's id does not depend on its row, its slot or the other
+rows of the batch. It differs from the CPU's draw, which has the same distribution.
 
-**The filters** are thresholds on z = (largest - x) / temperature, whose bits order as it does; the
-same two roundings as the CPU sampler's. Sums are of integers, so they are the same in any order.
+**The filters** are thresholds on z = (largest - x) / temperature, whose bits have the same order as
+its values; it is rounded twice, as in the CPU sampler. Sums are of integers, so they are the same
+in any order.
 
 1. `_scan`: each chunk's largest logit; its winner, for a row that draws without filters; its part
-   of the log-sum-exp, for a row that wants logprobs. All rows; the only pass of most.
+   of the log-sum-exp, for a row that needs logprobs. For all rows; most need only this pass.
 2. `_coarse`: how many of a chunk's ids fall in each of 16 buckets of z, and their mass.
-3. `_gather`: lists the ids up to a bucket that holds all survivors for certain, mostly a few
+3. `_gather`: lists the ids up to a bucket that certainly includes all survivors, mostly a few
    hundred of 128,256.
-4. `_select`: the exact thresholds, by a search over the list's bits, and the draw from what stays.
-   Where more than `_MAX_LISTED` qualify, it reads the row instead of the list, some 25 times.
+4. `_select`: the exact thresholds, by a search over the bits of the list, and the draw from the
+   survivors. If more than `_MAX_LISTED` ids qualify, it reads the row instead of the list, some 25
+   times.
 
-Passes 2 to 4 end at once for rows without filters. Each of 1 to 3 reads all logits and writes next
-to nothing: with V = 128,256 of float32 at 4.3 TB/s that takes 0.12 us for one row, where a launch
-takes 2, and 31 us for 256 rows; of bfloat16, half. Noise is another 80 instructions an id: by their
-count 0.1 ms for 256 rows that draw, which makes that pass bound by arithmetic. `_select` has up to
-24 short rounds over its list, some 10 us. None of this has been timed on a device yet.
+Passes 2 to 4 return at once for rows without filters. Each of 1 to 3 reads all logits and writes
+almost nothing: with V = 128,256 in float32 at 4.3 TB/s that takes 0.12 us for one row, where a
+launch takes 2, and 31 us for 256 rows; in bfloat16, half. Noise takes another 80 instructions per
+id: by their count 0.1 ms for 256 rows that draw, so that pass is bound by arithmetic. `_select` has
+up to 24 short rounds over its list, some 10 us. None of this has been timed on a device yet.
 
 Sources: Gumbel-max, Maddison et al. 2014 (arXiv:1411.0030); sampling without sorting, FlashInfer
 (Ye et al. 2025, arXiv:2501.01005), which rejects where this selects; SplitMix64, Steele, Lea and
@@ -43,18 +45,18 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
-from penstock.engine.kernels.sizes import power_of_2_from
-from penstock.engine.memory.host import sent, to_device
+from penstock.engine.kernels.sizes import next_power_of_2
+from penstock.engine.memory.host import tensor_to_device, to_device
 from penstock.engine.sampling.sampler import MIN_TEMPERATURE, mixed_seed
-from penstock.engine.sampling.token_bans import forbids_anything
+from penstock.engine.sampling.token_bans import has_token_bans
 from penstock.scheduler.types import SamplingParams
 
-# Logits of one program of a pass over the row: 32 programs for 128,256, which one row has to
-# occupy the device with, and 16 to a thread of 8 warps, all read before the first is needed.
+# Logits per program of a pass over the row: 32 programs for 128,256, to occupy the device even with
+# one row, and 16 per thread of 8 warps, all read before the first is needed.
 _CHUNK = tl.constexpr(4096)
-# Of `_select`, whose program is alone with its row.
+# For `_select`, which has one program per row.
 _WIDE_BLOCK = tl.constexpr(1024)
-# Listed ids of a row; with 512 rows, 67 MB.
+# The most ids that are listed for a row; with 512 rows, 67 MB.
 _MAX_LISTED = 16384
 
 # Buckets of z: [0, 1) to [7, 8), then by 2 to 22, then the rest. They are the bits of z + 8 down to
@@ -62,13 +64,13 @@ _MAX_LISTED = 16384
 _BUCKETS = tl.constexpr(16)
 _SHIFT = tl.constexpr(8.0)
 _FIRST_BITS = tl.constexpr(1040)
-# Weight of the likeliest id. 2**22 of them sum to less than 2**63.
+# Weight of the most likely id. 2**22 of them sum to less than 2**63.
 _ONE = tl.constexpr(2.0**40)
 _INF_BITS = tl.constexpr(0x7F800000)
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 _NO_ID = tl.constexpr(2**31 - 1)
 
-# A slot's words in the table. Floats are there by their bits. Stop ids come last.
+# A slot's words in the table. Floats are stored as their bits. Stop ids come last.
 _FLAGS = tl.constexpr(0)
 _INVERSE_TEMPERATURE = tl.constexpr(1)  # 0: greedy
 _TOP_K = tl.constexpr(2)
@@ -78,7 +80,7 @@ _REPETITION = tl.constexpr(5)
 _PRESENCE = tl.constexpr(6)
 _FREQUENCY = tl.constexpr(7)
 _SEED = tl.constexpr(8)  # two words of the mixed seed, the lower first
-_MAY_STOP_AT = tl.constexpr(10)  # the first position that may have a stop id
+_MAY_STOP_AT = tl.constexpr(10)  # the first position where a stop id is allowed
 _NUM_STOPS = tl.constexpr(11)
 _STOPS = tl.constexpr(12)
 _WORDS = tl.constexpr(32)
@@ -101,7 +103,7 @@ _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 
 class Mode(IntEnum):
-    """What a step's rows need at most; each does what the ones before it do."""
+    """What a step's rows need; each mode includes the ones before it."""
 
     PLAIN = 0
     FILTERED = 1
@@ -109,16 +111,16 @@ class Mode(IntEnum):
 
 
 def can_fuse(sampling: SamplingParams) -> bool:
-    """Whether `DeviceSampler` does it; the rest is for `penstock.engine.sampling.sampler.Sampler`.
+    """Whether `DeviceSampler` supports it; otherwise `penstock.engine.sampling.sampler` does.
 
-    Not: bad words of several tokens, more than 20 stop ids that min_tokens holds back, and what is
-    forbidden beside a grammar, whose end comes whatever forbids it. Of logprobs, the sampled id's.
+    Unsupported: bad words of several tokens, more than 20 stop ids with min_tokens, and token bans
+    together with a grammar (whose end overrides them). Of logprobs, only the sampled id's.
     """
     if sampling.min_tokens > 0 and len(sampling.stop_token_ids) > _MAX_STOPS:
         return False
     if any(len(word) != 1 for word in sampling.bad_words):
         return False
-    return sampling.grammar is None or not forbids_anything(sampling)
+    return sampling.grammar is None or not has_token_bans(sampling)
 
 
 class DeviceSampler:
@@ -133,11 +135,11 @@ class DeviceSampler:
         max_rows: int | None = None,
         max_listed: int = _MAX_LISTED,
     ) -> None:
-        """max_rows: of a step; max_num_seqs unless given. max_listed: see the module.
+        """max_rows: the most in a step, by default max_num_seqs. max_listed: see the module.
 
-        Slot max_num_seqs is nobody's, and greedy: for the rows that fill a graph up.
+        Slot max_num_seqs belongs to the rows that pad a graph, and is greedy.
 
-        Memory: 132 kB a row, nearly all of it lists; and see `allow_adjustments`.
+        Memory: 132 kB per row, nearly all for the lists; see also `allow_adjustments`.
         """
         rows = max_rows or max_num_seqs
         chunks = -(-vocab_size // _CHUNK.value)
@@ -153,7 +155,7 @@ class DeviceSampler:
         self._counts = empty(rows, chunks, _BUCKETS.value)
         self._masses = empty(rows, chunks, dtype=torch.int64)
         self._keys, self._ids = empty(2, rows, min(max_listed, vocab_size)).unbind()
-        # Of each row with filters in the last step: the bits of the largest z that stayed.
+        # For each row with filters in the last step: the bits of the largest z that survived.
         self.limits = empty(rows)
         self._flags = [0] * (max_num_seqs + 1)
         self._updates: dict[int, list[int]] = {}
@@ -164,17 +166,17 @@ class DeviceSampler:
 
     @property
     def masks(self) -> Tensor:
-        """(slots, words) int32, `GrammarTable.memory` on the device: the caller's to write."""
-        assert self._masks is not None, "allow_adjustments comes first"
+        """(slots, words) int32, `GrammarTable.memory` on the device; the caller writes it."""
+        assert self._masks is not None, "allow_adjustments must be called first"
         return self._masks
 
     def allow_adjustments(self) -> None:
-        """Allocates what Mode.ADJUSTED reads, once: 8 bytes an id and slot, before its capture."""
+        """Allocates what Mode.ADJUSTED reads, 8 bytes per id and slot. Call it before capture."""
         if self._bias is not None:
             return
         slots, size = len(self._flags), self._vocab_size
         self._bias = torch.zeros(slots, size, device=self._device)
-        # Of each id: twice how often it is in the output, and 1 more if it is in the prompt.
+        # Per id: twice its count in the output, plus 1 if it is in the prompt.
         self._seen = torch.zeros(slots, size, dtype=torch.int32, device=self._device)
         words = -(-size // 32)
         self._masks = torch.full((slots, words), -1, dtype=torch.int32, device=self._device)
@@ -182,7 +184,7 @@ class DeviceSampler:
     def assign(
         self, slot: int, sampling: SamplingParams, seed: int, token_ids: list[int], num_prompt: int
     ) -> None:
-        """A sequence enters `slot` with these tokens; in force from the next `flush` on."""
+        """A sequence enters `slot` with these tokens; takes effect at the next `flush`."""
         assert can_fuse(sampling), sampling
         words, biased = _encode(sampling, seed, num_prompt, self._vocab_size)
         self._flags[slot] = words[_FLAGS.value]
@@ -192,7 +194,7 @@ class DeviceSampler:
             self._dense.append((slot, sampling, token_ids, num_prompt))
 
     def flush(self) -> None:
-        """Brings the tables up to date, by one copy to the device and one launch for most."""
+        """Writes the updates to the tables, mostly with one copy to the device and one launch."""
         if any(words[_FLAGS.value] & _IS_ADJUSTED.value for words in self._updates.values()):
             self.allow_adjustments()
         for slot, sampling, token_ids, num_prompt in self._dense:
@@ -205,7 +207,7 @@ class DeviceSampler:
             self._updates = {}
 
     def mode(self, slots: list[int]) -> Mode:
-        """The least that does for rows of these slots."""
+        """The lowest mode that rows of these slots need."""
         flags = 0
         for slot in slots:
             flags |= self._flags[slot]
@@ -222,23 +224,25 @@ class DeviceSampler:
         logprobs: Tensor,
         mode: Mode,
     ) -> None:
-        """Writes ids, (S,) int32; and logprobs, (S,) float32, of rows that ask for them.
+        """Writes ids, (S,) int32; and logprobs, (S,) float32, of rows that request them.
 
         logits: (S, V) float32 or bfloat16, never written. slots, positions: (S,) int32; positions
-        are those that are sampled. For a graph, all of them must stay where they are. In
-        Mode.ADJUSTED an id counts as said once it is sampled: the next call must be for the next
-        position, or `assign` come first.
+        are those being sampled. In a graph, all of them must keep their addresses. In Mode.ADJUSTED
+        a sampled id counts as output at once: the next call must be for the next position, unless
+        `assign` comes first.
         """
         num_rows, size = logits.shape
         assert num_rows <= self._max_rows and size == self._vocab_size, (num_rows, size)
         assert logits.stride(1) == 1, logits.stride()
-        assert self._bias is not None or mode is not Mode.ADJUSTED, "allow_adjustments comes first"
+        assert self._bias is not None or mode is not Mode.ADJUSTED, (
+            "allow_adjustments must be called first"
+        )
         source: dict[str, Any] = {
             "logits": logits,
             "slots": slots,
             "positions": positions,
             "table": self._table,
-            # A stand-in of its type: of another, all would be compiled once more.
+            # A placeholder of the same type, which avoids another compilation.
             "bias": self._parts if self._bias is None else self._bias,
             "seen": self._table if self._seen is None else self._seen,
             "masks": self._table if self._masks is None else self._masks,
@@ -249,7 +253,7 @@ class DeviceSampler:
             "ADJUSTED": mode is Mode.ADJUSTED,
             **overlapped(),
         }
-        chunks, padded = self._chunks, power_of_2_from(self._chunks)
+        chunks, padded = self._chunks, next_power_of_2(self._chunks)
         listing = {"counts": self._counts, "masses": self._masses, "CHUNKS": padded}
         lists = {"keys": self._keys, "list_ids": self._ids, "list_size": self._keys.shape[1]}
         results = {"part_ids": self._part_ids, "ids": ids, "logprobs": logprobs, "CHUNKS": padded}
@@ -261,27 +265,27 @@ class DeviceSampler:
             _gather[grid](**source, **listing, **lists, num_warps=8)
             results.pop("part_ids")
             results["limits"] = self.limits
-            # Left to itself, ptxas would spill a register or two for the sake of occupancy.
+            # Otherwise ptxas would spill a register or two to raise occupancy.
             _select[(num_rows,)](**source, **(listing | lists | results), num_warps=8, maxnreg=128)
 
     def _fill(
         self, slot: int, sampling: SamplingParams, token_ids: list[int], num_prompt: int
     ) -> None:
-        """One slot's rows of the tables that have a column for each id."""
+        """Writes one slot's rows of the tables that have a column for each id."""
         assert self._bias is not None and self._seen is not None
         self._bias[slot] = _dense_bias(sampling, self._vocab_size, self._device)
-        said = to_device(token_ids, torch.int64, self._device)
+        ids = to_device(token_ids, torch.int64, self._device)
         seen = self._seen[slot].zero_()
-        seen[said[:num_prompt]] = 1
-        output = said[num_prompt:]
+        seen[ids[:num_prompt]] = 1
+        output = ids[num_prompt:]
         seen.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
 
 
 def _encode(
     sampling: SamplingParams, seed: int, num_prompt: int, size: int
 ) -> tuple[list[int], bool]:
-    """A slot's words, and whether it has a row of bias."""
-    # As penstock.engine.sampling.sampler has it: top_k 1 is an argmax even where two logits tie.
+    """A slot's words, and whether it has a row of biases."""
+    # As in penstock.engine.sampling.sampler: top_k 1 is an argmax even where two logits tie.
     draws = sampling.temperature >= MIN_TEMPERATURE and sampling.top_k != 1
     penalties = (
         sampling.repetition_penalty,
@@ -318,7 +322,7 @@ def _encode(
 
 
 def _dense_bias(sampling: SamplingParams, size: int, device: torch.device) -> Tensor:
-    """What is added to a row's logits: (V,), -inf where an id may never come."""
+    """What is added to a row's logits: (V,), -inf for ids that are never allowed."""
     allowed = [i for i in sampling.allowed_token_ids if i < size]
     row = torch.full((size,), -math.inf if allowed else 0.0)
     row[torch.tensor(allowed, dtype=torch.int64)] = 0.0
@@ -326,11 +330,11 @@ def _dense_bias(sampling: SamplingParams, size: int, device: torch.device) -> Te
     pairs += [(word[0], -math.inf) for word in sampling.bad_words if word[0] < size]
     for token_id, value in pairs:
         row[token_id] += value
-    return sent(row, device)
+    return tensor_to_device(row, device)
 
 
 def _bits(value: float) -> int:
-    # A zero is never negative here: bits below 0 would order wrongly.
+    # + 0.0 makes a zero positive: negative bits would be ordered wrongly.
     bits: int = struct.unpack("<i", struct.pack("<f", value + 0.0))[0]
     return bits
 
@@ -363,10 +367,10 @@ def _mixed(z):
 
 
 @triton.jit
-def _row_key(asked, position):
-    """What a row's noise starts from, of its seed and position."""
-    low = tl.load(asked + _SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
-    high = tl.load(asked + _SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+def _row_key(params, position):
+    """The start of a row's noise, from its seed and position."""
+    low = tl.load(params + _SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(params + _SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     golden = tl.full((1,), _GOLDEN, tl.uint64)
     return _mixed((low | (high << 32)) + position.to(tl.uint64) * golden)
 
@@ -376,7 +380,7 @@ def _noise(key, token):
     """Exponential noise of these ids, from 1e-10 to 16.6. key: (1,) uint64."""
     golden = tl.full((1,), _GOLDEN, tl.uint64)
     bits = (_mixed(key + (token + 1).to(tl.uint64) * golden) >> 32).to(tl.uint32)
-    # v in (0, 1) as fine near 0 as it gets: there is the least noise, and what decides.
+    # v in (0, 1), with the finest steps near 0, where the noise is least and decides.
     v = tl.minimum(bits.to(tl.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
     series = v * (1.0 + v * (0.5 + v * (0.33333333 + v * 0.25)))
     return tl.where(v < 0.015625, series, -tl.log(1.0 - v))
@@ -384,8 +388,8 @@ def _noise(key, token):
 
 @triton.jit
 def _score(key, token, z):
-    """The largest wins, each id with a probability that is in proportion to exp(-z)."""
-    # Past 80 none can win, and none may be infinite where others are.
+    """The largest wins; each id does with a probability proportional to exp(-z)."""
+    # Beyond 80 no id can win; the bound keeps scores finite.
     return -_noise(key, token) * tl.exp(tl.minimum(z, 80.0))
 
 
@@ -403,10 +407,10 @@ def _raw(logits, row, stride, token, size):
 
 @triton.jit
 def _load(
-    logits, row, stride, token, size, position, slot, asked, flags, bias, seen, masks,
+    logits, row, stride, token, size, position, slot, params, flags, bias, seen, masks,
     ADJUSTED: tl.constexpr,
 ):  # fmt: skip
-    """The logits of these ids as they are sampled from, past the vocabulary -inf."""
+    """The adjusted logits of these ids; -inf past the vocabulary."""
     x = _raw(logits, row, stride, token, size)
     if ADJUSTED:
         mask = token < size
@@ -415,17 +419,17 @@ def _load(
         if (flags & _IS_PENALISED) != 0:
             word = tl.load(seen + slot * size + token, mask=mask, other=0)
             count = (word >> 1).to(tl.float32)
-            repetition = tl.full(x.shape, 0.0, tl.float32) + _float(asked + _REPETITION)
+            repetition = tl.full(x.shape, 0.0, tl.float32) + _float(params + _REPETITION)
             less = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
-            presence = tl.where(count > 0, _float(asked + _PRESENCE), 0.0)
-            less -= _float(asked + _FREQUENCY) * count + presence
+            presence = tl.where(count > 0, _float(params + _PRESENCE), 0.0)
+            less -= _float(params + _FREQUENCY) * count + presence
             x = tl.where(word != 0, less, x)
         if (flags & _IS_CONSTRAINED) != 0:
             word = tl.load(masks + slot * ((size + 31) // 32) + token // 32, mask=mask, other=0)
             x = tl.where(((word >> (token % 32)) & 1) != 0, x, float("-inf"))
-        if ((flags & _HAS_MIN_TOKENS) != 0) & (position < tl.load(asked + _MAY_STOP_AT)):
-            for stop in range(0, tl.load(asked + _NUM_STOPS)):
-                x = tl.where(token == tl.load(asked + _STOPS + stop), float("-inf"), x)
+        if ((flags & _HAS_MIN_TOKENS) != 0) & (position < tl.load(params + _MAY_STOP_AT)):
+            for stop in range(0, tl.load(params + _NUM_STOPS)):
+                x = tl.where(token == tl.load(params + _STOPS + stop), float("-inf"), x)
     return _repaired(x)
 
 
@@ -446,19 +450,19 @@ def _scan(
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
-    asked = table + slot * _WORDS
+    params = table + slot * _WORDS
     position = tl.load(positions + row)
-    flags = tl.load(asked + _FLAGS)
-    scale = _float(asked + _INVERSE_TEMPERATURE)
+    flags = tl.load(params + _FLAGS)
+    scale = _float(params + _INVERSE_TEMPERATURE)
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     x = _load(
-        logits, row, stride, token, size, position, slot, asked, flags, bias, seen, masks,
+        logits, row, stride, token, size, position, slot, params, flags, bias, seen, masks,
         ADJUSTED,
     )  # fmt: skip
     peak, winner = _first_of_best(x, token)
     won = peak
     if (scale > 0) & ((flags & _IS_FILTERED) == 0) & (peak > float("-inf")):
-        score = _score(_row_key(asked, position), token, (peak - x) * scale)
+        score = _score(_row_key(params, position), token, (peak - x) * scale)
         _best, winner = _first_of_best(score, token)
         won = tl.max(tl.where(token == winner, x, float("-inf")))
     part = row * tl.num_programs(1) + chunk
@@ -481,7 +485,7 @@ def _emit(
     token, row, slot, flags, logits, stride, size, seen, parts, part_stride, ids, logprobs,
     chunks, CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row's id, its logprob, and that it has been said."""
+    """Writes a row's id and logprob, and counts the id as output."""
     tl.store(ids + row, token)
     if (flags & _WANTS_LOGPROB) != 0:
         chunk = tl.arange(0, CHUNKS)
@@ -495,7 +499,7 @@ def _emit(
         else:
             value = tl.where(token == 0, 0.0, float("-inf"))
         tl.store(logprobs + row, value)
-    if ADJUSTED:  # noqa: SIM102  (known when it is compiled, the other is not)
+    if ADJUSTED:  # noqa: SIM102  (known at compile time, the other is not)
         if (flags & _IS_PENALISED) != 0:
             tl.atomic_add(seen + slot * size + token, 2)
 
@@ -511,26 +515,26 @@ def _finish(
     logits, slots, positions, table, bias, seen, masks, parts, size, stride, part_stride,
     part_ids, ids, logprobs, CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row without filters: the best of its chunks' winners, compared in the row's own frame."""
+    """A row without filters: the best of its chunks' winners, relative to the row's peak."""
     wait_for_kernels_before(PDL)
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
-    asked = table + slot * _WORDS
-    flags = tl.load(asked + _FLAGS)
+    params = table + slot * _WORDS
+    flags = tl.load(params + _FLAGS)
     if (flags & _IS_FILTERED) != 0:
         return
     chunks = (size + _CHUNK - 1) // _CHUNK
     peak = _row_peak(parts, row, chunks, CHUNKS)
     token = row * 0
     if peak > float("-inf"):
-        scale = _float(asked + _INVERSE_TEMPERATURE)
+        scale = _float(params + _INVERSE_TEMPERATURE)
         chunk = tl.arange(0, CHUNKS)
         part = row * chunks + chunk
         x = tl.load(parts + part_stride + part, mask=chunk < chunks, other=float("-inf"))
         winner = tl.load(part_ids + part, mask=chunk < chunks, other=_NO_ID)
         score = x
         if scale > 0:
-            key = _row_key(asked, tl.load(positions + row))
+            key = _row_key(params, tl.load(positions + row))
             score = _score(key, winner, (peak - x) * scale)
         _best, token = _first_of_best(score, winner)
     _emit(
@@ -560,22 +564,22 @@ def _coarse(
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
-    asked = table + slot * _WORDS
-    flags = tl.load(asked + _FLAGS)
+    params = table + slot * _WORDS
+    flags = tl.load(params + _FLAGS)
     if (flags & _IS_FILTERED) == 0:
         return
     peak = _row_peak(parts, row, tl.num_programs(1), CHUNKS)
     if peak == float("-inf"):
         return
     position = tl.load(positions + row)
-    scale = _float(asked + _INVERSE_TEMPERATURE)
+    scale = _float(params + _INVERSE_TEMPERATURE)
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     x = _load(
-        logits, row, stride, token, size, position, slot, asked, flags, bias, seen, masks,
+        logits, row, stride, token, size, position, slot, params, flags, bias, seen, masks,
         ADJUSTED,
     )  # fmt: skip
     z = (peak - x) * scale
-    # A bucket is a field of 4 bits, 16 of them a word; 8 ids can be added before one is full.
+    # A bucket is a field of 4 bits, 16 of them in a word; 8 ids cannot overflow it.
     one = tl.full((_CHUNK,), 1, tl.int64)
     ones = tl.where(token < size, one << (4 * _bucket(z)).to(tl.int64), 0)
     packed = tl.sum(tl.reshape(ones, (_CHUNK // 8, 8)), 1)
@@ -593,8 +597,8 @@ def _total(masses, row, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _cut(asked, flags, counts, masses, row, chunks, CHUNKS: tl.constexpr):
-    """The last bucket that a survivor can be in, and the ids in it and before, by chunk."""
+def _cut(params, flags, counts, masses, row, chunks, CHUNKS: tl.constexpr):
+    """The last bucket that can have a survivor, and the number of ids up to it, per chunk."""
     chunk = tl.arange(0, CHUNKS)
     bucket = tl.arange(0, _BUCKETS)
     cell = (row * chunks + chunk)[:, None] * _BUCKETS + bucket[None, :]
@@ -602,20 +606,20 @@ def _cut(asked, flags, counts, masses, row, chunks, CHUNKS: tl.constexpr):
     count = tl.sum(table, 0)
     cut = row * 0 + _BUCKETS - 1
     if (flags & (_HAS_TOP_K | _HAS_MIN_P)) != 0:
-        # The nucleus is taken of all that these leave, so its own edge does not count.
+        # Top-p applies to what these leave, so its bound over all ids is not valid.
         if (flags & _HAS_TOP_K) != 0:
-            enough = tl.cumsum(count) >= tl.load(asked + _TOP_K)
+            enough = tl.cumsum(count) >= tl.load(params + _TOP_K)
             cut = tl.min(tl.where(enough, bucket, _BUCKETS - 1))
         if (flags & _HAS_MIN_P) != 0:
-            cut = tl.minimum(cut, _bucket(_float(asked + _MAX_Z)))
+            cut = tl.minimum(cut, _bucket(_float(params + _MAX_Z)))
     else:
-        # What lies past the nucleus is at most 1 - top_p of the mass. No id weighs more than the
-        # edge of its bucket says; but for a rounding, which the factor is for.
+        # At most 1 - top_p of the mass is outside the nucleus. An id weighs at most as much as the
+        # edge of its bucket, except for rounding, which the factor allows for.
         edge = ((bucket + _FIRST_BITS) << 20).to(tl.float32, bitcast=True) - _SHIFT
         bound = count.to(tl.float32) * tl.exp(-edge)
         past = tl.sum(tl.where(bucket[:, None] > bucket[None, :], bound[:, None], 0.0), 0)
         total = _total(masses, row, chunks, CHUNKS).to(tl.float32) / _ONE
-        is_past = past * 1.001 <= (1.0 - _float(asked + _TOP_P)) * total
+        is_past = past * 1.001 <= (1.0 - _float(params + _TOP_P)) * total
         cut = tl.min(tl.where(is_past, bucket, _BUCKETS - 1))
     return cut, tl.sum(tl.where((bucket <= cut)[None, :], table, 0), 1)
 
@@ -626,28 +630,28 @@ def _gather(
     counts, masses, keys, list_ids, list_size,
     CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lists one chunk's ids up to the cut, behind those of the chunks before it."""
+    """Lists one chunk's ids up to the cut, after those of the preceding chunks."""
     wait_for_kernels_before(PDL)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
-    asked = table + slot * _WORDS
-    flags = tl.load(asked + _FLAGS)
+    params = table + slot * _WORDS
+    flags = tl.load(params + _FLAGS)
     if (flags & _IS_FILTERED) == 0:
         return
     peak = _row_peak(parts, row, tl.num_programs(1), CHUNKS)
     if peak == float("-inf"):
         return
-    cut, by_chunk = _cut(asked, flags, counts, masses, row, tl.num_programs(1), CHUNKS)
+    cut, by_chunk = _cut(params, flags, counts, masses, row, tl.num_programs(1), CHUNKS)
     index = tl.arange(0, CHUNKS)
     own = tl.sum(tl.where(index == chunk, by_chunk, 0))
     if (own == 0) | (tl.sum(by_chunk) > list_size):
         return
     position = tl.load(positions + row)
-    scale = _float(asked + _INVERSE_TEMPERATURE)
+    scale = _float(params + _INVERSE_TEMPERATURE)
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     x = _load(
-        logits, row, stride, token, size, position, slot, asked, flags, bias, seen, masks,
+        logits, row, stride, token, size, position, slot, params, flags, bias, seen, masks,
         ADJUSTED,
     )  # fmt: skip
     z = (peak - x) * scale
@@ -661,10 +665,10 @@ def _gather(
 @triton.jit
 def _entry(
     index, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-    logits, row, stride, size, position, slot, asked, flags, bias, seen, masks,
+    logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
     ADJUSTED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and ids at these indices of a row's list or of the row; past its end infinite."""
+    """Keys and ids at these indices of a row's list or of the row; infinite past its end."""
     if is_list:
         mask = index < num_listed
         source = row.to(tl.int64) * list_size + index
@@ -672,7 +676,7 @@ def _entry(
         token = tl.load(list_ids + source, mask=mask, other=_NO_ID)
     else:
         x = _load(
-            logits, row, stride, index, size, position, slot, asked, flags, bias, seen, masks,
+            logits, row, stride, index, size, position, slot, params, flags, bias, seen, masks,
             ADJUSTED,
         )  # fmt: skip
         key = ((peak - x) * scale).to(tl.int32, bitcast=True)
@@ -683,16 +687,16 @@ def _entry(
 @triton.jit
 def _search(
     need, limit, by_mass, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-    logits, row, stride, size, position, slot, asked, flags, bias, seen, masks,
+    logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
     ADJUSTED: tl.constexpr,
 ):  # fmt: skip
-    """The least key such that the ids up to it, and up to limit, hold `need`: in mass or number.
+    """The least key such that the ids up to it, and up to limit, have `need` in mass or number.
 
-    Three bits of it at a time: eight sums over the list. Infinite where all of them hold less.
+    It is found three bits at a time, by eight sums over the list. Infinite if all ids have less.
     """
     way = tl.arange(0, 8).to(tl.int64)
     lane = tl.arange(0, _WIDE_BLOCK)
-    # In 64 bits: the first way is of 2**30 keys, and eight of them are more than there are.
+    # In 64 bits: the first step is of 2**30 keys, and eight of those exceed 32 bits.
     low = need * 0
     shift = low + 30
     for _ in range(0, 11):
@@ -701,7 +705,7 @@ def _search(
         for start in range(0, end, _WIDE_BLOCK):
             key, _token = _entry(
                 start + lane, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-                logits, row, stride, size, position, slot, asked, flags, bias, seen, masks,
+                logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
                 ADJUSTED,
             )  # fmt: skip
             weight = tl.full((_WIDE_BLOCK,), 1, tl.int64)
@@ -720,12 +724,12 @@ def _select(
     counts, masses, keys, list_ids, list_size, limits, ids, logprobs,
     CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row with filters: the largest key that stays, and the draw from all up to it."""
+    """A row with filters: the largest key that survives, and the draw from all keys up to it."""
     wait_for_kernels_before(PDL)
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
-    asked = table + slot * _WORDS
-    flags = tl.load(asked + _FLAGS)
+    params = table + slot * _WORDS
+    flags = tl.load(params + _FLAGS)
     if (flags & _IS_FILTERED) == 0:
         return
     chunks = (size + _CHUNK - 1) // _CHUNK
@@ -734,21 +738,21 @@ def _select(
     token_id = row * 0
     limit = row * 0 + (_INF_BITS - 1)
     if peak > float("-inf"):
-        scale = _float(asked + _INVERSE_TEMPERATURE)
+        scale = _float(params + _INVERSE_TEMPERATURE)
         lane = tl.arange(0, _WIDE_BLOCK)
-        _last, by_chunk = _cut(asked, flags, counts, masses, row, chunks, CHUNKS)
+        _last, by_chunk = _cut(params, flags, counts, masses, row, chunks, CHUNKS)
         num_listed = tl.sum(by_chunk)
         is_list = num_listed <= list_size
         end = tl.where(is_list, num_listed, size)
         if (flags & _HAS_TOP_K) != 0:
-            need = tl.load(asked + _TOP_K).to(tl.int64)
+            need = tl.load(params + _TOP_K).to(tl.int64)
             limit = tl.minimum(limit, _search(
                 need, limit, False, end, num_listed, is_list, keys, list_ids, list_size, peak,
-                scale, logits, row, stride, size, position, slot, asked, flags, bias, seen, masks,
+                scale, logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
                 ADJUSTED,
             ))  # fmt: skip
         if (flags & _HAS_MIN_P) != 0:
-            limit = tl.minimum(limit, tl.load(asked + _MAX_Z))
+            limit = tl.minimum(limit, tl.load(params + _MAX_Z))
         if (flags & _HAS_TOP_P) != 0:
             total = _total(masses, row, chunks, CHUNKS)
             if (flags & (_HAS_TOP_K | _HAS_MIN_P)) != 0:
@@ -756,26 +760,26 @@ def _select(
                 for start in range(0, end, _WIDE_BLOCK):
                     key, _token = _entry(
                         start + lane, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-                        logits, row, stride, size, position, slot, asked, flags, bias, seen, masks,
+                        logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
                         ADJUSTED,
                     )  # fmt: skip
                     weight = _weight(key.to(tl.float32, bitcast=True))
                     mass += tl.where(key <= limit, weight, 0)
                 total = tl.sum(mass)
-            top_p = _float(asked + _TOP_P).to(tl.float64)
+            top_p = _float(params + _TOP_P).to(tl.float64)
             need = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
             limit = tl.minimum(limit, _search(
                 need, limit, True, end, num_listed, is_list, keys, list_ids, list_size, peak,
-                scale, logits, row, stride, size, position, slot, asked, flags, bias, seen, masks,
+                scale, logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
                 ADJUSTED,
             ))  # fmt: skip
-        noise_key = _row_key(asked, position)
+        noise_key = _row_key(params, position)
         score = tl.full((_WIDE_BLOCK,), float("-inf"), tl.float32)
         best_id = tl.full((_WIDE_BLOCK,), _NO_ID, tl.int32)
         for start in range(0, end, _WIDE_BLOCK):
             key, token = _entry(
                 start + lane, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-                logits, row, stride, size, position, slot, asked, flags, bias, seen, masks,
+                logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
                 ADJUSTED,
             )  # fmt: skip
             value = _score(noise_key, token, key.to(tl.float32, bitcast=True))

@@ -1,10 +1,10 @@
-"""Arithmetic for launching. Triton's own functions of these names cost 2 us a call on the host."""
+"""Arithmetic for launches. Triton's own functions cost 2 us per call on the host."""
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def power_of_2_from(n: int) -> int:
-    """The smallest that is not below n, n being positive."""
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n; n must be positive."""
     return 1 << (n - 1).bit_length()

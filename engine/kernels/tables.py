@@ -1,8 +1,8 @@
-"""What a step reads of its sequences, and what it writes back: the per-slot tables, on the device.
+"""The per-slot tables on the device: what a step reads of its sequences and writes back.
 
-The tables are fixed in memory, so that a captured graph finds them: token_table (slots, max_len +
-1) int32, block_tables (slots, max_blocks) int32, lengths (slots,) int32, which is how many tokens
-of a slot's sequence have their keys and values written.
+The tables have fixed addresses for captured graphs: token_table (slots, max_len + 1) int32,
+block_tables (slots, max_blocks) int32, and lengths (slots,) int32, how many tokens of a slot's
+sequence have their keys and values in the pool.
 """
 
 import triton
@@ -26,7 +26,7 @@ def gather_decodes(
     kv_slots: Tensor,
     context_lens: Tensor,
 ) -> None:
-    """One token for each of `slots`, (B,) int32: the one after those that have been computed.
+    """One token for each of `slots`, (B,) int32: the first that is not yet computed.
 
     Writes token_ids, positions, context_lens, (B,) int32, and kv_slots, (B,) int64.
     """
@@ -51,10 +51,10 @@ def gather_chunks(
     kv_slots: Tensor,
     context_lens: Tensor,
 ) -> None:
-    """The tokens from starts[i] on of the sequence in slots[i], as many as query_starts says.
+    """The tokens of the sequence in slots[i] from starts[i] on, as many as query_starts gives.
 
     slots, starts: (R,) int32. query_starts: (R + 1,) int32, offsets into the T tokens written.
-    max_num_tokens: of any row.
+    max_num_tokens: the most of any row.
     """
     grid = (len(slots), ceil_div(max_num_tokens, _BLOCK))
     _gather_chunks[grid](
@@ -66,7 +66,7 @@ def gather_chunks(
 
 
 def store_sampled(ids: Tensor, slots: Tensor, context_lens: Tensor, token_table: Tensor) -> None:
-    """Writes each sampled id behind its sequence's tokens: ids, slots, context_lens: (S,)."""
+    """Appends each sampled id to its sequence's tokens. ids, slots, context_lens: (S,)."""
     num_rows = len(slots)
     _store_sampled[(ceil_div(num_rows, _BLOCK),)](
         ids, slots, context_lens, token_table, num_rows, token_table.stride(0),
@@ -75,7 +75,7 @@ def store_sampled(ids: Tensor, slots: Tensor, context_lens: Tensor, token_table:
 
 
 def store_lengths(slots: Tensor, context_lens: Tensor, lengths: Tensor) -> None:
-    """lengths[slots[i]] = context_lens[i], but for the last slot, which pads: its length stays."""
+    """lengths[slots[i]] = context_lens[i], except for the last slot, which is padding."""
     num_rows = len(slots)
     _store_lengths[(ceil_div(num_rows, _BLOCK),)](
         slots, context_lens, lengths, num_rows, len(lengths) - 1,
@@ -84,7 +84,8 @@ def store_lengths(slots: Tensor, context_lens: Tensor, lengths: Tensor) -> None:
 
 
 def update_block_tables(updates: Tensor, block_tables: Tensor) -> None:
-    """For each (slot, index, block_id) of updates, (N, 3) int32: block_tables[slot, index]."""
+    """block_tables[slot, index] = block_id for each (slot, index, block_id) of updates, (N, 3)
+    int32."""
     num_updates = len(updates)
     _update_block_tables[(ceil_div(num_updates, _BLOCK),)](
         updates, block_tables, num_updates, block_tables.stride(0), BLOCK=_BLOCK, num_warps=2
@@ -108,8 +109,8 @@ def _gather_decodes(
     tl.store(context_lens + row, position + 1, mask=mask)
 
 
-# Parts of one tensor, at any offset: else each would be compiled once for those that are aligned,
-# and once more, in the middle of serving, for the others.
+# These are slices of one tensor, at any offset. Specialised, the kernel would be compiled once for
+# aligned ones and again, while serving, for the others.
 @triton.jit(
     do_not_specialize=["token_stride", "table_stride"],
     do_not_specialize_on_alignment=["starts", "query_starts", "positions"],

@@ -1,2 +1,4 @@
-"""Memory and hardware: the KV pool, what the machine may use, what a device can reach. It knows no
-requests."""
+"""Memory and hardware: the KV pool, the memory and cores available, what a device can reach.
+
+It knows no models but the KV pool's `KVShape`, and no requests.
+"""

@@ -1,4 +1,4 @@
-"""How a GPU's memory is shared out, as arithmetic: numbers in, numbers and sentences out."""
+"""How a GPU's memory is divided: arithmetic, and error messages that name the flag to change."""
 
 import math
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from penstock.engine.config import EngineConfig
 from penstock.scheduler.errors import InvalidConfig
 
 GIB = 2**30
-# Of what the driver keeps of each captured graph beside its buffers: some 300 kernels' records.
-# An estimate; the ledger tells what the graphs have really taken.
+# What the driver keeps for each captured graph besides its buffers: records of some 300 kernels.
+# An estimate; the memory table in the log has what the graphs really took.
 _BYTES_PER_GRAPH = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """A GPU's bytes when its weights are loaded. used: by everybody, the weights included.
-    reserved: what activations and graphs will take beside that."""
+class MemoryBudget:
+    """A GPU's memory in bytes, once the weights are loaded. used: by all processes, the weights
+    included. reserved: what activations and graphs will take on top."""
 
     total: int
     used: int
@@ -28,52 +28,52 @@ class Room:
 
 
 def check_weights(name: str, total: int, free: int, weights: int, dtype_name: str) -> None:
-    """Raises InvalidConfig for weights that cannot be loaded."""
+    """Raises InvalidConfig for weights that do not fit."""
     if weights > free:
-        hint = "; or halve them by --dtype bfloat16" if dtype_name == "float32" else ""
+        hint = "; or halve them with --dtype bfloat16" if dtype_name == "float32" else ""
         raise InvalidConfig(
             f"the model's weights take {weights / GIB:.2f} GiB in {dtype_name}, but of the "
-            f"{total / GIB:.2f} GiB of {name} only {free / GIB:.2f} are free; end what else uses "
-            f"it, serve a smaller model, or use --device cpu{hint}"
+            f"{total / GIB:.2f} GiB of {name} only {free / GIB:.2f} are free; stop other "
+            f"processes that use it, serve a smaller model, or use --device cpu{hint}"
         )
 
 
 def graph_bytes(num_graphs: int, activations: int) -> int:
-    """What the graphs will take, about: their records, and the memory of their two pools (decodes,
-    and steps with chunks), of which none needs more than the largest step."""
+    """An estimate of what the graphs will take: their records, and the memory of their two pools
+    (decodes, and steps with chunks), neither of which needs more than the largest step."""
     return num_graphs * _BYTES_PER_GRAPH + 2 * activations if num_graphs else 0
 
 
-def pool_bytes(config: EngineConfig, room: Room) -> int:
-    """For keys and values. May be negative. Raises InvalidConfig where a wish exceeds the room."""
+def pool_bytes(config: EngineConfig, budget: MemoryBudget) -> int:
+    """For keys and values. May be negative. Raises InvalidConfig if the flag asks for too much."""
     wanted = config.kv_cache_memory_bytes
     if wanted is None:
-        return int(room.total * config.gpu_memory_utilization) - room.used - room.reserved
-    if wanted > room.free:
+        return int(budget.total * config.gpu_memory_utilization) - budget.used - budget.reserved
+    if wanted > budget.free:
         raise InvalidConfig(
-            f"--kv-cache-memory-bytes is {wanted}, but beside the weights and a step's activations "
-            f"the GPU has {max(0, room.free)} bytes free; set it to at most that"
+            f"--kv-cache-memory-bytes is {wanted}, but after the weights and a step's activations "
+            f"the GPU has {max(0, budget.free)} bytes free; set it to at most that"
         )
     return wanted
 
 
-def pool_advice(config: EngineConfig, room: Room) -> Callable[[int], str]:
-    """What to change where the pool should have so many bytes."""
+def pool_advice(config: EngineConfig, budget: MemoryBudget) -> Callable[[int], str]:
+    """What to change so that the pool can have a number of bytes."""
 
     def advice(needed: int) -> str:
-        if config.kv_cache_memory_bytes is not None and needed <= room.free:
+        if config.kv_cache_memory_bytes is not None and needed <= budget.free:
             return f"set --kv-cache-memory-bytes to at least {needed}"
-        share = math.ceil((room.used + room.reserved + needed) / room.total * 1000) / 1000
+        share = math.ceil((budget.used + budget.reserved + needed) / budget.total * 1000) / 1000
         if share <= 1:
             return f"set --gpu-memory-utilization to at least {share}"
-        missing = (needed - room.free) / GIB
-        return f"the GPU lacks {missing:.2f} GiB for it: use a larger one"
+        missing = (needed - budget.free) / GIB
+        return f"the GPU has {missing:.2f} GiB too little: use a larger one"
 
     return advice
 
 
 def out_of_memory(config: EngineConfig, phase: str) -> str:
-    """What to change where the GPU's memory ran out in this phase of the start."""
+    """The error message for a GPU whose memory ran out in this phase of the start."""
     scheduler = config.scheduler
     step = (
         f"lower --max-num-batched-tokens (now {scheduler.max_num_batched_tokens}) "
@@ -84,20 +84,20 @@ def out_of_memory(config: EngineConfig, phase: str) -> str:
     else:
         pool = f"lower --gpu-memory-utilization (now {config.gpu_memory_utilization})"
     change = {
-        "bandwidth": "end what else uses it",
-        "flops": "end what else uses it",
-        "weights": "end what else uses it, or serve a smaller model",
+        "bandwidth": "stop other processes that use it",
+        "flops": "stop other processes that use it",
+        "weights": "stop other processes that use it, or serve a smaller model",
         "activations": step,
         "kv_pool": pool,
         "graphs": f"{pool}, lower --max-num-seqs (now {scheduler.max_num_seqs}), or start with "
         "--enforce-eager",
     }[phase]
     names = {
-        "bandwidth": "before anything was loaded",
-        "flops": "before anything was loaded",
-        "weights": "while the weights were loaded",
+        "bandwidth": "before the model was loaded",
+        "flops": "before the model was loaded",
+        "weights": "while the weights were being loaded",
         "activations": "in the largest step that the settings allow",
-        "kv_pool": "while the KV pool was made",
-        "graphs": "while CUDA graphs were captured",
+        "kv_pool": "while the KV pool was being allocated",
+        "graphs": "while CUDA graphs were being captured",
     }
     return f"the GPU's memory ran out {names[phase]}; {change}"

@@ -1,4 +1,4 @@
-"""What the device can do at most: the datasheet's peaks, and what is measured here."""
+"""What a device can reach: the datasheet's peaks, and measurements of this machine."""
 
 import statistics
 import time
@@ -13,10 +13,10 @@ from penstock.engine.memory.host import zeros_on_touch
 
 
 def computes_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 is computed by the hardware, and not emulated at the price of speed."""
+    """Whether the hardware computes bfloat16; emulating it is slow."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # Private, but the only way to ask; where torch has renamed them, float32 is always right.
+    # Private, but the only way to find out. If torch renames them, float32 is always correct.
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, lambda: False)() for name in names)
 
@@ -27,9 +27,9 @@ def peak_bandwidth(device_name: str) -> float | None:
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Operations per second by the datasheet, without sparsity. None where it is not listed.
+    """Operations per second by the datasheet, without sparsity. None if it is not listed.
 
-    Only of bfloat16: what float32 is multiplied in depends on torch's settings.
+    Only for bfloat16: how float32 is multiplied depends on torch's settings.
     """
     return _datasheet(device_name).get("bf16_flops") if dtype is torch.bfloat16 else None
 
@@ -50,10 +50,10 @@ def _datasheet(device_name: str) -> dict[str, float]:
 
 
 def read_bandwidth(num_bytes: int, repeats: int = 3) -> float:
-    """Bytes per second that this process's torch threads read from memory: the best of a few.
+    """Bytes per second that this process's torch threads read from memory: the best of a few runs.
 
-    num_bytes should be far more than the last cache holds. Integers are summed, whose additions
-    cost so little that the memory is what is measured.
+    num_bytes should be far more than the last-level cache. It sums integers, which is cheap enough
+    to be bound by memory.
     """
     buffer = zeros_on_touch((num_bytes // 8,), torch.int64).fill_(1)
     best = float("inf")
@@ -65,12 +65,12 @@ def read_bandwidth(num_bytes: int, repeats: int = 3) -> float:
 
 
 def matmul_flops(dtype: torch.dtype, size: int = 768, repeats: int = 3) -> float:
-    """Operations per second of this process's torch threads in a large product: the best of a few.
+    """Operations per second of this process's torch threads in a large matrix product: the best.
 
     size: of the square matrices, large enough to be bound by arithmetic, and a few ms long.
     """
     left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
-    torch.mm(left, right)  # the first one also sets up
+    torch.mm(left, right)  # the first call also initialises
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
@@ -82,11 +82,11 @@ def matmul_flops(dtype: torch.dtype, size: int = 768, repeats: int = 3) -> float
 def gpu_matmul_flops(
     device: torch.device, dtype: torch.dtype, size: int = 8192, repeats: int = 9
 ) -> float:
-    """Operations per second of a GPU in a large product: the median, as `copy_bandwidth`'s is.
+    """Operations per second of a GPU in a large matrix product: the median of some.
 
     size: of the square matrices. At 8,192 one takes 1.4 ms of an H200 in bfloat16.
     """
-    # Random with both signs: a GPU multiplies zeros faster, for it draws less power.
+    # Random, of both signs: a GPU multiplies zeros faster, because they draw less power.
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     out = torch.mm(left, right)
     times_s = _gpu_times_s(lambda: torch.mm(left, right, out=out), repeats)
@@ -96,18 +96,18 @@ def gpu_matmul_flops(
 def copy_bandwidth(device: torch.device, num_bytes: int = 2**31, repeats: int = 9) -> float:
     """Bytes per second that a GPU reads and writes when it copies: the median of some copies.
 
-    num_bytes: of each of the two buffers, far more than its caches hold; both are given back.
+    num_bytes: of each of the two buffers, far more than its caches hold; both are freed.
     """
     # Random, because zeros are copied faster than data is.
     source = torch.empty(num_bytes // 4, dtype=torch.int32, device=device).random_()
     target = torch.empty_like(source)
-    target.copy_(source)  # the first use of memory costs more
+    target.copy_(source)  # the first access to memory costs more
     times_s = _gpu_times_s(lambda: target.copy_(source), repeats)
     return 2 * source.nbytes / statistics.median(times_s)
 
 
 def _gpu_times_s(run: Callable[[], object], repeats: int) -> list[float]:
-    """The device's time of each of so many runs, one behind the other."""
+    """The device's time of each of `repeats` runs in a row."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
     for mark in marks[1:]:

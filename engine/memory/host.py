@@ -1,8 +1,8 @@
-"""Host memory for tensors: what goes to a GPU, and large memory on huge pages, taken from the
-machine only when touched.
+"""Host memory for tensors: copies to a GPU, and large buffers on huge pages that the system
+allocates only when they are touched.
 
-Weights stream past the processor once a step, and with pages of 4 KiB the walk through the page
-tables costs a fifth of the bandwidth.
+The processor reads all weights once a step, and with pages of 4 KiB the page-table walks cost a
+fifth of the bandwidth.
 """
 
 import mmap
@@ -17,21 +17,21 @@ _ALIGNMENT = 64  # a cache line, and the widest vector
 
 
 def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """These numbers, in the shape in which they come; on a GPU in the stream's order, without the
-    wait for all steps before that a copy of ordinary memory costs."""
+    """These numbers as a tensor of the same shape. On a GPU the copy is ordered by the stream, and
+    the host does not wait for earlier steps, as it would for a copy of pageable memory."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 
-def sent(host: Tensor, device: torch.device) -> Tensor:
-    """As `to_device`. What is pinned torch keeps until its copy has run."""
+def tensor_to_device(host: Tensor, device: torch.device) -> Tensor:
+    """As `to_device`. Torch keeps pinned memory until its copy has run."""
     if device.type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
 
 
 def zeros_on_touch(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that cost nothing until they are written, or read."""
+    """Zeros that take no memory until they are written or read."""
     num_elements = torch.Size(shape).numel()
     memory = mmap.mmap(
         -1, max(1, num_elements * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -42,9 +42,9 @@ def zeros_on_touch(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class Arena:
-    """Tensors side by side in large chunks, so that huge pages cover the small ones too.
+    """Allocates tensors next to each other in large chunks, so that huge pages cover small ones.
 
-    Memory is given back when the last tensor of a chunk goes. Several threads may allocate.
+    A chunk is freed with its last tensor. Several threads may allocate.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Sizes and owns the memory that keys and values live in. Knows blocks, knows no sequences."""
+"""Sizes and owns the memory of keys and values. Knows blocks, not sequences."""
 
 import logging
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.memory.host import zeros_on_touch
+from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.memory.machine import available_memory_bytes
-from penstock.engine.models.config import ModelConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import BlockCopy
 
 logger = logging.getLogger(__name__)
 
-# Of the free memory, when the operator does not say: a server is rarely alone on a CPU machine.
+# The default share of the free memory: a CPU machine rarely runs only this server.
 _DEFAULT_FRACTION = 0.25
 
 
@@ -25,18 +25,18 @@ class KVPool:
 
     def __init__(
         self,
-        config: ModelConfig,
+        kv: KVShape,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        shape = (kv.num_layers, num_blocks, block_size, kv.num_kv_heads, kv.head_dim)
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)
 
     def copy(self, copies: tuple[BlockCopy, ...]) -> None:
-        """Each target block gets its source's content, in every layer."""
+        """Copies each source block to its target, in every layer."""
         targets = [copy.target for copy in copies]
         sources = [copy.source for copy in copies]
         self.keys[:, targets] = self.keys[:, sources]
@@ -49,64 +49,66 @@ class PoolSize:
     max_model_len: int
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Keys and values of one position, all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-
-
 def size_cpu_pool(
-    engine: EngineConfig, model: ModelConfig, block_size: int, dtype: torch.dtype
+    engine: EngineConfig,
+    *,
+    weight_bytes: int,
+    max_model_len: int,
+    block_size: int,
+    block_bytes: int,
 ) -> PoolSize:
-    """As `size_pool`, with a quarter of what the weights leave free, unless more or less is asked
-    for. No more than max_num_seqs full sequences can hold is taken."""
-    free = max(0, available_memory_bytes() - model.num_parameters * dtype.itemsize)
+    """`size_pool` with --kv-cache-memory-bytes, or else a quarter of the memory that the weights
+    leave free. Never more than max_num_seqs sequences of the full length can fill.
+
+    max_model_len: the model's own limit.
+    """
+    free = max(0, available_memory_bytes() - weight_bytes)
     budget = engine.kv_cache_memory_bytes or int(_DEFAULT_FRACTION * free)
-    max_len = longest_sequence(engine.max_model_len, model.max_model_len)
-    most_blocks = engine.scheduler.max_num_seqs * -(-max_len // block_size)
-    block_bytes = block_size * kv_bytes_per_token(model, dtype)
+    max_len = resolve_max_model_len(engine.max_model_len, max_model_len)
+    max_blocks = engine.scheduler.max_num_seqs * -(-max_len // block_size)
     return size_pool(
         budget=budget,
-        most_blocks=most_blocks,
+        max_blocks=max_blocks,
         block_size=block_size,
         block_bytes=block_bytes,
         max_len=max_len,
-        may_cut=engine.max_model_len is None,
+        may_shorten=engine.max_model_len is None,
         advice=lambda needed: f"set --kv-cache-memory-bytes to at least {needed}",
     )
 
 
-def longest_sequence(wanted: int | None, allowed: int) -> int:
-    """The model's own limit where nobody wants another. Raises InvalidConfig for more."""
-    if wanted is not None and wanted > allowed:
+def resolve_max_model_len(requested: int | None, limit: int) -> int:
+    """limit: the model's own, which is the default. Raises InvalidConfig for a larger request."""
+    if requested is not None and requested > limit:
         raise InvalidConfig(
-            f"--max-model-len is {wanted}, but this model's config.json allows at most "
-            f"{allowed} positions; lower it"
+            f"--max-model-len is {requested}, but this model's config.json allows at most "
+            f"{limit} positions; lower it"
         )
-    return wanted or allowed
+    return requested or limit
 
 
 def size_pool(
     *,
     budget: int,
-    most_blocks: int,
+    max_blocks: int,
     block_size: int,
     block_bytes: int,
     max_len: int,
-    may_cut: bool,
+    may_shorten: bool,
     advice: Callable[[int], str],
 ) -> PoolSize:
-    """How many blocks, and how long a sequence may be; a sentence where one would not fit.
+    """The number of blocks and the longest sequence. Raises InvalidConfig if max_len does not fit.
 
-    budget: bytes for keys and values. may_cut: a context that nobody asked for is cut to fit.
-    advice: what to change, where so many bytes are needed.
+    budget: bytes for keys and values. may_shorten: reduce max_len to what fits instead of raising.
+    advice: what to change if this many bytes are needed.
     """
-    num_blocks = max(0, min(budget // block_bytes, most_blocks))
+    num_blocks = max(0, min(budget // block_bytes, max_blocks))
     num_tokens = num_blocks * block_size
     if num_tokens >= max_len:
         return PoolSize(num_blocks, max_len)
-    if may_cut and num_blocks:
+    if may_shorten and num_blocks:
         logger.warning(
-            "the model's context of %d tokens does not fit the KV pool; --max-model-len is %d",
+            "the model's context of %d tokens does not fit the KV pool; --max-model-len is now %d",
             max_len,
             num_tokens,
         )
@@ -122,5 +124,5 @@ def size_pool(
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # torch.zeros would take the whole pool from the machine at once.
+    # torch.zeros would allocate the whole pool at once.
     return zeros_on_touch(shape, dtype)

@@ -1,23 +1,26 @@
-"""What a model's config.json says, in one shape for all families. Knows JSON, knows no tensors."""
+"""A model's config.json in one form for all families. Imports no tensors."""
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.models.errors import InvalidModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding: the base, and how its frequencies are stretched.
+    """Rotary position embedding: the base, and how its frequencies are scaled.
 
-    kind `default` uses theta alone, `linear` divides every frequency by factor, `llama3` only the
-    low ones, with a ramp between the two wavelengths that low_freq and high_freq_factor set. `yarn`
-    does so with a ramp over the dimensions, whose ends are whole where truncate is set, and makes
-    cosines and sines longer by attention_factor.
+    kind `default` uses theta alone. `linear` divides every frequency by factor. `llama3` divides
+    only the low ones, with a ramp between the two wavelengths that low_freq_factor and
+    high_freq_factor set. `yarn` uses a ramp over the dimensions instead (its ends are integers if
+    truncate), and multiplies cosines and sines by attention_factor.
     """
 
     theta: float
@@ -32,10 +35,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama line: RMSNorm, rotary positions, gated SiLU.
+    """A decoder-only transformer like Llama: RMSNorm, rotary positions, gated SiLU.
 
-    windows: for each layer, how many positions a token attends to, itself included, or None for
-    all that came before.
+    windows: for each layer, how many positions a token attends to, its own included, or None for
+    all before it.
     """
 
     family: str
@@ -58,6 +61,25 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
     @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(
+            num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim
+        )
+
+    def attention_shape(self, block_size: int) -> AttentionShape:
+        return AttentionShape(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+        )
+
+    @property
+    def num_layers_by_window(self) -> dict[int | None, int]:
+        """In the order in which the windows first occur."""
+        return dict(Counter(self.windows))
+
+    @property
     def num_layer_weights(self) -> int:
         """Elements of one layer's matrices."""
         attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
@@ -77,7 +99,7 @@ class ModelConfig:
 
     @property
     def num_step_weights(self) -> int:
-        """Elements that a step reads: all but the input embedding, where that is a matrix apart."""
+        """Elements that a step reads: all but the embedding, unless it is the output layer too."""
         layer = self.num_layer_weights + self.num_layer_vectors
         return self.num_layers * layer + self.hidden_size * (self.vocab_size + 1)
 
@@ -98,20 +120,20 @@ class ModelConfig:
             )
         if fields.get("hidden_act", "silu") not in ("silu", "swish"):
             raise InvalidModel(
-                f"{fields.path} asks for hidden_act {fields.get('hidden_act')!r}; "
+                f"{fields.path} has hidden_act {fields.get('hidden_act')!r}; "
                 "only 'silu' is supported"
             )
         if fields.get("is_causal") is False:
             raise InvalidModel(
-                f"{fields.path} says is_causal: false, so its tokens also attend to those behind "
-                "them, which is not supported; use a model with causal attention"
+                f"{fields.path} has is_causal: false, so tokens also attend to later ones, which "
+                "is not supported; use a model with causal attention"
             )
         rope = _rope(fields)
         num_layers = fields.count("num_hidden_layers")
         num_heads = fields.count("num_attention_heads")
         num_kv_heads = fields.count("num_key_value_heads", default=num_heads)
         hidden_size = fields.count("hidden_size")
-        # Qwen3's heads are wider than hidden_size / num_heads, and 128 where nothing is said.
+        # Qwen3's heads are wider than hidden_size / num_heads: 128 by default.
         head_dim = fields.count(
             "head_dim", default=128 if family == "qwen3" else hidden_size // num_heads
         )
@@ -124,7 +146,7 @@ class ModelConfig:
         if head_dim % 2:
             raise InvalidModel(
                 f"{fields.path}: head_dim is {head_dim}; it must be even, because rotary positions "
-                "turn pairs of dimensions"
+                "rotate pairs of dimensions"
             )
         return cls(
             family=family,
@@ -149,7 +171,7 @@ class ModelConfig:
 
 
 class _Fields:
-    """A JSON object on disk whose absences and mistakes are told with the file's name."""
+    """A JSON object in a file. Errors about its fields name the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -157,7 +179,7 @@ class _Fields:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise InvalidModel(
-                f"{path} does not exist; a model's directory in Hugging Face's layout has one"
+                f"{path} does not exist; a model directory in Hugging Face's layout has one"
             ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise InvalidModel(f"{path} is not valid JSON: {error}") from None
@@ -196,10 +218,10 @@ def _family(fields: _Fields) -> str:
             return _ARCHITECTURES[name]
     if not architectures and fields.get("model_type") in _WINDOWS:
         return str(fields.get("model_type"))
-    named = ", ".join(map(str, architectures)) or fields.get("model_type") or "none at all"
+    named = ", ".join(map(str, architectures)) or fields.get("model_type") or "(none)"
     raise InvalidModel(
         f"{fields.path} names the architecture {named}, which is not supported; "
-        f"the known ones are {', '.join(_ARCHITECTURES)}"
+        f"supported are {', '.join(_ARCHITECTURES)}"
     )
 
 
@@ -215,8 +237,8 @@ def _rope(fields: _Fields) -> RopeConfig:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if any(isinstance(value, dict) for value in scaling.values()):
         raise InvalidModel(
-            f"{fields.path} has rotary positions that differ from layer to layer, which is not "
-            "supported; use a model with one rope_parameters for all"
+            f"{fields.path} has rotary positions that differ between layers, which is not "
+            "supported; use a model with one rope_parameters for all layers"
         )
     try:
         if kind == "default":
@@ -236,20 +258,20 @@ def _rope(fields: _Fields) -> RopeConfig:
             return _yarn(fields, theta, scaling)
     except KeyError as error:
         raise InvalidModel(
-            f"{fields.path} asks for {kind!r} rope scaling but lacks its field {error}"
+            f"{fields.path} has {kind!r} rope scaling but lacks its field {error}"
         ) from None
     except (TypeError, ValueError) as error:
         raise InvalidModel(
-            f"{fields.path} asks for {kind!r} rope scaling with a field that is no number: {error}"
+            f"{fields.path} has {kind!r} rope scaling with a field that is not a number: {error}"
         ) from None
     raise InvalidModel(
-        f"{fields.path} asks for {kind!r} rope scaling; "
+        f"{fields.path} has {kind!r} rope scaling; "
         "supported are 'default', 'linear', 'llama3' and 'yarn'"
     )
 
 
 def _yarn(fields: _Fields, theta: float, scaling: dict[str, Any]) -> RopeConfig:
-    """Its defaults are those of transformers, and of Peng et al. 2023 (arXiv:2309.00071)."""
+    """The defaults are those of transformers and of Peng et al. 2023 (arXiv:2309.00071)."""
     factor = float(scaling["factor"])
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
@@ -275,14 +297,14 @@ def _yarn(fields: _Fields, theta: float, scaling: dict[str, Any]) -> RopeConfig:
 
 
 def _max_model_len(fields: _Fields, rope: RopeConfig) -> int:
-    """Who turns YaRN on mostly leaves max_position_embeddings as the model was trained."""
+    """With YaRN, max_position_embeddings is mostly still the length that was trained on."""
     trained = fields.count("max_position_embeddings")
     return max(trained, int(rope.original_max_positions * rope.factor) * (rope.kind == "yarn"))
 
 
 def _all_or_none(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral's: one window for every layer, or null. Where nothing is said, 4,096, as of the first
-    Mistral: transformers reads it so."""
+    """Mistral: one window for every layer, or null for none. The default is that of transformers,
+    4,096 as in the first Mistral."""
     window = fields.get("sliding_window", 4096)
     if window is not None:
         window = fields.count("sliding_window", default=window)
@@ -290,7 +312,7 @@ def _all_or_none(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _by_layer(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen's: off unless use_sliding_window, and then for the layers that layer_types names."""
+    """Qwen: none unless use_sliding_window, and then in the layers that layer_types names."""
     window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
     first = fields.get("max_window_layers", 28)
     kinds = fields.get("layer_types") or [
@@ -309,7 +331,7 @@ def _no_window(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _eos_token_ids(config: _Fields, generation_config: Path) -> tuple[int, ...]:
-    """Every id that ends an answer: generation_config.json's, or else config.json's."""
+    """Every id that ends the output: from generation_config.json, or else from config.json."""
     ids = None
     if generation_config.exists():
         ids = _Fields(generation_config).get("eos_token_id")

@@ -1,94 +1,52 @@
-"""`FusedModel`: the layers of `LlamaModel` on a GPU, in as few launches as we know how.
+"""`FusedModel`: the layers of `LlamaModel` on a GPU, with few kernel launches.
 
-Two ways through a layer. A handful of tokens (`skinny_linear`): seven launches, every product with
-what stands around it; at batch 1 launches cost as much as bytes. More tokens: cuBLAS for the
-products, one kernel for all that lies between two of them.
+A layer is computed in one of two ways. With few tokens (`skinny_linear`): seven launches, each
+matrix product fused with what surrounds it, since at batch 1 launches cost as much as reading the
+weights. With more tokens: cuBLAS for the products, and one kernel for everything between two of
+them.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.engine.attention.protocol import DeviceAttention
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels.activation import silu_mul
-from penstock.engine.kernels.linear import MAX_ROWS, skinny_linear
+from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.memory.kv_pool import KVPool
-from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.fused_linear import FUSED_LINEARS, FusedLinear
 from penstock.engine.models.llama import Layer, LlamaModel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceStep:
-    """One step's tokens on the device, ragged by row; nothing here is known to the host but sizes.
+class _Linears(NamedTuple):
+    """One layer's."""
 
-    token_ids, positions: (T,) int32. kv_slots: (T,) int64. slots, context_lens: (R,) int32, one
-    entry a row. The first num_decodes rows have one token each; chunk_starts, (R - num_decodes +
-    1,) int32, are the other rows' offsets into the tokens behind those. block_tables: (all slots,
-    max_blocks) int32.
-
-    decode_lens, (num_decodes,) int32: given where the host does not know which rows are decodes.
-    The first num_decodes may be; those that are have their length here, the others 0, and
-    chunk_starts is of all rows, (R + 1,), into all tokens: to it, decodes have none.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    kv_slots: Tensor
-    slots: Tensor
-    context_lens: Tensor
-    num_decodes: int
-    chunk_starts: Tensor | None
-    block_tables: Tensor
-    decode_lens: Tensor | None = None
-
-    @property
-    def first_chunk(self) -> int:
-        """The first row of chunk_starts, and the token from which on it counts."""
-        return self.num_decodes if self.decode_lens is None else 0
-
-
-class DeviceAttention(Protocol):
-    """An attention backend of the GPU: `plan` once a step, then a call for every layer."""
-
-    @property
-    def is_capturable(self) -> bool:
-        """Whether a CUDA graph may hold it: it never waits for the device."""
-        ...
-
-    @property
-    def takes_decode_lens(self) -> bool:
-        """Whether it computes a step with `DeviceStep.decode_lens`."""
-        ...
-
-    def plan(self, step: DeviceStep) -> None: ...
-
-    def __call__(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        step: DeviceStep,
-        window: int | None,
-        out: Tensor,
-    ) -> None:
-        """Writes out (T, num_heads, head_dim). keys, values: one layer, this step's written."""
-        ...
+    qkv: FusedLinear
+    output: FusedLinear
+    gate_up: FusedLinear
+    down: FusedLinear
 
 
 class FusedModel:
-    """Owns no weights: it computes with those of a `LlamaModel`, which must be plain."""
+    """Owns no weights: it computes with those of a `LlamaModel`."""
 
     def __init__(
         self, model: LlamaModel, pool: KVPool, attention: DeviceAttention, max_rows: int
     ) -> None:
-        """max_rows: that sample in one step."""
+        """max_rows: the most that sample in one step. Raises UnsupportedWeightFormat."""
         self._model = model
         self._pool = pool
         self._attention = attention
-        # One memory for the logits of all steps: graphs that kept their own would keep gigabytes.
+        self._linears = [
+            _Linears(*map(FUSED_LINEARS.of, (layer.qkv, layer.output, layer.gate_up, layer.down)))
+            for layer in model.layers
+        ]
+        self._lm_head = FUSED_LINEARS.of(model.lm_head)
+        # One buffer for the logits of all steps: a buffer for each graph would take gigabytes.
         vocab_size, embedding = model.config.vocab_size, model.embedding
         self._logits = embedding.new_empty(max_rows, vocab_size)
         self._few_logits = embedding.new_empty(MAX_ROWS, vocab_size, dtype=torch.float32)
@@ -115,21 +73,20 @@ class FusedModel:
         return residual
 
     def logits(self, states: Tensor) -> Tensor:
-        """Of the given rows of what a call returned, (S, vocab_size), in no particular type.
+        """Of some rows of what a call returned: (S, vocab_size), float32 or the model's type.
 
-        They hold until the next call.
+        Valid until the next call.
         """
         model, eps, num_rows = self._model, self._model.config.rms_norm_eps, len(states)
-        weight = _plain(model.lm_head).weight
         if num_rows <= MAX_ROWS:
             out = self._few_logits[:num_rows]
-            skinny_linear(states, weight, out, norm=model.norm, eps=eps)
+            self._lm_head.few(states, out, norm=model.norm, eps=eps)
             return out
-        return torch.mm(self.normed(states), weight.t(), out=self._logits[:num_rows])
+        return self._lm_head.many(self.normed(states), self._logits[:num_rows])
 
     def logits_of_normed(self, states: Tensor) -> Tensor:
         """Of states after the final norm: (S, vocab_size) float32."""
-        return self._model.lm_head(states).float()
+        return self._lm_head.many(states).float()
 
     def normed(self, states: Tensor) -> Tensor:
         """After the final norm."""
@@ -141,37 +98,25 @@ class FusedModel:
         config = self._model.config
         eps = config.rms_norm_eps
         active = residual.new_empty(len(residual), config.intermediate_size)
-        for index, layer in enumerate(self._model.layers):
-            qkv = _plain(layer.qkv)
-            projected = residual.new_empty(len(residual), len(qkv.weight))
-            skinny_linear(
-                residual, qkv.weight, projected, norm=layer.input_norm, eps=eps, bias=qkv.bias
-            )
+        layers = zip(self._model.layers, self._linears, strict=True)
+        for index, (layer, linears) in enumerate(layers):
+            projected = residual.new_empty(len(residual), linears.qkv.out_features)
+            linears.qkv.few(residual, projected, norm=layer.input_norm, eps=eps)
             mixed = self._attend(index, layer, projected, step)
-            output, gate_up, down = map(_plain, (layer.output, layer.gate_up, layer.down))
-            skinny_linear(mixed, output.weight, residual, bias=output.bias, residual=residual)
-            if gate_up.bias is None:
-                skinny_linear(
-                    residual, gate_up.weight, active, norm=layer.mlp_norm, eps=eps, is_gated=True
-                )
-            else:
-                both = residual.new_empty(len(residual), len(gate_up.weight))
-                skinny_linear(
-                    residual, gate_up.weight, both, norm=layer.mlp_norm, eps=eps, bias=gate_up.bias
-                )
-                silu_mul(both, active)
-            skinny_linear(active, down.weight, residual, bias=down.bias, residual=residual)
+            linears.output.few(mixed, residual, residual=residual)
+            linears.gate_up.few_gated(residual, active, norm=layer.mlp_norm, eps=eps)
+            linears.down.few(active, residual, residual=residual)
 
     def _many_tokens(self, step: DeviceStep, residual: Tensor) -> None:
         model, eps = self._model, self._model.config.rms_norm_eps
         normed = torch.empty_like(residual)
         active = residual.new_empty(len(residual), model.config.intermediate_size)
         rms_norm(residual, model.layers[0].input_norm, eps, normed)
-        for index, layer in enumerate(model.layers):
-            mixed = self._attend(index, layer, layer.qkv(normed), step)
-            add_rms_norm(layer.output(mixed), residual, layer.mlp_norm, eps, normed)
-            silu_mul(layer.gate_up(normed), active)
-            change = layer.down(active)
+        for index, (layer, linears) in enumerate(zip(model.layers, self._linears, strict=True)):
+            mixed = self._attend(index, layer, linears.qkv.many(normed), step)
+            add_rms_norm(linears.output.many(mixed), residual, layer.mlp_norm, eps, normed)
+            silu_mul(linears.gate_up.many(normed), active)
+            change = linears.down.many(active)
             if index + 1 < len(model.layers):
                 add_rms_norm(change, residual, model.layers[index + 1].input_norm, eps, normed)
             else:
@@ -195,12 +140,7 @@ class FusedModel:
             values,
             query,
         )
-        # Tokens that only fill a graph belong to no row, and get nothing written.
+        # Tokens that only pad a graph belong to no row, so attention writes nothing for them.
         mixed = torch.empty_like(query) if step.decode_lens is None else torch.zeros_like(query)
         self._attention(query, keys, values, step, layer.window, mixed)
         return mixed.flatten(1)
-
-
-def _plain(linear: object) -> PlainLinear:
-    assert isinstance(linear, PlainLinear), type(linear)
-    return linear

@@ -1,4 +1,4 @@
-"""From a model's name to a directory on this machine. Knows the hub, knows nothing of tensors."""
+"""From a model's name to a directory on this machine. Knows the hub and no tensors."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def resolve_model(model: str) -> Path:
-    """The directory of `model`: a local one as it is, else the hub's snapshot.
+    """The directory of `model`: a local path, or the hub's snapshot, downloaded if incomplete.
 
-    Downloads what is missing. Without a network, a snapshot downloaded before still serves.
+    Without a network, a snapshot that was downloaded earlier is used.
     """
     local = Path(model).expanduser()
     if local.is_dir():
@@ -27,10 +27,10 @@ def resolve_model(model: str) -> Path:
             f"there is no directory {model!r}, and it is not a Hugging Face id either "
             "(those look like 'owner/name'); check the path"
         ) from None
-    except Exception as error:  # the hub's client raises its transport's errors too, by many names
+    except Exception as error:  # the hub's client also raises errors of its transport
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise InvalidModel(
-            f"there is no directory {model!r}, and it could not be had from the Hugging Face hub "
+            f"there is no directory {model!r}, and it could not be downloaded from Hugging Face "
             f"({type(error).__name__}: {reason}); name a directory that has config.json and "
             "*.safetensors, or download the model first where there is a network"
         ) from None

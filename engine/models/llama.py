@@ -1,8 +1,8 @@
 """Llama, Mistral, Qwen2 and Qwen3: one architecture, whose families differ by flags of ModelConfig.
 
-All tokens of a step go through as one (T, hidden_size) tensor, whichever sequences they are of;
-only attention asks which. Only the rows that sample reach the output layer, and those of a prompt
-whose logprobs are asked for.
+All tokens of a step are one (T, hidden_size) tensor, whichever sequences they belong to; only
+attention distinguishes them. The output layer gets only the rows that sample, and those of prompts
+whose logprobs were requested.
 """
 
 from collections.abc import Callable
@@ -14,32 +14,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.engine.attention import Attention
+from penstock.engine.attention.protocol import Attention
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers import Linear, rotary_table, rotate
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.rotary import rotary_table, rotate
 from penstock.engine.models.weights import WeightSource
 
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
 
 class Model(Protocol):
-    """What an executor asks of a model. A step is run once, by one of the first two."""
+    """What an executor needs of a model. A step is run once, by one of the first two."""
 
     def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
         """Logits of the rows that sample: (S, vocab_size) float32. Writes keys and values."""
         ...
 
     def states(self, step: ModelInput, pool: KVPool, rows: Tensor) -> Tensor:
-        """The last layer's states after its norm, of these of the T tokens: (R, hidden_size).
+        """The last layer's states after the final norm, of some of the T tokens: (R, hidden_size).
 
-        rows: (R,) int64, in any order. Writes keys and values.
+        rows: (R,) int64, which tokens, in any order. Writes keys and values.
         """
         ...
 
     def logits(self, states: Tensor) -> Tensor:
-        """(R, hidden_size) to (R, vocab_size) float32: what the step gives for those rows."""
+        """The logits of such states: (R, hidden_size) to (R, vocab_size) float32."""
         ...
 
 
@@ -83,8 +84,8 @@ class LlamaModel:
             )
             self.layers = list(layers)
         self.norm = weights.read((hidden,), "model.norm.weight")
-        # Where the output layer is packed and tied to the embedding, the matrix is held twice: the
-        # gather of input rows needs the plain one.
+        # An output layer that is packed and tied to the embedding is in memory twice: the gather of
+        # input rows needs the plain matrix.
         self.lm_head = make_linear(
             self.embedding
             if config.tied_embeddings

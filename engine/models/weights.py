@@ -1,8 +1,8 @@
-"""Where weights come from: a checkpoint's safetensors, or a random generator in their shape.
+"""Where weights come from: a checkpoint's safetensors, or random numbers of the same shape.
 
-A source is asked for one tensor of the model at a time and told which tensors of the checkpoint it
-is stacked from, so that q, k and v are read straight into one matrix and nothing is held twice.
-Sources may be asked by several threads at once.
+A source returns one tensor of the model at a time, stacked from the tensors of the checkpoint that
+the caller names. So q, k and v are read straight into one matrix, and nothing is in memory twice.
+Several threads may read from a source at the same time.
 """
 
 import json
@@ -19,22 +19,22 @@ from penstock.engine.models.errors import InvalidModel
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# Float8 is missing: it needs scales, which lie beside it.
+# Not float8, which needs scales that are stored beside it.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-# Makes the memory that a weight is read into: where it lies and its type are the caller's.
+# Allocates the memory that a weight is read into, on the device and in the type of its choice.
 Empty = Callable[[tuple[int, ...]], Tensor]
 
 
 class WeightSource(Protocol):
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
-        """The checkpoint's tensors `names`, stacked along their first dimension to `shape`."""
+        """The tensors `names` of the checkpoint, stacked along their first dimension to `shape`."""
         ...
 
 
 class Checkpoint:
-    """The safetensors beside config.json, one file or many, of a type in `_DTYPES`."""
+    """The safetensors beside config.json, one file or several, of a type in `_DTYPES`."""
 
     def __init__(self, model_dir: Path, empty: Empty) -> None:
         self._empty = empty
@@ -65,13 +65,13 @@ class Checkpoint:
         return fused
 
     def _tensor(self, name: str) -> Tensor:
-        # Embedding models, saved without an output layer, leave the first word out.
+        # Embedding models, saved without an output layer, omit the prefix "model.".
         stored = name if name in self._file_of else name.removeprefix("model.")
         file = self._file_of.get(stored)
         if file is None:
             raise InvalidModel(
                 f"the safetensors in {self._model_dir} lack the tensor {name!r}, "
-                "which this config.json calls for"
+                "which config.json implies"
             )
         try:
             tensor: Tensor = self._files[file].get_tensor(stored)
@@ -89,7 +89,7 @@ class Checkpoint:
         try:
             self._files[name] = safe_open(path, framework="pt")
         except FileNotFoundError:
-            wanted_by = f"which {_INDEX} names" if name != _SINGLE else f"nor is there {_INDEX}"
+            wanted_by = f"which {_INDEX} names" if name != _SINGLE else f"and neither does {_INDEX}"
             raise InvalidModel(
                 f"{path} does not exist, {wanted_by}; download the model again, "
                 "or use --load-format dummy for random weights"
@@ -100,18 +100,18 @@ class Checkpoint:
     def _unexpected(self, name: str, part: Tensor, shape: tuple[int, ...]) -> InvalidModel:
         return InvalidModel(
             f"the tensor {name!r} in {self._model_dir} has the shape {tuple(part.shape)}, "
-            f"which does not fit the {shape} that config.json calls for"
+            f"which does not fit the {shape} that config.json implies"
         )
 
 
 class RandomWeights:
-    """Weights for speed work: the same ones for a name in every run, and small."""
+    """Small random weights for performance work; those of one name are the same in every run."""
 
     def __init__(self, empty: Empty) -> None:
         self._empty = empty
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
-        if len(shape) == 1:  # norms and biases; ones keep the activations' size
+        if len(shape) == 1:  # norms and biases: ones keep the activations' scale
             return self._empty(shape).fill_(1.0)
         weight = self._empty(shape)
         generator = torch.Generator(weight.device).manual_seed(zlib.crc32(names[0].encode()))

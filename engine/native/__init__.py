@@ -1,1 +1,1 @@
-"""The CPU step in C++, compiled for the processor it finds."""
+"""The CPU step in C++, compiled for the processor that it runs on. It knows no requests."""

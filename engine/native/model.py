@@ -1,9 +1,9 @@
-"""`NativeModel`: a whole step in one call of C++ (step.cpp), where a compiler is at hand.
+"""`NativeModel`: a whole step in one call of C++ (step.cpp), if a compiler is installed.
 
-The library is compiled when it is first needed, for this very processor, and kept in the user's
-cache directory; where nothing can be kept there, it is compiled at every start. Where there is no
-compiler, `load_library` says so in the log and returns None, and `penstock.engine.models.llama`
-does the same in torch.
+The library is compiled for this processor when it is first needed, and kept in the user's cache
+directory; if that cannot be written, it is compiled at every start. Without a compiler,
+`load_library` logs a warning and returns None, and `penstock.engine.models.llama` computes the same
+in torch.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import ModelInput
-from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.layers.linear import LinearProducts, PlainLinear
 from penstock.engine.models.llama import LlamaModel
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,10 @@ class _Step(Structure):
 
 
 class NativeModel:
-    """`LlamaModel` on its weights (which must be plain) and one KV pool: see `Model`."""
+    """`LlamaModel` on its weights and one KV pool: see `Model`."""
 
     def __init__(self, library: ctypes.CDLL, model: LlamaModel, pool: KVPool, threads: int) -> None:
+        """Raises UnsupportedWeightFormat."""
         config = model.config
         name = str(model.embedding.dtype).removeprefix("torch.")
         self._run_step = getattr(library, f"penstock_step_{name}")
@@ -104,7 +105,7 @@ class NativeModel:
         self._dtype = model.embedding.dtype
         self._threads = threads
         self._vocab_size = config.vocab_size
-        # What the pointers below point into.
+        # Kept alive, because the pointers below point into them.
         self._kept = (model, pool)
         layers = (_Layer * config.num_layers)(
             *(
@@ -113,10 +114,10 @@ class NativeModel:
                     query_norm=_address(layer.query_norm),
                     key_norm=_address(layer.key_norm),
                     mlp_norm=_address(layer.mlp_norm),
-                    qkv=_linear(layer.qkv),
-                    output=_linear(layer.output),
-                    gate_up=_linear(layer.gate_up),
-                    down=_linear(layer.down),
+                    qkv=_LINEARS.of(layer.qkv),
+                    output=_LINEARS.of(layer.output),
+                    gate_up=_LINEARS.of(layer.gate_up),
+                    down=_LINEARS.of(layer.down),
                     keys=_address(keys),
                     values=_address(values),
                     window=layer.window or 0,
@@ -136,7 +137,7 @@ class NativeModel:
             layers=layers,
             embedding=_address(model.embedding),
             norm=_address(model.norm),
-            lm_head=_linear(model.lm_head),
+            lm_head=_LINEARS.of(model.lm_head),
             cos=_address(model.cos),
             sin=_address(model.sin),
         )
@@ -191,14 +192,14 @@ class NativeModel:
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled library, or None where it cannot be had: then the log says why."""
+    """The compiled library, or None if it cannot be compiled; then it logs the reason."""
     try:
         return _load()
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning(
             "step.cpp could not be compiled, so torch's operators are used instead, which are "
-            "slower for small batches; to mend it, install g++ (%s)",
+            "slower for small batches; install g++ to fix it (%s)",
             reason,
         )
         return None
@@ -208,13 +209,13 @@ def _load() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(_compiled(_cache())))
     except OSError as error:
-        logger.info("step.cpp is compiled at every start, as it cannot be kept: %s", error)
-    with tempfile.TemporaryDirectory() as passing:  # what is loaded outlives its file
-        return ctypes.CDLL(str(_compiled(Path(passing))))
+        logger.info("step.cpp is compiled at every start, because it cannot be cached: %s", error)
+    with tempfile.TemporaryDirectory() as directory:  # a loaded library outlives its file
+        return ctypes.CDLL(str(_compiled(Path(directory))))
 
 
 def _cache() -> Path:
-    """The user's directory for it. Raises OSError for a user who has no home, as containers do."""
+    """The directory that keeps it. Raises OSError for a user without a home, as in containers."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
     except RuntimeError as error:
@@ -222,8 +223,10 @@ def _cache() -> Path:
 
 
 def _compiled(cache: Path) -> Path:
-    """The library in that directory. Raises OSError where it cannot be written there,
-    SubprocessError where it cannot be compiled."""
+    """The path of the library in that directory, compiled if it is not there yet.
+
+    Raises OSError if it cannot be written there, SubprocessError if it cannot be compiled.
+    """
     compiler = os.environ.get("CXX", "g++")
     key = hashlib.sha256(_SOURCE.read_bytes())
     for part in (compiler, *_COMPILE, platform.machine(), _processor(), torch.__version__):
@@ -236,9 +239,9 @@ def _compiled(cache: Path) -> Path:
         built, linked = Path(scratch, "native.o"), Path(scratch, "native.so")
         _run_compiler(compiler, *_COMPILE, str(_SOURCE), "-o", str(built))
         # Linked without -fopenmp: the OpenMP calls then resolve to the runtime that torch has
-        # loaded for all, and two runtimes never fight over the cores.
+        # loaded, and two runtimes never compete for the cores.
         _run_compiler(compiler, "-shared", str(built), "-o", str(linked))
-        linked.replace(library)  # at once, so that another process sees all of it or nothing
+        linked.replace(library)  # atomic, so that another process sees all of it or nothing
     return library
 
 
@@ -250,7 +253,7 @@ def _run_compiler(*command: str) -> None:
 
 
 def _processor() -> str:
-    """What -march=native depends on: a home directory may be shared by unlike machines."""
+    """What -march=native depends on: different machines may share a home directory."""
     with Path("/proc/cpuinfo").open(encoding="utf-8") as cpuinfo:
         return next((line for line in cpuinfo if line.startswith(("flags", "Features"))), "")
 
@@ -262,7 +265,11 @@ def _address(tensor: Tensor | None) -> int | None:
     return tensor.data_ptr()
 
 
-def _linear(linear: object) -> _Linear:
-    assert isinstance(linear, PlainLinear), type(linear)
+def _plain_linear(linear: PlainLinear) -> _Linear:
     rows, columns = linear.weight.shape
     return _Linear(_address(linear.weight), _address(linear.bias), rows, columns)
+
+
+_LINEARS = LinearProducts[_Linear](
+    "the compiled CPU step", {PlainLinear.weight_format: _plain_linear}
+)

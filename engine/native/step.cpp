@@ -1,13 +1,14 @@
 // One step of a Llama-like model on CPU: token ids in, logits out, in a single call.
 //
-// At batch 1 a step is one pass over the weights, and it is as fast as memory only if nothing stands
+// At batch 1 a step is one pass over the weights, and it is as fast as memory only if nothing comes
 // between two matrices: no interpreter, no repacking, no thread that waits long for another. So all
-// layers run inside one parallel region, in phases that a short barrier parts. In each phase threads
-// take the next unit of work from a counter; one that is preempted delays the rest by one unit only.
+// layers run inside one parallel region, in phases separated by a short barrier. In each phase
+// threads take the next unit of work from a counter; one that is preempted delays the rest by one
+// unit only.
 //
-// The arithmetic is that of engine/models/llama.py, which is what runs where this cannot be compiled
-// and what this is tested against. Here the residual stream and all sums are float32; T, float or
-// bfloat16, is what weights, normalised activations, queries, keys and values are held in.
+// The arithmetic is that of engine/models/llama.py, which runs where this cannot be compiled, and
+// which this is tested against. Here the residual stream and all sums are float32; T, float or
+// bfloat16, is the type of weights, normalised activations, queries, keys and values.
 
 #include <algorithm>
 #include <atomic>
@@ -36,7 +37,7 @@ struct Layer {
     const void *input_norm, *query_norm, *key_norm, *mlp_norm;  // query_norm, key_norm may be null
     Linear qkv, output, gate_up, down;
     void *keys, *values;  // (num_blocks, block_size, num_kv_heads, head_dim)
-    int64_t window;       // positions that a token sees, itself included; 0: all
+    int64_t window;       // positions that a token attends to, its own included; 0: all
 };
 
 struct Model {
@@ -99,7 +100,7 @@ inline __m256 halved(__m512 v) {
     return _mm256_add_ps(_mm512_castps512_ps256(v),
                          _mm256_castpd_ps(_mm512_extractf64x4_pd(bits, 1)));
 }
-// Transposed while they are added: a third of the instructions of four single sums.
+// Transposed while being added: a third of the instructions of four separate sums.
 inline void sums(Floats a, Floats b, Floats c, Floats d, float *out) {
     auto pairs = [](__m512 v, __m512 w) {
         return _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(v, w), _mm512_unpackhi_ps(v, w)));
@@ -119,7 +120,7 @@ inline void sums(Floats a, Floats b, Floats c, Floats d, float *out) {
     }
 }
 #endif
-// The same tree of additions as for four: a sum does not depend on what is summed beside it.
+// The same tree of additions as for four: a sum does not depend on what is summed with it.
 inline float sum(Floats v) {
     float out[4];
     sums(v, v, v, v, out);
@@ -160,12 +161,12 @@ template <> struct Operand<bf16> {
 };
 #endif
 
-// Multiplied and added with one rounding, and not as the compiler likes from place to place.
+// Multiplied and added with one rounding, everywhere, whatever the compiler would choose.
 template <class A, class B> inline float fused(A a, B b, float total) {
     return std::fma(widen(a), widen(b), total);
 }
 
-// A value to be held in a register: GCC 12 else reads it anew for each product.
+// A value to keep in a register: GCC 12 would otherwise reload it for each product.
 template <class Vector> inline Vector keep(Vector v) {
 #ifdef __AVX512F__
     asm("" : "+v"(v));
@@ -175,9 +176,9 @@ template <class Vector> inline Vector keep(Vector v) {
 
 // ---- Products of rows with rows -----------------------------------------------------------------
 //
-// Every dot product is summed in one order, whatever the tile it is computed in: lane by lane along
-// k, then the tree of `sums`, then what is left of k. So a token's result depends on nothing but its
-// own sequence: not on what shares the step, and not on how a prompt is cut into chunks.
+// Every dot product is summed in the same order, whatever tile it is computed in: lane by lane along
+// k, then the tree of `sums`, then the remainder of k. So a token's result depends only on its own
+// sequence: not on the other rows of the batch, and not on how a prompt is split into chunks.
 
 // out[i][j] = x_i . w_j for R rows of x and C rows of w. Steps count elements between rows.
 template <int R, int C, class T>
@@ -205,8 +206,8 @@ inline void dot_tile(const T *x, int64_t x_step, const T *w, int64_t w_step, int
                 out[i][j] = fused(x[i * x_step + k], w[j * w_step + k], out[i][j]);
 }
 
-// x . w_j for C rows of weights, each read as one stream, one after the other: the way in which
-// memory is fastest.
+// x . w_j for C rows of weights, each read as one stream, one after the other, which is the fastest
+// way to read memory.
 template <int C, class T>
 inline void dot_streams(const T *x, const T *w, int64_t length, float *out) {
     using Op = Operand<T>;
@@ -258,11 +259,11 @@ inline void dot_rows(const T *x, int64_t x_step, int64_t rows, const T *w, int64
 
 // ---- Threads ------------------------------------------------------------------------------------
 
-// Spins for about ten microseconds, then sleeps: on a shared machine the one that is waited for may
-// need this core, and a sleeper is woken sooner than one that yielded runs again.
+// Spins for about ten microseconds, then sleeps: on a shared machine the thread that is waited for
+// may need this core, and a sleeping thread resumes sooner than one that yielded.
 class Barrier {
   public:
-    // The threads that there are may be fewer than were asked for.
+    // There may be fewer threads than requested.
     void expect(int64_t threads) { threads_ = threads; }
     void wait() {
         const int round = round_.load(std::memory_order_acquire);
@@ -304,7 +305,7 @@ template <class T> class Run {
 
     void expect(int64_t threads) { barrier_.expect(threads); }
 
-    // What each thread does.
+    // Run by each thread.
     void thread() {
         int64_t phase = 0;
         for_each(phase, s_.tokens, [&](int64_t t) {
@@ -334,7 +335,7 @@ template <class T> class Run {
         if (!s_.states) head(phase, states);
     }
 
-    // What each thread does where there are states already.
+    // Run by each thread when the states are given.
     void head_thread() {
         int64_t phase = 0;
         head(phase, static_cast<const T *>(s_.states));
@@ -344,7 +345,7 @@ template <class T> class Run {
     struct alignas(64) Counter {
         std::atomic<int64_t> value{0};
     };
-    struct Tile {  // of the tokens of one sequence: those that attend together
+    struct Tile {  // tokens of one sequence that attend together
         int64_t sequence;
         int32_t first, end;
     };
@@ -356,7 +357,7 @@ template <class T> class Run {
     const T *embedding() const { return static_cast<const T *>(m_.embedding); }
     T *hidden_mlp() { return x_.get() + s_.tokens * std::max(m_.hidden, m_.heads * m_.head_dim); }
 
-    // Runs work(unit) for every unit, each on whichever thread comes first; then all meet.
+    // Runs work(unit) for every unit, each on the next free thread; then waits for all threads.
     template <class Work> void for_each(int64_t &phase, int64_t units, Work work) {
         std::atomic<int64_t> &next = next_[phase++].value;
         for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units;) work(unit);
@@ -387,7 +388,7 @@ template <class T> class Run {
         for (i = 0; i < size; ++i) store(out + i, in[i] * factor * widen(scale[i]));
     }
 
-    // Units are runs of weight rows: long enough to stream, short enough to share out evenly.
+    // Units are consecutive weight rows: enough to stream, few enough to balance the load.
     int64_t unit_rows(int64_t rows) const {
         int64_t even = rows / (8 * s_.threads);
         return std::clamp<int64_t>(even / kLanes * kLanes, 16, 256);
@@ -415,7 +416,7 @@ template <class T> class Run {
             return;
         }
         if (tokens <= 8) {
-            // Still the memory is what is waited for: one row of weights at a time, as above.
+            // Still bound by memory: one row of weights at a time, as above.
             for (int64_t n = begin; n < end; ++n) {
                 prefetch(weight + std::min(n + 4, end) * linear.columns,
                          weight + std::min(n + 5, end) * linear.columns);
@@ -424,9 +425,9 @@ template <class T> class Run {
             }
             return;
         }
-        // A chunk of tokens stays in the second cache while the unit's weights pass, four rows of
-        // those in the first while the chunk passes. The next rows are fetched meanwhile, in the
-        // order in which they lie in memory.
+        // A chunk of tokens stays in the L2 cache while the unit's weights are read, and four rows
+        // of those stay in L1 while the chunk is read. The next rows are prefetched meanwhile, in
+        // memory order.
         const int64_t fitting = (256 << 10) / int64_t(linear.columns * sizeof(T));
         const int64_t chunk = std::max<int64_t>(fitting / 4 * 4, 16);
         for (int64_t t = 0; t < tokens; t += chunk)
@@ -473,7 +474,7 @@ template <class T> class Run {
         });
     }
 
-    // Queries go to x, keys and values to the pool.
+    // Writes queries to x, keys and values to the pool.
     void rotate_and_store(const Layer &layer, int64_t t) {
         int64_t d = m_.head_dim, slot = s_.kv_slots[t] * m_.kv_heads * d;
         float *head = &wide_[t * qkv_rows()];
@@ -516,7 +517,7 @@ template <class T> class Run {
             const int64_t offset = (table[block] * size * m_.kv_heads + kv_head) * d;
             const T *keys = static_cast<const T *>(layer.keys) + offset;
             const T *values = static_cast<const T *>(layer.values) + offset;
-            if (start + size <= last) {  // the next block's rows are not where a processor looks
+            if (start + size <= last) {  // the hardware does not prefetch the next block
                 const int64_t next = (table[block + 1] * size * m_.kv_heads + kv_head) * d;
                 const T *next_keys = static_cast<const T *>(layer.keys) + next;
                 const T *next_values = static_cast<const T *>(layer.values) + next;
@@ -550,8 +551,8 @@ template <class T> class Run {
         }
     }
 
-    // Turns one row's scores into weights, 0 where the key may not be seen. Returns by how much what
-    // was mixed before shrinks, for the highest score so far to weigh 1.
+    // Turns one row's scores into weights, 0 for keys outside the mask. Returns the factor that
+    // rescales what was accumulated before, so that the highest score so far has weight 1.
     static float soften(float *scores, int64_t begin, int64_t end, int64_t count, float &peak,
                         float &weight) {
         begin = std::min(begin, count);
@@ -573,7 +574,7 @@ template <class T> class Run {
         return shrink;
     }
 
-    // Adds the weighted values of a block to what R query rows have mixed so far.
+    // Adds the weighted values of a block to what R query rows have accumulated so far.
     template <int R>
     void mix(const float *weights, int64_t count, const T *values, int64_t step, float *mixed) {
         const int64_t d = m_.head_dim, size = m_.block_size;
@@ -606,7 +607,7 @@ template <class T> class Run {
     Barrier barrier_;
     std::unique_ptr<Counter[]> next_;
     std::unique_ptr<float[]> residual_;
-    std::unique_ptr<T[]> x_;         // normalised, then queries, then attended; and the MLP's inside
+    std::unique_ptr<T[]> x_;         // normalised, then queries, then attention's output; and the MLP's activations
     std::unique_ptr<float[]> wide_;  // qkv, then gate and up
     int64_t tile_;
     std::vector<Tile> tiles_;
@@ -624,7 +625,7 @@ template <class T> void run(const Model &model, const Step &step, void (Run<T>::
 
 }  // namespace
 
-// A whole step. With `states` it writes the last layer's normalised states there, and no logits.
+// A whole step. If `states` is given, writes the last layer's normalised states and no logits.
 extern "C" void penstock_step_float32(const Model *model, const Step *step) {
     run(*model, *step, &Run<float>::thread);
 }
@@ -632,7 +633,7 @@ extern "C" void penstock_step_bfloat16(const Model *model, const Step *step) {
     run(*model, *step, &Run<bf16>::thread);
 }
 
-// The output layer alone: the logits of `samples` rows of `states`, in a step without tokens.
+// Only the output layer: the logits of `samples` rows of `states`, in a step without tokens.
 extern "C" void penstock_logits_float32(const Model *model, const Step *step) {
     run(*model, *step, &Run<float>::head_thread);
 }

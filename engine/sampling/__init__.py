@@ -1,1 +1,4 @@
-"""From logits to token ids: samplers, token bans, grammars, and what is read of prompts."""
+"""From logits to token ids: the sampler, token bans, grammars, and the outputs of prompts.
+
+It knows slots and logits; it does not know models, blocks or text.
+"""

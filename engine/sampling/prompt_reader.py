@@ -1,8 +1,8 @@
-"""What is asked of a prompt: logprobs of its tokens, and one state that stands for all of it.
+"""The outputs of prompts: logprobs of their tokens, and one embedding of a whole prompt.
 
-A prompt may run in many steps. What each of them gives is gathered here, per slot, until the prompt
-ends; a preempted one starts again with a new assignment. Where a row's logits and states depend on
-its own sequence alone, so does what is told: both are taken in one order, however it is cut.
+A prompt may run in several steps. Their results are collected here, per slot, until the prompt
+ends; a preempted one starts again with a new assignment. Results are combined in one order however
+the prompt is split, so they depend on the sequence alone wherever its logits and states do.
 """
 
 import struct
@@ -23,18 +23,18 @@ from penstock.scheduler.types import (
     SlotAssignment,
 )
 
-# Logits that are held together: 32 MiB of them, and as much again of their logprobs. At 151,936 ids
-# that is 55 rows, enough for the output layer's weights to be read seldom.
+# Logits in memory at a time: 32 MiB of them, and as much again for logprobs. At 151,936 ids that is
+# 55 rows, so the output layer's weights are read seldom.
 _MAX_LOGITS = 2**23
-# States are added as integers, whose sum is the same in any order. One behind the norm is seldom
-# above 1,000: a million tokens of that fit, and what is cut off, 2e-10, float32 would not resolve.
+# States are added as integers, whose sum is the same in any order. After the norm they are seldom
+# above 1,000: a million such tokens fit, and the rounding of 2e-10 is below float32's precision.
 _INTEGER_ONE = 2.0**32
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """What is known so far of the prompt in `slot`. state: of LAST float64, of MEAN `_INTEGER_ONE`
-    times the sum."""
+    """The results so far of the prompt in `slot`. state: float64 for Pooling.LAST, `_INTEGER_ONE`
+    times the sum for MEAN."""
 
     ask: PromptAsk
     slot: int
@@ -57,7 +57,7 @@ class PromptPart(NamedTuple):
 
 
 class PromptReader:
-    """Per-slot records of what is asked and gathered."""
+    """Per-slot requests for prompt outputs, and the results so far."""
 
     def __init__(self, vocab_size: int, to_logits: Callable[[Tensor], Tensor]) -> None:
         """to_logits: (R, hidden_size) to (R, vocab_size) float32."""
@@ -74,7 +74,7 @@ class PromptReader:
             )
 
     def parts(self, batch: ScheduledBatch, query_starts: list[int]) -> list[PromptPart]:
-        """What of this step has to be read: the rows whose states `read` wants, in this order."""
+        """The parts of prompts in this step whose rows' states `read` needs, in this order."""
         if not self._gathered:
             return []
         parts = []
@@ -84,7 +84,7 @@ class PromptReader:
             if gathered is None:
                 continue
             end = start + num_tokens
-            if gathered.ask == (None, Pooling.LAST):  # only the prompt's last token is of interest
+            if gathered.ask == (None, Pooling.LAST):  # only the prompt's last token matters
                 first_row, start = first_row + num_tokens - 1, end - 1
                 if end < gathered.num_tokens:
                     continue
@@ -94,7 +94,7 @@ class PromptReader:
     def read(
         self, parts: list[PromptPart], states: Tensor, token_table: Tensor
     ) -> tuple[PromptOutput, ...]:
-        """Takes in the states of the parts' rows; gives what is told of the prompts that end."""
+        """states: of the parts' rows. Returns the outputs of the prompts that end."""
         outputs = []
         of_parts = torch.split(states, [part.end - part.start for part in parts])
         for part, part_states in zip(parts, of_parts, strict=True):
@@ -109,7 +109,7 @@ class PromptReader:
         gathered = part.gathered
         num_logprobs, pooling = gathered.ask
         if num_logprobs is not None:
-            # The prompt's last row tells of the answer's first token, which is not of the prompt.
+            # The prompt's last row predicts the output's first token, which is not scored here.
             next_ids = token_table[gathered.slot, part.start + 1 : gathered.num_tokens]
             next_ids = next_ids[: len(states)]
             if len(next_ids):
@@ -123,7 +123,7 @@ class PromptReader:
     def _score(
         self, report: list[PromptLogprobs], states: Tensor, next_ids: Tensor, num_top: int
     ) -> None:
-        """Appends, for each state, what it says of the id that comes next."""
+        """Appends the logprobs of the id that follows each state."""
         size = max(1, _MAX_LOGITS // self._vocab_size)
         slices = zip(torch.split(states, size), torch.split(next_ids, size), strict=True)
         for some, ids in slices:

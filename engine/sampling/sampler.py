@@ -1,31 +1,31 @@
-"""Logits to token ids: penalties, bias, temperature, filters, and one counter-based draw a row.
+"""Logits to token ids: penalties, bias, temperature, filters, and a counter-based random draw.
 
-The sampler owns what a slot's request asked for (`assign`), and knows nothing of models, blocks or
-text. It never writes to the caller's logits.
+The sampler owns the sampling parameters of each slot's request (`assign`). It never writes to the
+caller's logits.
 
-**Order**, vLLM's but for the third: bias; repetition, frequency and presence penalties; what the
-grammar does not allow, and what else is forbidden (but where a grammar has come to its end, that
-end comes whatever forbids it); temperature; min-p and top-k; top-p of what those leave. Logprobs
-are of the raw logits, before all of it.
+**Order**, as in vLLM except for the third: bias; repetition, frequency and presence penalties;
+grammar masks and token bans (a grammar that has ended forces its end token, even if it is banned);
+temperature; min-p and top-k; top-p of what those leave. Logprobs are of the raw logits, before all
+of this.
 
-**A filter is a threshold**, never a ranking: every token at least as likely as the last one that
-must stay, stays. Of tokens tied at the edge of a top-k or a nucleus all survive, so the survivors
-depend neither on a sort's order nor on the device.
+**A filter is a threshold**, never a ranking: it keeps every token at least as likely as the last
+one that it must keep. All tokens tied at the edge of a top-k or a nucleus survive, so the survivors
+depend neither on the order of a sort nor on the device.
 
 **The draw** is an inverse CDF in two levels (a block of 64 ids by the blocks' sums, then an id of
-the block), on two uniforms of the row's (seed, position) and nothing else: the same ids whatever
-shares the batch, in any row and slot, and after a preemption. Sums are compared as integers, which
-add up exactly in any order: u near 1 cannot run off the end, and weight 0 is never drawn. Gumbel
-noise would need 151,936 random numbers a row where this needs two: on one AVX-512 core (torch 2.13,
-batch 1) torch's own exponential noise takes 2.8 ms, the draw below 0.09 ms, the softmax 0.09 ms.
+the block), from two uniforms of the row's (seed, position) alone: the same ids whatever the other
+rows of the batch, in any row and slot, and after a preemption. Sums are compared as integers, which
+are exact in any order: u near 1 cannot overrun, and an id of weight 0 is never drawn. Gumbel noise
+would need 151,936 random numbers per row instead of two: on one AVX-512 core (torch 2.13, batch 1)
+torch's own exponential noise takes 2.8 ms, the draw below 0.09 ms, the softmax 0.09 ms.
 
 **The generator** is SplitMix64 (Steele, Lea, Flood 2014; constants of Vigna's public-domain code):
-position p gets outputs 2p and 2p+1 of the stream that starts at mix(seed). It can be entered at any
-point, and is some 20 torch operations on 64-bit integers, 0.04 ms a step whatever the batch;
-Philox4x32-10 would serve as well, but its ten rounds of 32-bit words are 0.16 ms.
+position p uses outputs 2p and 2p+1 of the stream that starts at mix(seed). It can start at any
+point, and takes some 20 torch operations on 64-bit integers, 0.04 ms a step whatever the batch;
+Philox4x32-10 would do as well, but its ten rounds of 32-bit words take 0.16 ms.
 
-**What cannot be sampled**: a NaN logit counts as -inf, and +inf as the largest float. A row in
-which nothing is above -inf gives id 0.
+**Invalid logits**: NaN counts as -inf, and +inf as the largest float. A row in which every logit is
+-inf gives id 0.
 """
 
 import math
@@ -34,20 +34,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.memory.host import sent, to_device
+from penstock.engine.memory.host import tensor_to_device, to_device
 from penstock.engine.sampling.grammar import GrammarTable
-from penstock.engine.sampling.token_bans import Forbidden, forbids_anything
+from penstock.engine.sampling.token_bans import TokenBans, has_token_bans
 from penstock.scheduler.types import SamplingParams, TokenLogprobs
 
-# Ids that are summed, or whose maximum is taken, together. At 151,936 ids, 64 balances the two
-# levels: a row's block maxima cost 0.02 ms and leave 2,374 numbers for the second level.
+# Ids in a block, which is summed or maximised as a unit. At 151,936, 64 balances the two levels: a
+# row's block maxima take 0.02 ms and leave 2,374 numbers for the second level.
 _BLOCK = 64
-# A lower temperature is greedy (vLLM's bound): its reciprocal would outgrow what float32 resolves.
+# A lower temperature is greedy (vLLM's bound): its reciprocal would exceed float32's precision.
 MIN_TEMPERATURE = 1e-5
-# Logits that are worked on together. On a CPU, 2 MiB of them are still cached when they are read
-# again; on CUDA few launches count for more, and 64 MiB, three times, bounds the memory.
+# Logits that are processed at a time. On a CPU, 2 MiB of them are still cached when they are read
+# again; on CUDA fewer launches matter more, and three buffers of 64 MiB bound the memory.
 _CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**24}
-# Most nuclei are smaller than this; a larger one is found by bisection, some 20 times as slow.
+# Most nuclei are smaller than this; a larger one needs a bisection, some 20 times as slow.
 _NUCLEUS_GUESS = 128
 # Weights are compared as integers with the largest at 2**38: 2**14 of them sum to less than 2**53.
 _INTEGER_ONE = 2.0**38
@@ -58,20 +58,20 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 class _Plan(NamedTuple):
-    """What a row needs beyond an argmax. Rows of one plan are chosen together."""
+    """What a row needs besides an argmax. Rows with the same plan are sampled together."""
 
     draws: bool
     biased: bool
     penalised: bool
     constrained: bool
-    forbids: bool
+    bans_tokens: bool
     min_p: bool
     top_k: bool
     top_p: bool
 
 
 class _Step(NamedTuple):
-    """What `sample` was called with, and two tensors of it: slot_ids (S,) and uniforms (S, 2)."""
+    """The arguments of `sample_ids`, and tensors made of them: slot_ids (S,), uniforms (S, 2)."""
 
     logits: Tensor
     slots: list[int]
@@ -83,7 +83,7 @@ class _Step(NamedTuple):
 
 
 class Sampler:
-    """Per-slot tables of sampling parameters, and the one `sample` that reads them."""
+    """Per-slot tables of sampling parameters, and `sample`, which reads them."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Sampler:
         device: torch.device,
         grammars: GrammarTable | None = None,
     ) -> None:
-        """grammars: the executor's own, which it starts and advances. None: there are none."""
+        """grammars: the executor's, which starts and advances them; None if it has none."""
 
         def table(dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(max_num_seqs, 1, dtype=dtype, device=device)
@@ -103,7 +103,7 @@ class Sampler:
         self._buffers = torch.empty(3, 0, 0)
         self._plans: list[_Plan | None] = [None] * max_num_seqs
         self._bias: list[tuple[Tensor, Tensor] | None] = [None] * max_num_seqs
-        self._forbidden: list[Forbidden | None] = [None] * max_num_seqs
+        self._bans: list[TokenBans | None] = [None] * max_num_seqs
         self._grammars = grammars
         self._masks = _GrammarMasks(grammars, device) if grammars else None
         self._num_logprobs: dict[int, int] = {}
@@ -114,8 +114,8 @@ class Sampler:
         self._repetition, self._presence, self._frequency = table(), table(), table()
 
     def assign(self, slot: int, sampling: SamplingParams, seed: int) -> None:
-        """A sequence enters `slot`. Bias on ids that the model does not have is ignored."""
-        # top_k 1 is an argmax even where two logits tie, which a threshold would keep both.
+        """A sequence enters `slot`. A bias on ids outside the vocabulary is ignored."""
+        # top_k 1 is an argmax even if two logits tie, of which a threshold would keep both.
         draws = sampling.temperature >= MIN_TEMPERATURE and sampling.top_k != 1
         top_k = sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0
         bias = [(i, value) for i, value in sampling.logit_bias if 0 <= i < self._vocab_size]
@@ -126,7 +126,7 @@ class Sampler:
             or sampling.presence_penalty != 0.0
             or sampling.frequency_penalty != 0.0,
             constrained=sampling.grammar is not None and self._grammars is not None,
-            forbids=forbids_anything(sampling),
+            bans_tokens=has_token_bans(sampling),
             min_p=draws and sampling.min_p > 0.0,
             top_k=draws and top_k > 0,
             top_p=draws and sampling.top_p < 1.0,
@@ -139,8 +139,8 @@ class Sampler:
             ids, values = zip(*bias, strict=True)
             weights = to_device(values, torch.float32, self._device)
             self._bias[slot] = (self._tensor(ids), weights)
-        if plan.forbids:
-            self._forbidden[slot] = Forbidden(sampling, self._vocab_size, self._device)
+        if plan.bans_tokens:
+            self._bans[slot] = TokenBans(sampling, self._vocab_size, self._device)
         self._seed[slot] = _signed(mixed_seed(seed))
         self._top_k[slot] = self._max_top_k[slot] = top_k
         self._inverse_temperature[slot] = 1.0 / sampling.temperature if draws else 1.0
@@ -158,7 +158,7 @@ class Sampler:
         token_table: Tensor,
         prompt_lengths: list[int],
     ) -> tuple[Tensor, list[TokenLogprobs | None] | None]:
-        """What `sample_ids` gives, and logprobs, which wait for the device, where a row asks."""
+        """`sample_ids`, and logprobs if a row requests them, for which the host waits."""
         ids = self.sample_ids(logits, slots, lengths, token_table, prompt_lengths)
         if self._num_logprobs.keys().isdisjoint(slots):
             return ids, None
@@ -172,11 +172,11 @@ class Sampler:
         token_table: Tensor,
         prompt_lengths: list[int],
     ) -> Tensor:
-        """One id per row, (S,) int64 on the device; nothing waits for it.
+        """One id per row, (S,) int64 on the device, without waiting for it.
 
         logits: (S, V) float32. Row i belongs to slots[i], whose first lengths[i] tokens are in
         token_table[slots[i]], the first prompt_lengths[i] of them the prompt; so lengths[i] is the
-        position that is sampled.
+        position being sampled.
         """
         plans = [self._plans[slot] for slot in slots]
         if any(plans):
@@ -189,13 +189,13 @@ class Sampler:
     def _uniforms_of(
         self, plans: list[_Plan | None], slot_ids: Tensor, lengths: list[int]
     ) -> Tensor:
-        """Of no rows where none draws."""
+        """Empty if no row draws."""
         if not any(plan and plan.draws for plan in plans):
             return torch.empty(0, 2)
         return _uniforms(self._seed.index_select(0, slot_ids), self._tensor(lengths))
 
     def _sample_by_plan(self, step: _Step, plans: list[_Plan | None]) -> Tensor:
-        """Rows of one plan go together, so that no row pays for what its neighbour asked."""
+        """Samples the rows of each plan together, so that no row costs what another requested."""
         rows_by_plan: dict[_Plan, list[int]] = {}
         for row, plan in enumerate(plans):
             if plan is not None:
@@ -208,12 +208,12 @@ class Sampler:
             chosen += [self._choose(plan, step, part) for part in parts]
         if len(rows_by_plan) == 1 and len(order) == len(plans):
             return torch.cat(chosen)
-        # Where some rows are greedy, all get an argmax: it costs less than gathering those.
+        # If some rows are greedy, all get an argmax: it is cheaper than gathering those.
         ids = _argmax(step.logits) if len(order) < len(plans) else torch.empty_like(step.slot_ids)
         return ids.index_copy_(0, self._tensor(order), torch.cat(chosen))
 
     def _choose(self, plan: _Plan, step: _Step, rows: list[int]) -> Tensor:
-        """One id for each of these rows, which share the plan: (R,)."""
+        """One id for each of these rows, which have the same plan: (R,)."""
         index = self._tensor(rows)
         slots = step.slot_ids.index_select(0, index)
         x, weights, kept = self._scratch(len(rows))
@@ -225,8 +225,8 @@ class Sampler:
         if plan.constrained:
             assert self._masks
             self._masks.apply(x[:, : self._vocab_size], [step.slots[row] for row in rows])
-        if plan.forbids:
-            self._forbid(x, step, rows)
+        if plan.bans_tokens:
+            self._ban_tokens(x, step, rows)
         if not plan.draws:
             return _argmax(x)
         max_top_k = max(self._max_top_k[step.slots[row]] for row in rows)
@@ -234,9 +234,9 @@ class Sampler:
         return _draw(weights, step.uniforms.index_select(0, index))
 
     def _scratch(self, num_rows: int) -> Tensor:
-        """Logits, weights and a mask: (3, R, V in whole blocks), past V always -inf.
+        """Logits, weights and a mask: (3, R, V rounded up to blocks), -inf past V.
 
-        Kept from step to step: new memory comes as page faults, which can cost more than the work.
+        Reused between steps: page faults of new memory can cost more than the computation.
         """
         if self._buffers.shape[1] < num_rows:
             num_ids = -(-self._vocab_size // _BLOCK) * _BLOCK
@@ -262,43 +262,44 @@ class Sampler:
             self._frequency[slots],
         )
 
-    def _forbid(self, x: Tensor, step: _Step, rows: list[int]) -> None:
+    def _ban_tokens(self, x: Tensor, step: _Step, rows: list[int]) -> None:
         for x_row, row in zip(x, rows, strict=True):
             slot = step.slots[row]
             if self._grammars and self._grammars.must_end(slot):
                 continue
-            forbidden = self._forbidden[slot]
-            assert forbidden is not None, slot
+            bans = self._bans[slot]
+            assert bans is not None, slot
             tokens = step.token_table[slot]
-            forbidden.apply(
+            bans.apply(
                 x_row[: self._vocab_size], tokens, step.lengths[row], step.prompt_lengths[row]
             )
 
     def _weigh(
         self, plan: _Plan, x: Tensor, slots: Tensor, max_top_k: int, weights: Tensor, kept: Tensor
     ) -> None:
-        """Writes what each id is drawn in proportion to, 0 where a filter forbids it, to `weights`.
+        """Writes to `weights` what each id is drawn in proportion to, 0 if a filter excludes it.
 
-        x: (R, V), overwritten. kept: like x, to work in.
+        x: (R, V), overwritten. kept: like x, scratch memory.
         """
         peak = x.amax(-1, keepdim=True)
         if x.is_cuda or not bool(peak.isfinite().all()):
             peak = _repair(x).amax(-1, keepdim=True)
-        # First the shift, then the scale: the other way round a large logit could overflow.
+        # Shift before scaling: the other way round a large logit could overflow.
         x.sub_(peak).mul_(self._inverse_temperature.index_select(0, slots))
         torch.softmax(x, -1, out=weights)
         if plan.min_p or plan.top_k:
             floor = self._log_min_p[slots]
             if plan.top_k:
                 floor = floor.maximum(_largest(x, max_top_k).gather(1, self._top_k[slots] - 1))
-            # A mask of floats: six times as fast as masked_fill.
+            # A mask of floats is six times as fast as masked_fill.
             weights.mul_(torch.ge(x, floor, out=kept))
         if plan.top_p:
             floor = _nucleus_floor(weights, self._top_p[slots])
             weights.mul_(torch.ge(weights, floor, out=kept))
 
     def logprobs(self, logits: Tensor, slots: list[int], ids: Tensor) -> list[TokenLogprobs | None]:
-        """Of the raw logits, for the rows that ask; ids: (S,) int64. Waits for the device."""
+        """Of the raw logits, for the rows that request them. ids: (S,) int64. Waits for the
+        device."""
         report: list[TokenLogprobs | None] = [None] * len(slots)
         asking = [row for row, slot in enumerate(slots) if slot in self._num_logprobs]
         for start in range(0, len(asking), self._chunk):
@@ -319,9 +320,9 @@ class Sampler:
 
 
 class _GrammarMasks:
-    """A `GrammarTable`'s bits as what is added to logits: 0 where an id may come, else -inf.
+    """A `GrammarTable`'s bits as a term to add to logits: 0 for allowed ids, else -inf.
 
-    By a table of all bytes, which takes a third of the time of shifting each word by 32 counts.
+    It uses a table of all byte values, which takes a third of the time of 32 shifts of each word.
     """
 
     def __init__(self, grammars: GrammarTable, device: torch.device) -> None:
@@ -332,19 +333,19 @@ class _GrammarMasks:
         self._of_byte = torch.where(bits > 0, 0.0, -torch.inf).to(device)
 
     def apply(self, x: Tensor, slots: list[int]) -> None:
-        """In place. x: (R, V), row i of slots[i]."""
+        """Adds to x in place: (R, V), row i for slots[i]."""
         self._grammars.wait()
-        masks = sent(self._bytes[slots].to(torch.int32), x.device)
+        masks = tensor_to_device(self._bytes[slots].to(torch.int32), x.device)
         x += self._of_byte.index_select(0, masks.view(-1)).view(len(slots), -1)[:, : x.shape[1]]
 
 
 def raw_logprobs(logits: Tensor) -> Tensor:
-    """log_softmax: never NaN, and -inf only of what could not be sampled. Overwrites the logits."""
+    """log_softmax: never NaN, and -inf only for ids of probability 0. Overwrites the logits."""
     return _repair(logits).log_softmax(-1)
 
 
 def _repair(x: Tensor) -> Tensor:
-    """In place: see the module's last paragraph."""
+    """Replaces invalid logits in place: see the module's last paragraph."""
     x.nan_to_num_(nan=-torch.inf, posinf=_LARGEST_FLOAT, neginf=-torch.inf)
     x[:, 0].masked_fill_(x.amax(-1) == -torch.inf, 0.0)
     return x
@@ -359,10 +360,10 @@ def _penalise(
     presence: Tensor,
     frequency: Tensor,
 ) -> None:
-    """In place. Repetition makes every token seen less likely; the others count the outputs.
+    """In place. Repetition applies to every token seen; presence and frequency to the output's.
 
     x: (R, V). tokens: (R, L), of which the first lengths[i] of row i count. The rest: (R, 1).
-    Every occurrence of a token writes the same value, so it does not matter which is last.
+    Every occurrence of a token writes the same value, so the order does not matter.
     """
     positions = torch.arange(tokens.shape[1], device=x.device)
     is_known = positions < lengths
@@ -376,7 +377,7 @@ def _penalise(
 
 
 def _argmax(x: Tensor) -> Tensor:
-    """The first of each row's largest: (S,). By blocks, four times as fast on CPU as argmax."""
+    """The first maximum of each row: (S,). By blocks, four times as fast on CPU as argmax."""
     if x.is_cuda:
         return _repair(x.clone()).argmax(-1)
     if x.shape[1] % _BLOCK:
@@ -399,7 +400,7 @@ def _block_of(x: Tensor, block: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor, n: int) -> Tensor:
-    """Each row's n largest values in falling order. They lie in the n blocks of largest maximum."""
+    """Each row's n largest values, descending. They are in the n blocks with the largest maxima."""
     num_blocks = x.shape[1] // _BLOCK
     if n * 2 >= num_blocks:
         return x.topk(min(n, x.shape[1])).values
@@ -410,7 +411,7 @@ def _largest(x: Tensor, n: int) -> Tensor:
 
 
 def _nucleus_floor(weights: Tensor, top_p: Tensor) -> Tensor:
-    """The largest weight t such that the ids of weight t or more hold top_p of the mass: (R, 1)."""
+    """The largest weight t such that ids of weight t or more have top_p of the mass: (R, 1)."""
     mass = top_p * _block_sums(weights).sum(-1, keepdim=True, dtype=torch.float64)
     if weights.is_cuda:
         return _bisect_floor(weights, mass)
@@ -424,7 +425,7 @@ def _nucleus_floor(weights: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _bisect_floor(weights: Tensor, mass: Tensor) -> Tensor:
-    """`_nucleus_floor` without a sort, on the bits of the floats, which order as the floats do."""
+    """`_nucleus_floor` without a sort, on the floats' bits, which have the same order."""
     high = weights.amax(-1, keepdim=True).view(torch.int32)
     low, kept = torch.zeros_like(high), torch.empty_like(weights)
     for _ in range(31):
@@ -446,9 +447,9 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
-    """One index per row in proportion to its weight, never one of weight 0: (R,).
+    """One index per row in proportion to its weight, never of weight 0: (R,).
 
-    weights: (R, n) with something above 0 in every row. uniform: (R, 1) float64 in [0, 1).
+    weights: (R, n), with a positive one in every row. uniform: (R, 1) float64 in [0, 1).
     """
     scale = _INTEGER_ONE / weights.amax(-1, keepdim=True).double()
     reached = (weights * scale).long().cumsum(-1)
@@ -466,7 +467,7 @@ def _uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def mixed_seed(seed: int) -> int:
-    """SplitMix64's output function on one Python integer, of which it takes the low 64 bits."""
+    """SplitMix64's output function, on the low 64 bits of a Python integer."""
     z = seed % 2**64
     for shift, factor in _MIX:
         z = (z ^ z >> shift) * factor % 2**64
@@ -474,5 +475,5 @@ def mixed_seed(seed: int) -> int:
 
 
 def _signed(word: int) -> int:
-    """The int64 of the same 64 bits, which is what torch can hold."""
+    """The int64 with the same 64 bits, for torch."""
     return word - 2**64 if word >= 2**63 else word

@@ -1,6 +1,6 @@
-"""Which ids a request may not get at a position: outside its list, too early an end, bad words.
+"""The ids that a request bans at a position: allowed_token_ids, min_tokens and bad_words.
 
-Everything that changes from step to step is found by comparing on the device, so nothing waits.
+What changes from step to step is computed on the device, so the host never waits.
 """
 
 from bisect import bisect_right
@@ -11,11 +11,11 @@ from torch import Tensor
 from penstock.engine.memory.host import to_device
 from penstock.scheduler.types import SamplingParams
 
-_ANY = -1  # stands in a padded prefix for a token that does not matter
+_ANY = -1  # pads a prefix, and matches every token
 
 
-class Forbidden:
-    """What one request forbids. Ids that the model does not have are ignored."""
+class TokenBans:
+    """The bans of one request. Ids outside the vocabulary are ignored."""
 
     def __init__(self, sampling: SamplingParams, vocab_size: int, device: torch.device) -> None:
         def tensor(values: list[int]) -> Tensor:
@@ -29,7 +29,7 @@ class Forbidden:
         self._outside[tensor(allowed)] = False
         self._has_allowed = bool(allowed)
         self._stops, self._min_tokens = tensor(stops), sampling.min_tokens
-        # A word is forbidden as its last token, where the tokens before it have just been said.
+        # A bad word is banned by its last token, after output that ends in the tokens before it.
         self._prefix_lengths = [len(word) - 1 for word in words]
         width = max(self._prefix_lengths, default=0)
         padded = [[_ANY] * (width + 1 - len(word)) + list(word[:-1]) for word in words]
@@ -37,21 +37,21 @@ class Forbidden:
         self._last_ids = tensor([word[-1] for word in words])
 
     def apply(self, x: Tensor, tokens: Tensor, length: int, prompt_length: int) -> None:
-        """In place: -inf where x (V,) is forbidden behind the first `length` of tokens."""
+        """In place: -inf for ids of x, (V,), that are banned after the first `length` tokens."""
         if self._has_allowed:
             x.masked_fill_(self._outside, -torch.inf)
         num_outputs = length - prompt_length
         if num_outputs < self._min_tokens:
             x.index_fill_(0, self._stops, -torch.inf)
-        # Words longer than what was said cannot be complete, and a prompt may say what it likes.
+        # The whole word must be in the output: longer words cannot match, prompts do not count.
         num_words = bisect_right(self._prefix_lengths, num_outputs)
         if num_words:
             width = self._prefix_lengths[num_words - 1]
             prefixes = self._prefixes[:num_words, self._prefixes.shape[1] - width :]
-            said = ((prefixes == tokens[length - width : length]) | (prefixes == _ANY)).all(1)
-            x.index_add_(0, self._last_ids[:num_words], torch.where(said, -torch.inf, 0.0))
+            matches = ((prefixes == tokens[length - width : length]) | (prefixes == _ANY)).all(1)
+            x.index_add_(0, self._last_ids[:num_words], torch.where(matches, -torch.inf, 0.0))
 
 
-def forbids_anything(sampling: SamplingParams) -> bool:
+def has_token_bans(sampling: SamplingParams) -> bool:
     has_min = sampling.min_tokens > 0 and bool(sampling.stop_token_ids)
     return has_min or bool(sampling.bad_words) or bool(sampling.allowed_token_ids)

@@ -15,8 +15,8 @@ from jinja2 import Template, TemplateError, meta
 from tokenizers import Tokenizer
 
 from penstock.engine.config import LoadFormat
+from penstock.engine.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.detokenizer import Vocabulary

@@ -1,19 +1,18 @@
-"""Whether a kernel's addresses are computed in enough bits, by Triton's intermediate code.
+"""Checks in Triton's intermediate code that a kernel computes addresses in enough bits.
 
-Offsets are in elements, and Triton's integers have 32 bits until somebody widens them. A KV pool
-has more than 2**31 elements a layer, and a row of logits may begin beyond that too; an offset that
-wraps reads other memory, and no small test shows it.
+Offsets are in elements, and Triton's integers have 32 bits unless widened. A KV pool has more than
+2**31 elements per layer, and a row of logits may begin beyond that too; an offset that overflows
+reads other memory, which no small test reveals.
 """
 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-# Nothing that a kernel is given, reads or counts is more: not ids, positions, rows or strides, and
-# blocks are limited to so many (`penstock.engine.executors.cuda.setup`). What is in 64 bits is out
-# of question.
+# Bounds every argument, loaded value and counter: ids, positions, rows and strides; blocks are
+# limited to this (`penstock.engine.executors.cuda.setup`). 64-bit values are always wide enough.
 _MOST = 2**20
-# Programs of a launch, in its first dimension and in the others: tokens, and what CUDA allows.
+# The most programs of a launch, in its first dimension (tokens) and the others (CUDA's limit).
 _PROGRAMS = (_MOST, 2**16)
 _TOO_MANY = 2**31
 
@@ -42,14 +41,14 @@ _SUMS: dict[str, Callable[[list[int]], int]] = {
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """One of the program's: the line that computes it, and what of. No line: given, or read."""
+    """A value of the program: the line that computes it, and its operands."""
 
     line: str
     operands: tuple["Value | None", ...] = ()
 
 
 def narrow_offsets(ttir: str, programs: tuple[int, int] = _PROGRAMS) -> list[str]:
-    """The offsets of this kernel that 32 bits may not hold: the lines that compute them.
+    """The lines that compute offsets which 32 bits may not hold.
 
     programs: the most of a launch, in its first dimension and in the others.
     """
@@ -57,7 +56,7 @@ def narrow_offsets(ttir: str, programs: tuple[int, int] = _PROGRAMS) -> list[str
     wrong: list[str] = []
 
     def size(value: Value | None) -> int:
-        """The most that it may be, either side of zero."""
+        """The largest absolute value that it can have."""
         if value not in sizes:
             assert value
             sizes[value] = _size(value, size, programs)
@@ -71,14 +70,14 @@ def narrow_offsets(ttir: str, programs: tuple[int, int] = _PROGRAMS) -> list[str
 
 
 def _offsets(ttir: str) -> Iterator["Value | None"]:
-    """What is added to pointers. Names count from where they are set: parts of a program that
-    stand side by side may share one."""
+    """What is added to pointers. A name refers to its latest definition: separate regions of a
+    program may reuse it."""
     known: dict[str, Value | None] = {}
     for line in ttir.splitlines():
         text = re.sub(r" loc\(.*$", "", line).strip()
         if loop := _LOOP.search(text):
             known |= dict.fromkeys(_HANDED_ON.findall(text))
-            known[loop[1]] = known.get(loop[2].rstrip(","))  # below its end
+            known[loop[1]] = known.get(loop[2].rstrip(","))  # less than the loop's end
         found = _SET.match(text)
         names = [name.partition("#")[0] for name in _NAME.findall(found[2] if found else text)]
         if "tt.addptr" in text:
@@ -112,4 +111,4 @@ def _size(value: Value, size: Callable[[Value | None], int], programs: tuple[int
         return _SUMS[operation]([size(operand) for operand in operands])
     if operation in _READ:
         return _MOST
-    return 2**63  # not known here, so not known to be small
+    return 2**63  # unknown operation, so possibly large

@@ -13,7 +13,7 @@ import httpx
 import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from penstock.engine.executor import ModelInfo
+from penstock.engine.executor import AttentionGroup, ModelInfo
 from penstock.scheduler.types import Finish, FinishReason, RequestId, RequestOutput
 from penstock.server.api.openai.chat_writer import ChatWriter
 from penstock.server.api.openai.writer import AnswerOptions, Head, encode
@@ -97,10 +97,9 @@ def make_model(directory: Path, template: str, **flags: Any) -> ServedModel:
             eos_token_ids=(tokenizer.token_to_id("<eos>") or 0,),
             num_parameters=1,
             weight_bytes=1,
-            kv_bytes_per_token=1,
+            attention=(AttentionGroup(window=None, kv_bytes_per_token=1, flops_per_pair=1),),
             flops_per_token=1,
             flops_per_sampled_token=1,
-            flops_per_attention_pair=1,
             peak_bandwidth_bytes_per_s=None,
             measured_bandwidth_bytes_per_s=1.0,
             peak_flops_per_s=None,

@@ -1,10 +1,9 @@
-"""`python -m tests.support.compile_kernels`: every kernel that a model's steps launch, compiled
-for a GPU.
+"""`python -m tests.support.compile_kernels`: compiles every kernel that a model's steps launch.
 
-No GPU is needed: the model runs on tensors without data, what it would launch is written down, and
-Triton compiles that with its own assembler. Prints a JSON line for each: registers, bytes spilled,
-shared memory, whether it keeps the rule of `penstock.engine.kernels.launch`, and whether its
-addresses are wide enough (`tests.support.address_width`). To be run without TRITON_INTERPRET.
+Needs no GPU: the model runs on tensors without data, its launches are recorded, and Triton compiles
+them with its own assembler. Prints a JSON line for each kernel: registers, bytes spilled, shared
+memory, whether it follows the rule of `penstock.engine.kernels.launch`, and whether its addresses
+are wide enough (`tests.support.address_width`). Run it without TRITON_INTERPRET.
 """
 
 import json
@@ -25,7 +24,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged import AttentionShape, PagedAttention
+from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels import launch
 from penstock.engine.kernels.sample import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
@@ -36,8 +36,8 @@ from penstock.engine.kernels.tables import (
 )
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import DeviceStep, FusedModel
-from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from tests.support.address_width import narrow_offsets
 
@@ -53,15 +53,15 @@ _POINTERS = {
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 # Programs of the sampler's kernels: rows of a step, and chunks of a vocabulary.
 _SAMPLING = dict.fromkeys(("_scan", "_finish", "_coarse", "_gather", "_select"), ((2**13, 2**8),))
-# Instructions that read or write memory, by how they begin, but for constants (LDC) and the
-# thread's own stack (LDL, STL).
+# Prefixes of instructions that read or write memory, except constants (LDC) and the thread's own
+# stack (LDL, STL).
 _TOUCHES_MEMORY = re.compile(
     r"LD(?!C|L\b)|ST(?!L\b)|ATOM|RED\b|RED\.|UTMA|UBLKCP|UBLKRED|CCTL|SULD|SUST|TEX"
 )
 
 
 class Launch:
-    """One kernel launch, as Triton would see it."""
+    """One kernel launch, as Triton specialises it."""
 
     def __init__(self, kernel: JITFunction[Any], arguments: dict[str, Any]) -> None:
         self.name = kernel.__name__
@@ -131,9 +131,10 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 
 def before_wait(machine_code: str) -> list[str] | None:
-    """What a program may not do before it waits (ACQBULK), but does: memory, ends, leaps ahead.
+    """Instructions that are forbidden before a program waits (ACQBULK): memory accesses, exits, and
+    jumps beyond the wait.
 
-    machine_code: of one kernel, as nvdisasm prints it. None where it never waits, or not always.
+    machine_code: of one kernel, as nvdisasm prints it. None if it does not always wait.
     """
     lines = re.findall(r"^(\.L\w+)(?=:)|^\s+/\*\w+\*/\s+(.+?) ;", machine_code, re.MULTILINE)
     if ("", "ACQBULK") not in lines:
@@ -143,17 +144,17 @@ def before_wait(machine_code: str) -> list[str] | None:
     return [code for _, code in first if code and _is_early(code, labels)]
 
 
-def _is_early(instruction: str, labels_behind: set[str]) -> bool:
+def _is_early(instruction: str, labels_before: set[str]) -> bool:
     operation, *operands = re.sub(r"^@!?U?P\w+ ", "", instruction).split(maxsplit=1)
     if operation.startswith(("BRA", "JMP", "BRX", "CALL")):
         target = re.search(r"\.L\w+", " ".join(operands))
-        return target is None or target[0] not in labels_behind
+        return target is None or target[0] not in labels_before
     return operation.startswith(("EXIT", "RET")) or bool(_TOUCHES_MEMORY.match(operation))
 
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Kernels that are launched meanwhile are written down, and do not run."""
+    """Records the kernels that are launched in this context instead of running them."""
     launches: list[Launch] = []
 
     def run(self: JITFunction[Any], *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
@@ -174,7 +175,7 @@ class MetaWeights:
 
 
 class MetaModel:
-    """A model of any size that computes nothing."""
+    """A model of any size on tensors without data."""
 
     def __init__(self, model_dir: Path, block_size: int = BLOCK_SIZE) -> None:
         config = ModelConfig.from_dir(model_dir)
@@ -182,18 +183,13 @@ class MetaModel:
         llama = LlamaModel(
             config, MetaWeights(), PlainLinear, gathered_attention, max_model_len=8192, device=META
         )
-        pool = KVPool(config, 100, block_size, torch.bfloat16, META)
-        shape = AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=block_size,
-        )
+        pool = KVPool(config.kv_shape, 100, block_size, torch.bfloat16, META)
+        shape = config.attention_shape(block_size)
         attention = PagedAttention(shape, config.windows, 512, 8192, NUM_SMS, META, torch.bfloat16)
         self.model = FusedModel(llama, pool, attention, max_rows=512)
 
     def launches(self, num_decodes: int, chunk: int = 0) -> list[Launch]:
-        """Of a step with so many decodes, and one prefill chunk if it is to have tokens."""
+        """Of a step with this many decodes, and one prefill chunk of `chunk` tokens if not 0."""
         num_rows, num_tokens = num_decodes + bool(chunk), num_decodes + chunk
         step = DeviceStep(
             token_ids=_ints(num_tokens),
@@ -218,7 +214,7 @@ class MetaModel:
         return launches
 
     def sampling_launches(self) -> list[Launch]:
-        """Of the way that does everything."""
+        """Of the mode that does everything."""
         sampler = DeviceSampler(512, self.config.vocab_size, META)
         sampler.allow_adjustments()
         logits = torch.empty(8, self.config.vocab_size, dtype=torch.bfloat16, device=META)
@@ -233,7 +229,7 @@ def _ints(*shape: int) -> torch.Tensor:
 
 
 def launches_in_a_decode_layer(model: MetaModel, num_decodes: int) -> Counter[str]:
-    """Triton's own; the products that cuBLAS does at larger sizes are not among them."""
+    """Of Triton kernels, without the products by cuBLAS at larger sizes."""
     counts = Counter(launch.name for launch in model.launches(num_decodes))
     layers = model.config.num_layers
     return Counter({name: count // layers for name, count in counts.items() if count >= layers})

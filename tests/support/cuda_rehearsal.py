@@ -1,12 +1,12 @@
-"""`python -m tests.support.cuda_rehearsal ROUNDS [MODEL] [--enforce-eager]`: the GPU's way without
-one.
+"""`python -m tests.support.cuda_rehearsal ROUNDS [MODEL] [--enforce-eager]`: the CUDA executor
+without a GPU.
 
-MODEL: a key of `MODELS`; llama unless given.
+MODEL: a key of `MODELS`, by default llama.
 
-From its start through busy serving, on `tests.support.pretend_gpu`: a real scheduler, and requests
-that ask for all that can be asked. Prints one JSON object: what the start compiled and what
-serving compiled beside it (each of those would be a stall of a second), where the host waited for
-the device, what a decode step launches, memory. To be run without TRITON_INTERPRET.
+Runs it from its start through busy serving on `tests.support.pretend_gpu`, with the real scheduler
+and requests that use every option. Prints one JSON object: the kernels compiled at the start and
+while serving (each of those would be a stall of a second), where the host waited for the device,
+the launches of a decode step, and memory. Run it without TRITON_INTERPRET.
 """
 
 import json
@@ -31,7 +31,7 @@ from penstock.scheduler.types import Pooling, Request, RequestId, SamplingParams
 from tests.bench.engine.models import model_fields
 from tests.support.pretend_gpu import BrokenRule, PretendGpu
 
-# All the ways to be sampled, and all that can be asked of a prompt.
+# All ways to sample, and all outputs of prompts.
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {},
@@ -49,7 +49,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
-# What is not as in `write_model`.
+# Differences from `write_model`.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {  # biases, and a sliding window in all layers but the first
@@ -72,7 +72,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def broken_rules() -> dict[str, str]:
-    """What a device would forbid, and how the pretended one answers."""
+    """Operations that a device would forbid, and the error that the pretended one raises."""
     gpu = PretendGpu()
     with gpu.installed():
         cuda = torch.device("cuda", 0)
@@ -162,7 +162,7 @@ class Rehearsal:
         self._pending: PendingTokens | None = None
         self._num_requests = 0
 
-    def ask(
+    def add(
         self, num_tokens: int, *, n: int = 1, pooling: Pooling | None = None, **way: Any
     ) -> None:
         self._num_requests += 1
@@ -183,14 +183,14 @@ class Rehearsal:
         )
 
     def step(self) -> None:
-        """As the engine's loop does it: the next step is launched before the last is awaited."""
+        """As in the engine's loop: the next step is launched before the last one is waited for."""
         batch = self.scheduler.schedule(0.0)
         pending, self._pending = self._pending, self.executor.execute(batch) if batch else None
         if pending:
             self.scheduler.update(pending.wait())
 
     def finish(self) -> int:
-        """Steps until nothing is left; how many."""
+        """Steps until all requests have finished. Returns the number of steps."""
         count = 0
         while self.scheduler.has_work or self._pending:
             self.step()
@@ -199,16 +199,16 @@ class Rehearsal:
 
 
 def serve_everything(rehearsal: Rehearsal, seed: int, rounds: int) -> int:
-    """Requests of all ways, of odd lengths, that come while others run. Gives the steps it took."""
+    """Requests of all kinds and lengths, added while others run. Returns the number of steps."""
     chance, steps = random.Random(seed), 0
     for _ in range(rounds):
         for way in chance.sample(WAYS, chance.randint(1, len(WAYS))):
             length = chance.choice((1, 2, 5, 17, 63, 64, 130, 333, 700, 1500))
             n = 1 if way.get("num_prompt_logprobs") else chance.choice((1, 1, 3))
-            rehearsal.ask(length, n=n, max_tokens=chance.choice((1, 7, 30, 90)), **way)
+            rehearsal.add(length, n=n, max_tokens=chance.choice((1, 7, 30, 90)), **way)
         if chance.random() < 0.3:
             pooling = chance.choice((Pooling.MEAN, Pooling.LAST))
-            rehearsal.ask(chance.randint(1, 900), pooling=pooling, max_tokens=1)
+            rehearsal.add(chance.randint(1, 900), pooling=pooling, max_tokens=1)
         for _ in range(chance.randint(1, 20)):
             rehearsal.step()
             steps += 1
@@ -216,7 +216,7 @@ def serve_everything(rehearsal: Rehearsal, seed: int, rounds: int) -> int:
 
 
 def write_model(directory: Path, **changes: Any) -> Path:
-    """Llama-3.1-8B's flags in one layer of a few columns."""
+    """Llama-3.1-8B's configuration with one narrow layer."""
     fields = model_fields("Llama-3.1-8B", tiny=True)
     fields |= {"max_position_embeddings": 4096, "vocab_size": 8192, "eos_token_id": 2}
     (directory / "config.json").write_text(json.dumps(fields | changes), encoding="utf-8")
@@ -224,8 +224,8 @@ def write_model(directory: Path, **changes: Any) -> Path:
 
 
 def rehearse(rounds: int, model: str, **changes: Any) -> dict[str, Any]:
-    """A start and `rounds` of `serve_everything`, then a few steps of decodes alone."""
-    gpu = PretendGpu(answer=65)  # an "a" of the tokenizer that is made up
+    """A start and `rounds` of `serve_everything`, then a few decode steps."""
+    gpu = PretendGpu(answer=65)  # an "a" of the dummy tokenizer
     with gpu.installed(), tempfile.TemporaryDirectory() as directory:
         rehearsal = Rehearsal(gpu, write_model(Path(directory), **MODELS[model]), **changes)
         at_start = set(gpu.compiled)
@@ -249,10 +249,10 @@ def rehearse(rounds: int, model: str, **changes: Any) -> dict[str, Any]:
 
 
 def decode_alone(rehearsal: Rehearsal, num_steps: int = 5) -> dict[str, Any]:
-    """What some steps of the same sequences take, all together; none of them needs a new block."""
+    """The total work of a few decode steps of the same sequences, which need no new blocks."""
     gpu = rehearsal.gpu
     for _ in range(3):
-        rehearsal.ask(2, max_tokens=30, top_p=0.9)
+        rehearsal.add(2, max_tokens=30, top_p=0.9)
     for _ in range(6):
         rehearsal.step()
     for seen in (gpu.waits, gpu.uploads, gpu.launches, gpu.replays):
@@ -277,7 +277,7 @@ def decode_alone(rehearsal: Rehearsal, num_steps: int = 5) -> dict[str, Any]:
 def main(rounds: int, flags: list[str]) -> None:
     model = next((flag for flag in flags if flag in MODELS), "llama")
     num_layers = MODELS[model].get("num_hidden_layers", 1)
-    # A pool that holds no whole context, and makes running sequences yield.
+    # A pool that is smaller than a whole context, so that sequences are preempted.
     report = rehearse(
         rounds,
         model,

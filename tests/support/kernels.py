@@ -1,11 +1,11 @@
-"""Where kernels are tested, in what types, and how near they must come."""
+"""The device and types that kernels are tested with, and the tolerances."""
 
 import torch
 from torch import Tensor
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-# Triton's interpreter multiplies bfloat16 matrices wrongly (3.6 to 3.9), so it is left to the GPU.
+# Triton's interpreter multiplies bfloat16 matrices wrongly (3.6 to 3.9), so only GPUs test it.
 DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
 # Of ||out - ref|| / ||ref||, the reference being computed in float32.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -15,13 +15,13 @@ LOGPROB_TOLERANCE = 1e-4
 
 
 def error(out: Tensor, reference: Tensor) -> float:
-    """Relative, by norms; not finite where `out` is not."""
+    """Relative, by norms; not finite if `out` is not."""
     difference = out.double() - reference.double()
     return float(difference.norm() / reference.double().norm())
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory in which every element that is not written shows."""
+    """NaNs, so that every element that is not written shows."""
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 

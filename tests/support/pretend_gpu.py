@@ -1,14 +1,14 @@
 """A GPU that computes nothing: torch's CUDA surface over fake tensors, with CUDA's rules enforced.
 
-What runs under `PretendGpu.installed` is our own code, all of it. Stood in for is torch's: tensors
-know their device and shape but have no data, streams, events, graphs, pinned memory and
-`mem_get_info` are arithmetic, and Triton's launches are written down with the very key by which
-Triton would compile them. `BrokenRule` is raised for what a real device would refuse or get wrong:
+All of our own code runs unchanged under `PretendGpu.installed`. Torch's is replaced: tensors have a
+device and a shape but no data; streams, events, graphs, pinned memory and `mem_get_info` are
+arithmetic; and Triton's launches are recorded with the key by which Triton would compile them.
+`BrokenRule` is raised for what a real device would refuse or get wrong:
 
-- a kernel's tensor that is on the host, has gaps, or that a later graph has overwritten;
-- in a capture: a transfer, a wait for the device, a kernel that was not compiled before it;
-- a replay whose memory is gone; host memory that is read or written before its copy has run;
-- more memory than there is.
+- a kernel's tensor that is on the host, has gaps, or was overwritten by a later graph;
+- in a capture: a transfer, a wait for the device, a kernel that was not compiled before;
+- a replay after its memory was freed; host memory read or written before its copy has run;
+- more memory than the device has.
 
 Needs g++ for two lines of C++: a build of torch without CUDA cannot index a CUDA tensor otherwise.
 """
@@ -45,19 +45,19 @@ _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
 """
-_ALIGNMENT = 512  # of what torch's allocator gives
+_ALIGNMENT = 512  # of torch's allocator
 _MAX_GRID_Y = 65535
 _ENGINE = str(ROOT / "penstock" / "engine")
 _aten = torch.ops.aten
 
 
 class BrokenRule(AssertionError):
-    """What a GPU forbids, or would do wrong."""
+    """An operation that a GPU forbids, or would get wrong."""
 
 
 @dataclass(eq=False)
 class Memory:
-    """One storage. busy_until: in the stream's order, when the device has last done with it."""
+    """One storage. busy_until: when, on the stream's clock, the device has finished using it."""
 
     address: int
     num_bytes: int
@@ -71,7 +71,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Launch:
-    """key: what Triton compiles a kernel anew for."""
+    """key: Triton compiles the kernel once for each."""
 
     name: str
     key: str
@@ -81,7 +81,7 @@ class Launch:
 
 
 class _Pointer:
-    """All that Triton looks at of a tensor."""
+    """What Triton reads of a tensor."""
 
     def __init__(self, dtype: torch.dtype, address: int) -> None:
         self.dtype = dtype
@@ -104,7 +104,7 @@ class Graph:
     def replay(self) -> None:
         gpu = self._gpu
         if any(not memory.is_alive for memory in self.outside.values()):
-            raise BrokenRule("a graph is replayed whose memory has been given back")
+            raise BrokenRule("a graph is replayed whose memory has been freed")
         for memory in gpu.memories.values():
             if memory.owner and memory.owner.pool == self.pool:
                 memory.is_stale = memory.owner is not self
@@ -114,20 +114,20 @@ class Graph:
 
 @dataclass
 class PretendGpu:
-    """name, capability, total_bytes: as an H200 has them. answer: what every id read is."""
+    """name, capability, total_bytes: those of an H200. answer: the value of every id read."""
 
     name: str = "NVIDIA H200"
     capability: tuple[int, int] = (9, 0)
     total_bytes: int = 150_000_000_000
     answer: int = 97
     clock: int = 0
-    known: int = 0  # of the clock, how far the host knows the device to be
+    known: int = 0  # the time on the clock that the host knows the device has reached
     waits: list[str] = field(default_factory=list)  # where the host waited for the device
     uploads: list[str] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     replays: list[Graph] = field(default_factory=list)
     graphs: list[Graph] = field(default_factory=list)
-    compiled: dict[str, str] = field(default_factory=dict)  # by key, where it was launched first
+    compiled: dict[str, str] = field(default_factory=dict)  # by key, the place of its first launch
     memories: dict[int, Memory] = field(default_factory=dict)
     capturing: Graph | None = None
     live_bytes: int = 0
@@ -257,7 +257,7 @@ class PretendGpu:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Until its end, torch finds this GPU. Whatever has been made on it is to be let go."""
+        """Torch finds this GPU in this context. Release all that was made on it before it ends."""
         _load_guard()
         with ExitStack() as stack:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -303,7 +303,7 @@ class PretendGpu:
             gpu.graphs.append(graph)
 
         class Threads(ThreadPoolExecutor):
-            """Modes are of a thread: those that load weights need them too, but one at a time."""
+            """Dispatch modes are per thread: threads that load weights need them, one at a time."""
 
             def __init__(self, max_workers: int | None = None, *args: Any) -> None:
                 super().__init__(1, *args)
@@ -367,7 +367,7 @@ class PretendGpu:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation of torch before the fake tensors do."""
+    """Intercepts every operation of torch before the fake tensors do."""
 
     def __init__(self, gpu: PretendGpu) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -377,7 +377,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        if _is_composite(func):  # what it consists of is seen instead
+        if _is_composite(func):  # its parts are intercepted instead
             with self:
                 return func.decompose(*args, **kwargs)
         if func.is_view:
@@ -396,11 +396,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 memory = self._gpu.adopt(tensor)
                 memory.is_pinned |= bool(kwargs.get("pin_memory"))
             if isinstance(tensor, FakeTensor):
-                tensor.constant = None  # a single number would go on as a real tensor
+                tensor.constant = None  # otherwise a single number would continue as a real tensor
         return out
 
     def read(self, tensor: Tensor) -> None:
-        """The host wants to know what is in it."""
+        """The host reads its content."""
         if tensor.is_cuda:
             self._gpu.use(tensor)
             self._gpu.wait("a read")
@@ -417,7 +417,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source, target = args[0], torch.device(kwargs.get("device") or args[0].device)
             non_blocking = bool(kwargs.get("non_blocking"))
             if target.type != source.device.type:
-                if source.is_cuda:  # to new memory, which nobody has pinned
+                if source.is_cuda:  # to new memory, which is not pinned
                     gpu.wait("a copy to the host")
                 else:
                     gpu.transfer(source, non_blocking=non_blocking, is_upload=True)
@@ -445,7 +445,7 @@ def _is_composite(func: Any) -> bool:
 
 
 def _place() -> str:
-    """The innermost line of ours."""
+    """The innermost line of our own code."""
     frame = sys._getframe(1)
     while frame.f_back and not frame.f_code.co_filename.startswith(_ENGINE):
         frame = frame.f_back

@@ -13,7 +13,7 @@ from penstock.engine.config import Device, Dtype, EngineConfig
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import build_model_input
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers import PackedLinear, PlainLinear
+from penstock.engine.models.layers.linear import PackedLinear, PlainLinear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.native.model import NativeModel, load_library
@@ -33,7 +33,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-# family -> (transformers' name, what this configuration exercises)
+# family -> (transformers' name, options that this configuration tests)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama3_gqa": ("Llama", {"num_key_value_heads": 1, "rope_theta": 500_000.0}),
@@ -59,7 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(family: str, seed: int = 0) -> Any:
-    """transformers' own model, in evaluation mode, every weight (norms, biases too) random."""
+    """transformers' model, in evaluation mode, with random weights, norms and biases included."""
     name, extra = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(
         **{
@@ -113,12 +113,12 @@ class Harness:
         self.model = llama = LlamaModel(
             config,
             Checkpoint(model_dir, torch.empty),
-            PlainLinear if native else options.get("make_linear", PackedLinear),
+            options.get("make_linear", PlainLinear if native else PackedLinear),
             gathered_attention,
             max_model_len=MAX_LEN,
             device=CPU,
         )
-        self.pool = KVPool(config, num_blocks, BLOCK_SIZE, torch.float32, CPU)
+        self.pool = KVPool(config.kv_shape, num_blocks, BLOCK_SIZE, torch.float32, CPU)
         if native:
             library = load_library()
             assert library is not None
@@ -129,7 +129,7 @@ class Harness:
 
     @torch.inference_mode()
     def run(self, rows: Iterable[tuple[int, int, int]], num_decodes: int = 0) -> list[Tensor]:
-        """rows: (slot, start, number of tokens), each of which samples. Every token's logits."""
+        """rows: (slot, start, number of tokens). Returns the logits of every token, row by row."""
         slots, starts, counts = zip(*rows, strict=True)
         batch = make_batch(slots, starts, counts, num_decodes=num_decodes)
         step = build_model_input(batch, self.token_table, self.block_tables, BLOCK_SIZE)

@@ -11,10 +11,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs
 from penstock.engine.kernels.tables import gather_chunks, store_lengths
-from penstock.engine.models.fused import DeviceStep, FusedModel
+from penstock.engine.models.fused import FusedModel
 from penstock.scheduler.types import ScheduledBatch
 
 # Below about 200 tokens a product is bound by reading its weight, so that padding costs nothing;

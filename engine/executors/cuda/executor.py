@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.executor import ModelInfo
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES, ChunkGraphs
 from penstock.engine.executors.cuda.device_tables import DeviceTables
@@ -31,7 +32,7 @@ from penstock.engine.kernels.tables import (
     store_sampled,
 )
 from penstock.engine.memory.kv_pool import KVPool
-from penstock.engine.models.fused import DeviceStep, FusedModel
+from penstock.engine.models.fused import FusedModel
 from penstock.engine.sampling.grammar import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.scheduler.types import (

@@ -34,7 +34,7 @@ from penstock.engine.executors.loading import (
 )
 from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.memory.gpu_budget import (
-    Room,
+    MemoryBudget,
     check_weights,
     graph_bytes,
     out_of_memory,
@@ -44,14 +44,13 @@ from penstock.engine.memory.gpu_budget import (
 from penstock.engine.memory.kv_pool import (
     KVPool,
     PoolSize,
-    kv_bytes_per_token,
-    longest_sequence,
+    resolve_max_model_len,
     size_pool,
 )
 from penstock.engine.memory.machine import num_cores
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
-from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.sampling.grammar import Grammars, GrammarTable
 from penstock.scheduler.config import SchedulerConfig
@@ -119,8 +118,10 @@ class _Setup:
         self._model = ModelConfig.from_dir(model_dir)
         self._dtype = choose_dtype(config.dtype, gpu.device)
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
-        self._block_bytes = self._block_size * kv_bytes_per_token(self._model, self._dtype)
-        self._max_len = longest_sequence(config.max_model_len, self._model.max_model_len)
+        self._block_bytes = self._block_size * self._model.kv_shape.bytes_per_token(
+            self._dtype.itemsize
+        )
+        self._max_len = resolve_max_model_len(config.max_model_len, self._model.max_model_len)
         self._bandwidth: float | None = None
         self._flops: float | None = None
         grammars = Grammars.of_model(
@@ -147,8 +148,8 @@ class _Setup:
             activations = self._measure_step(llama, used)
         with phases.timed("kv_pool"):
             graphs = graph_bytes(self._num_graphs, activations)
-            room = Room(total=gpu.total_bytes, used=used, reserved=activations + graphs)
-            size = self._size_pool(room)
+            budget = MemoryBudget(total=gpu.total_bytes, used=used, reserved=activations + graphs)
+            size = self._size_pool(budget)
             executor = self._executor(llama, size, use_graphs=self._uses_graphs)
             used = gpu.used_bytes()
         with phases.timed("graphs"):
@@ -216,27 +217,27 @@ class _Setup:
         self._gpu.release()
         return max(0, peak - used)
 
-    def _size_pool(self, room: Room) -> PoolSize:
+    def _size_pool(self, budget: MemoryBudget) -> PoolSize:
         config = self._config
         return size_pool(
             # One block is kept for the rows that only fill a graph.
-            budget=pool_bytes(config, room) - self._block_bytes,
-            most_blocks=_MAX_BLOCKS,
+            budget=pool_bytes(config, budget) - self._block_bytes,
+            max_blocks=_MAX_BLOCKS,
             block_size=self._block_size,
             block_bytes=self._block_bytes,
             max_len=self._max_len,
-            may_cut=config.max_model_len is None,
-            advice=lambda needed: pool_advice(config, room)(needed + self._block_bytes),
+            may_shorten=config.max_model_len is None,
+            advice=lambda needed: pool_advice(config, budget)(needed + self._block_bytes),
         )
 
     def _executor(self, llama: LlamaModel, size: PoolSize, *, use_graphs: bool) -> CudaExecutor:
         scheduler, device = self._config.scheduler, self._gpu.device
         num_blocks, block_size = size.num_blocks, self._block_size
-        pool = KVPool(self._model, num_blocks + 1, block_size, self._dtype, device)
+        pool = KVPool(self._model.kv_shape, num_blocks + 1, block_size, self._dtype, device)
         attention = make_attention(
             self._config,
-            self._model,
-            block_size=block_size,
+            self._model.attention_shape(block_size),
+            self._model.windows,
             dtype=self._dtype,
             device=device,
             max_rows=scheduler.max_num_seqs,

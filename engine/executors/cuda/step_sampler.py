@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.sample import DeviceSampler, Mode, can_fuse
-from penstock.engine.memory.host import sent, to_device
+from penstock.engine.memory.host import tensor_to_device, to_device
 from penstock.engine.sampling.grammar import GrammarTable
 from penstock.engine.sampling.sampler import Sampler
 from penstock.scheduler.types import SamplingParams, SlotAssignment, TokenLogprobs
@@ -127,4 +127,4 @@ class StepSampler:
         words = self._grammars.words_per_row
         memory = torch.frombuffer(self._grammars.memory, dtype=torch.int32).view(-1, words)
         index = to_device(constrained, torch.int64, self._device)
-        self._fused.masks[index] = sent(memory[constrained], self._device)
+        self._fused.masks[index] = tensor_to_device(memory[constrained], self._device)

@@ -1,30 +1,21 @@
-"""Paged attention at the shapes of the models, compared with FlashAttention if it is installed.
+"""Paged attention at the shapes of the models, compared with FlashAttention 3 (--flash-attn-3).
 
 One large pool of random keys and values; each input set has its own blocks, in random order.
 """
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.flash import (
-    FlashAttention,
-    FlashLibrary,
-    VllmFlashAttention3,
-    find_flash_library,
-)
-from penstock.engine.attention.paged import AttentionShape, PagedAttention
-from penstock.engine.models.fused import DeviceAttention, DeviceStep
-from penstock.scheduler.errors import InvalidConfig
+from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.attention.protocol import DeviceAttention
+from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.device_step import DeviceStep
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
+from tests.bench.engine.flash_attention_3 import FlashAttention3, interface_in
 from tests.bench.engine.models import model_config
 from tests.bench.engine.timing import Call, num_input_sets, relative_error
 
@@ -160,22 +151,14 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, first_position: int) ->
 
 def _case(bench: Bench, model: str, lengths: Lengths, at: dict[str, object], kernel: str) -> Case:
     config = model_config(model, bench.tiny)
-    shape = AttentionShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=_TINY_BLOCK_SIZE if bench.tiny else _BLOCK_SIZE,
-    )
+    shape = config.attention_shape(_TINY_BLOCK_SIZE if bench.tiny else _BLOCK_SIZE)
     inputs = Inputs(bench, shape, lengths)
     rows, tokens, sms = len(lengths.contexts), len(inputs.out), 1
     if bench.device.type == "cuda":
         sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
     ours = partial(PagedAttention, shape, [None], rows, tokens, sms, bench.device, bench.dtype)
     calls = inputs.calls(ours)
-    rivals = {
-        library.name: inputs.calls(partial(FlashAttention, library, shape, [None]))
-        for library in _rivals(bench, shape)
-    }
+    rivals = {name: inputs.calls(make) for name, make in _rivals(bench, shape).items()}
     pair_bytes = 2 * shape.num_kv_heads * shape.head_dim * bench.dtype.itemsize
     return Case(
         kernel=kernel,
@@ -189,30 +172,8 @@ def _case(bench: Bench, model: str, lengths: Lengths, at: dict[str, object], ker
     )
 
 
-def _rivals(bench: Bench, shape: AttentionShape) -> Iterator[FlashLibrary]:
-    """The FlashAttention libraries that are available."""
-    if bench.flash_attn_3:
-        yield VllmFlashAttention3(interface_in(bench.flash_attn_3))
-    elif bench.device.type == "cuda":
-        with suppress(InvalidConfig):  # none is installed
-            library = find_flash_library(torch.cuda.get_device_capability(bench.device))
-            if shape.block_size % library.block_multiple == 0:
-                yield library
-
-
-def interface_in(folder: Path) -> ModuleType:
-    """The flash_attn_interface.py of a folder, which finds the shared library beside it.
-
-    Its imports are relative, so the folder is loaded as a package.
-    """
-    for file in ("flash_attn_interface.py", "_vllm_fa3_C.abi3.so"):
-        if not (folder / file).exists():
-            raise InvalidConfig(
-                f"--flash-attn-3 is {folder}, which has no {file}; name the folder "
-                "vllm/vllm_flash_attn of an unpacked vLLM wheel"
-            )
-    name = "flash_attn_3_of_a_folder"
-    package = ModuleType(name)
-    package.__path__ = [str(folder.resolve())]
-    sys.modules[name] = package
-    return import_module(f"{name}.flash_attn_interface")
+def _rivals(bench: Bench, shape: AttentionShape) -> dict[str, Callable[[], DeviceAttention]]:
+    if not bench.flash_attn_3:
+        return {}
+    make = partial(FlashAttention3, interface_in(bench.flash_attn_3), shape)
+    return {FlashAttention3.name: make}

@@ -6,7 +6,6 @@ from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.setup import build_cuda_executor
-from penstock.engine.memory.kv_pool import kv_bytes_per_token
 from penstock.engine.models.config import ModelConfig
 from penstock.scheduler.config import SchedulerConfig
 from tests.bench.engine.timing import compute_dtype, the_device
@@ -34,7 +33,7 @@ def build_executor(
         )
         return build_cuda_executor(config, model_dir)
     model = ModelConfig.from_dir(model_dir)
-    token_bytes = kv_bytes_per_token(model, compute_dtype(device))
+    token_bytes = model.kv_shape.bytes_per_token(compute_dtype(device).itemsize)
     config = EngineConfig(
         model=str(model_dir),
         dtype=Dtype.FLOAT32,

@@ -11,7 +11,7 @@ from penstock.engine.kernels.activation import silu_mul
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers import rotary_table, rotate
+from penstock.engine.models.layers.rotary import rotary_table, rotate
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.models import model_config
 from tests.bench.engine.timing import num_input_sets, relative_error

@@ -3,7 +3,7 @@ minutes.
 
 What the machine needs: one GPU with its driver, torch for it (2.11 or later), Triton (torch brings
 it), and the other dependencies of penstock; 20 GB of disk for the part `ready`; for the
-comparison with FlashAttention 3 a package of it, or --flash-attn-3 with a folder that has
+comparison with FlashAttention 3 --flash-attn-3 with a folder that has
 _vllm_fa3_C.abi3.so and flash_attn_interface.py of a vLLM wheel that was built for the same torch.
 No weights and no network: models are random, in the shapes of configs/models.
 

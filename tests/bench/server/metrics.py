@@ -16,7 +16,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from penstock.engine.ipc.messages import StepReport
-from penstock.scheduler.stats import SchedulerStats, StepWork
+from penstock.scheduler.stats import AttentionWork, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, RequestOutput, Started
 from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.metrics_alias import MetricsAlias
@@ -128,7 +128,9 @@ def _report(step: int, num_sequences: int) -> StepReport:
         step=step,
         outputs=outputs,
         stats=SchedulerStats(num_sequences, 0, 1000, 0, 1000, 0, 0, 0, 0),
-        work=StepWork(0, num_sequences, num_sequences, num_sequences, 1000, 1000, 0),
+        work=StepWork(
+            0, num_sequences, num_sequences, num_sequences, 0, (AttentionWork(1000, 1000),)
+        ),
         started_s=time.monotonic() + step * 0.01,
         step_s=0.0099,
         model_bytes=1 << 30,

@@ -1,4 +1,4 @@
-"""Every attention backend of a GPU computes the same, and says what it cannot compute."""
+"""Every attention backend of a GPU computes the same, and refuses what it cannot compute."""
 
 import importlib.util
 import inspect
@@ -18,25 +18,19 @@ from tests.support.paths import DEMO_MODEL
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.attention.backends import make_attention
-from penstock.engine.attention.flash import (
-    FlashAttention,
-    FlashAttention2,
-    FlashAttention3,
-    FlashLibrary,
-    FlashRows,
-    VllmFlashAttention3,
-    find_flash_library,
-)
-from penstock.engine.attention.host_planned import TorchAttention
-from penstock.engine.attention.paged import AttentionShape, PagedAttention
+from penstock.engine.attention.flash import FlashAttention
+from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.attention.protocol import DeviceAttention
 from penstock.engine.attention.reference import reference_attention
+from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.attention.torch_attention import TorchAttention
 from penstock.engine.config import AttentionBackend, EngineConfig
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import DeviceAttention, DeviceStep
 from penstock.scheduler.errors import InvalidConfig
-from tests.support import flash_libraries as libraries
+from tests.support.flash_attn_module import SOURCE, FlashAttnModule, parameters
 from tests.support.kernels import DEVICE, error, poisoned, random
 
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, block_size=256)
@@ -44,23 +38,27 @@ WINDOWS = (None, 70)
 MAX_BLOCKS = 3
 CPU = torch.device("cpu")
 
+_FLASH_FUNCTIONS = ("flash_attn_with_kvcache", "flash_attn_varlen_func")
 MAKERS: dict[str, Callable[[], DeviceAttention]] = {
     "triton": lambda: PagedAttention(
         SHAPE, WINDOWS, 8, 600, num_sms=2, device=DEVICE, dtype=torch.float32
     ),
     "torch": TorchAttention,
-    "flash-attn 2": lambda: _flash(FlashAttention2(libraries.FlashAttention2Module)),
-    "FlashAttention 3": lambda: _flash(FlashAttention3(libraries.FlashAttention3Module())),
-    "vLLM's": lambda: _flash(VllmFlashAttention3(libraries.VllmFlashAttentionModule())),
+    "flash_attn": lambda: FlashAttention(SHAPE),
 }
 
 
-def _flash(library: FlashLibrary) -> FlashAttention:
-    return FlashAttention(library, SHAPE, WINDOWS)
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs the stand-in."""
+    module = ModuleType("flash_attn")
+    for name in _FLASH_FUNCTIONS:
+        setattr(module, name, getattr(FlashAttnModule, name))
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
 
 
 class Step:
-    """Decodes, then chunks, of sequences whose blocks lie anywhere in the pool."""
+    """Decodes, then chunks, of sequences whose blocks are anywhere in the pool."""
 
     def __init__(self, lengths: list[int], counts: list[int], num_decodes: int) -> None:
         num_rows, size = len(lengths), SHAPE.block_size
@@ -97,7 +95,7 @@ class Step:
         )
 
     def error(self, attention: DeviceAttention) -> float:
-        """The largest of all windows."""
+        """The largest over all windows."""
         attention.plan(self.step)
         return max(self._error(attention, window) for window in WINDOWS)
 
@@ -112,6 +110,7 @@ def _ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
+@pytest.mark.usefixtures("flash_attn")
 @pytest.mark.parametrize("name", MAKERS)
 def test_decodes_and_chunks_agree_with_the_reference(name: str) -> None:
     attention = MAKERS[name]()
@@ -120,89 +119,43 @@ def test_decodes_and_chunks_agree_with_the_reference(name: str) -> None:
     assert Step([40, 9], [1, 9], num_decodes=0).error(attention) < 1e-5
 
 
-@pytest.mark.parametrize(("interface", "source"), libraries.INTERFACES)
-def test_the_stand_ins_have_the_libraries_own_parameters(
-    interface: Callable[[], Any], source: str
-) -> None:
-    found = _find(source)
-    if found is None:
-        pytest.skip(f"{source} is not installed")
-    real = libraries.parameters(found)
-    stand_in = interface()
-    for name in ("flash_attn_with_kvcache", "flash_attn_varlen_func", "get_scheduler_metadata"):
-        if hasattr(stand_in, name):
-            ours = list(inspect.signature(getattr(stand_in, name)).parameters)
-            # Versions add parameters; what we pass by place comes first in all of them.
-            assert set(ours) <= set(real[name])
-            assert real[name][:3] == ours[:3]
+def test_the_stand_in_has_the_parameters_of_flash_attn() -> None:
+    places = (Path(place, SOURCE) for place in sys.path)
+    installed = next((place for place in places if place.is_file()), None)
+    if installed is None:
+        pytest.skip("flash-attn is not installed")
+    real = parameters(installed)
+    for name in _FLASH_FUNCTIONS:
+        ours = list(inspect.signature(getattr(FlashAttnModule, name)).parameters)
+        # Versions add parameters; what we pass by position comes first in all of them.
+        assert set(ours) <= set(real[name])
+        assert real[name][:3] == ours[:3]
 
 
-def _find(source: str) -> Path | None:
-    """In site-packages; of `hopper`, the module as it is installed."""
-    installed = source.removeprefix("hopper/")
-    places = (Path(place, installed) for place in sys.path)
-    return next((place for place in places if place.is_file()), None)
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "expected"), [(1, 32), (64, 32), (512, 4), (2048, 1), (8192, 1)]
-)
-def test_more_tokens_have_fewer_pieces_so_that_partial_results_stay_small(
-    num_tokens: int, expected: int
-) -> None:
-    ints = _ints([0])
-    rows = FlashRows(
-        block_tables=ints,
-        query_starts=ints,
-        key_starts=ints,
-        context_lens=ints,
-        max_query_len=num_tokens,
-        block_size=256,
-    )
-    assert rows.max_splits(num_tokens) == expected
-
-
-def test_what_is_not_installed_is_refused_by_a_sentence_that_names_the_extra() -> None:
-    if any(importlib.util.find_spec(name) for name in ("flash_attn", "flash_attn_interface")):
-        pytest.skip("FlashAttention is installed")
+def test_the_error_for_a_missing_flash_attn_names_the_extra() -> None:
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash-attn is installed")
     with pytest.raises(InvalidConfig, match=re.escape("pip install 'penstock[flash]'")):
-        find_flash_library((8, 0))
+        FlashAttention(SHAPE)
 
 
-def test_a_library_that_cannot_be_loaded_is_named_with_its_reason(
+def test_the_error_for_a_library_that_cannot_be_loaded_has_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    with pytest.raises(InvalidConfig, match="flash_attn: undefined symbol: _ZN3c10"):
-        find_flash_library((8, 0))
+    with pytest.raises(InvalidConfig, match="undefined symbol: _ZN3c10"):
+        FlashAttention(SHAPE)
 
 
-@pytest.mark.parametrize(
-    ("capability", "expected"), [((9, 0), FlashAttention3), ((8, 0), FlashAttention2)]
-)
-def test_version_3_is_for_hopper_and_version_2_for_the_rest(
-    capability: tuple[int, int], expected: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _install(monkeypatch, "flash_attn", libraries.FlashAttention2Module())
-    _install(monkeypatch, "flash_attn_interface", libraries.FlashAttention3Module())
-    assert isinstance(find_flash_library(capability), expected)
-
-
-def _install(monkeypatch: pytest.MonkeyPatch, name: str, functions: object) -> None:
-    module = ModuleType(name)
-    for function in ("flash_attn_with_kvcache", "flash_attn_varlen_func", "get_scheduler_metadata"):
-        if hasattr(functions, function):
-            setattr(module, function, getattr(functions, function))
-    monkeypatch.setitem(sys.modules, name, module)
-
-
-def _make(backend: AttentionBackend, **changes: Any) -> DeviceAttention:
-    arguments: dict[str, Any] = {"block_size": 64, "dtype": torch.bfloat16} | changes
+def _make(backend: AttentionBackend, *, block_size: int = 64, **changes: Any) -> DeviceAttention:
+    arguments: dict[str, Any] = {"dtype": torch.bfloat16} | changes
+    model = ModelConfig.from_dir(DEMO_MODEL)
     return make_attention(
         EngineConfig(model=str(DEMO_MODEL), attention_backend=backend),
-        ModelConfig.from_dir(DEMO_MODEL),
+        model.attention_shape(block_size),
+        model.windows,
         device=CPU,
         max_rows=4,
         max_tokens=64,
@@ -210,6 +163,7 @@ def _make(backend: AttentionBackend, **changes: Any) -> DeviceAttention:
     )
 
 
+@pytest.mark.usefixtures("flash_attn")
 @pytest.mark.parametrize(
     ("backend", "expected", "is_capturable"),
     [
@@ -219,28 +173,23 @@ def _make(backend: AttentionBackend, **changes: Any) -> DeviceAttention:
         (AttentionBackend.TORCH, TorchAttention, False),
     ],
 )
-def test_the_backend_that_is_asked_for_is_made(
+def test_the_configured_backend_is_made(
     backend: AttentionBackend,
     expected: type,
     is_capturable: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _install(monkeypatch, "flash_attn", libraries.FlashAttention2Module())
     attention = _make(backend, block_size=256)
     assert isinstance(attention, expected)
     assert attention.is_capturable is is_capturable
 
 
-def test_blocks_too_small_for_version_2_are_refused_with_the_size_that_fits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _install(monkeypatch, "flash_attn", libraries.FlashAttention2Module())
+@pytest.mark.usefixtures("flash_attn")
+def test_blocks_too_small_for_flash_attn_are_refused_with_the_size_that_fits() -> None:
     with pytest.raises(InvalidConfig, match="use --block-size 256"):
         _make(AttentionBackend.FLASH_ATTN, block_size=64)
 
 
-def test_float32_is_refused_by_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, "flash_attn", libraries.FlashAttention2Module())
+def test_float32_is_refused_by_flash_attention() -> None:
     with pytest.raises(InvalidConfig, match="use --dtype bfloat16"):
         _make(AttentionBackend.FLASH_ATTN, dtype=torch.float32, block_size=256)
 

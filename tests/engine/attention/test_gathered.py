@@ -1,4 +1,4 @@
-"""The fast attention in torch agrees with the slow one."""
+"""The batched attention in torch agrees with the reference."""
 
 import pytest
 import torch

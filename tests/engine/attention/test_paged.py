@@ -1,12 +1,13 @@
-"""The Triton attention kernels agree with the reference, for rows of all lengths side by side."""
+"""The Triton attention kernels agree with the reference, for rows of different lengths."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.attention.paged import AttentionShape, PagedDecode, PagedPrefill
+from penstock.engine.attention.paged import PagedDecode, PagedPrefill
 from penstock.engine.attention.reference import reference_attention
+from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.model_input import ModelInput
 from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, poisoned, random
 
@@ -18,7 +19,7 @@ SHAPES = [
 
 
 class Rows:
-    """Rows with these lengths, whose last `counts` tokens are asked for, in shuffled blocks."""
+    """Rows with these lengths, in shuffled blocks, whose last `counts` tokens are queries."""
 
     def __init__(
         self, shape: AttentionShape, lengths: list[int], counts: list[int], dtype: torch.dtype
@@ -27,7 +28,7 @@ class Rows:
         num_blocks = [-(-length // size) for length in lengths]
         pool = (sum(num_blocks) + 3, size, shape.num_kv_heads, shape.head_dim)
         self.keys, self.values = (random(*pool, dtype=dtype, seed=seed) for seed in (1, 2))
-        # What no row may look at: the blocks of nobody.
+        # Blocks of no row, which must not be read.
         shuffled = torch.randperm(pool[0], generator=torch.Generator().manual_seed(0))
         for unused in shuffled[sum(num_blocks) :].tolist():
             self.keys[unused] = self.values[unused] = float("nan")
@@ -76,7 +77,7 @@ def test_decode_agrees_with_the_reference(
     assert rows.error(window) < TOLERANCE[dtype]
 
 
-def test_rows_that_are_not_there_cost_and_change_nothing() -> None:
+def test_rows_of_length_0_have_no_work_and_change_nothing() -> None:
     shape, dtype = SHAPES[0], torch.float32
     rows = Rows(shape, [600, 70], [1, 1], dtype)
     decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)

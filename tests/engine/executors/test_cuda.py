@@ -12,7 +12,7 @@ from tests.support.paths import STORIES
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged import AttentionShape, PagedAttention
+from penstock.engine.attention.paged import PagedAttention
 from penstock.engine.config import Device, Dtype, EngineConfig
 from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.executors.cpu import CpuExecutor
@@ -21,7 +21,7 @@ from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
-from penstock.engine.models.layers import PlainLinear
+from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.sampling.grammar import Grammars, GrammarTable
@@ -72,13 +72,8 @@ def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
             max_model_len=MAX_LEN,
             device=DEVICE,
         )
-    pool = KVPool(config, NUM_BLOCKS + 1, BLOCK_SIZE, torch.float32, DEVICE)
-    shape = AttentionShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=BLOCK_SIZE,
-    )
+    pool = KVPool(config.kv_shape, NUM_BLOCKS + 1, BLOCK_SIZE, torch.float32, DEVICE)
+    shape = config.attention_shape(BLOCK_SIZE)
     attention = PagedAttention(
         shape, config.windows, MAX_SEQS, 32, num_sms=1, device=DEVICE, dtype=torch.float32
     )

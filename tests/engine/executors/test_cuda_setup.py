@@ -16,7 +16,7 @@ from penstock.engine.executors.cuda.setup import build_cuda_executor, largest_st
 from penstock.engine.executors.loading import Ledger
 from penstock.engine.memory.gpu_budget import (
     GIB,
-    Room,
+    MemoryBudget,
     check_weights,
     graph_bytes,
     out_of_memory,
@@ -31,18 +31,18 @@ from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine, ids_of
 from tests.support.tiny_models import engine_config, make_model, save
 
-ROOM = Room(total=100 * GIB, used=30 * GIB, reserved=5 * GIB)
+ROOM = MemoryBudget(total=100 * GIB, used=30 * GIB, reserved=5 * GIB)
 BLOCK = 2**20
 
 
-def size(budget: int, max_len: int, *, may_cut: bool = False, block_size: int = 64) -> PoolSize:
+def size(budget: int, max_len: int, *, may_shorten: bool = False, block_size: int = 64) -> PoolSize:
     return size_pool(
         budget=budget,
-        most_blocks=1000,
+        max_blocks=1000,
         block_size=block_size,
         block_bytes=BLOCK,
         max_len=max_len,
-        may_cut=may_cut,
+        may_shorten=may_shorten,
         advice=lambda needed: f"give it {needed} bytes",
     )
 
@@ -188,20 +188,20 @@ def test_advice_names_the_flag_that_was_used_and_a_value_that_fits() -> None:
     assert (
         pool_advice(by_bytes, ROOM)(2 * GIB) == f"set --kv-cache-memory-bytes to at least {2**31}"
     )
-    assert "lacks 10.00 GiB" in pool_advice(by_share, ROOM)(75 * GIB)
-    assert "lacks 10.00 GiB" in pool_advice(by_bytes, ROOM)(75 * GIB)
+    assert "has 10.00 GiB too little" in pool_advice(by_share, ROOM)(75 * GIB)
+    assert "has 10.00 GiB too little" in pool_advice(by_bytes, ROOM)(75 * GIB)
 
 
 def test_a_pool_may_be_cut_only_where_nobody_asked_for_the_length() -> None:
     assert size(10 * BLOCK, 640) == PoolSize(10, 640)
-    assert size(10 * BLOCK, 700, may_cut=True) == PoolSize(10, 640)
+    assert size(10 * BLOCK, 700, may_shorten=True) == PoolSize(10, 640)
     message = (
         f"holds 640 tokens.*=700; give it {11 * BLOCK} bytes or --max-model-len to at most 640"
     )
     with pytest.raises(InvalidConfig, match=message):
         size(10 * BLOCK, 700)
     with pytest.raises(InvalidConfig, match=r"holds 0 tokens.* bytes$"):
-        size(-5, 700, may_cut=True)
+        size(-5, 700, may_shorten=True)
 
 
 def test_a_last_block_that_is_not_full_counts_as_one() -> None:
@@ -214,7 +214,7 @@ def test_weights_larger_than_the_free_memory_are_refused_with_the_numbers() -> N
     check_weights("H200", 140 * GIB, 16 * GIB, 16 * GIB, "bfloat16")
     with pytest.raises(InvalidConfig, match=r"take 16.00 GiB in bfloat16.*only 15.00 are free"):
         check_weights("H200", 140 * GIB, 15 * GIB, 16 * GIB, "bfloat16")
-    with pytest.raises(InvalidConfig, match="halve them by --dtype bfloat16"):
+    with pytest.raises(InvalidConfig, match="halve them with --dtype bfloat16"):
         check_weights("H200", 140 * GIB, 15 * GIB, 16 * GIB, "float32")
 
 
@@ -232,8 +232,8 @@ def test_without_graphs_nothing_is_kept_for_them() -> None:
 @pytest.mark.parametrize(
     ("phase", "flag"),
     [
-        ("bandwidth", "end what else"),
-        ("flops", "end what else"),
+        ("bandwidth", "stop other processes"),
+        ("flops", "stop other processes"),
         ("weights", "a smaller model"),
         ("activations", "lower --max-num-batched-tokens"),
         ("kv_pool", "lower --gpu-memory-utilization"),

@@ -18,9 +18,9 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 from tests.support.address_width import narrow_offsets
 from tests.support.compile_kernels import before_wait
 
-# What one block may have on an H100 or H200, by the CUDA programming guide.
+# The limit per thread block on an H100 or H200, from the CUDA programming guide.
 MAX_SHARED_BYTES = 227 * 1024
-# Outside the interpreter, which this process may have been started for.
+# Without the interpreter, which this process may use.
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
 
 
@@ -34,7 +34,7 @@ def _run(*command: str) -> str:
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
-    """Of Qwen3-0.6B's steps: it has every kernel that the others have, and the QK-norm too."""
+    """The kernels of Qwen3-0.6B's steps: those of the other models, and QK-norm."""
     out = _run("-m", "tests.support.compile_kernels", str(MODEL_CONFIGS / "Qwen3-0.6B"))
     return [json.loads(line) for line in out.splitlines()]
 
@@ -46,7 +46,7 @@ def test_every_kernel_compiles_for_hopper_and_fits_it(compiled: list[dict[str, A
 
 
 def test_no_kernel_spills_registers(compiled: list[dict[str, Any]]) -> None:
-    # Two or four words that are kept across a loop cost nothing; what is spilled in one does.
+    # Two or four words spilled across a loop cost nothing; spills inside one do.
     assert [entry for entry in compiled if entry["stack_bytes"] > 16] == []
 
 
@@ -55,7 +55,7 @@ def test_kernels_that_start_early_touch_no_memory_before_they_wait(
 ) -> None:
     early = [entry for entry in compiled if entry["is_overlapped"]]
     assert [entry for entry in early if entry["before_wait"] != []] == []
-    # These come first in a step or between two, behind copies: nothing of ours to overlap with.
+    # These come first in a step or between two, after copies: there is no kernel to overlap with.
     alone = {entry["kernel"] for entry in compiled} - {entry["kernel"] for entry in early}
     assert alone == {"_gather_decodes", "_update_block_tables"}
 
@@ -79,7 +79,7 @@ tt.func public @kernel(%table: !tt.ptr<i32> loc("table"(#loc)), %keys: !tt.ptr<b
 """
 
 
-def test_an_offset_that_somebody_left_in_32_bits_is_found() -> None:
+def test_an_offset_in_32_bits_is_found() -> None:
     assert narrow_offsets(OFFSETS) == []
     narrow = OFFSETS.replace("%wide, %c8192 : i64", "%block, %c8192 : i32")
     assert narrow_offsets(narrow) == ["%offset = arith.muli %block, %c8192 : i32"]
@@ -88,7 +88,7 @@ def test_an_offset_that_somebody_left_in_32_bits_is_found() -> None:
         "    %key", "    %late = arith.extsi %offset : i32 to i64\n    %key"
     )
     assert narrow_offsets(late) == ["%offset = arith.muli %block, %c8192 : i32"]
-    # And what is not known here is not passed over.
+    # An unknown operation is not ignored.
     assert narrow_offsets(narrow.replace("arith.muli", "arith.unheard_of")) != []
 
 
@@ -116,7 +116,7 @@ MACHINE_CODE = """
         "LDGSTS.E.BYPASS.128 [R43], desc[UR12][R2.64], P4",
     ],
 )
-def test_what_a_kernel_does_too_early_is_found(instruction: str) -> None:
+def test_an_instruction_before_the_wait_is_found(instruction: str) -> None:
     wait = "        /*0030*/                   ACQBULK ;"
     assert before_wait(MACHINE_CODE) == []
     spoilt = MACHINE_CODE.replace(wait, f"        /*0028*/   {instruction} ;\n{wait}")
@@ -124,7 +124,7 @@ def test_what_a_kernel_does_too_early_is_found(instruction: str) -> None:
     assert before_wait(MACHINE_CODE.replace("ACQBULK", "@P0 ACQBULK")) is None
 
 
-def test_a_decode_layer_is_seven_launches_for_a_handful_of_sequences() -> None:
+def test_a_decode_layer_is_seven_launches_for_few_sequences() -> None:
     code = (
         "import sys; from pathlib import Path; from tests.support.compile_kernels import *;"
         "print(launches_in_a_decode_layer(MetaModel(Path(sys.argv[1])), 8).total())"

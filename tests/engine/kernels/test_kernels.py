@@ -1,4 +1,4 @@
-"""Each Triton kernel does what plain torch does: in the interpreter, or on a GPU where one is."""
+"""Each Triton kernel agrees with plain torch: in the interpreter, or on a GPU if there is one."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from penstock.engine.kernels.tables import (
     store_sampled,
     update_block_tables,
 )
-from penstock.engine.models.layers import rotate
+from penstock.engine.models.layers.rotary import rotate
 from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, poisoned, random
 
 EPS = 1e-5
@@ -57,7 +57,7 @@ def test_silu_mul_is_torchs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("head_dim", [8, 24, 32])
-def test_queries_are_turned_and_keys_and_values_stored(
+def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
     dtype: torch.dtype, with_norm: bool, head_dim: int
 ) -> None:
     num_tokens, heads, kv_heads, shape = 7, 6, 2, (4, 4, 2, head_dim)
@@ -89,7 +89,7 @@ def test_queries_are_turned_and_keys_and_values_stored(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 3, MAX_ROWS])
-def test_skinny_linear_does_what_stands_around_a_linear_layer_too(
+def test_skinny_linear_computes_what_surrounds_a_linear_layer_too(
     dtype: torch.dtype, num_rows: int
 ) -> None:
     columns, outputs = 300, 70
@@ -129,7 +129,7 @@ class Tables:
         self.slots = of([4, 0, 2])
 
     def expected(self, slot: int, position: int) -> tuple[int, int, int]:
-        """Token id, position, and where its key and value go."""
+        """Token id, position, and the pool slot of its key and value."""
         block = int(self.block_tables[slot, position // self.block_size])
         kv_slot = block * self.block_size + position % self.block_size
         return int(self.token_table[slot, position]), position, kv_slot
@@ -141,7 +141,7 @@ class Tables:
         return [of(num_tokens), of(num_tokens), of(num_tokens, torch.int64), of(num_rows)]
 
 
-def test_a_decode_reads_the_token_behind_those_computed() -> None:
+def test_a_decode_reads_the_first_token_not_yet_computed() -> None:
     tables = Tables()
     token_ids, positions, kv_slots, context_lens = tables.buffers(3, 3)
     gather_decodes(
@@ -169,7 +169,7 @@ def test_a_chunk_reads_its_tokens_in_order() -> None:
     assert context_lens.tolist() == [9, 6, 17]
 
 
-def test_what_a_step_writes_back_lands_in_its_slots_and_the_padding_slot_keeps_its_length() -> None:
+def test_a_step_writes_back_to_its_slots_and_the_padding_slot_keeps_its_length() -> None:
     tables = Tables()
     slots = torch.tensor([4, 0, 5], dtype=torch.int32, device=DEVICE)
     context_lens = torch.tensor([32, 8, 1], dtype=torch.int32, device=DEVICE)

@@ -1,4 +1,4 @@
-"""When kernels may start early, and that what they compute is the same."""
+"""When kernels may start early, and that they then compute the same."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from tests.support.kernels import DEVICE, ON_GPU, random
         ((9, 0), "0", False),
     ],
 )
-def test_kernels_start_early_where_that_is_known_to_work_and_not_forbidden(
+def test_kernels_start_early_on_supported_devices_unless_disabled(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     environment: str | None,
@@ -62,7 +62,7 @@ def test_a_captured_chain_computes_the_same_when_its_kernels_start_early() -> No
     residual = torch.empty_like(start)
 
     def chain() -> None:
-        # Memory is freed and taken again between kernels, and one tensor is updated in place.
+        # Memory is freed and reused between kernels, and one tensor is updated in place.
         residual.copy_(start)
         for _ in range(depth):
             active = residual.new_empty(4, wide)

@@ -1,4 +1,4 @@
-"""Sampling on the device against the CPU's sampler: who survives, who wins, and why.
+"""Sampling on the device against the CPU's sampler: which ids survive, and which one wins.
 
 Without a GPU, Triton's interpreter runs the kernels; it takes some 0.3 s a row that has filters.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is defined
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton  # noqa: E402
@@ -131,11 +131,11 @@ def assert_is_the_draw_from_survivors(
         assert drawn.ids[row] == int(times.masked_fill(~kept, math.inf).argmin()), sampling
 
 
-# --- greedy, and what cannot be sampled -----------------------------------------------------------
+# --- greedy, and invalid logits -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_takes_the_first_of_the_best_whatever_else_is_there(dtype: torch.dtype) -> None:
+def test_greedy_takes_the_first_of_the_best(dtype: torch.dtype) -> None:
     inf, nan = math.inf, math.nan
     odd = torch.full((8, 5000), -3.0)
     odd[0, [4999, 4100, 7]] = 2.0  # a tie across chunks
@@ -152,7 +152,7 @@ def test_greedy_takes_the_first_of_the_best_whatever_else_is_there(dtype: torch.
     assert drawn.ids == [7, 4099, 4500, 900, 0, 0, 4321, 4999]
 
 
-def test_a_row_that_draws_minds_neither_nan_nor_infinity() -> None:
+def test_a_row_that_draws_tolerates_nan_and_infinity() -> None:
     inf, nan = math.inf, math.nan
     odd = torch.tensor(
         [
@@ -167,7 +167,7 @@ def test_a_row_that_draws_minds_neither_nan_nor_infinity() -> None:
     assert Drawn(odd, [params(top_p=0.9, top_k=3)] * 5).ids == [1, 2, 0, 0, 3]
 
 
-def test_what_leaves_one_id_is_greedy() -> None:
+def test_filters_that_leave_one_id_are_greedy() -> None:
     logits = spread_logits(1000).repeat(6, 1)
     samplings = [
         params(1e-6),
@@ -210,7 +210,7 @@ def test_ids_of_many_seeds_are_in_proportion_too() -> None:
         assert chi_square < 4 + 5 * math.sqrt(8), (counts, expected)
 
 
-def test_noise_of_one_position_says_nothing_of_the_next() -> None:
+def test_noise_of_successive_positions_is_uncorrelated() -> None:
     x = noise(1, torch.arange(4096), 16)
     y = noise(2, torch.arange(4096), 16)
     for other in (x.roll(1, 0), x.roll(1, 1), y):
@@ -228,15 +228,15 @@ def test_plain_rows_take_the_first_of_the_race() -> None:
 
 
 def test_an_id_depends_on_seed_and_position_alone() -> None:
-    """Not on its row, its slot, its company, the mode, the stride, or where a vocabulary ends."""
+    """Not on its row, its slot, other rows, the mode, the stride, or the vocabulary's size."""
     samplings = [params(1.3), params(1.3, top_p=0.9)]
     x = spread_logits(3000, 5)
     alone = [Drawn(x[None], [sampling], seeds=[9], positions=[77]).ids[0] for sampling in samplings]
     wide = torch.full((4, 8200), -math.inf)
     wide[:, :3000] = x
     wide[1, :3000] = spread_logits(3000, 6)
-    company = [samplings[1], params(0.0), samplings[0], params(min_p=0.1)]
-    drawn = Drawn(wide, company, slots=[6, 0, 2, 4], seeds=[9, 1, 9, 2], positions=[77, 3, 77, 4])
+    batch = [samplings[1], params(0.0), samplings[0], params(min_p=0.1)]
+    drawn = Drawn(wide, batch, slots=[6, 0, 2, 4], seeds=[9, 1, 9, 2], positions=[77, 3, 77, 4])
     assert [drawn.ids[2], drawn.ids[0]] == alone
     strided = torch.zeros(1, 3007)[:, :3000].copy_(x[None])
     adjusted = Drawn(strided, samplings[:1], seeds=[9], positions=[77], mode=Mode.ADJUSTED)
@@ -258,7 +258,7 @@ def test_an_id_depends_on_seed_and_position_alone() -> None:
         (5000, [{"top_k": 50, "top_p": 0.9, "min_p": 0.02}, {"top_p": 0.1}]),
     ],
 )  # fmt: skip
-def test_who_survives_is_what_the_cpu_says(
+def test_the_survivors_are_those_of_the_cpu(
     vocab_size: int, options: list[dict[str, float]]
 ) -> None:
     samplings = [params(**option) for option in options]
@@ -268,7 +268,7 @@ def test_who_survives_is_what_the_cpu_says(
     assert_is_the_draw_from_survivors(logits, samplings, drawn)
 
 
-def test_all_that_tie_at_an_edge_survive() -> None:
+def test_all_ids_tied_at_an_edge_survive() -> None:
     coarse = (spread_logits(1000, 4) * 2).round() / 2
     logits = torch.stack((coarse, coarse, torch.zeros(1000)))
     samplings = [params(top_k=20), params(top_p=0.6), params(top_p=1e-9)]
@@ -276,7 +276,7 @@ def test_all_that_tie_at_an_edge_survive() -> None:
     assert_is_the_draw_from_survivors(logits, samplings, Drawn(logits.bfloat16(), samplings))
 
 
-def test_a_row_too_long_for_the_list_is_read_itself() -> None:
+def test_a_row_with_too_many_candidates_for_the_list_is_read_instead() -> None:
     logits = torch.stack([spread_logits(5000, seed) / 8 for seed in range(2)])
     samplings = [params(top_p=0.98), params(top_k=3000)]
     drawn = Drawn(logits, samplings, max_listed=100)
@@ -292,11 +292,11 @@ def _store_adjusted(
 ):
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
-    asked = table + slot * kernels._WORDS
+    params_of_slot = table + slot * kernels._WORDS
     token = tl.arange(0, SIZE)
     x = kernels._load(
-        logits, row, size, token, size, tl.load(positions + row), slot, asked,
-        tl.load(asked), bias, seen, masks, True,
+        logits, row, size, token, size, tl.load(positions + row), slot, params_of_slot,
+        tl.load(params_of_slot), bias, seen, masks, True,
     )  # fmt: skip
     tl.store(out + row * size + token, x, mask=token < size)
 
@@ -332,8 +332,8 @@ def test_adjusted_logits_are_the_cpus() -> None:
             own._add_bias(x, [0])
         if plan and plan.penalised:
             own._add_penalties(x, step, [0], zero)
-        if plan and plan.forbids:
-            own._forbid(x, step, [0])
+        if plan and plan.bans_tokens:
+            own._ban_tokens(x, step, [0])
     sampler.flush()
     slots, positions = int32(list(range(len(samplings)))), int32([len(tokens)] * len(samplings))
     out = torch.empty(logits.shape, device=DEVICE)
@@ -347,7 +347,7 @@ def test_adjusted_logits_are_the_cpus() -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_what_is_said_counts_from_the_next_position_on() -> None:
+def test_a_sampled_id_is_penalised_from_the_next_position_on() -> None:
     samplings = [params(0.0, frequency_penalty=0.4), params(0.0, repetition_penalty=1.5)]
     logits = torch.stack((spread_logits(50), spread_logits(50, 1)))
     table = torch.zeros(2, 12, dtype=torch.int64)
@@ -357,7 +357,7 @@ def test_what_is_said_counts_from_the_next_position_on() -> None:
         cpu.assign(slot, sampling, 0)
         device.assign(slot, sampling, 0, table[slot, :4].tolist(), 3)
     device.flush()
-    said = []
+    sampled = []
     for length in range(4, 11):
         expected, _ = cpu.sample(logits, [0, 1], [length] * 2, table, [3, 3])
         table[:, length] = expected
@@ -367,11 +367,11 @@ def test_what_is_said_counts_from_the_next_position_on() -> None:
             torch.zeros(2, device=DEVICE), device.mode([0, 1]),
         )  # fmt: skip
         assert ids.tolist() == expected.tolist()
-        said.append(tuple(ids.tolist()))
-    assert len(set(said)) > 1
+        sampled.append(tuple(ids.tolist()))
+    assert len(set(sampled)) > 1
 
 
-def test_a_mask_says_which_ids_may_come_and_filters_count_the_rest() -> None:
+def test_filters_apply_to_the_ids_that_a_mask_allows() -> None:
     size = 1000
     x = spread_logits(size)
     allowed = torch.arange(size) % 3 == 1
@@ -398,18 +398,18 @@ def test_a_mask_says_which_ids_may_come_and_filters_count_the_rest() -> None:
     assert set(kept.nonzero().flatten().tolist()) == set(best)
 
 
-# --- logprobs, and what goes where ----------------------------------------------------------------
+# --- logprobs and slots ---------------------------------------------------------------------------
 
 
-def test_logprobs_are_of_the_raw_logits_and_only_for_who_asks() -> None:
+def test_logprobs_are_of_the_raw_logits_and_only_for_rows_that_request_them() -> None:
     logits = torch.stack([spread_logits(5000, seed) for seed in range(4)])
     logits[2] = -math.inf
-    asks = {"num_logprobs": 0}
+    logprobs = {"num_logprobs": 0}
     samplings = [
-        params(**asks),
+        params(**logprobs),
         params(),
-        params(**asks),
-        params(top_k=3, presence_penalty=9, **asks),
+        params(**logprobs),
+        params(top_k=3, presence_penalty=9, **logprobs),
     ]
     drawn = Drawn(logits, samplings)
     assert drawn.mode is Mode.ADJUSTED
@@ -420,7 +420,7 @@ def test_logprobs_are_of_the_raw_logits_and_only_for_who_asks() -> None:
     assert drawn.logprobs[3] == pytest.approx(float(own[3]), abs=LOGPROB_TOLERANCE)
 
 
-def test_a_slot_forgets_its_last_request() -> None:
+def test_a_slot_keeps_nothing_of_its_previous_request() -> None:
     sampler = DeviceSampler(2, 64, DEVICE)
     sampler.assign(1, params(top_k=3, frequency_penalty=1.0), 1, [1, 2], 1)
     sampler.flush()
@@ -436,7 +436,7 @@ def test_a_slot_forgets_its_last_request() -> None:
     assert sampler.mode([0, 1]) is Mode.PLAIN and sampler._table[1, 0] == 0
 
 
-def test_rows_that_fill_a_graph_up_are_greedy_and_count_for_nobody() -> None:
+def test_rows_that_pad_a_graph_are_greedy_and_affect_no_sequence() -> None:
     sampler = DeviceSampler(2, 64, DEVICE, max_rows=3)
     sampler.assign(0, params(0.0, frequency_penalty=9.0), 1, [1], 1)
     sampler.assign(1, params(0.0, frequency_penalty=9.0), 1, [1], 1)
@@ -463,5 +463,7 @@ def test_rows_that_fill_a_graph_up_are_greedy_and_count_for_nobody() -> None:
         ({"grammar": "g", "allowed_token_ids": (1,)}, False),
     ],
 )
-def test_what_can_be_fused_is_told(options: dict[str, object], is_fused: bool) -> None:
+def test_can_fuse_is_true_of_what_kernels_support(
+    options: dict[str, object], is_fused: bool
+) -> None:
     assert can_fuse(params(**options)) is is_fused  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What is known of the hardware, and how much of it the metrics say is used."""
+"""The hardware table, measurements, and the utilisation metrics based on them."""
 
 import time
 from dataclasses import replace
@@ -40,14 +40,14 @@ BF16 = torch.bfloat16
         ("NVIDIA A100-SXM4-40GB", 312e12, 1.555e12),
     ],
 )
-def test_a_device_gets_its_own_peaks_and_not_a_namesakes(
+def test_a_device_gets_its_own_peaks_and_not_those_of_a_similar_name(
     name: str, flops: float, bandwidth: float
 ) -> None:
     assert peak_flops(name, BF16) == flops
     assert peak_bandwidth(name) == bandwidth
 
 
-def test_an_unknown_device_and_another_type_have_no_peak() -> None:
+def test_an_unknown_device_or_another_dtype_has_no_peak() -> None:
     assert peak_flops("cpu", BF16) is None
     assert peak_bandwidth("cpu") is None
     assert peak_flops("NVIDIA H200", torch.float32) is None
@@ -67,7 +67,7 @@ def _report(step: int, step_s: float, model_flops: int) -> StepReport:
 
 
 def _metrics(peak_flops_per_s: float | None) -> Metrics:
-    """After a step of 2 ms that did 3e9 operations, and one of 1 ms that did 1e9."""
+    """After a step of 2 ms with 3e9 operations, and one of 1 ms with 1e9."""
     metrics = Metrics()
     metrics.model = replace(scripted_info(), peak_flops_per_s=peak_flops_per_s)
     for step, (step_s, flops) in enumerate([(0.002, 3 * 10**9), (0.001, 10**9)], start=1):
@@ -75,7 +75,7 @@ def _metrics(peak_flops_per_s: float | None) -> Metrics:
     return metrics
 
 
-def test_flops_utilization_is_of_the_time_that_the_steps_took() -> None:
+def test_flops_utilization_counts_only_the_time_in_steps() -> None:
     text = _metrics(1e13).text().decode()
     ratio = 4e9 / 0.003 / 1e13
     line = 'penstock_model_flops_utilization_ratio{class="all",peak="datasheet"} '
@@ -95,13 +95,13 @@ def test_the_measured_flops_are_those_of_a_product_timed_by_hand() -> None:
         started_s = time.perf_counter()
         torch.mm(left, left)
         times_s.append(time.perf_counter() - started_s)
-    # Far apart only where one of them is wrong: the machine has other work too.
+    # A wide tolerance, since the machine has other work too.
     assert 0.1 < matmul_flops(torch.float32) / (2 * 768**3 / min(times_s)) < 10
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
-def test_a_gpu_copies_faster_than_any_host_and_slower_than_its_datasheet_says() -> None:
+def test_a_gpus_copy_bandwidth_is_between_a_hosts_and_its_datasheets() -> None:
     measured = copy_bandwidth(DEVICE, 2**28)
     peak = peak_bandwidth(torch.cuda.get_device_name(DEVICE)) or 1e14
     assert 1e11 < measured <= peak

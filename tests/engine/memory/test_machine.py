@@ -1,4 +1,4 @@
-"""A container's limits, in trees of files as both versions of control groups have them."""
+"""A container's limits, from files in the layout of both versions of control groups."""
 
 import os
 from pathlib import Path
@@ -36,7 +36,7 @@ UNLIMITED = {
     "sys/fs/cgroup/memory.max": "max\n",
     "sys/fs/cgroup/cpu.max": "max 100000\n",
 }
-# The limit of a group above counts too.
+# The limit of a parent group counts too.
 NESTED = V2 | {
     "proc/self/cgroup": "0::/kubepods/pod1\n",
     "sys/fs/cgroup/kubepods/pod1/memory.max": f"{4 * _GB}\n",
@@ -53,7 +53,7 @@ def _machine(root: Path, files: dict[str, str]) -> Path:
 
 
 @pytest.mark.parametrize("files", [V1, V2], ids=["v1", "v2"])
-def test_a_containers_limits_hold(files: dict[str, str], tmp_path: Path) -> None:
+def test_a_containers_limits_are_used(files: dict[str, str], tmp_path: Path) -> None:
     root = _machine(tmp_path, files)
     assert total_memory_bytes(root) == 8 * _GB
     assert available_memory_bytes(root) == 6 * _GB
@@ -61,20 +61,20 @@ def test_a_containers_limits_hold(files: dict[str, str], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("files", [UNLIMITED, {}], ids=["unlimited", "no control groups"])
-def test_without_limits_all_of_the_machine_is_there(files: dict[str, str], tmp_path: Path) -> None:
+def test_without_limits_all_of_the_machine_is_usable(files: dict[str, str], tmp_path: Path) -> None:
     root = _machine(tmp_path, files)
     assert total_memory_bytes(root) == 64_000_000 * 1024
     assert available_memory_bytes(root) == 48_000_000 * 1024
     assert num_cores(root) == _ALL_CORES
 
 
-def test_the_tightest_limit_above_the_process_holds(tmp_path: Path) -> None:
+def test_the_tightest_limit_of_all_parent_groups_is_used(tmp_path: Path) -> None:
     root = _machine(tmp_path, NESTED)
     assert total_memory_bytes(root) == 4 * _GB
     assert available_memory_bytes(root) == 3 * _GB
 
 
-def test_what_is_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+def test_a_process_over_its_limit_has_no_memory_available(tmp_path: Path) -> None:
     used = {"sys/fs/cgroup/memory.current": f"{20 * _GB}\n"}
     assert available_memory_bytes(_machine(tmp_path, V2 | used)) == 0
 

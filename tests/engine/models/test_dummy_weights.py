@@ -1,4 +1,4 @@
-"""`--load-format dummy`: a server from nothing but a config.json."""
+"""`--load-format dummy`: a server from a config.json alone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.config import LoadFormat
-from penstock.engine.models.dummy_tokenizer import dummy_tokenizer
+from penstock.engine.dummy_tokenizer import dummy_tokenizer
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.prompt.tokenizer import PromptEncoder
@@ -37,7 +37,7 @@ def server(directory: Path) -> Iterator[RunningServer]:
         server.stop()
 
 
-def test_a_bare_config_json_is_served(server: RunningServer) -> None:
+def test_a_config_json_alone_is_served(server: RunningServer) -> None:
     fields = {"model": "bare", "prompt": "¿Qué?\n", "max_tokens": 16, "ignore_eos": True}
     answer = server.complete(**fields, return_token_ids=True, temperature=1.0).json()
     (choice,) = answer["choices"]
@@ -46,7 +46,7 @@ def test_a_bare_config_json_is_served(server: RunningServer) -> None:
     assert len(choice["token_ids"]) == 16
 
 
-def test_its_answers_can_be_structured(server: RunningServer) -> None:
+def test_its_output_can_be_structured(server: RunningServer) -> None:
     answer = server.complete(
         model="bare", structured_outputs={"choice": ["yes", "no"]}, max_tokens=8
     )
@@ -60,15 +60,15 @@ def test_without_dummy_weights_a_missing_tokenizer_is_an_error(directory: Path) 
 
 
 @pytest.mark.parametrize("vocab_size", [40, 256, VOCAB_SIZE])
-def test_every_id_is_a_word_of_its_own(vocab_size: int) -> None:
+def test_every_id_decodes_to_a_different_text(vocab_size: int) -> None:
     tokenizer = dummy_tokenizer(vocab_size)
     assert tokenizer.get_vocab_size() == vocab_size
     spellings = {Vocabulary(tokenizer).spelling(i) for i in range(vocab_size)}
     assert len(spellings) == vocab_size and b"" not in spellings
 
 
-def test_any_text_comes_back_from_its_ids() -> None:
+def test_any_text_survives_encoding_and_decoding() -> None:
     tokenizer = dummy_tokenizer(VOCAB_SIZE)
     text = "  Grüße\t<300>, 日本\x00\n"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    assert dummy_tokenizer(40).encode(text).ids  # with too few words, to something
+    assert dummy_tokenizer(40).encode(text).ids  # with too few tokens, something

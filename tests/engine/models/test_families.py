@@ -1,4 +1,4 @@
-"""Every family agrees with transformers, however its tokens arrive."""
+"""Every family agrees with transformers, however its prompts are chunked and batched."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.models.layers import PackedLinear, PlainLinear
+from penstock.engine.models.layers.linear import PackedLinear, PlainLinear
 from penstock.engine.native.model import load_library
 from tests.support.tiny_models import FAMILIES, Harness, make_model, save
+from tests.support.weight_formats import NegatedLinear
 
 PROMPT_LEN = 70  # beyond the llama3 configuration's original 32, and beyond every window
 TOLERANCE = 1e-4
@@ -42,7 +43,7 @@ def assert_close(logits: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("make_linear", [PackedLinear, PlainLinear])
+@pytest.mark.parametrize("make_linear", [PackedLinear, PlainLinear, NegatedLinear])
 def test_a_whole_prompt_gives_the_logits_of_transformers(family: Any, make_linear: Any) -> None:
     path, expected, prompts = family
     logits = harness(path, prompts, make_linear=make_linear).run([(0, 0, PROMPT_LEN)])

@@ -1,4 +1,4 @@
-"""The GPU's way through a model agrees with transformers' own, for every family."""
+"""The GPU's fused model agrees with transformers, for every family."""
 
 from functools import partial
 from pathlib import Path
@@ -11,46 +11,44 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged import AttentionShape, PagedAttention
+from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels.tables import gather_chunks
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import DeviceStep, FusedModel
-from penstock.engine.models.layers import PlainLinear
-from penstock.engine.models.llama import LlamaModel
+from penstock.engine.models.errors import UnsupportedWeightFormat
+from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.llama import LlamaModel, MakeLinear
 from penstock.engine.models.weights import Checkpoint
 from tests.support.kernels import DEVICE, ON_GPU, error
 from tests.support.tiny_models import BLOCK_SIZE, FAMILIES, MAX_LEN, make_model, save
+from tests.support.weight_formats import NegatedLinear
 
 NUM_BLOCKS, NUM_SLOTS = 40, 6
-# The interpreter takes seconds for a family; these have what the others have.
+# The interpreter takes seconds per family; together these have every feature of the others.
 SOME = ("llama_biases", "mistral_window", "qwen3")
-# In float32 only the order of the sums differs; torch leaves TF32 off unless it is told.
+# In float32 only the order of summation differs; torch does not use TF32 by default.
 TOLERANCE = 1e-5
 
 
 class Model:
     """Two sequences of 60 tokens, in slots 4 and 1, of a small random model."""
 
-    def __init__(self, family: str, tmp_path: Path) -> None:
+    def __init__(self, family: str, tmp_path: Path, make_linear: MakeLinear = PlainLinear) -> None:
         self.oracle = make_model(family)
         path = save(self.oracle, tmp_path / family)
         config = ModelConfig.from_dir(path)
         llama = LlamaModel(
             config,
             Checkpoint(path, partial(torch.empty, dtype=torch.float32, device=DEVICE)),
-            PlainLinear,
+            make_linear,
             gathered_attention,
             max_model_len=MAX_LEN,
             device=DEVICE,
         )
-        shape = AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=BLOCK_SIZE,
-        )
-        pool = KVPool(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, DEVICE)
+        shape = config.attention_shape(BLOCK_SIZE)
+        pool = KVPool(config.kv_shape, NUM_BLOCKS, BLOCK_SIZE, torch.float32, DEVICE)
         attention = PagedAttention(
             shape, config.windows, NUM_SLOTS, 64, num_sms=1, device=DEVICE, dtype=torch.float32
         )
@@ -65,7 +63,7 @@ class Model:
         self.tables = self.tables.to(DEVICE)
 
     def run(self, rows: list[tuple[int, int, int]], num_decodes: int) -> float:
-        """rows: (slot, start, number of tokens). How far any row's last logits are off."""
+        """rows: (slot, start, number of tokens). The largest error of any row's last logits."""
         slots, starts, counts = (self._ints(column) for column in zip(*rows, strict=True))
         offsets = self._ints([0, *counts.cumsum(0).tolist()])
         num_tokens, size = int(offsets[-1]), max(row[2] for row in rows)
@@ -106,7 +104,22 @@ class Model:
 @torch.inference_mode()
 def test_prefill_chunks_and_decodes_agree_with_transformers(family: str, tmp_path: Path) -> None:
     model = Model(family, tmp_path)
-    assert model.run([(4, 0, 21)], num_decodes=0) < TOLERANCE  # more tokens than skinny_linear's
+    assert model.run([(4, 0, 21)], num_decodes=0) < TOLERANCE  # too many tokens for skinny_linear
     assert model.run([(4, 21, 1), (1, 0, 8)], num_decodes=1) < TOLERANCE
     assert model.run([(4, 22, 1), (1, 8, 1)], num_decodes=2) < TOLERANCE
     assert model.run([(1, 9, 20), (4, 23, 3)], num_decodes=0) < TOLERANCE
+
+
+@pytest.mark.parametrize("negated", ["down", "lm_head"])
+def test_a_weight_format_that_no_kernel_computes_is_refused_by_name(
+    negated: str, tmp_path: Path
+) -> None:
+    columns = {"down": 112, "lm_head": 64}[negated]  # the lm_head alone has 96 rows of 64 columns
+    rows = {"down": 64, "lm_head": 96}[negated]
+
+    def make_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear | NegatedLinear:
+        is_negated = weight.shape == (rows, columns)
+        return NegatedLinear(weight, bias) if is_negated else PlainLinear(weight, bias)
+
+    with pytest.raises(UnsupportedWeightFormat, match="'negated', which the GPU's fused step"):
+        Model("llama2", tmp_path, make_linear)

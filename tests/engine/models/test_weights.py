@@ -1,4 +1,4 @@
-"""Checkpoints and configs: what is read, and what a person is told when it cannot be."""
+"""Checkpoints and configs: what is read, and the errors if it cannot be."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def logits(path: Path) -> torch.Tensor:
     return Harness(path).run([(0, 0, 9)])[0]
 
 
-def test_shards_give_what_one_file_gives(tiny: Path, tmp_path: Path) -> None:
+def test_shards_give_the_logits_of_one_file(tiny: Path, tmp_path: Path) -> None:
     sharded = save(make_model("llama2"), tmp_path / "sharded", max_shard_size="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
     assert torch.equal(logits(sharded), logits(tiny))
@@ -70,7 +70,7 @@ def test_an_unexpected_shape_is_named(tiny: Path, size: int) -> None:
         logits(tiny)
 
 
-def test_a_file_that_is_no_safetensors_is_named(tiny: Path) -> None:
+def test_a_file_that_is_not_safetensors_is_named(tiny: Path) -> None:
     (tiny / "model.safetensors").write_bytes(b"not at all")
     with pytest.raises(InvalidModel, match="not a readable safetensors file"):
         logits(tiny)
@@ -79,14 +79,17 @@ def test_a_file_that_is_no_safetensors_is_named(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*known ones are LlamaFor"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported are LlamaFor"),
         ({"hidden_size": ...}, "lacks the field 'hidden_size'"),
         ({"num_hidden_layers": "many"}, "'num_hidden_layers' must be a positive integer"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' rope scaling; supported are"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' rope scaling but lacks its field"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": None}}, "a field that is no number"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "from layer to layer"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": None}},
+            "field that is not a number",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "differ between layers"),
         ({"rope_parameters": "linear"}, "must be an object or null, not 'linear'"),
         ({"rope_parameters": ..., "rope_theta": "big"}, "'rope_theta' must be a positive number"),
         ({"rms_norm_eps": -1}, "'rms_norm_eps' must be a positive number, not -1"),
@@ -118,7 +121,7 @@ def test_a_config_that_cannot_be_served_says_why(
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
-def test_a_broken_config_json_is_told_by_name(tmp_path: Path, content: str) -> None:
+def test_an_invalid_config_json_is_named(tmp_path: Path, content: str) -> None:
     with pytest.raises(InvalidModel, match=r"config\.json does not exist"):
         ModelConfig.from_dir(tmp_path)
     (tmp_path / "config.json").write_text(content)
@@ -126,7 +129,7 @@ def test_a_broken_config_json_is_told_by_name(tmp_path: Path, content: str) -> N
         ModelConfig.from_dir(tmp_path)
 
 
-def test_generation_config_knows_more_ends_than_config(tiny: Path) -> None:
+def test_end_tokens_are_those_of_generation_config(tiny: Path) -> None:
     edit_config(tiny, eos_token_id=2)
     (tiny / "generation_config.json").unlink(missing_ok=True)
     assert ModelConfig.from_dir(tiny).eos_token_ids == (2,)
@@ -134,12 +137,12 @@ def test_generation_config_knows_more_ends_than_config(tiny: Path) -> None:
     assert ModelConfig.from_dir(tiny).eos_token_ids == (2, 7)
 
 
-def test_a_mistral_that_says_nothing_of_a_window_has_the_one_of_transformers(tiny: Path) -> None:
+def test_mistrals_default_window_is_that_of_transformers(tiny: Path) -> None:
     edit_config(tiny, architectures=["MistralForCausalLM"], sliding_window=...)
     assert ModelConfig.from_dir(tiny).windows == (transformers.MistralConfig().sliding_window,) * 3
 
 
-def test_yarn_makes_the_context_as_much_longer_as_it_stretches_the_positions(tiny: Path) -> None:
+def test_yarn_lengthens_the_context_by_its_factor(tiny: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
     edit_config(tiny, rope_parameters=..., rope_scaling=yarn, max_position_embeddings=128)
     assert ModelConfig.from_dir(tiny).max_model_len == 400
@@ -147,7 +150,7 @@ def test_yarn_makes_the_context_as_much_longer_as_it_stretches_the_positions(tin
     assert ModelConfig.from_dir(tiny).max_model_len == 512
 
 
-def test_float8_weights_are_refused_even_where_the_config_does_not_tell_of_them(tiny: Path) -> None:
+def test_float8_weights_are_refused_even_if_the_config_does_not_mention_them(tiny: Path) -> None:
     file = tiny / "model.safetensors"
     tensors = load_file(file)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
@@ -163,10 +166,10 @@ def test_rope_theta_is_read_in_both_spellings(tiny: Path) -> None:
     assert ModelConfig.from_dir(tiny).rope.theta == 7.0
 
 
-def test_a_directory_is_its_own_answer(tmp_path: Path) -> None:
+def test_a_local_directory_is_used_as_it_is(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
-def test_what_is_neither_a_directory_nor_an_id_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_is_neither_a_directory_nor_an_id_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidModel, match="check the path"):
         resolve_model(str(tmp_path / "no" / "such" / "model"))

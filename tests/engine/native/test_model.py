@@ -1,14 +1,17 @@
-"""The compiled step is optional."""
+"""The compiled step: optional, and cached if possible."""
 
 import logging
 from pathlib import Path
 
 import pytest
 
+from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.native.model import load_library
+from tests.support.tiny_models import Harness, make_model, save
+from tests.support.weight_formats import NegatedLinear
 
 
-def test_without_a_compiler_the_log_says_so_and_nothing_fails(
+def test_without_a_compiler_a_warning_is_logged_and_nothing_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
@@ -20,7 +23,7 @@ def test_without_a_compiler_the_log_says_so_and_nothing_fails(
 
 @pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("cache", ["a file", None])
-def test_where_nothing_can_be_kept_the_library_is_compiled_for_this_start_alone(
+def test_without_a_cache_directory_the_library_is_compiled_for_this_start_alone(
     cache: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = load_library()
@@ -32,7 +35,7 @@ def test_where_nothing_can_be_kept_the_library_is_compiled_for_this_start_alone(
     if cache:
         (tmp_path / cache).touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
-    else:  # a user whom the system does not know
+    else:  # a user without an entry in the password database
 
         def unknown(uid: int) -> None:
             raise KeyError(uid)
@@ -43,3 +46,10 @@ def test_where_nothing_can_be_kept_the_library_is_compiled_for_this_start_alone(
     made = load_library.__wrapped__()
     assert made and made.penstock_step_float32
     assert not Path(made._name).exists()
+
+
+@pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
+def test_a_weight_format_that_is_not_compiled_is_refused_by_name(tmp_path: Path) -> None:
+    path = save(make_model("llama2"), tmp_path)
+    with pytest.raises(UnsupportedWeightFormat, match="'negated', which the compiled CPU step"):
+        Harness(path, native=True, make_linear=NegatedLinear)

@@ -1,4 +1,4 @@
-"""Grammars in the engine: compiled beside the steps, and held to id by id."""
+"""Grammars in the engine: compiled while steps run, and enforced id by id."""
 
 from concurrent.futures import Future
 from dataclasses import replace
@@ -29,11 +29,11 @@ def grammars() -> Grammars:
 
 
 def table_with(
-    grammars: Grammars, grammar: str, *said: int, num_prompt: int = 2, **fields: Any
+    grammars: Grammars, grammar: str, *output_ids: int, num_prompt: int = 2, **fields: Any
 ) -> GrammarTable:
     """One sequence in slot 3 of 8."""
     sampling = SamplingParams(max_tokens=9, grammar=grammar, stop_token_ids=EOS, **fields)
-    ids = (*range(7, 7 + num_prompt), *said)
+    ids = (*range(7, 7 + num_prompt), *output_ids)
     table = GrammarTable(grammars, 8, VOCAB_SIZE)
     table.assign(SlotAssignment(3, ids, num_prompt, (), sampling, 0))
     return table
@@ -45,7 +45,7 @@ def allowed(table: GrammarTable) -> list[int]:
     return table.allowed_ids(3)
 
 
-def test_a_complete_grammar_allows_the_end_alone(grammars: Grammars) -> None:
+def test_a_complete_grammar_allows_only_the_end(grammars: Grammars) -> None:
     table = table_with(grammars, LLMatcher.grammar_from_regex("[ab]{2}"))
     for _ in range(2):
         ids = allowed(table)
@@ -74,7 +74,7 @@ def test_an_optional_end_can_be_put_off(grammars: Grammars) -> None:
     assert allowed(table) == sorted(EOS)
 
 
-def test_a_sequence_that_comes_back_goes_on_behind_what_it_has_said(grammars: Grammars) -> None:
+def test_a_preempted_sequence_continues_after_its_output(grammars: Grammars) -> None:
     through = table_with(grammars, AB)
     for token_id in (67, 68):
         allowed(through)
@@ -82,7 +82,7 @@ def test_a_sequence_that_comes_back_goes_on_behind_what_it_has_said(grammars: Gr
     assert allowed(through) == allowed(table_with(grammars, AB, 67, 68))
 
 
-def test_an_id_that_the_grammar_forbids_fails_its_row_alone(grammars: Grammars) -> None:
+def test_an_id_outside_the_grammar_fails_only_its_row(grammars: Grammars) -> None:
     table = table_with(grammars, AB)
     allowed(table)
     assert table.advance([1, 3], [5, 5]) == {1}
@@ -95,7 +95,7 @@ def test_a_slot_forgets_its_grammar(grammars: Grammars) -> None:
     assert not table.is_constrained(3)
 
 
-def test_ids_that_only_the_model_has_are_forbidden() -> None:
+def test_ids_beyond_the_tokenizers_vocabulary_are_not_allowed() -> None:
     larger = Grammars.of_model(DEMO_MODEL, 2_500, EOS)
     sampling = SamplingParams(max_tokens=9, grammar=LLMatcher.grammar_from_regex("(?s:.)*"))
     table = GrammarTable(larger, 4, 2_500)
@@ -115,7 +115,7 @@ def test_a_model_without_an_end_or_a_tokenizer_refuses_grammars(tmp_path: Path) 
         Grammars.of_model(tmp_path, 9, EOS).compile(AB).result()
 
 
-def test_only_the_latest_grammars_are_kept(grammars: Grammars) -> None:
+def test_only_the_latest_grammars_are_cached(grammars: Grammars) -> None:
     first = grammars.compile(AB)
     assert grammars.compile(AB) is first
     for i in range(200):
@@ -124,7 +124,7 @@ def test_only_the_latest_grammars_are_kept(grammars: Grammars) -> None:
 
 
 class Compiling(ScriptedExecutor):
-    """An executor whose grammars are ready when the test says so."""
+    """An executor whose grammars are ready when the test decides."""
 
     def __init__(self) -> None:
         super().__init__(scripted_info(num_blocks=64, max_model_len=512))
@@ -135,7 +135,7 @@ class Compiling(ScriptedExecutor):
 
 
 class Bench:
-    """A loop that is stepped by the test."""
+    """A loop that the test steps."""
 
     def __init__(self) -> None:
         scheduler = Scheduler(
@@ -156,14 +156,14 @@ class Bench:
         return {o.request_id: o.finish.reason for o in outputs if o.finish}
 
 
-def test_a_request_whose_grammar_compiles_waits_beside_the_others() -> None:
+def test_others_run_while_a_requests_grammar_compiles() -> None:
     bench = Bench()
     bench.submit("slow", AB)
     bench.submit("plain")
     for _ in range(3):
         bench.loop.step()
     assert bench.finishes() == {"plain": FinishReason.LENGTH}
-    assert bench.inbox.patience[-1] is not None  # it looks again
+    assert bench.inbox.patience[-1] is not None  # it polls
     bench.executor.future.set_result(None)
     for _ in range(3):
         bench.loop.step()
@@ -179,7 +179,7 @@ def test_a_request_whose_grammar_does_not_compile_is_refused() -> None:
     assert bench.sent == [Refused(RequestId("slow"), "it is wrong")]
 
 
-def test_a_request_that_leaves_while_its_grammar_compiles_is_gone() -> None:
+def test_a_request_can_be_aborted_while_its_grammar_compiles() -> None:
     bench = Bench()
     bench.submit("slow", AB)
     bench.loop.step()

@@ -1,4 +1,5 @@
-"""Prompt logprobs and embeddings of real models: transformers', and bit for bit our own."""
+"""Prompt logprobs and embeddings of real models: as in transformers, and bit for bit equal
+however the prompt is run."""
 
 import math
 import random
@@ -43,7 +44,7 @@ TOLERANCE = 1e-4
 needs_compiler = pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
 
 
-def ask(
+def request_of(
     prompt: list[int],
     *,
     num_prompt_logprobs: int | None = 3,
@@ -52,7 +53,7 @@ def ask(
     num_logprobs: int | None = None,
 ) -> Request:
     return Request(
-        id=RequestId("ask"),
+        id=RequestId("a"),
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(
             max_tokens=max_tokens,
@@ -65,7 +66,7 @@ def ask(
     )
 
 
-def told(engine: SteppedEngine, requests: list[Request]) -> list[PromptOutput]:
+def prompt_outputs(engine: SteppedEngine, requests: list[Request]) -> list[PromptOutput]:
     outputs = [answer[0].prompt for answer in engine.run(requests)]
     assert None not in outputs
     return [output for output in outputs if output]
@@ -86,7 +87,7 @@ def assert_close(ours: Tensor, expected: Tensor) -> None:
 
 
 def assert_scored(entries: list[PromptLogprobs] | None, logits: Tensor, prompt: list[int]) -> None:
-    """logits: (tokens, vocab_size), what an oracle has for the whole prompt."""
+    """logits: (tokens, vocab_size), transformers' for the whole prompt."""
     assert entries is not None
     expected = logits[:-1].log_softmax(-1)
     own = expected.gather(1, torch.tensor(prompt[1:])[:, None])
@@ -95,7 +96,7 @@ def assert_scored(entries: list[PromptLogprobs] | None, logits: Tensor, prompt: 
     assert_close(top, expected.topk(top.shape[1]).values)
     top_ids = torch.tensor([[token_id for token_id, _ in entry.top] for entry in entries])
     assert_close(expected.gather(1, top_ids), top)
-    # Where two are nearly as likely, either may rank higher.
+    # If two are almost equally likely, either may rank higher.
     ranks = torch.tensor([entry.rank for entry in entries])
     assert ((expected > own + TOLERANCE).sum(-1) + 1 <= ranks).all()
     assert (ranks <= (expected > own - TOLERANCE).sum(-1) + 1).all()
@@ -111,7 +112,9 @@ def test_logprobs_and_both_poolings_are_those_of_transformers(name: str, tmp_pat
         with torch.inference_mode():
             oracle = model(torch.tensor([prompt]), output_hidden_states=True)
         states = oracle.hidden_states[-1][0]
-        last, mean = told(engine, [ask(prompt, pooling=pooling) for pooling in Pooling])
+        last, mean = prompt_outputs(
+            engine, [request_of(prompt, pooling=pooling) for pooling in Pooling]
+        )
         for output in (last, mean):
             assert_scored(output.logprobs, oracle.logits[0], prompt)
         assert_close(embedding(last), states[-1])
@@ -149,7 +152,7 @@ def test_trained_weights_give_the_logprobs_of_transformers() -> None:
     (prompt,) = prompts(512, [200])
     with torch.inference_mode():
         logits = model(torch.tensor([prompt])).logits[0]
-    (output,) = told(SteppedEngine(engine_config(STORIES)), [ask(prompt)])
+    (output,) = prompt_outputs(SteppedEngine(engine_config(STORIES)), [request_of(prompt)])
     assert_scored(output.logprobs, logits, prompt)
 
 
@@ -164,30 +167,30 @@ def small_engine(
 @needs_compiler
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 @pytest.mark.parametrize("name", ["demo", "mistral_window", "qwen3", "llama_biases"])
-def test_every_bit_is_the_same_alone_together_and_in_chunks(
+def test_every_bit_is_the_same_alone_in_a_batch_and_in_chunks(
     name: str, dtype: Dtype, tmp_path: Path
 ) -> None:
     path = DEMO_MODEL if name == "demo" else save(make_model(name), tmp_path)
     engine = small_engine(path, dtype, 1, 256)
     vocab_size = engine.executor.info.vocab_size
     requests = [
-        ask(prompt, pooling=list(Pooling)[i % 2], max_tokens=i % 3 * 20)
+        request_of(prompt, pooling=list(Pooling)[i % 2], max_tokens=i % 3 * 20)
         for i, prompt in enumerate(prompts(vocab_size, [80, 3, 41, 1, 64, 17, 77, 30]))
     ]
-    alone = told(engine, requests)
-    assert told(small_engine(path, dtype, 8, 256), requests) == alone
-    assert told(small_engine(path, dtype, 7, 7), requests) == alone
-    assert told(small_engine(path, dtype, 8, 64, num_threads=2), requests) == alone
+    alone = prompt_outputs(engine, requests)
+    assert prompt_outputs(small_engine(path, dtype, 8, 256), requests) == alone
+    assert prompt_outputs(small_engine(path, dtype, 7, 7), requests) == alone
+    assert prompt_outputs(small_engine(path, dtype, 8, 64, num_threads=2), requests) == alone
 
 
 @needs_compiler
 def test_every_bit_is_the_same_after_a_preemption_in_the_middle_of_the_prompt() -> None:
     early, late, prompt = prompts(500, [17, 17, 80])
-    request = ask(prompt, pooling=Pooling.MEAN)
-    alone = told(small_engine(DEMO_MODEL, Dtype.FLOAT32, 1, 256), [request])
-    room = 11 * 16 * 2 * 4 * 2 * 64 * 4  # eleven blocks of the demo model
-    crowded = small_engine(DEMO_MODEL, Dtype.FLOAT32, 3, 3, kv_cache_memory_bytes=room)
-    decodes = [ask(p, num_prompt_logprobs=None, max_tokens=100) for p in (early, late)]
+    request = request_of(prompt, pooling=Pooling.MEAN)
+    alone = prompt_outputs(small_engine(DEMO_MODEL, Dtype.FLOAT32, 1, 256), [request])
+    pool_bytes = 11 * 16 * 2 * 4 * 2 * 64 * 4  # eleven blocks of the demo model
+    crowded = small_engine(DEMO_MODEL, Dtype.FLOAT32, 3, 3, kv_cache_memory_bytes=pool_bytes)
+    decodes = [request_of(p, num_prompt_logprobs=None, max_tokens=100) for p in (early, late)]
     *_, outputs = crowded.run([*decodes, request])
     assert outputs[0].finish and outputs[0].finish.num_preemptions > 0
     assert [output.prompt for output in outputs] == alone
@@ -195,12 +198,16 @@ def test_every_bit_is_the_same_after_a_preemption_in_the_middle_of_the_prompt() 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-def test_a_sampled_token_has_in_the_next_prompt_the_logprob_that_it_had(dtype: Dtype) -> None:
+def test_a_token_has_the_same_logprob_when_sampled_and_in_a_prompt(dtype: Dtype) -> None:
     engine = small_engine(DEMO_MODEL, dtype, 4, 256)
     for prompt in prompts(500, [1, 20]):
-        (outputs,) = engine.run([ask(prompt, max_tokens=30, num_logprobs=4, num_prompt_logprobs=4)])
+        (outputs,) = engine.run(
+            [request_of(prompt, max_tokens=30, num_logprobs=4, num_prompt_logprobs=4)]
+        )
         sampled = [entry for output in outputs for entry in output.logprobs or []]
-        (again,) = told(engine, [ask(prompt + ids_of(outputs), num_prompt_logprobs=4)])
+        (again,) = prompt_outputs(
+            engine, [request_of(prompt + ids_of(outputs), num_prompt_logprobs=4)]
+        )
         entries = (again.logprobs or [])[len(prompt) - 1 :]
         assert [entry.logprob for entry in entries] == [entry.logprob for entry in sampled]
         assert [entry.top for entry in entries] == [entry.top for entry in sampled]
@@ -208,12 +215,12 @@ def test_a_sampled_token_has_in_the_next_prompt_the_logprob_that_it_had(dtype: D
 
 
 @needs_compiler
-def test_what_is_asked_of_a_prompt_changes_no_token_of_its_answer() -> None:
+def test_prompt_outputs_do_not_change_the_generated_tokens() -> None:
     engine = small_engine(DEMO_MODEL, Dtype.FLOAT32, 4, 256)
     (prompt,) = prompts(500, [40])
-    plain = ask(prompt, num_prompt_logprobs=None, max_tokens=40)
-    asking = ask(prompt, pooling=Pooling.MEAN, max_tokens=40)
-    answers = [ids_of(outputs) for outputs in engine.run([plain, asking, plain])]
+    plain = request_of(prompt, num_prompt_logprobs=None, max_tokens=40)
+    with_outputs = request_of(prompt, pooling=Pooling.MEAN, max_tokens=40)
+    answers = [ids_of(outputs) for outputs in engine.run([plain, with_outputs, plain])]
     assert answers[0] == answers[1] == answers[2]
 
 
@@ -237,7 +244,7 @@ def test_the_rank_is_one_more_than_the_ids_that_are_more_likely() -> None:
     assert math.fsum(math.exp(p) for _, p in entries[0].top) == pytest.approx(1.0)
 
 
-def test_no_more_than_32_mib_of_logits_are_made_at_once() -> None:
+def test_at_most_32_mib_of_logits_are_computed_at_a_time() -> None:
     vocab_size, sizes = 2**20, []
 
     def to_logits(states: Tensor) -> Tensor:

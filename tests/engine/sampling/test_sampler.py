@@ -1,4 +1,4 @@
-"""The sampler against slow, obvious references, and against the distributions it claims."""
+"""The sampler against slow, simple references, and against the distributions it documents."""
 
 import math
 import random
@@ -14,7 +14,7 @@ from penstock.scheduler.types import SamplingParams, TokenLogprobs
 from tests.support.kernels import LOGPROB_TOLERANCE
 
 CPU = torch.device("cpu")
-# 2 blocks and a rest; less than a block; whole blocks; enough that two-level selection is used.
+# 2 blocks and a remainder; less than a block; whole blocks; enough for two-level selection.
 VOCAB_SIZES = (131, 7, 128, 20_011)
 
 
@@ -37,7 +37,7 @@ def draw(logits: Tensor, sampling: SamplingParams, num: int, seed: int = 0) -> l
 
 
 def survivors(logits: Tensor, sampling: SamplingParams) -> set[int]:
-    """The slow, obvious filters: sort, walk down, and take along whatever ties with the last."""
+    """Slow, simple filters: sort, walk down, and include ties with the last one kept."""
     x = logits.double() / sampling.temperature
     kept = set(range(len(x)))
     if sampling.min_p > 0:
@@ -107,7 +107,7 @@ def test_frequencies_are_the_softmax_of_the_survivors(
 
 
 def test_a_large_flat_vocabulary_is_drawn_evenly() -> None:
-    """Where a float32 running sum would lose whole percents of each id near its end."""
+    """A float32 running sum would lose several percent for ids near the end."""
     vocab_size = 151_936
     tenths = [i * 10 // vocab_size for i in draw(torch.zeros(vocab_size), params(), num=1_000)]
     assert_fits(tenths, torch.ones(10))
@@ -123,22 +123,22 @@ def test_top_k_keeps_exactly_the_k_best(top_k: int) -> None:
     assert ids == set(logits.topk(min(top_k, 131)).indices.tolist())
 
 
-def test_all_that_tie_with_the_kth_survive() -> None:
+def test_all_ids_tied_with_the_kth_survive() -> None:
     logits = torch.tensor([0.0, 2.0, 1.0, 1.0, 1.0, -1.0])
     assert set(draw(logits, params(top_k=2), num=500)) == {1, 2, 3, 4}
 
 
-def test_all_that_tie_with_the_last_of_a_nucleus_survive() -> None:
+def test_all_ids_tied_with_the_last_of_a_nucleus_survive() -> None:
     assert set(draw(torch.zeros(70), params(top_p=1e-9), num=5_000)) == set(range(70))
 
 
 @pytest.mark.parametrize("top_p", [0.0, 1e-9, 0.1])
-def test_a_tiny_top_p_keeps_the_best_alone(top_p: float) -> None:
+def test_a_tiny_top_p_keeps_only_the_best(top_p: float) -> None:
     logits = torch.tensor([0.0, 1.0, 3.0, 2.0])
     assert set(draw(logits, params(top_p=top_p), num=200)) == {2}
 
 
-def test_top_p_is_taken_of_what_min_p_and_top_k_leave() -> None:
+def test_top_p_applies_to_what_min_p_and_top_k_leave() -> None:
     logits = torch.tensor([0.4, 0.3, 0.1, 0.1, 0.1]).log()
     # Of the two best, 0.4 is 57%: enough for 0.55. Of all five it would not be.
     assert set(draw(logits, params(top_p=0.55, top_k=2), num=300)) == {0}
@@ -146,7 +146,7 @@ def test_top_p_is_taken_of_what_min_p_and_top_k_leave() -> None:
     assert set(draw(logits, params(top_p=0.55), num=300)) == {0, 1}
 
 
-def test_min_p_1_keeps_the_best_alone() -> None:
+def test_min_p_1_keeps_only_the_best() -> None:
     assert set(draw(peaked_logits(100), params(min_p=1.0), num=100)) == {
         int(peaked_logits(100).argmax())
     }
@@ -168,7 +168,7 @@ def test_a_filtered_token_is_never_returned(
     values: list[float], sampling: SamplingParams, seed: int
 ) -> None:
     logits = torch.tensor(values)
-    # The exact edge of a nucleus is a matter of rounding, in the reference as here.
+    # The exact edge of a nucleus depends on rounding, in the reference too.
     wider = params(
         sampling.temperature,
         top_k=sampling.top_k,
@@ -236,7 +236,7 @@ MANY_OPTIONS: list[SamplingParams] = [
 
 
 @pytest.mark.parametrize("vocab_size", [131, 20_032])
-def test_a_rows_id_depends_neither_on_company_nor_order_nor_slot(vocab_size: int) -> None:
+def test_a_rows_id_depends_neither_on_other_rows_nor_order_nor_slot(vocab_size: int) -> None:
     num = 4 * len(MANY_OPTIONS)
     generator = torch.Generator().manual_seed(5)
     logits = 3 * torch.randn(num, vocab_size, generator=generator)
@@ -262,7 +262,7 @@ def test_a_rows_id_depends_neither_on_company_nor_order_nor_slot(vocab_size: int
         assert sample([row], [num - 1 - row])[row] == together[row]
 
 
-def test_a_slot_forgets_the_sequence_that_left_it() -> None:
+def test_a_slot_keeps_nothing_of_its_previous_sequence() -> None:
     logits = peaked_logits(131).expand(1, -1)
     table = torch.zeros(1, 9, dtype=torch.int64)
     fresh, used = Sampler(1, 131, CPU), Sampler(1, 131, CPU)
@@ -299,7 +299,7 @@ def test_the_generator_is_splitmix64() -> None:
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
-def test_no_uniform_draws_a_weight_of_0_or_runs_off_the_end(uniform: float) -> None:
+def test_no_uniform_draws_a_weight_of_0_or_overruns(uniform: float) -> None:
     u = torch.full((1, 2), uniform, dtype=torch.float64)
     for weights in ([0, 0, 1, 0], [0, 1e-30, 0, 1e-30, 0], [0.0, *[1 / 3] * 5000, 0.0]):
         row = torch.zeros(1, 5_056)
@@ -336,7 +336,7 @@ histories = st.lists(st.integers(0, 19), min_size=1, max_size=30)
 
 @settings(max_examples=100, deadline=None)
 @given(rows=st.lists(st.tuples(histories, st.integers(1, 30), penalties), min_size=1, max_size=4))
-def test_penalties_are_what_plain_python_says(
+def test_penalties_are_those_of_plain_python(
     rows: list[tuple[list[int], int, SamplingParams]],
 ) -> None:
     x = torch.stack([peaked_logits(20, seed) for seed in range(len(rows))])
@@ -379,7 +379,7 @@ def test_frequencies_are_the_softmax_of_the_penalised_logits() -> None:
     assert_fits(ids.tolist(), (expected / 1.3).softmax(-1))
 
 
-def test_a_bias_of_minus_100_forbids_and_of_100_forces() -> None:
+def test_a_bias_of_minus_100_bans_and_of_100_forces() -> None:
     logits = peaked_logits(131)
     best = int(logits.argmax())
     assert best not in draw(logits, params(1.0, logit_bias=((best, -100.0),)), num=2_000)
@@ -394,7 +394,7 @@ def test_bias_shifts_the_distribution_by_its_value() -> None:
     biased = logits.clone()
     biased[3] += 2.5
     biased[4] -= 1.5
-    # An id that the model does not have, and one that is named twice.
+    # An id outside the vocabulary, and one that is given twice.
     bias = ((3, 2.0), (3, 0.5), (4, -1.5), (20, 5.0), (-1, 5.0))
     assert_fits(draw(logits, params(logit_bias=bias), num=20_000), biased.softmax(-1))
 
@@ -402,12 +402,12 @@ def test_bias_shifts_the_distribution_by_its_value() -> None:
 # --- logprobs -------------------------------------------------------------------------------------
 
 
-def test_logprobs_are_those_of_the_raw_logits_and_only_of_the_rows_that_ask() -> None:
+def test_logprobs_are_of_the_raw_logits_and_only_for_rows_that_request_them() -> None:
     logits = 3 * torch.randn(5, 131, generator=torch.Generator().manual_seed(3))
     before = logits.clone()
-    asked = [None, 0, 3, 20, 500]
+    requested = [None, 0, 3, 20, 500]
     sampler = Sampler(5, 131, CPU)
-    for slot, num in enumerate(asked):
+    for slot, num in enumerate(requested):
         sampler.assign(
             slot,
             params(
@@ -424,7 +424,7 @@ def test_logprobs_are_those_of_the_raw_logits_and_only_of_the_rows_that_ask() ->
     assert torch.equal(logits, before)
     assert report is not None
     assert report[0] is None
-    for row, num in list(enumerate(asked))[1:]:
+    for row, num in list(enumerate(requested))[1:]:
         expected = before[row].double().log_softmax(-1)
         entry = report[row]
         assert entry is not None
@@ -438,7 +438,7 @@ def test_logprobs_are_those_of_the_raw_logits_and_only_of_the_rows_that_ask() ->
             assert expected[token].item() == pytest.approx(best, abs=LOGPROB_TOLERANCE)
 
 
-# --- what cannot be sampled -----------------------------------------------------------------------
+# --- invalid logits -------------------------------------------------------------------------------
 
 INF, NAN = math.inf, math.nan
 HUGE = 3e38
@@ -472,7 +472,7 @@ HUGE = 3e38
     ],
     ids=str,
 )
-def test_extreme_logits_give_a_defined_id_and_leave_the_neighbours_alone(
+def test_extreme_logits_give_a_defined_id_and_do_not_affect_other_rows(
     values: list[float], allowed: set[int], vocab_size: int, sampling: SamplingParams
 ) -> None:
     logits = torch.full((3, vocab_size), -INF)
@@ -520,5 +520,5 @@ def test_cuda_gives_the_ids_of_the_cpu() -> None:
         slots, lengths, prompts = list(range(num)), [20] * num, [9] * num
         ids, _ = sampler.sample(logits.to(device), slots, lengths, table.to(device), prompts)
         results.append(ids.tolist())
-    # The devices' exponentials differ in the last bit, so a draw on an edge may fall either way.
+    # The devices' exponentials differ in the last bit, so a draw at an edge may go either way.
     assert sum(a != b for a, b in zip(*results, strict=True)) <= 1

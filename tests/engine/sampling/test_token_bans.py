@@ -1,11 +1,11 @@
-"""What a request forbids its sampler, against a walk over tokens in plain Python."""
+"""Token bans, against a loop over tokens in plain Python."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.sampling.token_bans import Forbidden, forbids_anything
+from penstock.engine.sampling.token_bans import TokenBans, has_token_bans
 from penstock.scheduler.types import SamplingParams
 
 VOCAB_SIZE = 8
@@ -13,10 +13,10 @@ CPU = torch.device("cpu")
 ids = st.integers(0, VOCAB_SIZE - 1)
 
 
-def forbidden_ids(sampling: SamplingParams, tokens: list[int], num_prompt: int) -> set[int]:
+def banned_ids(sampling: SamplingParams, tokens: list[int], num_prompt: int) -> set[int]:
     x = torch.zeros(VOCAB_SIZE)
-    table = torch.tensor([*tokens, *[7] * 4])  # what lies behind the length is never looked at
-    Forbidden(sampling, VOCAB_SIZE, CPU).apply(x, table, len(tokens), num_prompt)
+    table = torch.tensor([*tokens, *[7] * 4])  # tokens after the length are never read
+    TokenBans(sampling, VOCAB_SIZE, CPU).apply(x, table, len(tokens), num_prompt)
     assert not x.isnan().any()
     return {int(i) for i in (x == -torch.inf).nonzero()}
 
@@ -27,7 +27,7 @@ def forbidden_ids(sampling: SamplingParams, tokens: list[int], num_prompt: int) 
     prompt=st.lists(ids, min_size=1, max_size=4),
     answer=st.lists(ids, max_size=6),
 )
-def test_a_bad_word_is_forbidden_just_where_the_answer_ends_with_its_beginning(
+def test_a_bad_words_last_token_is_banned_only_after_its_other_tokens(
     words: tuple[tuple[int, ...], ...], prompt: list[int], answer: list[int]
 ) -> None:
     sampling = SamplingParams(max_tokens=9, bad_words=words)
@@ -37,18 +37,18 @@ def test_a_bad_word_is_forbidden_just_where_the_answer_ends_with_its_beginning(
         if len(word) - 1 <= len(answer)
         and tuple(answer[len(answer) - len(word) + 1 :]) == word[:-1]
     }
-    assert forbidden_ids(sampling, prompt + answer, len(prompt)) == expected
+    assert banned_ids(sampling, prompt + answer, len(prompt)) == expected
 
 
 @pytest.mark.parametrize(("num_outputs", "expected"), [(0, {2, 5}), (2, {2, 5}), (3, set())])
-def test_the_stop_ids_are_forbidden_before_min_tokens(num_outputs: int, expected: set[int]) -> None:
+def test_the_stop_ids_are_banned_before_min_tokens(num_outputs: int, expected: set[int]) -> None:
     sampling = SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=(2, 5))
-    assert forbidden_ids(sampling, [1] * (4 + num_outputs), 4) == expected
+    assert banned_ids(sampling, [1] * (4 + num_outputs), 4) == expected
 
 
-def test_all_but_the_allowed_ids_are_forbidden() -> None:
+def test_all_ids_but_the_allowed_ones_are_banned() -> None:
     sampling = SamplingParams(max_tokens=9, allowed_token_ids=(1, 6), bad_words=((6,),))
-    assert forbidden_ids(sampling, [0], 1) == set(range(VOCAB_SIZE)) - {1}
+    assert banned_ids(sampling, [0], 1) == set(range(VOCAB_SIZE)) - {1}
 
 
 def test_ids_beyond_the_vocabulary_are_ignored() -> None:
@@ -59,9 +59,9 @@ def test_ids_beyond_the_vocabulary_are_ignored() -> None:
         bad_words=((99,), (0, 99)),
         allowed_token_ids=(3, 99),
     )
-    assert forbidden_ids(sampling, [0], 1) == set(range(VOCAB_SIZE)) - {3}
+    assert banned_ids(sampling, [0], 1) == set(range(VOCAB_SIZE)) - {3}
 
 
-def test_a_request_that_forbids_nothing_costs_nothing() -> None:
-    assert not forbids_anything(SamplingParams(max_tokens=9, stop_token_ids=(2,)))
-    assert not forbids_anything(SamplingParams(max_tokens=9, min_tokens=3))
+def test_a_request_without_bans_has_none() -> None:
+    assert not has_token_bans(SamplingParams(max_tokens=9, stop_token_ids=(2,)))
+    assert not has_token_bans(SamplingParams(max_tokens=9, min_tokens=3))

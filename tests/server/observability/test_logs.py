@@ -12,7 +12,7 @@ import pytest
 from penstock.engine.executors.scripted import scripted_info
 from penstock.engine.ipc.messages import StepReport
 from penstock.engine.logs import JsonFormatter
-from penstock.scheduler.stats import SchedulerStats, StepWork
+from penstock.scheduler.stats import NO_WORK, AttentionWork, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, RequestOutput
 from penstock.server.observability.activity import Activity
 from penstock.server.observability.metrics import Metrics
@@ -80,7 +80,7 @@ class _Load:
         self._step += 1
         output = RequestOutput(RequestId("a"), 0, [5, 6], None, None, 0)
         stats = SchedulerStats(running, 3, 25, 50, 25, 100 * self._step, hits, 0, 0)
-        work = StepWork(10, 0, 1, 1, 0, 0, 0)
+        work = StepWork(10, 0, 1, 1, 0, (AttentionWork(0, 0),))
         self.metrics.on_step(
             StepReport(self._step, [output], stats, work, time.monotonic() - 1, 1.0, 400_000_000, 0)
         )
@@ -114,7 +114,7 @@ async def test_the_line_is_written_only_while_there_is_work(
     await asyncio.sleep(0.1)
     assert len(caplog.records) >= 2  # one sequence runs, though no step has ended since
     stats = SchedulerStats(*[0] * 9)
-    idle = StepReport(0, [], stats, StepWork(*[0] * 7), time.monotonic(), 0.0, 0, 0)
+    idle = StepReport(0, [], stats, NO_WORK, time.monotonic(), 0.0, 0, 0)
     load.metrics.on_step(idle)
     await asyncio.sleep(0.05)
     caplog.clear()

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.engine.executor import PendingTokens
+from penstock.engine.executor import AttentionGroup, PendingTokens
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.engine.ipc.messages import Abort, FromEngine, StepReport, Submit, ToEngine
 from penstock.engine.loop import EngineLoop
@@ -28,10 +28,9 @@ from tests.support.timing import retried_when_disturbed
 INFO = replace(
     scripted_info(num_blocks=14, block_size=4, max_model_len=48),
     weight_bytes=1000,
-    kv_bytes_per_token=10,
+    attention=(AttentionGroup(window=None, kv_bytes_per_token=10, flops_per_pair=1),),
     flops_per_token=7,
     flops_per_sampled_token=3,
-    flops_per_attention_pair=1,
     peak_bandwidth_bytes_per_s=1e6,
     measured_bandwidth_bytes_per_s=5e5,
     peak_flops_per_s=1e6,

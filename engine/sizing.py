@@ -1,9 +1,9 @@
 """How many sequences a device carries: arithmetic on a model's config.json, no device needed.
 
-    python -m penstock.engine.memory.sizing configs/models/Llama-3.1-8B --device H100 --memory-gb 80
+    python -m penstock.engine.sizing configs/models/Llama-3.1-8B --device H100 --memory-gb 80
 
-Memory sets how many sequences of a length fit; the memory's bandwidth, how long a step of all of
-them takes at least. What a start then really takes is in the ledger that the server logs.
+The memory's size limits how many sequences of a length fit; its bandwidth, how fast a step of all
+of them can be. What a start really takes is in the memory table that the server logs.
 """
 
 import argparse
@@ -15,15 +15,14 @@ from pathlib import Path
 import torch
 
 from penstock.engine.memory.hardware import peak_bandwidth
-from penstock.engine.memory.kv_pool import kv_bytes_per_token
 from penstock.engine.models.config import ModelConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 GB = 10**9
-# The largest step's activations, the graphs, and what CUDA itself holds: an estimate.
+# An estimate for the largest step's activations, the CUDA graphs, and CUDA itself.
 OTHER_BYTES = 3 * GB
 CONTEXTS = (2_048, 8_192, 32_768)
-# Memory as the devices are called by; they have a few percent more.
+# Nominal memory; the devices have a few percent more.
 DEVICES = (("H100", 80), ("H200", 141))
 _DTYPE = torch.bfloat16
 _BLOCK_SIZE = 64
@@ -53,21 +52,30 @@ class Sizing:
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token."""
-        return kv_bytes_per_token(self.model, _DTYPE)
+        return self.model.kv_shape.bytes_per_token(_DTYPE.itemsize)
 
     @property
     def kv_tokens(self) -> int:
-        """That the KV cache holds. 0 where the weights alone do not fit."""
+        """What the KV cache holds. 0 if the weights alone do not fit."""
         machine = self.machine
         share = int(machine.memory_bytes * machine.utilization)
         return max(0, share - self.weight_bytes - machine.other_bytes) // self.token_bytes
 
+    def read_bytes(self, context: int) -> int:
+        """Keys and values that a decode step reads of one sequence: in a layer with a window, no
+        more than the window. The cache holds the whole context all the same."""
+        layer_bytes = self.model.kv_shape.layer_bytes_per_token(_DTYPE.itemsize)
+        return layer_bytes * sum(
+            num_layers * min(context, window or context)
+            for window, num_layers in self.model.num_layers_by_window.items()
+        )
+
     def num_sequences(self, context: int) -> int:
-        """Of so many tokens each, prompt and answer, that are in the cache at the same time."""
+        """That fit the cache at the same time. context: tokens of each, prompt and output."""
         return self.kv_tokens // context
 
     def least_tpot_s(self, num_sequences: int, context: int) -> float | None:
-        """A decode step of so many, at the datasheet's bandwidth: no server can be faster.
+        """A decode step at the datasheet's bandwidth: no server can be faster.
 
         None for a device that configs/hardware.toml does not list.
         """
@@ -75,20 +83,20 @@ class Sizing:
         if not bandwidth:
             return None
         weights = self.model.num_step_weights * _DTYPE.itemsize
-        return (weights + num_sequences * context * self.token_bytes) / bandwidth
+        return (weights + num_sequences * self.read_bytes(context)) / bandwidth
 
     def slot_bytes(self, max_model_len: int) -> int:
-        """What one more of `--max-num-seqs` costs on the device: its rows of the tables of tokens
-        and blocks, and one row of logits in float32."""
+        """What each of `--max-num-seqs` takes on the device: its rows of the token and block
+        tables, and one row of logits in float32."""
         blocks = -(-max_model_len // _BLOCK_SIZE)
         return 4 * (max_model_len + 1 + blocks + 1 + self.model.vocab_size)
 
     def num_within(self, tpot_s: float, context: int, mbu: float) -> int:
-        """Sequences that run together at this TPOT where steps reach this share of the peak
-        bandwidth, memory set aside. 0 where the weights alone take longer."""
+        """Sequences that can run together at this TPOT if steps reach the share `mbu` of the peak
+        bandwidth and memory is no limit. 0 if reading the weights alone takes longer."""
         bandwidth = peak_bandwidth(self.machine.name) or 0.0
         spare = tpot_s * bandwidth * mbu - self.model.num_step_weights * _DTYPE.itemsize
-        return max(0, int(spare / (context * self.token_bytes)))
+        return max(0, int(spare / self.read_bytes(context)))
 
 
 def table(sizings: Sequence[Sizing], names: Sequence[str], contexts: Sequence[int]) -> str:
@@ -121,7 +129,7 @@ def _fit(sizing: Sizing, context: int) -> str:
 
 def example_table() -> str:
     """That of docs/sizing.md: two models of configs/models on two devices."""
-    models = Path(__file__).parents[2] / "configs" / "models"
+    models = Path(__file__).parents[1] / "configs" / "models"
     names = [name for name in ("Llama-3.1-8B", "Qwen3-8B") for _ in DEVICES]
     sizings = [
         Sizing(
@@ -162,11 +170,13 @@ def main(argv: Sequence[str]) -> int:
 def _machine(options: argparse.Namespace) -> Machine:
     """Raises InvalidConfig."""
     if options.memory_gb <= 0 or not 0 < options.gpu_memory_utilization <= 1:
-        raise InvalidConfig("--memory-gb must be positive, --gpu-memory-utilization a share")
+        raise InvalidConfig(
+            "--memory-gb must be positive, and --gpu-memory-utilization a share from 0 to 1"
+        )
     if any(context < 1 for context in options.context):
         raise InvalidConfig("--context must be at least 1")
     if not 0 < options.mbu <= 1 or (options.tpot_ms is not None and options.tpot_ms <= 0):
-        raise InvalidConfig("--mbu must be a share, --tpot-ms positive")
+        raise InvalidConfig("--mbu must be from 0 to 1, and --tpot-ms positive")
     if options.tpot_ms and not peak_bandwidth(options.device):
         raise InvalidConfig(
             f"--tpot-ms needs the bandwidth of --device {options.device}, which is not in "
@@ -181,7 +191,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m penstock.engine.memory.sizing",
+        prog="python -m penstock.engine.sizing",
         description="How many sequences of a model fit a GPU, and what TPOT they have at best.",
     )
     flag = parser.add_argument
@@ -191,10 +201,15 @@ def _parser() -> argparse.ArgumentParser:
     flag("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
          help="the server's flag (default: %(default)s)")  # fmt: skip
     flag("--context", type=int, nargs="+", default=CONTEXTS, metavar="TOKENS",
-         help="of one sequence, prompt and answer (default: 2048 8192 32768)")  # fmt: skip
-    flag("--tpot-ms", type=float, metavar="MS", help="also: how many meet this (default: none)")
+         help="of one sequence, prompt and output (default: 2048 8192 32768)")  # fmt: skip
+    flag(
+        "--tpot-ms",
+        type=float,
+        metavar="MS",
+        help="also print how many sequences meet this TPOT (default: none)",
+    )
     flag("--mbu", type=float, default=0.66, metavar="SHARE",
-         help="of the peak bandwidth that decode steps reach, for --tpot-ms; /metrics tells a "
+         help="of the peak bandwidth that decode steps reach, for --tpot-ms; /metrics reports a "
          "server's own (default: %(default)s)")  # fmt: skip
     return parser
 

@@ -1,10 +1,13 @@
-"""`python -m penstock.engine.memory.sizing`: what fits a device, and how fast it can be at most."""
+"""`python -m penstock.engine.sizing`: what fits a device, and how fast it can be at most."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from penstock.engine.executors.cuda.device_tables import DeviceTables
-from penstock.engine.memory.sizing import (
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.sizing import (
     DEVICES,
     GB,
     OTHER_BYTES,
@@ -13,7 +16,6 @@ from penstock.engine.memory.sizing import (
     example_table,
     main,
 )
-from penstock.engine.models.config import ModelConfig
 from tests.support.paths import ROOT
 
 LLAMA = ROOT / "configs" / "models" / "Llama-3.1-8B"
@@ -30,7 +32,7 @@ def test_llama_is_as_large_as_its_card_says(sizing: Sizing) -> None:
     assert sizing.token_bytes == 2 * 32 * 8 * 128 * 2  # K and V, layers, heads, width, bfloat16
 
 
-def test_the_kv_cache_gets_what_weights_and_the_rest_leave(sizing: Sizing) -> None:
+def test_the_kv_cache_gets_the_memory_that_is_left(sizing: Sizing) -> None:
     left = 72 * GB - 2 * 8_030_261_248 - OTHER_BYTES
     assert sizing.kv_tokens == left // 131_072
     assert sizing.num_sequences(2_048) == left // 131_072 // 2_048
@@ -40,9 +42,22 @@ def test_a_step_takes_at_least_the_time_to_read_all_it_needs(sizing: Sizing) -> 
     embedding = 128_256 * 4_096  # its rows are gathered, not read
     needed = 2 * (8_030_261_248 - embedding) + 64 * 2_048 * 131_072
     assert sizing.least_tpot_s(64, 2_048) == pytest.approx(needed / 3.35e12)
-    # And so many meet that time where all of the bandwidth is used.
+    # The inverse: this many meet that time if all of the bandwidth is used.
     assert sizing.num_within(needed / 3.35e12 + 1e-9, 2_048, mbu=1.0) == 64
     assert sizing.num_within(1e-3, 2_048, mbu=1.0) == 0  # the weights alone take longer
+
+
+def test_a_window_bounds_what_a_step_reads_and_not_what_the_cache_holds(sizing: Sizing) -> None:
+    windows = (1_024,) * 8 + (None,) * 24
+    windowed = Sizing(replace(sizing.model, windows=windows), H100)
+    assert windowed.kv_tokens == sizing.kv_tokens
+    per_layer = 2 * 8 * 128 * 2
+    assert windowed.read_bytes(2_048) == per_layer * (8 * 1_024 + 24 * 2_048)
+    assert windowed.read_bytes(512) == sizing.read_bytes(512) == per_layer * 32 * 512
+    weights = 2 * sizing.model.num_step_weights
+    needed = weights + 64 * windowed.read_bytes(2_048)
+    assert windowed.least_tpot_s(64, 2_048) == pytest.approx(needed / 3.35e12)
+    assert windowed.num_within(needed / 3.35e12 + 1e-9, 2_048, mbu=1.0) == 64
 
 
 def test_an_unknown_device_has_no_least_time() -> None:
@@ -71,15 +86,15 @@ def test_the_table_has_a_row_for_each_model_and_device() -> None:
     assert "| Llama-3.1-8B | H100, 80 GB | 16.1 GB | 131,072 | 403,896 tokens |" in rows[2]
 
 
-def test_the_command_prints_the_table_and_who_meets_a_tpot(
+def test_the_command_prints_the_table_and_how_many_meet_a_tpot(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = ["--device", "H100", "--memory-gb", "80", "--context", "8192", "--tpot-ms", "20"]
     assert main([str(LLAMA), *flags]) == 0
-    told = capsys.readouterr().out
-    assert "403,896 tokens | 49, 20.2 ms |" in told and "17.2 GB of the KV cache" in told
-    assert "one more of --max-num-seqs at that length: 1.05 MB" in told
-    assert "TPOT 20 ms at MBU 0.66, 8,192 tokens each: 27 together" in told
+    printed = capsys.readouterr().out
+    assert "403,896 tokens | 49, 20.2 ms |" in printed and "17.2 GB of the KV cache" in printed
+    assert "one more of --max-num-seqs at that length: 1.05 MB" in printed
+    assert "TPOT 20 ms at MBU 0.66, 8,192 tokens each: 27 together" in printed
 
 
 @pytest.mark.parametrize(
@@ -87,11 +102,11 @@ def test_the_command_prints_the_table_and_who_meets_a_tpot(
     [
         (["--memory-gb", "0"], "--memory-gb must be positive"),
         (["--context", "0"], "--context must be at least 1"),
-        (["--mbu", "66"], "--mbu must be a share"),
+        (["--mbu", "66"], "--mbu must be from 0 to 1"),
         (["--device", "abacus", "--tpot-ms", "9"], "not in configs/hardware.toml"),
     ],
 )
-def test_a_wrong_number_is_a_sentence(
+def test_an_invalid_number_is_explained(
     capsys: pytest.CaptureFixture[str], flags: list[str], sentence: str
 ) -> None:
     assert main([str(LLAMA), *flags]) == 2

@@ -1,55 +1,11 @@
-"""The pieces that a transformer is made of, in torch: linear maps and rotary positions."""
+"""Rotary position embedding: the table of angles, and the rotation."""
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from penstock.engine.models.config import RopeConfig
-
-
-class Linear(Protocol):
-    """y = x W^T + b for x of (T, in_features). Owns W in whatever layout computes it best."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
-class PlainLinear:
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-
-class PackedLinear:
-    """The weight in oneDNN's blocked layout, made once at load; the original is not kept.
-
-    `functional.linear` repacks a bfloat16 weight in every call, which at a few rows costs more
-    than the product itself. These two operators are torch's own (Inductor emits them), but private.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self._bias = bias
-        self._linear = torch.ops.mkldnn._linear_pointwise.default
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self._linear(x, self._packed, self._bias, "none", [], "")
-        return y
-
-
-def can_pack(device: torch.device) -> bool:
-    """Private operators may vanish with a release: then `PlainLinear` is right, only slower."""
-    return (
-        device.type == "cpu"
-        and torch._C._has_mkldnn
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
 
 
 def rotary_table(
@@ -64,7 +20,7 @@ def rotary_table(
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
     elif rope.kind == "llama3":
-        # How often each wave turns within the original context decides how much it is stretched.
+        # A wave is scaled by how many periods of it fit the original context.
         turns = rope.original_max_positions * frequencies / (2 * math.pi)
         ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         kept = ramp.clamp(0, 1)
@@ -78,13 +34,13 @@ def rotary_table(
 
 
 def _yarn_kept(rope: RopeConfig, head_dim: int) -> Tensor:
-    """How much of each frequency stays as it is: (head_dim / 2,), from 1 down to 0.
+    """The share of each frequency that is kept unscaled: (head_dim / 2,), from 1 down to 0.
 
     Source: Peng et al. 2023, section 3.2 (arXiv:2309.00071), as transformers has it.
     """
 
     def dimension(turns: float) -> float:
-        """Whose wave turns so often within the original context."""
+        """The one whose wave has this many periods within the original context."""
         wavelength = rope.original_max_positions / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -97,6 +53,6 @@ def _yarn_kept(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair (i, i + head_dim / 2) of x, (T, heads, head_dim), by its angle: (T, 1, .)."""
+    """Rotates each pair (i, i + head_dim / 2) of x, (T, heads, head_dim); cos, sin: (T, 1, .)."""
     left, right = x.float().chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)

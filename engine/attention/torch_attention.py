@@ -1,18 +1,18 @@
-"""The CPU's attention on a GPU: slow and plain, to tell a kernel's fault from a model's."""
+"""The CPU's attention on a GPU: slow and simple, to distinguish errors of kernels and models."""
 
 import torch
 from torch import Tensor
 
 from penstock.engine.attention.gathered import gathered_attention
+from penstock.engine.device_step import DeviceStep
 from penstock.engine.model_input import ModelInput
-from penstock.engine.models.fused import DeviceStep
 
 
 class TorchAttention:
-    """`penstock.engine.models.fused.DeviceAttention` by `gathered_attention`.
+    """`DeviceAttention` by `gathered_attention`.
 
-    It must know every length on the host, so each step waits for the device once, and no CUDA
-    graph can hold it.
+    It needs every length on the host, so each step waits for the device once, and no CUDA graph can
+    capture it.
     """
 
     is_capturable = False
@@ -46,5 +46,5 @@ class TorchAttention:
         window: int | None,
         out: Tensor,
     ) -> None:
-        assert self._input is not None, "plan comes first"
+        assert self._input is not None, "plan must be called first"
         out.copy_(gathered_attention(query, keys, values, self._input, window))

@@ -1,6 +1,6 @@
-"""A tokenizer for weights that are made up too: any text in, something to read out.
+"""A tokenizer for dummy weights (`--load-format dummy`): it encodes any text and decodes any id.
 
-Each byte is a word, and every further id is spelled `<id>`, so that no two answers look the same.
+Each byte is a token, and every further id decodes to `<id>`, so different ids give different text.
 """
 
 from pathlib import Path
@@ -9,20 +9,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.engine.config import LoadFormat
 
-# What any tokenizer is read from.
+# Any of these is a tokenizer.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def needs_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> bool:
-    """Where weights are made up, and no tokenizer lies beside config.json."""
+    """Whether weights are random and the directory has no tokenizer."""
     return load_format is LoadFormat.DUMMY and not any(
         (directory / name).exists() for name in _FILES
     )
 
 
 def dummy_tokenizer(vocab_size: int) -> Tokenizer:
-    """Of exactly so many words. With fewer than 256 some bytes are all spelled by the first."""
-    # In the order of what is most of use in a small vocabulary: space, then visible ASCII.
+    """With exactly vocab_size tokens. With fewer than 256, the first stands for several bytes."""
+    # The most useful first, for a small vocabulary: space, then visible ASCII.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda word: (word != "Ġ", word))
     words = [*alphabet, *(f"<{i}>" for i in range(len(alphabet), vocab_size))][:vocab_size]
     vocabulary = {word: token_id for token_id, word in enumerate(words)}

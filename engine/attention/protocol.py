@@ -1,0 +1,50 @@
+"""The protocols of attention over the paged KV pool: with lengths on the host or the device."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.engine.device_step import DeviceStep
+from penstock.engine.model_input import ModelInput
+
+
+class Attention(Protocol):
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, step: ModelInput, window: int | None
+    ) -> Tensor:
+        """Causal attention of each token to its own sequence: (T, num_heads, head_dim).
+
+        query: (T, num_heads, head_dim). keys, values: one layer of the pool, (num_blocks,
+        block_size, num_kv_heads, head_dim), this step's tokens already written. window: how many
+        positions a token attends to, its own included, or None for all.
+        """
+        ...
+
+
+class DeviceAttention(Protocol):
+    """An attention backend for GPUs: `plan` once a step, then one call per layer."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can capture it: it never waits for the device."""
+        ...
+
+    @property
+    def takes_decode_lens(self) -> bool:
+        """Whether it supports `DeviceStep.decode_lens`."""
+        ...
+
+    def plan(self, step: DeviceStep) -> None: ...
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: DeviceStep,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        """Writes out (T, num_heads, head_dim). keys, values: one layer of the
+        pool, this step's tokens already written."""
+        ...

@@ -1,0 +1,38 @@
+"""`DeviceStep`: the tensors of one step whose lengths are known on the device alone.
+
+It is to a GPU what `penstock.engine.model_input.ModelInput` is to a CPU.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStep:
+    """One step's tokens on the device, ragged by row; the host knows only the tensors' sizes.
+
+    token_ids, positions: (T,) int32. kv_slots: (T,) int64. slots, context_lens: (R,) int32, one
+    entry a row. The first num_decodes rows have one token each; chunk_starts, (R - num_decodes +
+    1,) int32, are the offsets of the other rows into the tokens after those. block_tables: (all
+    slots, max_blocks) int32.
+
+    decode_lens, (num_decodes,) int32: given if the host does not know which rows are decodes. Of
+    the first num_decodes rows, decodes have their length here and others have 0; chunk_starts then
+    covers all rows and all tokens, (R + 1,), with no tokens for decodes.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    kv_slots: Tensor
+    slots: Tensor
+    context_lens: Tensor
+    num_decodes: int
+    chunk_starts: Tensor | None
+    block_tables: Tensor
+    decode_lens: Tensor | None = None
+
+    @property
+    def first_chunk(self) -> int:
+        """The first row of chunk_starts, which is also the token that its offsets start from."""
+        return self.num_decodes if self.decode_lens is None else 0

@@ -1,0 +1,74 @@
+"""The linear layers of `FusedModel`, by weight format: few rows in one kernel, many by cuBLAS."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels.activation import silu_mul
+from penstock.engine.kernels.linear import skinny_linear
+from penstock.engine.models.layers.linear import LinearProducts, PlainLinear
+
+
+class FusedLinear(Protocol):
+    """One linear layer on the GPU. "Few" is at most `penstock.engine.kernels.linear.MAX_ROWS`."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    def few(
+        self,
+        x: Tensor,
+        out: Tensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+    ) -> None:
+        """As `skinny_linear`: out = x' W^T + b + residual, x' being x or its RMSNorm."""
+        ...
+
+    def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor, eps: float) -> None:
+        """out = silu(gate) * up of the RMSNorm of x, where the layer stacks gate and up."""
+        ...
+
+    def many(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x W^T + b, in `out` if given."""
+        ...
+
+
+class FusedPlainLinear:
+    def __init__(self, linear: PlainLinear) -> None:
+        self._linear = linear
+        self._weight, self._bias = linear.weight, linear.bias
+        self.out_features = len(linear.weight)
+
+    def few(
+        self,
+        x: Tensor,
+        out: Tensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+    ) -> None:
+        skinny_linear(x, self._weight, out, norm=norm, eps=eps, bias=self._bias, residual=residual)
+
+    def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor, eps: float) -> None:
+        if self._bias is None:
+            skinny_linear(x, self._weight, out, norm=norm, eps=eps, is_gated=True)
+            return
+        both = x.new_empty(len(x), self.out_features)
+        self.few(x, both, norm=norm, eps=eps)
+        silu_mul(both, out)
+
+    def many(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            return self._linear(x)
+        assert self._bias is None, "only the output layer writes to given memory, without a bias"
+        return torch.mm(x, self._weight.t(), out=out)
+
+
+FUSED_LINEARS = LinearProducts[FusedLinear](
+    "the GPU's fused step", {PlainLinear.weight_format: FusedPlainLinear}
+)

@@ -1,0 +1,82 @@
+"""Linear layers in torch, by weight format, and how a path chooses what computes each format."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.engine.models.errors import UnsupportedWeightFormat
+
+
+class Linear(Protocol):
+    """y = x W^T + b for x of (T, in_features). A call computes it on every device, if slowly."""
+
+    @property
+    def weight_format(self) -> str:
+        """How W is stored; linear layers of one format have the same tensors."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class PlainLinear:
+    """weight: (out_features, in_features), as in the checkpoint."""
+
+    weight_format = "plain"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class PackedLinear:
+    """The weight in oneDNN's blocked layout, packed once at load; the original is not kept.
+
+    `functional.linear` repacks a bfloat16 weight in every call, which for a few rows costs more
+    than the product itself. These two operators are torch's own (Inductor emits them), but private.
+    """
+
+    weight_format = "onednn"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self._bias = bias
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._linear(x, self._packed, self._bias, "none", [], "")
+        return y
+
+
+def can_pack(device: torch.device) -> bool:
+    """Whether this torch has the private operators of `PackedLinear`; else use `PlainLinear`."""
+    return (
+        device.type == "cpu"
+        and torch._C._has_mkldnn
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+Product = TypeVar("Product")
+
+
+class LinearProducts(Generic[Product]):
+    """What one path through a model computes linear layers with, by weight format."""
+
+    def __init__(self, path: str, by_format: Mapping[str, Callable[[Any], Product]]) -> None:
+        """path: its name in error messages. by_format: makes the product of a layer, given it."""
+        self._path = path
+        self._by_format = by_format
+
+    def of(self, linear: Linear) -> Product:
+        """Raises UnsupportedWeightFormat."""
+        make = self._by_format.get(linear.weight_format)
+        if make is None:
+            raise UnsupportedWeightFormat(linear.weight_format, self._path, self._by_format)
+        return make(linear)

@@ -1,0 +1,32 @@
+"""What a step reads and computes, counted for layers with and without a window."""
+
+from penstock.scheduler.stats import AttentionWork, StepWork, work_of
+from tests.support.tiny_models import make_batch
+
+# Two decodes at positions 9 and 1, and a chunk of 5 tokens at positions 6 to 10.
+BATCH = make_batch((0, 1, 2), (9, 1, 6), (1, 1, 5), num_decodes=2, samples=(True, True, False))
+
+
+def test_a_step_is_counted_by_hand() -> None:
+    assert work_of(BATCH, (None, 4)) == StepWork(
+        num_prefill_tokens=5,
+        num_decode_tokens=2,
+        num_sequences=3,
+        num_sampled=2,
+        num_scored=0,
+        attention=(
+            AttentionWork(context_tokens=10 + 2 + 11, pairs=10 + 2 + 7 + 8 + 9 + 10 + 11),
+            # The chunk's first query, at 6, sees keys 3 to 6; its last one keys 7 to 10.
+            AttentionWork(context_tokens=4 + 2 + 8, pairs=4 + 2 + 4 * 5),
+        ),
+    )
+
+
+def test_a_window_counts_the_keys_that_a_walk_over_all_queries_finds() -> None:
+    for window in (1, 2, 5, 7, 100):
+        for start in range(9):
+            for n in range(1, 9):
+                (work,) = work_of(make_batch((0,), (start,), (n,)), (window,)).attention
+                seen = [range(max(0, p + 1 - window), p + 1) for p in range(start, start + n)]
+                assert work.context_tokens == len(set().union(*seen))
+                assert work.pairs == sum(map(len, seen))
