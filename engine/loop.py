@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from penstock.engine.executor import Executor, PendingTokens
-from penstock.engine.ipc.messages import Abort, Refused, StepReport, ToEngine
+from penstock.engine.messages import Abort, Refused, StepReport, ToEngine
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import NO_WORK, StepWork, work_of

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from penstock.engine.config import EngineConfig, LogFormat
+from penstock.engine.client import EngineConfig, LogFormat
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.output.pooling import PoolerConfig
 

@@ -23,8 +23,8 @@ import zmq
 from penstock.engine import logs
 from penstock.engine.config import EngineConfig
 from penstock.engine.executor import Executor
-from penstock.engine.ipc.messages import Failed, FromEngine, Ready, ToEngine
 from penstock.engine.loop import EngineLoop
+from penstock.engine.messages import Failed, FromEngine, Ready, ToEngine
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.scheduler import Scheduler
 

@@ -25,8 +25,8 @@ from typing import NamedTuple
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.engine.config import LoadFormat
+from penstock.engine.errors import BadGrammar
 from penstock.engine.models.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
-from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import SamplingParams, SlotAssignment
 
 # A tenth of a millisecond of fuel and items each would do for ordinary schemas; this much, some
@@ -46,10 +46,6 @@ _NUM_COMPILERS = 2
 _THOUGHT_MARKS = ("<think>", "</think>", "<seed:think>", "</seed:think>", "[THINK]", "[/THINK]")
 # Words of mask that are worth several threads: 8 rows of 128,000 ids. Fewer go one after the other.
 _MIN_PARALLEL_WORDS = 1 << 15
-
-
-class BadGrammar(PenstockError):
-    """It, or this model's tokenizer, cannot be compiled; mostly in llguidance's own words."""
 
 
 class Grammars:

@@ -5,7 +5,7 @@ import logging
 import time
 from typing import NamedTuple
 
-from penstock.engine.executor import ModelInfo
+from penstock.engine.client import ModelInfo
 from penstock.server.observability.metrics import Metrics
 
 logger = logging.getLogger("penstock")

@@ -18,8 +18,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from penstock.engine.executor import ModelInfo
-from penstock.engine.ipc.messages import StepReport
+from penstock.engine.client import ModelInfo, StepReport
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.types import RequestId, Started
 from penstock.server.config import MetricsAlias

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.engine.ipc.client import EngineClient, OutputStream, RequestRefused
+from penstock.engine.client import EngineClient, OutputStream, RequestRefused
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import FinishReason, PromptOutput, RequestOutput, TokenLogprobs
 from penstock.server.errors import GrammarFailed, RequestTimedOut

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock.engine.executor import ModelInfo
-from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.client import Grammars, ModelInfo
 from penstock.scheduler.errors import ContextTooLong, PenstockError, PromptTooLong
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from penstock.server.errors import InvalidRequest, UnsupportedParameter

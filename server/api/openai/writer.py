@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from penstock.engine.executor import ModelInfo
+from penstock.engine.client import ModelInfo
 from penstock.server.api.openai.message_parts import delta_of, message_of
 from penstock.server.errors import reply_to
 from penstock.server.observability.version import version

@@ -16,7 +16,7 @@ from importlib.resources import files
 import msgspec
 from tokenizers import Tokenizer
 
-from penstock.engine.ipc.messages import StepReport
+from penstock.engine.messages import StepReport
 from penstock.scheduler.stats import SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, RequestOutput, Started
 from penstock.server.config import MetricsAlias

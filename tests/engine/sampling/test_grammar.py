@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from penstock.engine.errors import BadGrammar
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-from penstock.engine.ipc.messages import Abort, FromEngine, Refused, StepReport, Submit
 from penstock.engine.loop import EngineLoop
-from penstock.engine.sampling.grammar import BadGrammar, Grammars, GrammarTable
+from penstock.engine.messages import Abort, FromEngine, Refused, StepReport, Submit
+from penstock.engine.sampling.grammar import Grammars, GrammarTable
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import FinishReason, RequestId, SamplingParams, SlotAssignment
