@@ -21,5 +21,14 @@ class QueueFull(PenstockError):
         self.retry_after_s = retry_after_s
 
 
+class UnknownAdapter(PenstockError):
+    """The executor has no such LoRA adapter."""
+
+    def __init__(self, adapter: str) -> None:
+        super().__init__(
+            f"the model has no adapter {adapter!r}; send the request without an adapter"
+        )
+
+
 class BadGrammar(PenstockError):
     """A grammar, or this model's tokenizer, cannot be compiled; mostly in llguidance's words."""

@@ -6,12 +6,14 @@ makes that possible is that sampled ids never have to pass through the host: the
 the executor's own token table (see `ScheduledBatch`), where the next step reads them.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.engine.errors import UnknownAdapter
 from penstock.scheduler.stats import StepWork
-from penstock.scheduler.types import SampledTokens, SamplingParams, ScheduledBatch
+from penstock.scheduler.types import BlockCopy, Request, SampledTokens, ScheduledBatch, Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +85,26 @@ class Executor(Protocol):
         """
         ...
 
-    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
-        """Begins, in the background, what must be done before such a request is scheduled.
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        """Begins, in the background, what must be done before the request is scheduled.
 
-        None where that is nothing. The future may fail with a PenstockError: refuse the request.
+        None where that is nothing. A PenstockError, raised here or by the future, refuses it.
         """
         ...
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens: ...
+
+
+def check_no_adapter(request: Request) -> None:
+    """For executors without adapters. Raises UnknownAdapter."""
+    if request.adapter is not None:
+        raise UnknownAdapter(request.adapter)
+
+
+def device_copies(copies: Sequence[BlockCopy]) -> list[tuple[int, int]]:
+    """(source, target) of copies within the device, for executors that have no other tier."""
+    for copy in copies:
+        assert (copy.source_tier, copy.target_tier) == (Tier.DEVICE, Tier.DEVICE), (
+            f"this executor holds blocks on the device alone, and cannot do {copy}"
+        )
+    return [(copy.source, copy.target) for copy in copies]

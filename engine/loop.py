@@ -84,12 +84,22 @@ class EngineLoop:
             if isinstance(command, Abort):
                 self._add_prepared(abandoned=command)
                 aborted += self._scheduler.abort(command.request_id, command.index)
-            elif (future := self._executor.prepare(command.request.sampling)) is not None:
-                self._preparing.append((command.request, future))
             else:
-                self._add(command.request)
+                self._prepare(command.request)
         self._add_prepared()
         return aborted
+
+    def _prepare(self, request: Request) -> None:
+        """Adds the request, now or, where the executor has to prepare for it, later."""
+        try:
+            future = self._executor.prepare(request)
+        except PenstockError as error:
+            self._send(Refused(request.id, str(error)))
+            return
+        if future is None:
+            self._add(request)
+        else:
+            self._preparing.append((request, future))
 
     def _add(self, request: Request, prepared: "Future[Any] | None" = None) -> None:
         try:

@@ -162,8 +162,8 @@ class KVCache:
 
     def _names(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """The names of its first blocks, each hashed once in the sequence's life."""
-        names, size = sequence.block_names, self.block_size
+        names, size, request = sequence.block_names, self.block_size, sequence.request
         for i in range(len(names), num_blocks):
-            parent = names[-1] if names else root_digest(sequence.request.cache_salt)
+            parent = names[-1] if names else root_digest(request.cache_salt, request.adapter)
             names.append(block_digest(parent, sequence.token_ids[i * size : (i + 1) * size]))
         return names[:num_blocks]

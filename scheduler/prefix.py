@@ -1,12 +1,13 @@
-"""Finds full blocks by what is in them, and says which idle block to forget first.
+"""Finds full blocks by their content, and says which evictable block is evicted first.
 
-A block's name is a digest chained over its tokens and its parent's name, back to the salt, so equal
-names mean equal tokens at equal positions under an equal salt. The digest is a 128-bit BLAKE2 with
-a key that each process draws for itself: nobody can prepare two prompts that share a name, so
-a hit needs no comparison of tokens. (A 64-bit hash would: vLLM moved to SHA-256 for that reason.)
+A block's digest is chained over its tokens and its parent's digest, back to salt and adapter, so
+equal digests mean equal tokens at equal positions under an equal salt and adapter. It is a 128-bit
+BLAKE2 with a key that each process draws for itself: nobody can prepare two prompts whose digests
+collide, so a hit needs no comparison of tokens. (A 64-bit hash would: vLLM moved to SHA-256 for
+that reason.)
 
-Idle blocks leave in least-recently-used order. A sequence releases its last block first, so a
-block is always forgotten before its parent, and no findable block is ever out of reach.
+Evictable blocks are evicted in least-recently-used order. A sequence releases its last block first,
+so a block is always evicted before its parent, and every cached block can be found from the root.
 """
 
 import os
@@ -18,11 +19,12 @@ DIGEST_BYTES = 16
 _KEY = os.urandom(16)
 
 
-def root_digest(salt: str) -> bytes:
-    """The parent of first blocks. Different salts share nothing."""
-    return blake2b(
-        salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, key=_KEY
-    ).digest()
+def root_digest(salt: str, adapter: str | None) -> bytes:
+    """The parent of first blocks. Different salts share nothing, nor do different adapters: theirs
+    are other keys and values."""
+    # The repr of a pair is never that of another pair, and has no lone surrogates.
+    content = repr((salt, adapter)).encode()
+    return blake2b(content, digest_size=DIGEST_BYTES, key=_KEY).digest()
 
 
 def block_digest(parent: bytes, token_ids: list[int]) -> bytes:

@@ -301,6 +301,7 @@ class Scheduler:
                 sampling=sequence.request.sampling,
                 seed=sequence.seed,
                 ask=sequence.ask,
+                adapter=sequence.request.adapter,
             )
         )
         return True

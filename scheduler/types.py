@@ -11,6 +11,13 @@ from typing import NamedTuple, NewType
 RequestId = NewType("RequestId", str)
 
 
+class Tier(StrEnum):
+    """Memory that holds blocks of keys and values; each tier counts its blocks from 0."""
+
+    DEVICE = "device"  # where attention reads them: the blocks of block tables
+    HOST = "host"
+
+
 class Pooling(StrEnum):
     """Which of the last layer's states stand for a whole prompt."""
 
@@ -69,7 +76,8 @@ class Request:
     """What is asked: one prompt and `n` answers to it.
 
     arrival_s is in the scheduler's clock. A lower priority runs earlier (vLLM's order); it counts
-    only under the `priority` policy. Requests share cached prefixes only under an equal cache_salt.
+    only under the `priority` policy. adapter: the name of a LoRA adapter, None for the base model.
+    Requests share cached prefixes only under an equal cache_salt and an equal adapter.
     """
 
     id: RequestId
@@ -80,6 +88,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     pooling: Pooling | None = None
+    adapter: str | None = None
 
 
 class PromptAsk(NamedTuple):
@@ -94,8 +103,8 @@ class SlotAssignment(NamedTuple):
 
     token_ids: every id known so far, the prompt first and then, after a preemption, its outputs.
     block_ids: its block table in logical order. seed: this sample's own. ask: what is still to be
-    told of its prompt; but for pooling LAST alone, its rows then begin at the first token. What an
-    executor has gathered for an earlier assignment of the slot is void.
+    told of its prompt; but for pooling LAST alone, its rows then begin at the first token. adapter:
+    see Request. What an executor has gathered for an earlier assignment of the slot is void.
     """
 
     slot: int
@@ -105,6 +114,7 @@ class SlotAssignment(NamedTuple):
     sampling: SamplingParams
     seed: int
     ask: PromptAsk | None = None
+    adapter: str | None = None
 
 
 class TableUpdate(NamedTuple):
@@ -116,10 +126,15 @@ class TableUpdate(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Block `target` gets the content of block `source` before this step writes anything."""
+    """Block `target` gets the content of block `source` before this step writes anything.
+
+    Each is a block id of its tier. The scheduler schedules copies within the device alone.
+    """
 
     source: int
     target: int
+    source_tier: Tier = Tier.DEVICE
+    target_tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

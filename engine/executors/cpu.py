@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import AttentionBackend, EngineConfig
-from penstock.engine.executor import ModelInfo
+from penstock.engine.executor import ModelInfo, check_no_adapter, device_copies
 from penstock.engine.executors.loading import Ledger, Phases, choose_dtype, describe, weight_source
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
@@ -31,7 +31,7 @@ from penstock.engine.sampling.grammar import Grammars, GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import Sampler
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.types import PromptOutput, SampledTokens, SamplingParams, ScheduledBatch
+from penstock.scheduler.types import PromptOutput, Request, SampledTokens, ScheduledBatch
 
 _CPU = torch.device("cpu")
 _DEFAULT_BLOCK_SIZE = 16
@@ -114,8 +114,9 @@ class CpuExecutor:
     def runs_ahead(self) -> bool:
         return False
 
-    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
-        return self._grammars.compile(sampling)
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        check_no_adapter(request)
+        return self._grammars.compile(request.sampling)
 
     def execute(self, batch: ScheduledBatch) -> "Done":
         with torch.inference_mode():
@@ -125,7 +126,7 @@ class CpuExecutor:
     def _apply(self, batch: ScheduledBatch) -> None:
         """Brings the tables up to date, in the order that `ScheduledBatch` states."""
         for assignment in batch.assignments:
-            slot, token_ids, num_prompt_tokens, block_ids, sampling, seed, _ = assignment
+            slot, token_ids, num_prompt_tokens, block_ids, sampling, seed, *_ = assignment
             self._token_table[slot, : len(token_ids)] = self._tensor(token_ids)
             self._block_tables[slot, : len(block_ids)] = self._tensor(block_ids)
             self._prompt_lengths[slot] = num_prompt_tokens
@@ -136,7 +137,7 @@ class CpuExecutor:
             slots, indices, blocks = self._tensor(batch.table_updates).unbind(1)
             self._block_tables[slots, indices] = blocks.to(torch.int32)
         if batch.copies:
-            self._pool.copy(batch.copies)
+            self._pool.copy(device_copies(batch.copies))
 
     def _run(self, batch: ScheduledBatch) -> SampledTokens:
         if not batch.slots:

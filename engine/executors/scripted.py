@@ -17,14 +17,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from penstock.engine.executor import ModelInfo, PendingTokens
+from penstock.engine.executor import ModelInfo, PendingTokens, check_no_adapter, device_copies
 from penstock.engine.sampling.grammar import GrammarTable
 from penstock.scheduler.types import (
     Pooling,
     PromptLogprobs,
     PromptOutput,
+    Request,
     SampledTokens,
-    SamplingParams,
     ScheduledBatch,
     SlotAssignment,
     TokenLogprobs,
@@ -98,8 +98,9 @@ class ScriptedExecutor:
     def runs_ahead(self) -> bool:
         return self._runs_ahead
 
-    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
-        return self._grammars.compile(sampling) if self._grammars else None
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        check_no_adapter(request)
+        return self._grammars.compile(request.sampling) if self._grammars else None
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         if self._step_s:
@@ -154,7 +155,7 @@ class ScriptedExecutor:
         for slot_id, index, block_id in batch.table_updates:
             block_ids = self._slots[slot_id].block_ids
             block_ids[index : index + 1] = [block_id]
-        for source, target in batch.copies:
+        for source, target in device_copies(batch.copies):
             for pool in (self._pool_ids, self._pool_digests):
                 pool[target * size : (target + 1) * size] = pool[
                     source * size : (source + 1) * size

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.errors import ContextTooLong, DuplicateRequest, InvalidConfig, PromptTooLong
+from penstock.scheduler.prefix import root_digest
 from penstock.scheduler.types import FinishReason, RequestId, SampledTokens
 from tests.support.scheduling import Driver, make_request, tokens_alone
 
@@ -104,6 +105,37 @@ def test_different_salts_share_nothing() -> None:
         driver.scheduler.add(make_request(name, 16, cache_salt=name))
         driver.run()
     assert driver.num_cached["b", 0] == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "num_cached"),
+    [("a", "a", 12), ("a", "b", 0), ("a", None, 0), ("", None, 0), (None, None, 12)],
+)
+def test_requests_share_blocks_under_the_same_adapter_alone(
+    first: str | None, second: str | None, num_cached: int
+) -> None:
+    driver = Driver()
+    for name, adapter in (("x", first), ("y", second)):
+        driver.scheduler.add(make_request(name, 16, adapter=adapter))
+        driver.run()
+    assert driver.num_cached["y", 0] == num_cached
+
+
+def test_a_salt_cannot_stand_for_an_adapter() -> None:
+    digests = {
+        root_digest(salt, adapter) for salt in ("", "a", "ab") for adapter in ("", "b", None)
+    }
+    assert len(digests) == 9
+    assert root_digest("\ud800", "a") != root_digest("\\ud800", "a")
+
+
+def test_the_adapter_reaches_the_executor_with_its_sequence() -> None:
+    driver = Driver()
+    driver.scheduler.add(make_request("a", 5, adapter="french", n=2))
+    driver.scheduler.add(make_request("b", 5))
+    batches = [driver.step(), driver.step()]
+    adapters = [entry.adapter for batch in batches if batch for entry in batch.assignments]
+    assert adapters == ["french", None, "french"]
 
 
 def test_prefix_caching_can_be_turned_off() -> None:

@@ -35,6 +35,7 @@ def make_request(
     stop_token_ids: tuple[int, ...] = (),
     num_prompt_logprobs: int | None = None,
     pooling: Pooling | None = None,
+    adapter: str | None = None,
 ) -> Request:
     """A request whose prompt is given, or as many made-up ids as the number says."""
     ids = [3 + i % 97 for i in range(prompt)] if isinstance(prompt, int) else prompt
@@ -54,6 +55,7 @@ def make_request(
         priority=priority,
         cache_salt=cache_salt,
         pooling=pooling,
+        adapter=adapter,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.executor import ModelInfo
+from penstock.engine.executor import ModelInfo, check_no_adapter, device_copies
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES, ChunkGraphs
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs, captured_sizes
@@ -36,8 +36,8 @@ from penstock.engine.sampling.grammar import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.scheduler.types import (
     PromptOutput,
+    Request,
     SampledTokens,
-    SamplingParams,
     ScheduledBatch,
     TokenLogprobs,
 )
@@ -140,8 +140,9 @@ class CudaExecutor:
     def runs_ahead(self) -> bool:
         return True
 
-    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
-        return self._grammars.compile(sampling)
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        check_no_adapter(request)
+        return self._grammars.compile(request.sampling)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -203,7 +204,7 @@ class CudaExecutor:
             self._prompts.assign(assignment)
         self._sampler.flush()
         if batch.copies:
-            copies = self._tables.upload(batch.copies)
+            copies = self._tables.upload(device_copies(batch.copies))
             copy_blocks(copies, self._pool.keys, self._pool.values)
 
     def _decode(self, slots: tuple[int, ...], mode: Mode) -> tuple[Tensor, Tensor]:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from penstock.engine.config import Device, Dtype, LoadFormat
+from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.ipc.process import build_executor
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate
+from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate, Tier
 from tests.support.paths import STORIES
+from tests.support.scheduling import make_request
 from tests.support.tiny_models import (
     BLOCK_SIZE,
     GREEDY,
@@ -116,6 +118,15 @@ def test_a_copied_block_continues_as_its_source_did(tiny: Path) -> None:
         copies=(BlockCopy(4, 8),),
     )
     assert executor.execute(fork).wait().token_ids == expected
+
+
+def test_a_copy_to_the_host_and_an_adapter_are_refused(tiny: Path) -> None:
+    executor = CpuExecutor(engine_config(tiny), tiny)
+    to_host = make_batch((), (), (), copies=(BlockCopy(4, 8, target_tier=Tier.HOST),))
+    with pytest.raises(AssertionError, match="on the device alone"):
+        executor.execute(to_host)
+    with pytest.raises(UnknownAdapter, match="no adapter 'french'"):
+        executor.prepare(make_request("a", 5, adapter="french"))
 
 
 def test_a_chunk_that_does_not_end_its_prompt_samples_nothing(tiny: Path) -> None:

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 from triton.runtime.errors import OutOfResources
 
 from penstock.engine.config import Dtype, EngineConfig, LoadFormat
+from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cuda.device import Interpreter, check_capability
 from penstock.engine.executors.cuda.setup import build_cuda_executor, largest_step
 from penstock.engine.executors.loading import Ledger
@@ -65,13 +66,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
-def test_what_is_set_up_answers_as_the_cpu_executor(tiny: Path) -> None:
+def test_what_is_set_up_answers_as_the_cpu_executor_and_refuses_an_adapter(tiny: Path) -> None:
     config = interpreted(tiny)
     requests = [make_request("a", 5, max_tokens=2), make_request("b", 14, max_tokens=2)]
     expected = SteppedEngine(config).run(requests)
     engine = SteppedEngine(config, build_cuda_executor(config, tiny, Interpreter()))
     found = engine.run(requests)
     assert [ids_of(outputs) for outputs in found] == [ids_of(outputs) for outputs in expected]
+    with pytest.raises(UnknownAdapter, match="no adapter 'french'"):
+        engine.executor.prepare(make_request("c", 5, adapter="french"))
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
