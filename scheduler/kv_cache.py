@@ -92,6 +92,15 @@ class KVCache:
         sequence.table.block_ids.append(block_id)
         return block_id
 
+    def trim(self, sequence: Sequence) -> None:
+        """Frees the blocks at the end of its table that hold none of its computed tokens."""
+        block_ids = sequence.table.block_ids
+        while len(block_ids) * self.block_size >= sequence.num_computed + self.block_size:
+            block_id = block_ids.pop()
+            is_last = self._allocator.release(block_id)
+            assert is_last, f"block {block_id} was to be written to, but it is shared"
+            self._allocator.free(block_id)
+
     def name_full_blocks(self, sequence: Sequence) -> None:
         """Makes the full blocks findable whose tokens are known and computed by launched steps."""
         if not self._enable_prefix_caching:

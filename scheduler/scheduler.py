@@ -21,6 +21,7 @@ from penstock.scheduler.policy import WaitingQueue, may_start_batch, victim
 from penstock.scheduler.sequence import Sequence, Status
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.types import (
+    AcceptedDraft,
     BlockCopy,
     Finish,
     FinishReason,
@@ -67,6 +68,10 @@ class Scheduler:
         self._preemptions = 0
         self._recomputed_tokens = 0
         self._started: list[Started] = []
+        # Speculative decoding: how many drafts the next row of a sequence may verify, and whose
+        # verification is in flight, so that nobody knows how long they are.
+        self._num_drafts: dict[Sequence, int] = {}
+        self._verifying: set[Sequence] = set()
 
     # The four verbs.
 
@@ -106,8 +111,9 @@ class Scheduler:
         """The next step's work, or None where nobody can run now."""
         batch = _Batch()
         self._schedule_decodes(batch)
-        budget = self._config.max_num_batched_tokens - len(batch.slots)
         num_decodes = len(batch.slots)
+        num_tokens = num_decodes + sum(batch.num_drafts.values())
+        budget = self._config.max_num_batched_tokens - num_tokens
         for sequence in self._prefilling:
             budget -= self._schedule_chunk(batch, sequence, budget)
         self._admit_waiting(batch, budget, now)
@@ -135,7 +141,10 @@ class Scheduler:
         assert step == sampled.step, f"step {step} was due, {sampled.step} came"
         block_size = self._kv.block_size
         outputs: list[RequestOutput] = []
-        rows = zip(batch.sampling, sampled.token_ids, strict=True)
+        token_ids, all_logprobs = sampled.token_ids, sampled.logprobs
+        if batch.num_drafts:
+            token_ids, all_logprobs = self._accept_drafts(batch, sampled, outputs)
+        rows = zip(batch.sampling, token_ids, strict=True)
         for i, (sequence, token_id) in enumerate(rows):
             sequence.num_in_flight -= 1
             if sequence.status is Status.FINISHED:
@@ -152,9 +161,11 @@ class Scheduler:
                 finish = self._end(sequence, FinishReason.STOP, token_id)
             elif length == sequence.max_length:
                 finish = self._end(sequence, FinishReason.LENGTH, None)
-            entry = sampled.logprobs[i] if sampled.logprobs else None
+            entry = all_logprobs[i] if all_logprobs else None
             logprobs = [entry] if entry is not None else None
             outputs.append(_output(sequence, [token_id], logprobs, finish))
+        for row, num in sampled.num_drafts.items():
+            self._announce_drafts(batch.sampling[row], num)
         for sequence in batch.without_answer:
             outputs += self._end_without_answer(sequence)
         if batch.asking:
@@ -200,7 +211,11 @@ class Scheduler:
     def _schedule_decodes(self, batch: "_Batch") -> None:
         """One token for each decoding sequence whose next token is not the last it may have."""
         block_size = self._kv.block_size
-        ready = self._make_room([s for s in self._decoding if s.num_computed < s.max_length - 1])
+        candidates = [s for s in self._decoding if s.num_computed < s.max_length - 1]
+        if self._verifying:
+            # How many drafts are accepted decides where their next row starts: they sit this out.
+            candidates = [s for s in candidates if s not in self._verifying]
+        ready = self._make_room(candidates)
         for sequence in ready:
             position = sequence.num_computed
             if position % block_size == 0:
@@ -214,6 +229,74 @@ class Scheduler:
         batch.num_tokens = [1] * len(ready)
         batch.samples = [True] * len(ready)
         batch.sampling = ready
+        if self._num_drafts:
+            self._schedule_drafts(batch)
+
+    def _schedule_drafts(self, batch: "_Batch") -> None:
+        """Lengthens the decode rows by the drafts that are there to verify.
+
+        Only by as many as the budget and the available blocks allow, and as the answer may still
+        have tokens: drafts preempt nobody, and those that are left out are never verified.
+        """
+        budget = self._config.max_num_batched_tokens - len(batch.slots)
+        block_size = self._kv.block_size
+        for row, sequence in enumerate(batch.sampling):
+            table, start = sequence.table.block_ids, sequence.num_computed
+            num_free = (len(table) + self._kv.num_available) * block_size - start
+            num_wanted = min(self._num_drafts.get(sequence, 0), sequence.max_length - 1 - start)
+            num_drafts = min(num_wanted, budget, num_free)
+            if num_drafts <= 0:
+                continue
+            while len(table) * block_size < start + num_drafts:
+                index = len(table)
+                block_id = self._kv.append_block(sequence)
+                batch.table_updates.append(TableUpdate(sequence.slot, index, block_id))
+            sequence.num_computed = start + num_drafts
+            batch.num_tokens[row] += num_drafts
+            batch.num_drafts[row] = num_drafts
+            self._verifying.add(sequence)
+            budget -= num_drafts
+        self._num_drafts.clear()
+
+    def _announce_drafts(self, sequence: Sequence, num_drafts: int) -> None:
+        """Its next row may verify so many; unless that row is launched already, as one token.
+
+        So a sequence whose steps are always launched one ahead has none verified: an executor that
+        makes drafts gains by them where the loop waits for each step (`Executor.runs_ahead`).
+        """
+        if sequence.status is Status.DECODING and not sequence.num_in_flight:
+            self._num_drafts[sequence] = num_drafts
+
+    def _accept_drafts(
+        self, batch: "_Batch", sampled: SampledTokens, outputs: list[RequestOutput]
+    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+        """Appends the accepted drafts to their sequences, and the outputs that say so.
+
+        Returns the rows' own ids and logprobs, those that `update` has still to append: where an
+        accepted draft is a stop token, it takes the place of the row's own id, which comes after.
+        """
+        token_ids = list(sampled.token_ids)
+        all_logprobs = list(sampled.logprobs) if sampled.logprobs else None
+        for row, num_drafts in batch.num_drafts.items():
+            sequence, accepted = batch.sampling[row], sampled.accepted.get(row, [])
+            assert len(accepted) <= num_drafts, f"{len(accepted)} of {num_drafts} drafts accepted"
+            self._verifying.discard(sequence)
+            if sequence.status is Status.FINISHED or row in sampled.failed:
+                continue
+            sequence.reject_drafts(num_drafts - len(accepted))
+            stops = (i for i, draft in enumerate(accepted) if draft[0] in sequence.stop_token_ids)
+            if (stop := next(stops, None)) is not None:
+                token_ids[row], entry = accepted[stop]
+                accepted = accepted[:stop]
+                if all_logprobs:
+                    all_logprobs[row] = entry
+            sequence.token_ids += [draft.token_id for draft in accepted]
+            if sequence.is_running:
+                self._kv.trim(sequence)
+                self._kv.name_full_blocks(sequence)
+            if accepted:
+                outputs.append(_drafts_output(sequence, accepted))
+        return token_ids, all_logprobs
 
     def _make_room(self, ready: list[Sequence]) -> list[Sequence]:
         """Preempts until every decode that is left can have the block it needs in this step."""
@@ -397,6 +480,7 @@ class Scheduler:
             del self._decoding[sequence]
         else:
             del self._prefilling[sequence]
+        self._num_drafts.pop(sequence, None)
         self._kv.release(sequence)
         self._free_slots.append(sequence.slot)
 
@@ -405,7 +489,7 @@ class _Batch:
     """A `ScheduledBatch` in the making, and whose rows do what in it, in row order.
 
     sampling: get a token. without_answer: end their prompt and get none. asking: of those two, the
-    ones that are told something of their prompt.
+    ones that are told something of their prompt. num_drafts: by row, those that it verifies.
     """
 
     def __init__(self) -> None:
@@ -419,6 +503,7 @@ class _Batch:
         self.sampling: list[Sequence] = []
         self.without_answer: list[Sequence] = []
         self.asking: list[Sequence] = []
+        self.num_drafts: dict[int, int] = {}
         self.num_scored = 0
 
 
@@ -436,6 +521,11 @@ def _output(
         finish,
         sequence.num_cached_tokens,
     )
+
+
+def _drafts_output(sequence: Sequence, accepted: list[AcceptedDraft]) -> RequestOutput:
+    logprobs = [draft.logprobs for draft in accepted if draft.logprobs is not None]
+    return _output(sequence, [draft.token_id for draft in accepted], logprobs or None, None)
 
 
 def _tell_prompts(

@@ -27,7 +27,8 @@ class StepWork(NamedTuple):
 
     context_tokens: keys and values that its rows attend to, summed over the sequences, so the KV
     bytes of a step are this times the bytes of one token. attention_pairs: (query, key) pairs.
-    num_scored: prompt tokens that go through the output layer besides those that sample.
+    num_decode_tokens: drafts included. num_sampled: tokens that go through the output layer, to
+    sample or to verify a draft. num_scored: prompt tokens that do so besides.
     """
 
     num_prefill_tokens: int
@@ -45,14 +46,18 @@ NO_WORK = StepWork(0, 0, 0, 0, 0, 0, 0)
 def work_of(batch: ScheduledBatch) -> StepWork:
     """The step's tokens, context and attention pairs: query at position p attends to p + 1 keys."""
     num_decodes = batch.num_decodes
-    decode_context = sum(batch.starts[:num_decodes]) + num_decodes
-    prefills = list(zip(batch.starts[num_decodes:], batch.num_tokens[num_decodes:], strict=True))
+    num_decode_tokens = sum(batch.num_tokens[:num_decodes])
+    num_drafts = num_decode_tokens - num_decodes
+    # Rows of one token, which nearly all decodes are, need no arithmetic of their own.
+    num_short = 0 if num_drafts else num_decodes
+    short_context = sum(batch.starts[:num_short]) + num_short
+    long_rows = list(zip(batch.starts[num_short:], batch.num_tokens[num_short:], strict=True))
     return StepWork(
         num_prefill_tokens=sum(batch.num_tokens[num_decodes:]),
-        num_decode_tokens=num_decodes,
+        num_decode_tokens=num_decode_tokens,
         num_sequences=len(batch.slots),
-        num_sampled=sum(batch.samples),
-        context_tokens=decode_context + sum(start + n for start, n in prefills),
-        attention_pairs=decode_context + sum(n * start + n * (n + 1) // 2 for start, n in prefills),
+        num_sampled=sum(batch.samples) + num_drafts,
+        context_tokens=short_context + sum(start + n for start, n in long_rows),
+        attention_pairs=short_context + sum(n * start + n * (n + 1) // 2 for start, n in long_rows),
         num_scored=batch.num_scored,
     )

@@ -4,7 +4,7 @@ Nothing here has behaviour. Types that are made once per sequence and step are N
 a frozen dataclass costs three times as much to make, and a step of 256 sequences makes 256 of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, NewType
 
@@ -147,8 +147,10 @@ class ScheduledBatch:
     id is written there, at the position after its row, by the step that samples it. So the next
     step can be scheduled and launched before the host has learned the id.
 
-    The first num_decodes rows run one token each and sample; a later row, a prefill chunk, samples
-    where samples[i] is true, which is where it ends its prompt and its answer may have a token.
+    The first num_decodes rows are decodes: each runs the last known token, then as many of the
+    drafts that the executor announced for it (`SampledTokens.num_drafts`) as num_tokens[i] - 1, and
+    samples. A later row, a prefill chunk, samples where samples[i] is true, which is where it ends
+    its prompt and its answer may have a token.
     num_scored: prompt tokens of this step whose successor's logprob is asked for: rows that the
     output layer runs besides those that sample.
     """
@@ -198,11 +200,22 @@ class PromptOutput(NamedTuple):
     embedding: bytes | None
 
 
+class AcceptedDraft(NamedTuple):
+    """A draft id that the model accepted, and its logprobs where the row asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
     """What a step sampled: one id per sampling row, in the batch's row order.
 
     logprobs: None where no row asked for them, else one entry per id, None for those that did not.
+    accepted: by sampling row, the drafts that the model accepted, in order; the row's own id comes
+    after them, at the position after the last accepted one. num_drafts: by sampling row, how many
+    draft ids the executor has written to its token table after the row's own id. Those of a row
+    whose sequence is in the next launched step already are out of date and are not verified.
     failed: of the sampling rows, those whose sequences cannot go on; their ids are void.
     prompts: one for each row that ends a prompt with an ask (see SlotAssignment), in row order,
     whether the row samples or not.
@@ -213,6 +226,8 @@ class SampledTokens:
     logprobs: list[TokenLogprobs | None] | None = None
     failed: frozenset[int] = frozenset()
     prompts: tuple[PromptOutput, ...] = ()
+    accepted: dict[int, list[AcceptedDraft]] = field(default_factory=dict)
+    num_drafts: dict[int, int] = field(default_factory=dict)
 
 
 class Finish(NamedTuple):

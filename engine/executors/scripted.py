@@ -35,7 +35,7 @@ _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-def _mix(state: int, value: int) -> int:
+def mix(state: int, value: int) -> int:
     """A round of splitmix64 over both. Source: Steele et al. 2014 (doi:10.1145/2660193.2660195)."""
     z = (state ^ (value * _MIX)) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -43,7 +43,7 @@ def _mix(state: int, value: int) -> int:
     return z ^ (z >> 31)
 
 
-class _Slot:
+class Slot:
     """The per-slot tables of a device, for one slot."""
 
     def __init__(self, assignment: SlotAssignment) -> None:
@@ -88,7 +88,7 @@ class ScriptedExecutor:
         num_positions = info.num_blocks * info.block_size
         self._pool_ids = [-1] * num_positions
         self._pool_digests = [0] * num_positions
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
 
     @property
     def info(self) -> ModelInfo:
@@ -149,7 +149,7 @@ class ScriptedExecutor:
     def _apply(self, batch: ScheduledBatch) -> None:
         size = self._info.block_size
         for assignment in batch.assignments:
-            self._slots[assignment.slot] = _Slot(assignment)
+            self._slots[assignment.slot] = Slot(assignment)
             if self._grammars:
                 self._grammars.assign(assignment)
         for slot_id, index, block_id in batch.table_updates:
@@ -161,34 +161,34 @@ class ScriptedExecutor:
                     source * size : (source + 1) * size
                 ]
 
-    def _write(self, slot: _Slot, start: int, num_tokens: int) -> None:
+    def _write(self, slot: Slot, start: int, num_tokens: int) -> None:
         """As a forward pass writes keys and values: each depends on all positions before it."""
         for position in range(start, start + num_tokens):
             before = self._pool_digests[self._place(slot, position - 1)] if position else 0
             place = self._place(slot, position)
             self._pool_ids[place] = slot.token_ids[position]
-            self._pool_digests[place] = _mix(before, slot.token_ids[position] + 1)
+            self._pool_digests[place] = mix(before, slot.token_ids[position] + 1)
 
-    def _sample(self, slot: _Slot, length: int, allowed: list[int] | None) -> int:
+    def _sample(self, slot: Slot, length: int, allowed: list[int] | None) -> int:
         digest = self._digest(slot, length)
         if slot.sampling.temperature > 0:
-            digest = _mix(digest, slot.seed)
+            digest = mix(digest, slot.seed)
         token_id = self._token_at(digest, length)
         if allowed and token_id not in allowed:
             token_id = allowed[digest % len(allowed)]
         slot.token_ids[length] = token_id
         return token_id
 
-    def _digest(self, slot: _Slot, length: int) -> int:
+    def _digest(self, slot: Slot, length: int) -> int:
         """Of its first `length` tokens, as the pool has them."""
         if not self._paranoid:
             return self._pool_digests[self._place(slot, length - 1)]
         digest = 0
         for position in range(length):
-            digest = _mix(digest, self._pool_ids[self._place(slot, position)] + 1)
+            digest = mix(digest, self._pool_ids[self._place(slot, position)] + 1)
         return digest
 
-    def _read_prompt(self, slot: _Slot, start: int, end: int) -> list[PromptOutput]:
+    def _read_prompt(self, slot: Slot, start: int, end: int) -> list[PromptOutput]:
         """Gathers what is asked of the positions just written; gives it where they end a prompt."""
         assert slot.ask
         num_prompt, (num_top, pooling) = slot.num_prompt_tokens, slot.ask
@@ -212,7 +212,7 @@ class ScriptedExecutor:
             )
         ]
 
-    def _score(self, slot: _Slot, position: int, num_top: int) -> PromptLogprobs:
+    def _score(self, slot: Slot, position: int, num_top: int) -> PromptLogprobs:
         """Of the token at `position`, given those before it."""
         vocab_size = self._info.vocab_size
         best = self._token_at(self._digest(slot, position), position)
@@ -220,11 +220,11 @@ class ScriptedExecutor:
         top = tuple(((best + i) % vocab_size, float(-i)) for i in range(min(num_top, vocab_size)))
         return PromptLogprobs(float(-distance), distance + 1, top)
 
-    def _place(self, slot: _Slot, position: int) -> int:
+    def _place(self, slot: Slot, position: int) -> int:
         size = self._info.block_size
         return slot.block_ids[position // size] * size + position % size
 
-    def _logprobs(self, slot: _Slot, token_id: int) -> TokenLogprobs | None:
+    def _logprobs(self, slot: Slot, token_id: int) -> TokenLogprobs | None:
         """The script is certain of what it says: probability 1."""
         num_top = slot.sampling.num_logprobs
         if num_top is None:
@@ -233,7 +233,7 @@ class ScriptedExecutor:
 
 
 def _state(digest: int) -> list[float]:
-    return [_mix(digest, i) / 2**64 - 0.5 for i in range(HIDDEN_SIZE)]
+    return [mix(digest, i) / 2**64 - 0.5 for i in range(HIDDEN_SIZE)]
 
 
 def _floats(values: list[float]) -> bytes:

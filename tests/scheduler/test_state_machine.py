@@ -24,6 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         policy=st.sampled_from(Policy),
         batching=st.sampled_from(Batching),
+        drafts=st.booleans(),
     )
     def start(
         self,
@@ -33,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         policy: Policy,
         batching: Batching,
+        drafts: bool,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -42,7 +44,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             batching=batching,
         )
         self.driver = Driver(
-            num_blocks=num_blocks, block_size=4, max_model_len=MAX_MODEL_LEN, config=config
+            num_blocks=num_blocks,
+            block_size=4,
+            max_model_len=MAX_MODEL_LEN,
+            config=config,
+            drafts=drafts,
         )
         self.requests: dict[str, Request] = {}
 
