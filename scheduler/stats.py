@@ -1,4 +1,4 @@
-"""Snapshots for metrics: the scheduler is read, and never meets Prometheus."""
+"""Snapshots for metrics: the scheduler is read, and knows nothing of Prometheus."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,15 @@ from penstock.scheduler.types import ScheduledBatch
 
 
 class SchedulerStats(NamedTuple):
-    """The scheduler after a step. Gauges say what is; counters count since the start.
+    """The scheduler after a step. Gauges are current values; counters count since the start.
 
-    A block is used (held by a sequence), idle (held by none, findable by its content) or free.
+    A block is used (by a sequence), evictable (used by none, but findable) or free.
     """
 
     num_running: int
     num_waiting: int
     num_used_blocks: int
-    num_idle_blocks: int
+    num_evictable_blocks: int
     num_free_blocks: int
     prefix_query_tokens_total: int
     prefix_hit_tokens_total: int

@@ -52,7 +52,7 @@ class Slot:
         self.num_prompt_tokens = assignment.num_prompt_tokens
         self.sampling = assignment.sampling
         self.seed = assignment.seed
-        self.ask = assignment.ask
+        self.prompt_request = assignment.prompt_request
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.state_sums = [0.0] * HIDDEN_SIZE
 
@@ -122,7 +122,7 @@ class ScriptedExecutor:
         for slot_id, start, num_tokens, samples in rows:
             slot = self._slots[slot_id]
             self._write(slot, start, num_tokens)
-            if slot.ask:
+            if slot.prompt_request:
                 prompts += self._read_prompt(slot, start, start + num_tokens)
             if samples:
                 allowed = self._allowed_ids(slot_id)
@@ -190,8 +190,8 @@ class ScriptedExecutor:
 
     def _read_prompt(self, slot: Slot, start: int, end: int) -> list[PromptOutput]:
         """Gathers what is asked of the positions just written; gives it where they end a prompt."""
-        assert slot.ask
-        num_prompt, (num_top, pooling) = slot.num_prompt_tokens, slot.ask
+        assert slot.prompt_request
+        num_prompt, (num_top, pooling) = slot.num_prompt_tokens, slot.prompt_request
         if num_top is not None:
             slot.prompt_logprobs += [
                 self._score(slot, position, num_top)
@@ -203,7 +203,7 @@ class ScriptedExecutor:
                 slot.state_sums = [a + b for a, b in zip(slot.state_sums, state, strict=True)]
         if end < num_prompt:
             return []
-        slot.ask = None
+        slot.prompt_request = None
         count = num_prompt if pooling is Pooling.MEAN else 1
         return [
             PromptOutput(

@@ -355,7 +355,7 @@ class Metrics:
             "running_sequences": (stats.num_running, "Sequences in a slot"),
             "waiting_sequences": (self.num_waiting, "Sequences in the queue"),
             "kv_used_blocks": (stats.num_used_blocks, "KV blocks held by a sequence"),
-            "kv_idle_blocks": (stats.num_idle_blocks, "KV blocks cached and held by none"),
+            "kv_idle_blocks": (stats.num_evictable_blocks, "KV blocks cached and held by none"),
             "kv_free_blocks": (
                 stats.num_free_blocks if self._has_stats else num_blocks,
                 "KV blocks that are empty",

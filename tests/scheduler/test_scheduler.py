@@ -363,7 +363,7 @@ def test_a_result_out_of_order_is_an_error_of_ours() -> None:
     driver = Driver()
     driver.scheduler.add(make_request("a", 4))
     driver.launch()
-    with pytest.raises(AssertionError, match="step 1 was due, 7 came"):
+    with pytest.raises(AssertionError, match="results of step 1, not 7"):
         driver.scheduler.update(SampledTokens(step=7, token_ids=[3]))
 
 

@@ -120,8 +120,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for sequence in sequences
             for block in sequence.table.block_ids
         )
-        assert all(kv.num_holders(block) == held[block] for block in range(kv.num_blocks))
-        assert len(held) + kv.num_free + kv.num_idle == kv.num_blocks
+        assert all(kv.ref_count(block) == held[block] for block in range(kv.num_blocks))
+        assert len(held) + kv.num_free + kv.num_evictable == kv.num_blocks
 
     @invariant()
     def nobody_writes_to_a_block_that_another_holds(self) -> None:
@@ -130,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         kv, scheduler = self.driver.kv, self.driver.scheduler
         for sequence in [*scheduler._decoding, *scheduler._prefilling]:
             for block in sequence.table.block_ids[sequence.num_computed // kv.block_size :]:
-                assert kv.num_holders(block) == 1
+                assert kv.ref_count(block) == 1
 
     @invariant()
     def slots_are_held_by_running_sequences_alone(self) -> None:

@@ -189,7 +189,7 @@ class CudaExecutor:
         slots = [batch.slots[row] for row in rows]
         lengths = [batch.starts[row] + batch.num_tokens[row] for row in rows]
         table = self._tables.token_table
-        ids = self._sampler.sample_behind(
+        ids = self._sampler.sample_after_graph(
             logits, slots, lengths, device_slots, device_lengths, table
         )
         store_sampled(ids, device_slots, device_lengths, table)

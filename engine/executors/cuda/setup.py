@@ -58,7 +58,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import (
     BlockCopy,
-    PromptAsk,
+    PromptOutputRequest,
     SamplingParams,
     ScheduledBatch,
     SlotAssignment,
@@ -304,7 +304,7 @@ def _assignment(
         block_ids=(0,) * num_blocks,
         sampling=sampling,
         seed=0,
-        ask=PromptAsk(1, None) if slot == 0 else None,
+        prompt_request=PromptOutputRequest(1, None) if slot == 0 else None,
     )
 
 

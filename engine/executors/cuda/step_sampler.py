@@ -79,7 +79,7 @@ class StepSampler:
         self._fused.sample(logits, slots, positions, ids, self._logprobs[:num_rows], mode)
         return ids
 
-    def sample_behind(
+    def sample_after_graph(
         self,
         logits: Tensor,
         slots: list[int],

@@ -52,7 +52,7 @@ class Step:
         self.logits = random(len(SAMPLINGS), VOCAB_SIZE)[list(slots)]
         grammars.start(slots)
         lengths = [len(PROMPT) if SAMPLINGS[s].grammar else len(PROMPT + SAID) for s in slots]
-        self.ids = self.sampler.sample_behind(
+        self.ids = self.sampler.sample_after_graph(
             self.logits,
             list(slots),
             lengths,
