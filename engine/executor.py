@@ -1,6 +1,6 @@
-"""The `Executor` protocol: what stands between the scheduler and a device.
+"""The `Executor` protocol, between the scheduler and a device.
 
-It is drawn for a device that runs ahead of the host. `execute` may return before anything is
+It is designed for a device that runs ahead of the host. `execute` may return before anything is
 computed; the loop schedules and launches the next step, and only then waits for this one. What
 makes that possible is that sampled ids never have to pass through the host: they are written to
 the executor's own token table (see `ScheduledBatch`), where the next step reads them.
@@ -18,15 +18,15 @@ from penstock.scheduler.types import BlockCopy, Request, SampledTokens, Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What the rest of the program may know of the model that an executor runs.
+    """What the rest of the program knows of the model that an executor runs.
 
     weight_bytes: read once by every step that computes anything: all weights but the rows of the
     input embedding that are not gathered. kv_bytes_per_token: keys and values of one position, all
     layers. flops_per_token: of the linear layers, for one token, the output layer left out;
     flops_per_sampled_token: of the output layer, for one row. flops_per_attention_pair: one (query,
     key) pair, all layers. max_model_len: the longest sequence this executor was sized for.
-    hidden_size: the numbers in an embedding. Peaks are the datasheet's, None where it is not known
-    or the type is another; measured_bandwidth and measured_flops are what was seen here.
+    hidden_size: the length of an embedding. Peaks are the datasheet's, None for devices and
+    types that it does not list; measured_bandwidth and measured_flops were measured at start.
     """
 
     architecture: str
@@ -55,7 +55,7 @@ class ModelInfo:
         return self.weight_bytes + self.kv_bytes_per_token * work.context_tokens
 
     def step_flops(self, work: StepWork) -> int:
-        """The floating-point operations that a correct step does."""
+        """The floating-point operations of a correct step."""
         return (
             self.flops_per_token * (work.num_prefill_tokens + work.num_decode_tokens)
             + self.flops_per_sampled_token * (work.num_sampled + work.num_scored)
@@ -72,7 +72,7 @@ class PendingTokens(Protocol):
 
 
 class Executor(Protocol):
-    """Runs scheduled batches in the order in which they come. One thread calls it."""
+    """Runs scheduled batches in order. One thread calls it."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -81,7 +81,7 @@ class Executor(Protocol):
     def runs_ahead(self) -> bool:
         """Whether the loop should launch the next step before it waits for the last one.
 
-        Worth a step's delay only where the device computes while the host schedules.
+        It costs a step of delay, and gains where the device computes while the host schedules.
         """
         ...
 

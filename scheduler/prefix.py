@@ -2,8 +2,8 @@
 
 A block's digest is chained over its tokens and its parent's digest, back to salt and adapter, so
 equal digests mean equal tokens at equal positions under an equal salt and adapter. It is a 128-bit
-BLAKE2 with a key that each process draws for itself: nobody can prepare two prompts whose digests
-collide, so a hit needs no comparison of tokens. (A 64-bit hash would: vLLM moved to SHA-256 for
+BLAKE2 with a key that each process draws for itself: no client can prepare two prompts with equal
+digests, so a hit needs no comparison of tokens. (A 64-bit hash would: vLLM moved to SHA-256 for
 that reason.)
 
 Evictable blocks are evicted in least-recently-used order. A sequence releases its last block first,

@@ -1,14 +1,14 @@
 """`ScriptedExecutor`: deterministic tokens without a model, through a real paged KV pool.
 
 The pool holds, where a model keeps keys and values, each position's token id and a digest of all
-tokens up to it. A sampled id is a function of the seed and of what lies in the pool, read through
-the block table as attention would. So a block that is shared, copied, reused or forgotten at the
-wrong moment changes the output, and a test that compares ids has seen it.
+tokens up to it. A sampled id is a function of the seed and of the pool's content, read through the
+block table as attention would. So a block that is shared, copied, reused or evicted at the wrong
+moment changes the output, and a test that compares ids fails.
 
-What it tells of a prompt comes from the pool too. At a position where a greedy answer would have
+The outputs of a prompt come from the pool too. At a position where a greedy answer would have
 the id b, the id (b + i) modulo the vocabulary has rank i + 1 and the logprob -i, so that the
-script's own choice has rank 1 and the logprob 0. The state of a position is `HIDDEN_SIZE` numbers
-in [-0.5, 0.5), made of the digest of all ids up to it.
+greedy id has rank 1 and the logprob 0. The state of a position is `HIDDEN_SIZE` numbers in
+[-0.5, 0.5), derived from the digest of all ids up to it.
 """
 
 import struct
@@ -62,9 +62,8 @@ class ScriptedExecutor:
 
     token_at: (digest of seed and context, position of the new token) -> its id; by default spread
     over the vocabulary without the first three ids, where special tokens usually are. paranoid:
-    read the whole context for every id and not only its end. step_s: from a step to the next, at
-    least.
-    grammars: without it there is no structured output.
+    read the whole context for every id and not only its end. step_s: the least time from step to
+    step. grammars: None for no structured output.
     """
 
     def __init__(
@@ -106,7 +105,8 @@ class ScriptedExecutor:
         if self._step_s:
             now_s = time.monotonic()
             time.sleep(max(0.0, self._next_step_s - now_s))
-            # On from when it was due, so that sleeping too long is made good; a late one is not.
+            # From when it was due, so that a sleep that was too long is made up for; a late step is
+            # not.
             self._next_step_s = max(self._next_step_s, now_s) + self._step_s
         self._apply(batch)
         sampling_slots = [
@@ -141,7 +141,7 @@ class ScriptedExecutor:
         )
 
     def _allowed_ids(self, slot_id: int) -> list[int] | None:
-        """Those that its grammar allows, where it has one."""
+        """The ids that its grammar allows; None where it has no grammar."""
         if self._grammars is None or not self._grammars.is_constrained(slot_id):
             return None
         return self._grammars.allowed_ids(slot_id)
@@ -189,7 +189,7 @@ class ScriptedExecutor:
         return digest
 
     def _read_prompt(self, slot: Slot, start: int, end: int) -> list[PromptOutput]:
-        """Gathers what is asked of the positions just written; gives it where they end a prompt."""
+        """Collects outputs of the positions just written; returns them where the prompt ends."""
         assert slot.prompt_request
         num_prompt, (num_top, pooling) = slot.num_prompt_tokens, slot.prompt_request
         if num_top is not None:
@@ -225,7 +225,7 @@ class ScriptedExecutor:
         return slot.block_ids[position // size] * size + position % size
 
     def _logprobs(self, slot: Slot, token_id: int) -> TokenLogprobs | None:
-        """The script is certain of what it says: probability 1."""
+        """The sampled id has probability 1."""
         num_top = slot.sampling.num_logprobs
         if num_top is None:
             return None
@@ -241,7 +241,7 @@ def _floats(values: list[float]) -> bytes:
 
 
 class _Done:
-    """A step that has run already."""
+    """`PendingTokens` of a step that is complete."""
 
     def __init__(self, sampled: SampledTokens) -> None:
         self._sampled = sampled
@@ -258,7 +258,7 @@ def scripted_info(
     num_blocks: int = 4096,
     eos_token_ids: tuple[int, ...] = (2,),
 ) -> ModelInfo:
-    """The `ModelInfo` of a model that is not there: vocabulary and blocks, and no weights."""
+    """The `ModelInfo` of no model: a vocabulary and blocks, and no weights."""
     return ModelInfo(
         architecture="scripted",
         dtype="none",
