@@ -47,7 +47,7 @@ class Hand:
         self.driver.record(self.scheduler.update(sampled))
 
     def prefill(self, num_drafts: int, **request: object) -> None:
-        """One request of 5 tokens whose first id is 50, followed by so many drafts."""
+        """One request of 5 tokens whose first id is 50, followed by num_drafts drafts."""
         self.scheduler.add(make_request("a", 5, **request))  # type: ignore[arg-type]
         self.update(self.schedule(), 50, num_drafts={0: num_drafts})
 
@@ -160,7 +160,7 @@ def test_drafts_take_what_the_token_budget_leaves() -> None:
     assert hand.schedule().num_tokens == (4, 1, 3)
 
 
-def test_drafts_take_free_blocks_and_preempt_nobody() -> None:
+def test_drafts_use_free_blocks_and_cause_no_preemption() -> None:
     hand = Hand(num_blocks=16, max_num_batched_tokens=64)
     hand.scheduler.add(make_request("a", 56, max_tokens=8))
     hand.scheduler.add(make_request("b", [7, 8], max_tokens=20))
@@ -172,13 +172,13 @@ def test_drafts_take_free_blocks_and_preempt_nobody() -> None:
     assert hand.scheduler.stats().preemptions_total == 0
 
 
-def test_a_verification_in_flight_sits_the_next_step_out() -> None:
+def test_a_sequence_whose_verification_is_in_flight_skips_the_next_step() -> None:
     hand = Hand()
     hand.prefill(2)
     hand.scheduler.add(make_request("b", 5))
     first = hand.schedule()
     assert first.num_tokens == (3, 1)  # its first block is found
-    ahead = hand.schedule()  # one step ahead: how long a is, nobody knows
+    ahead = hand.schedule()  # one step ahead: the length of a is not known
     assert ahead.slots == (first.slots[1],)
     hand.update(first, 60, 70, accepted={0: drafts(51, 52)}, num_drafts={0: 1, 1: 1})
     hand.update(ahead, 71)

@@ -192,7 +192,7 @@ def test_the_tokens_said_to_be_recomputed_are_those_that_ran_twice(is_cached: bo
     for i in range(6):
         driver.scheduler.add(make_request(str(i), [3 + i] * (20 + 9 * i), max_tokens=40))
     driver.run()
-    in_slot: dict[int, int] = {}  # the first token tells the sequences apart
+    in_slot: dict[int, int] = {}  # the first token identifies the sequence
     runs: list[tuple[int, int]] = []
     for batch in driver.batches:
         in_slot |= {entry.slot: entry.token_ids[0] for entry in batch.assignments}
@@ -231,7 +231,7 @@ def test_the_least_important_yields_first_under_priority() -> None:
 def test_an_admission_leaves_each_running_decode_its_next_block() -> None:
     driver = Driver(num_blocks=32)
     driver.scheduler.add(make_request("a", 60, max_tokens=60))
-    driver.step()  # holds 15 blocks of 32
+    driver.step()  # uses 15 blocks of 32
     driver.scheduler.add(make_request("b", [5] * 66))  # wants all the 17 that are left
     driver.step()
     assert driver.scheduler.num_waiting == 1
@@ -301,7 +301,7 @@ def test_a_sequence_at_its_last_token_gets_no_row_while_that_is_in_flight() -> N
     assert driver.launch() is None
 
 
-def test_static_batching_admits_nobody_until_the_batch_has_ended() -> None:
+def test_static_batching_admits_none_until_the_batch_has_ended() -> None:
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32, batching=Batching.STATIC)
     driver = Driver(config=config)
     driver.scheduler.add(make_request("a", 8, max_tokens=4))
@@ -374,7 +374,7 @@ def test_a_result_out_of_order_is_an_error_of_ours() -> None:
     n=st.integers(1, 3),
     ahead=st.booleans(),
 )
-def test_ids_are_the_same_with_and_without_chunks_preemption_and_company(
+def test_ids_are_the_same_with_and_without_chunks_preemption_and_other_rows(
     chunk: int, num_blocks: int, prompts: list[int], n: int, ahead: bool
 ) -> None:
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=chunk)

@@ -124,7 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(held) + kv.num_free + kv.num_evictable == kv.num_blocks
 
     @invariant()
-    def nobody_writes_to_a_block_that_another_holds(self) -> None:
+    def no_sequence_writes_to_a_shared_block(self) -> None:
         if not hasattr(self, "driver"):
             return
         kv, scheduler = self.driver.kv, self.driver.scheduler
@@ -133,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert kv.ref_count(block) == 1
 
     @invariant()
-    def slots_are_held_by_running_sequences_alone(self) -> None:
+    def only_running_sequences_have_slots(self) -> None:
         if not hasattr(self, "driver"):
             return
         scheduler = self.driver.scheduler
@@ -143,13 +143,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(sequence.status is Status.DECODING for sequence in scheduler._decoding)
 
     @invariant()
-    def nobody_ends_twice(self) -> None:
+    def no_answer_ends_twice(self) -> None:
         if hasattr(self, "driver"):
             assert all(len(finishes) == 1 for finishes in self.driver.finishes.values())
 
     def teardown(self) -> None:
         """Every accepted answer ends, with the tokens that it has when it runs alone, and every
-        prompt is told of once, with what is told when it runs alone."""
+        prompt has its outputs once, those that it has when it runs alone."""
         if not hasattr(self, "driver"):
             return
         driver = self.driver

@@ -135,12 +135,12 @@ def test_a_chunk_that_does_not_end_its_prompt_samples_nothing(tiny: Path) -> Non
     assert executor.execute(batch).wait().token_ids == []
 
 
-def test_logprobs_come_for_the_rows_that_asked(tiny: Path) -> None:
+def test_logprobs_come_for_the_rows_that_want_them(tiny: Path) -> None:
     executor = CpuExecutor(engine_config(tiny), tiny)
-    asking = SamplingParams(max_tokens=4, temperature=0.0, num_logprobs=2)
+    wanting = SamplingParams(max_tokens=4, temperature=0.0, num_logprobs=2)
     assignments = (
         assign(0, [5, 6], [0]),
-        SlotAssignment(1, (5, 6), 2, (1,), asking, seed=0),
+        SlotAssignment(1, (5, 6), 2, (1,), wanting, seed=0),
     )
     sampled = executor.execute(make_batch((0, 1), (0, 0), (2, 2), assignments=assignments)).wait()
     assert sampled.logprobs is not None
@@ -198,7 +198,7 @@ def test_a_pool_too_small_for_one_sequence_is_refused_with_what_would_fit(tiny: 
     assert CpuExecutor(fits, tiny).info.num_blocks == 32
 
 
-def test_a_context_that_nobody_asked_for_is_cut_to_the_pool(tiny: Path) -> None:
+def test_a_default_context_is_cut_to_the_pool(tiny: Path) -> None:
     config = engine_config(tiny, kv_cache_memory_bytes=64 * 2 * 3 * 2 * 16 * 4)
     assert CpuExecutor(config, tiny).info.max_model_len == 64
 

@@ -37,9 +37,9 @@ def check_serving(report: dict[str, Any]) -> None:
     # Each would be a stall of a second, in the middle of other people's answers.
     assert report["compiled_while_serving"] == []
     assert report["graphs_while_serving"] == 0
-    # Those that ask for logprobs or for something of a prompt are told it in their own step.
-    told = ("sampler.logprobs", "prompt_reader.")
-    assert [wait for wait in report["waits"] if wait.split(" at ")[1].startswith(told)] == list(
+    # Logprobs and the outputs of prompts are waited for in their own step.
+    waiting = ("sampler.logprobs", "prompt_reader.")
+    assert [wait for wait in report["waits"] if wait.split(" at ")[1].startswith(waiting)] == list(
         report["waits"]
     )
     assert report["bytes_at_most"] < report["bytes_allowed"]
@@ -51,7 +51,7 @@ def report() -> dict[str, Any]:
     return rehearsal("1")
 
 
-def test_serving_compiles_nothing_and_waits_for_the_device_only_to_tell_what_is_asked(
+def test_serving_compiles_nothing_and_waits_for_the_device_only_for_requested_outputs(
     report: dict[str, Any],
 ) -> None:
     check_serving(report)

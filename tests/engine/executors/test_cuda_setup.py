@@ -147,7 +147,7 @@ def test_what_else_goes_wrong_on_the_gpu_is_not_taken_for_that(tiny: Path) -> No
         build_cuda_executor(interpreted(tiny), tiny, _Broken())
 
 
-def test_a_gpu_that_is_taken_is_told_before_anything_is_read(tiny: Path) -> None:
+def test_a_gpu_without_free_memory_is_reported_before_anything_is_read(tiny: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"weights take 0.00 GiB.*only 0.00 are free"):
         build_cuda_executor(interpreted(tiny), tiny, _Taken())
 
@@ -195,7 +195,7 @@ def test_advice_names_the_flag_that_was_used_and_a_value_that_fits() -> None:
     assert "lacks 10.00 GiB" in pool_advice(by_bytes, ROOM)(75 * GIB)
 
 
-def test_a_pool_may_be_cut_only_where_nobody_asked_for_the_length() -> None:
+def test_only_a_default_context_may_be_cut_to_the_pool() -> None:
     assert size(10 * BLOCK, 640) == PoolSize(10, 640)
     assert size(10 * BLOCK, 700, may_cut=True) == PoolSize(10, 640)
     message = (
@@ -261,7 +261,7 @@ def test_sizes_below_one_are_refused(flag: str) -> None:
         EngineConfig(model="m", **{flag: 0})  # type: ignore[arg-type]
 
 
-def test_what_the_ledger_calls_free_is_what_nothing_holds() -> None:
+def test_what_the_ledger_calls_free_is_what_nothing_uses() -> None:
     ledger = Ledger(total=100, others=10, weights=20, kv_pool=30, activations=5, graphs=1)
     assert ledger.free == 34
     assert Ledger(total=100, others=10, weights=20, kv_pool=30).free == 40

@@ -184,7 +184,7 @@ def test_the_engine_dies_with_a_parent_that_is_killed() -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Not gone, and not a zombie that nobody has reaped yet."""
+    """It exists, and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
     except FileNotFoundError:
