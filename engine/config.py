@@ -16,7 +16,7 @@ class Device(StrEnum):
 
 
 class Dtype(StrEnum):
-    """What weights, activations and the KV cache are held in."""
+    """The number format of weights, activations and the KV cache."""
 
     AUTO = "auto"  # bfloat16 where the device computes it, else float32
     FLOAT32 = "float32"
@@ -27,7 +27,7 @@ class LogFormat(StrEnum):
     """How a line of the log is written."""
 
     TEXT = "text"  # time, level, message
-    JSON = "json"  # one object a line, for what collects logs
+    JSON = "json"  # one object a line, for log collectors
 
 
 class LoadFormat(StrEnum):
@@ -38,26 +38,26 @@ class LoadFormat(StrEnum):
 
 
 class AttentionBackend(StrEnum):
-    """What computes attention on a GPU; on CPU there is but one."""
+    """What computes attention on a GPU; on CPU there is one implementation."""
 
-    AUTO = "auto"  # the fastest by what was measured: see penstock.engine.attention.backends
+    AUTO = "auto"  # the fastest measured: see penstock.engine.attention.backends
     TRITON = "triton"  # our own kernels
     FLASH_ATTN = "flash_attn"  # FlashAttention 2, of the package flash-attn
-    TORCH = "torch"  # slow and plain, to tell a kernel's fault from a model's
+    TORCH = "torch"  # slow and simple, to tell errors of a kernel from those of a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that the engine process is told at its start.
+    """All settings of the engine process.
 
-    model: a directory in Hugging Face's layout. None stands for "choose by the model and device":
+    model: a directory in Hugging Face's layout. None means a choice by model and device:
     max_model_len from config.json, block_size 16 on CPU and 64 on CUDA, kv_cache_memory_bytes a
     quarter of the free memory on CPU and what gpu_memory_utilization leaves on CUDA, num_threads
-    all cores but the one that the server needs. gpu_memory_utilization: the share of a GPU's memory
-    that may be taken, with what others hold of it. enforce_eager: no CUDA graphs; the kernels of a
-    step are launched one by one. log_level, log_format: of what the engine process itself says.
+    all cores but one for the server. gpu_memory_utilization: the share of a GPU's memory that may
+    be used, by other processes too. enforce_eager: no CUDA graphs; the kernels of a step are
+    launched one by one. log_level, log_format: of the engine process.
     scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),
-    one step every scripted_step_s at most.
+    at most one step every scripted_step_s.
     """
 
     model: str

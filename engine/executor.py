@@ -1,17 +1,19 @@
-"""The `Executor` protocol: what runs the scheduler's batches on a device.
+"""The `Executor` protocol, between the scheduler and a device.
 
-It is drawn for a device that runs ahead of the host. `execute` may return before anything is
+It is designed for a device that runs ahead of the host. `execute` may return before anything is
 computed; the loop schedules and launches the next step, and only then waits for this one. What
 makes that possible is that sampled ids never have to pass through the host: they are written to
 the executor's own token table (see `ScheduledBatch`), where the next step reads them.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.engine.errors import UnknownAdapter
 from penstock.scheduler.stats import StepWork
-from penstock.scheduler.types import SampledTokens, SamplingParams, ScheduledBatch
+from penstock.scheduler.types import BlockCopy, Request, SampledTokens, ScheduledBatch, Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +49,15 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What the rest of the program may know of the model that an executor runs.
+    """What the rest of the program knows of the model that an executor runs.
 
     weight_bytes: read once by every step that computes anything: all weights but routed experts and
     the rows of the input embedding that are not gathered. experts: None for a dense model.
     attention: the layers, grouped by window. flops_per_token: of the linear layers, for one token,
     the output layer left out; flops_per_sampled_token: of the output layer, for one row.
     max_model_len: the longest sequence this executor was sized for.
-    hidden_size: the numbers in an embedding. Peaks are the datasheet's, None where it is not known
-    or the type is another; measured_bandwidth and measured_flops are what was seen here.
+    hidden_size: the length of an embedding. Peaks are the datasheet's, None for devices and
+    types that it does not list; measured_bandwidth and measured_flops were measured at start.
     """
 
     architecture: str
@@ -109,7 +111,7 @@ class ModelInfo:
         return num_bytes
 
     def step_flops(self, work: StepWork) -> int:
-        """The floating-point operations that a correct step does."""
+        """The floating-point operations of a correct step."""
         return (
             self.flops_per_token * (work.num_prefill_tokens + work.num_decode_tokens)
             + self.flops_per_sampled_token * (work.num_sampled + work.num_scored)
@@ -129,7 +131,7 @@ class PendingTokens(Protocol):
 
 
 class Executor(Protocol):
-    """Runs scheduled batches in the order in which they come. One thread calls it."""
+    """Runs scheduled batches in order. One thread calls it."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -138,15 +140,30 @@ class Executor(Protocol):
     def runs_ahead(self) -> bool:
         """Whether the loop should launch the next step before it waits for the last one.
 
-        Worth a step's delay only where the device computes while the host schedules.
+        It costs a step of delay, and gains where the device computes while the host schedules.
         """
         ...
 
-    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
-        """Begins, in the background, what must be done before such a request is scheduled.
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        """Begins, in the background, what must be done before the request is scheduled.
 
-        None where that is nothing. The future may fail with a PenstockError: refuse the request.
+        None where that is nothing. A PenstockError, raised here or by the future, refuses it.
         """
         ...
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens: ...
+
+
+def check_no_adapter(request: Request) -> None:
+    """For executors without adapters. Raises UnknownAdapter."""
+    if request.adapter is not None:
+        raise UnknownAdapter(request.adapter)
+
+
+def device_copies(copies: Sequence[BlockCopy]) -> list[tuple[int, int]]:
+    """(source, target) of copies within the device, for executors that have no other tier."""
+    for copy in copies:
+        assert (copy.source_tier, copy.target_tier) == (Tier.DEVICE, Tier.DEVICE), (
+            f"this executor holds blocks on the device alone, and cannot do {copy}"
+        )
+    return [(copy.source, copy.target) for copy in copies]

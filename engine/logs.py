@@ -14,12 +14,12 @@ _TEXT = "%(asctime)s %(levelname)s %(message)s"
 def configure(
     level: str, form: LogFormat, request_id: Callable[[], str | None] = lambda: None
 ) -> None:
-    """request_id: of the request that is being served where the line is written, if one is."""
+    """request_id: returns the id of the request being served where the line is written, or None."""
     handler = logging.StreamHandler()
     is_json = form is LogFormat.JSON
     handler.setFormatter(JsonFormatter(request_id) if is_json else logging.Formatter(_TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.captureWarnings(capture=is_json)  # else they would be lines that are no JSON
+    logging.captureWarnings(capture=is_json)  # else they would be lines of plain text
 
 
 class JsonFormatter(logging.Formatter):

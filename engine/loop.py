@@ -1,4 +1,4 @@
-"""The step loop. One thread owns the scheduler and the executor; everybody else posts a command.
+"""The step loop. One thread owns the scheduler and the executor; others post commands.
 
 Read `EngineLoop.step` first: it is the whole engine in five lines.
 """
@@ -10,14 +10,14 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from penstock.engine.executor import Executor, PendingTokens
-from penstock.engine.ipc.messages import Abort, Refused, StepReport, ToEngine
+from penstock.engine.messages import Abort, Refused, StepReport, ToEngine
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import NO_WORK, StepWork, work_of
 from penstock.scheduler.types import Request, RequestOutput
 
-# Work is waiting, but its batch is not due yet (static and dynamic batching), or a grammar is still
-# being compiled: look again so soon.
+# How long to wait before looking again while work is waiting: for its batch to be due (static and
+# dynamic batching), or for a grammar to be compiled.
 _BATCH_POLL_S = 0.002
 
 
@@ -25,13 +25,13 @@ class Inbox(Protocol):
     """Where commands come from."""
 
     def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
-        """All commands that are there. Where there is none, waits up to timeout_s for the first
-        (0: not at all, None: as long as it takes)."""
+        """All commands that have arrived. Where there are none, waits up to timeout_s for the first
+        (0: not at all, None: without limit)."""
         ...
 
 
 class _Launched(NamedTuple):
-    """A step whose ids are still to come."""
+    """A step whose ids have not been collected."""
 
     step: int
     pending: PendingTokens
@@ -61,12 +61,12 @@ class EngineLoop:
         self._windows = executor.info.windows
 
     def run(self) -> None:
-        """Steps for ever; an exception of the executor or of the inbox ends it."""
+        """Steps until the executor or the inbox raises."""
         while True:
             self.step()
 
     def step(self) -> None:
-        """One round. It waits for commands only when there is nothing to run or to collect."""
+        """One step. It waits for commands only when there is nothing to run or to collect."""
         aborted = self._apply_commands()
         launched = self._launch()
         if self._launched:
@@ -79,18 +79,28 @@ class EngineLoop:
             self._report_aborted(aborted)
 
     def _apply_commands(self) -> list[RequestOutput]:
-        """Takes in what was posted; returns the final outputs of what was aborted."""
+        """Applies all commands; returns the final outputs of the aborted answers."""
         aborted = []
-        for command in self._inbox.receive(self._patience_s()):
+        for command in self._inbox.receive(self._receive_timeout_s()):
             if isinstance(command, Abort):
-                self._add_prepared(abandoned=command)
+                self._add_prepared(to_abort=command)
                 aborted += self._scheduler.abort(command.request_id, command.index)
-            elif (future := self._executor.prepare(command.request.sampling)) is not None:
-                self._preparing.append((command.request, future))
             else:
-                self._add(command.request)
+                self._prepare(command.request)
         self._add_prepared()
         return aborted
+
+    def _prepare(self, request: Request) -> None:
+        """Adds the request, now or, where the executor has to prepare for it, later."""
+        try:
+            future = self._executor.prepare(request)
+        except PenstockError as error:
+            self._send(Refused(request.id, str(error)))
+            return
+        if future is None:
+            self._add(request)
+        else:
+            self._preparing.append((request, future))
 
     def _add(self, request: Request, prepared: "Future[Any] | None" = None) -> None:
         try:
@@ -100,20 +110,20 @@ class EngineLoop:
         except PenstockError as error:
             self._send(Refused(request.id, str(error)))
 
-    def _add_prepared(self, abandoned: Abort | None = None) -> None:
-        """Those whose preparation is done. Of the abandoned it adds even one that is not: then
-        the scheduler has it, and can end all of it or one of its answers."""
+    def _add_prepared(self, to_abort: Abort | None = None) -> None:
+        """Adds the requests whose preparation is done, and the one to abort even if it is not: then
+        the scheduler can end all of it, or one of its answers."""
         for _ in range(len(self._preparing)):
             request, future = self._preparing.popleft()
             if future.done():
                 self._add(request, future)
-            elif abandoned and request.id == abandoned.request_id:
+            elif to_abort and request.id == to_abort.request_id:
                 self._add(request)
             else:
                 self._preparing.append((request, future))
 
-    def _patience_s(self) -> float | None:
-        """How long the inbox may be waited for."""
+    def _receive_timeout_s(self) -> float | None:
+        """How long to wait for a command."""
         if self._scheduler.num_running or self._launched:
             return 0.0
         return _BATCH_POLL_S if self._scheduler.num_waiting or self._preparing else None
@@ -127,7 +137,7 @@ class EngineLoop:
         return _Launched(batch.step, pending, work_of(batch, self._windows), started_s)
 
     def _collect(self, launched: _Launched) -> None:
-        """Waits for a step's ids and sends what they mean to the requests."""
+        """Waits for a step's ids and sends the outputs of its requests."""
         sampled = launched.pending.wait()
         end_s = self._clock()
         started_s = max(launched.started_s, self._last_end_s)
@@ -147,7 +157,7 @@ class EngineLoop:
         )
 
     def _report_aborted(self, aborted: list[RequestOutput]) -> None:
-        """An empty step: nobody waits for these outputs, but what was held has been given back."""
+        """Reports step 0, so that the server learns of the freed blocks."""
         self._send(
             StepReport(
                 step=0,

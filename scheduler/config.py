@@ -7,7 +7,7 @@ from penstock.scheduler.errors import InvalidConfig
 
 
 class Policy(StrEnum):
-    """Who is next: first come first served, or the lowest `priority` first."""
+    """The order of admission: first come first served, or the lowest `priority` first."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
@@ -23,7 +23,7 @@ class Batching(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What one step may hold, limits inclusive, and who comes next.
+    """The limits of a step, inclusive, and the order of admission.
 
     max_num_seqs: sequences that run together. max_num_batched_tokens: tokens of one step, prefill
     chunks and decodes together.

@@ -1,13 +1,12 @@
-"""What callers may cause. Each message is a sentence for the person who caused it."""
+"""Errors that callers may cause. Each message is a sentence for the person who caused it."""
 
 
 class PenstockError(Exception):
-    """The root of every error that a caller, an operator or a client can cause and mend."""
+    """The base of every error that a client or an operator can cause and correct."""
 
 
 class PromptTooLong(PenstockError):
-    """The prompt leaves no room for even one output token, or, where none is asked for, itself
-    does not fit."""
+    """The prompt leaves no room for one output token; or, with max_tokens 0, it does not fit."""
 
     def __init__(self, num_tokens: int, limit: int, *, has_answer: bool = True) -> None:
         answer = ", of which at least one must be left for the answer" if has_answer else ""
@@ -18,7 +17,7 @@ class PromptTooLong(PenstockError):
 
 
 class ContextTooLong(PenstockError):
-    """The prompt fits, but not together with the output that was asked for."""
+    """The prompt fits, but not together with max_tokens."""
 
     def __init__(self, num_tokens: int, max_tokens: int, limit: int) -> None:
         super().__init__(

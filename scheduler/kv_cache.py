@@ -1,4 +1,4 @@
-"""Joins blocks and names: is there room for more tokens of a sequence, and which are computed?"""
+"""Joins blocks and digests: is there room for the tokens of a sequence, and which are cached?"""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from penstock.scheduler.types import BlockCopy
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """How a waiting sequence would enter: nothing is taken before `KVCache.admit`.
+    """The blocks that a waiting sequence needs; none is taken before `KVCache.admit`.
 
-    shared: computed blocks to take over. copied: a computed block whose tokens up to num_computed
-    are needed, but which the sequence will write to, so it gets a copy. num_new: blocks to take,
-    the copy's included. num_claimed: blocks that stop being available, so num_new and those of
-    the shared that are idle now.
+    shared: computed blocks that it references too. copied: a computed block whose tokens up to
+    num_computed it needs, but which it will write to, so it gets a copy. num_new: blocks to take,
+    the copy's included. num_claimed: blocks that stop being available: num_new, and those of
+    `shared` that are evictable now.
     """
 
     shared: list[int]
@@ -26,7 +26,8 @@ class Admission:
 
 
 class KVCache:
-    """The blocks of every sequence. `num_available` counts what can be taken: free and idle."""
+    """The blocks of every sequence. `num_available` counts those that can be taken: free and
+    evictable."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
         self.block_size = block_size
@@ -43,19 +44,19 @@ class KVCache:
         return self._allocator.num_free
 
     @property
-    def num_idle(self) -> int:
-        return self._index.num_idle
+    def num_evictable(self) -> int:
+        return self._index.num_evictable
 
     @property
     def num_available(self) -> int:
-        return self._allocator.num_free + self._index.num_idle
+        return self._allocator.num_free + self._index.num_evictable
 
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
 
     def plan(self, sequence: Sequence) -> Admission:
-        """What admitting this sequence would take, its known tokens computed or found.
+        """What admitting this sequence takes, with blocks for all its known tokens.
 
         At least its last token is left to compute: even a fully cached prompt needs one query row
         to produce logits.
@@ -67,13 +68,13 @@ class KVCache:
         return self._admission(sequence, shared, None, len(shared) * self.block_size)
 
     def admit(self, sequence: Sequence, admission: Admission) -> list[BlockCopy]:
-        """Fills the empty block table for all known tokens. The room must be there."""
+        """Fills the empty block table for all known tokens. The blocks must be available."""
         assert not sequence.table.block_ids
         for block_id in admission.shared:
             self._allocator.share(block_id)
-            self._index.wake(block_id)
+            self._index.touch(block_id)
         sequence.table.block_ids = list(admission.shared)
-        sequence.table.num_named = len(admission.shared)
+        sequence.table.num_cached = len(admission.shared)
         for _ in range(admission.num_new):
             self.append_block(sequence)
         if admission.copied is None:
@@ -81,55 +82,64 @@ class KVCache:
         return [BlockCopy(admission.copied, sequence.table.block_ids[len(admission.shared)])]
 
     def append_block(self, sequence: Sequence) -> int:
-        """One more block at the end of its table, the oldest idle one if none is free."""
+        """Appends a block to its table: a free one, else the least recently used evictable one."""
         block_id = self._allocator.take()
         if block_id is None:
-            forgotten = self._index.forget_oldest()
-            assert forgotten is not None, "no block is available; the scheduler must check before"
-            self._allocator.free(forgotten)
+            evicted = self._index.evict()
+            assert evicted is not None, "no block is available; the scheduler must check before"
+            self._allocator.free(evicted)
             block_id = self._allocator.take()
             assert block_id is not None
         sequence.table.block_ids.append(block_id)
         return block_id
 
-    def name_full_blocks(self, sequence: Sequence) -> None:
-        """Makes the full blocks findable whose tokens are known and computed by launched steps."""
+    def trim(self, sequence: Sequence) -> None:
+        """Frees the blocks at the end of its table that hold none of its computed tokens."""
+        block_ids = sequence.table.block_ids
+        while len(block_ids) * self.block_size >= sequence.num_computed + self.block_size:
+            block_id = block_ids.pop()
+            is_last = self._allocator.release(block_id)
+            assert is_last, f"block {block_id} was to be written to, but it is shared"
+            self._allocator.free(block_id)
+
+    def cache_full_blocks(self, sequence: Sequence) -> None:
+        """Makes full blocks findable whose tokens are known and computed by launched steps."""
         if not self._enable_prefix_caching:
             return
         table = sequence.table
         num_full = min(sequence.num_computed, len(sequence.token_ids)) // self.block_size
-        if table.num_named >= num_full:
+        if table.num_cached >= num_full:
             return
-        names = self._names(sequence, num_full)
-        for i in range(table.num_named, num_full):
-            self._index.add(names[i], table.block_ids[i])
-        table.num_named = num_full
+        digests = self._digests(sequence, num_full)
+        for i in range(table.num_cached, num_full):
+            self._index.add(digests[i], table.block_ids[i])
+        table.num_cached = num_full
 
     def release(self, sequence: Sequence) -> None:
-        """Gives back all its blocks, the last first; findable ones go on as idle."""
+        """Releases all its blocks, the last first. Cached ones become evictable, others free."""
         for block_id in reversed(sequence.table.block_ids):
             if self._allocator.release(block_id):
-                if self._index.has(block_id):
-                    self._index.rest(block_id)
+                if self._index.is_cached(block_id):
+                    self._index.make_evictable(block_id)
                 else:
                     self._allocator.free(block_id)
         sequence.table.block_ids = []
-        sequence.table.num_named = 0
+        sequence.table.num_cached = 0
 
-    def num_holders(self, block_id: int) -> int:
-        return self._allocator.num_holders(block_id)
+    def ref_count(self, block_id: int) -> int:
+        return self._allocator.ref_count(block_id)
 
     def _can_fork(self, parent: Sequence, child: Sequence) -> bool:
-        """The parent's prompt was computed by an earlier step, and the child knows no more.
+        """The parent's prompt was computed by an earlier step, and the child has no output yet.
 
-        In the step that computes it, a copy would be made before there is anything to copy.
+        Copies are made before a step computes anything, so not in the step that computes it.
         """
         return parent.status is Status.DECODING and len(child.token_ids) == child.num_prompt_tokens
 
     def _plan_fork(self, parent: Sequence, child: Sequence) -> Admission:
         """Shares the blocks before the prompt's last token, which the child computes again.
 
-        It writes that token, and then its own, into a block of its own: copy-on-write, at once.
+        It writes that token and its outputs into a block of its own: copy-on-write, done at once.
         """
         num_computed = child.num_prompt_tokens - 1
         num_shared = num_computed // self.block_size
@@ -138,15 +148,15 @@ class KVCache:
         return self._admission(child, parent.table.block_ids[:num_shared], copied, num_computed)
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """The longest run of findable blocks that its tokens, without the last, begin with.
+        """The longest run of cached blocks that its tokens, without the last, begin with.
 
-        Where its whole prompt must run, there is none: it writes blocks of its own.
+        None where its whole prompt must run: then it writes blocks of its own.
         """
         if not self._enable_prefix_caching or sequence.needs_whole_prompt:
             return []
         found = []
-        for name in self._names(sequence, (len(sequence.token_ids) - 1) // self.block_size):
-            block_id = self._index.find(name)
+        for digest in self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size):
+            block_id = self._index.find(digest)
             if block_id is None:
                 break
             found.append(block_id)
@@ -157,13 +167,13 @@ class KVCache:
     ) -> Admission:
         num_blocks = -(-len(sequence.token_ids) // self.block_size)
         num_new = num_blocks - len(shared)
-        num_woken = sum(self._index.is_idle(block_id) for block_id in shared)
-        return Admission(shared, copied, num_computed, num_new, num_new + num_woken)
+        num_evictable = sum(self._index.is_evictable(block_id) for block_id in shared)
+        return Admission(shared, copied, num_computed, num_new, num_new + num_evictable)
 
-    def _names(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """The names of its first blocks, each hashed once in the sequence's life."""
-        names, size = sequence.block_names, self.block_size
-        for i in range(len(names), num_blocks):
-            parent = names[-1] if names else root_digest(sequence.request.cache_salt)
-            names.append(block_digest(parent, sequence.token_ids[i * size : (i + 1) * size]))
-        return names[:num_blocks]
+    def _digests(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        """The digests of its first blocks, each computed once in the sequence's life."""
+        digests, size, request = sequence.block_digests, self.block_size, sequence.request
+        for i in range(len(digests), num_blocks):
+            parent = digests[-1] if digests else root_digest(request.cache_salt, request.adapter)
+            digests.append(block_digest(parent, sequence.token_ids[i * size : (i + 1) * size]))
+        return digests[:num_blocks]

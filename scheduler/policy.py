@@ -1,4 +1,4 @@
-"""Who is next, who yields when memory runs out, and when a batch may take on newcomers."""
+"""Which sequence is admitted next, which is preempted, and when a batch may admit."""
 
 import heapq
 from collections.abc import Iterable
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from penstock.scheduler.config import Batching, Policy
 from penstock.scheduler.sequence import Sequence, Status
 
-# Static and dynamic batching close a batch when it is full. So that nobody waits for ever, it also
-# leaves when its oldest request has waited this long. 50 ms is a usual maximum delay of dynamic
-# batchers; a static one wants its fixed size, and gives up on it only when traffic stops.
+# Static and dynamic batching start a batch when it is full, or when its oldest request has waited
+# this long, so that none waits for ever. 50 ms is a usual maximum delay of dynamic batchers; a
+# static one waits for its fixed size, unless traffic stops.
 BATCH_WAIT_S = {Batching.DYNAMIC: 0.05, Batching.STATIC: 1.0}
 
-_SWEEP_MIN = 64  # ended entries that are not worth a sweep
+_SWEEP_MIN = 64  # ended entries that are not worth a pass over the queue
 
 Rank = tuple[int, int]
 
@@ -19,7 +19,7 @@ Rank = tuple[int, int]
 class WaitingQueue:
     """Waiting sequences in policy order. One that ended while it waited is skipped when met.
 
-    A preempted sequence keeps its rank, so it comes back before everybody who came after it.
+    A preempted sequence keeps its rank, so it is admitted before all that arrived after it.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -41,15 +41,15 @@ class WaitingQueue:
 
     def pop(self) -> Sequence:
         sequence = self.peek()
-        assert sequence is not None, "nobody waits"
+        assert sequence is not None, "the queue is empty"
         heapq.heappop(self._heap)
         self._num_waiting -= 1
         return sequence
 
-    def forget(self) -> None:
-        """A sequence in the queue is about to end. It is left there and skipped when met.
+    def discard(self) -> None:
+        """A sequence in the queue is about to end. Its entry stays and is skipped when met.
 
-        When most of what lies there has ended, it is swept out: O(1) each, taken together.
+        When most entries have ended, they are removed together: amortized O(1) each.
         """
         self._num_waiting -= 1
         if len(self._heap) > 2 * self._num_waiting + _SWEEP_MIN:
@@ -57,16 +57,16 @@ class WaitingQueue:
             heapq.heapify(self._heap)
 
     def _rank(self, sequence: Sequence) -> Rank:
-        """Ends in `order`, which no two sequences share."""
+        """Unique: it ends in `order`, in which all sequences differ."""
         is_ranked = self._policy is Policy.PRIORITY
         return (sequence.request.priority if is_ranked else 0, sequence.order)
 
 
 def victim(running: Iterable[Sequence], policy: Policy) -> Sequence:
-    """Who yields its blocks: the least important, among equals the cheapest to recompute.
+    """The sequence to preempt: of the lowest priority, among equals the cheapest to recompute.
 
-    The one with the most computed tokens of the most important yields last, so it always goes on,
-    and memory pressure can slow the others but never stop everybody.
+    The one with the most computed tokens of the highest priority is preempted last, so it always
+    continues: memory pressure slows the others but never stops all.
     """
     is_ranked = policy is Policy.PRIORITY
     return min(
@@ -78,10 +78,10 @@ def victim(running: Iterable[Sequence], policy: Policy) -> Sequence:
 def may_start_batch(
     batching: Batching, num_running: int, num_waiting: int, waited_s: float, max_num_seqs: int
 ) -> bool:
-    """Whether newcomers may be admitted now.
+    """Whether new sequences may be admitted now.
 
     Continuous batching: at every step. Static and dynamic: only when the batch before has ended,
-    and then as a full batch, or as what is there once the oldest has waited long enough.
+    and then as a full batch, or with what is waiting once the oldest has waited long enough.
     """
     if batching is Batching.CONTINUOUS:
         return True

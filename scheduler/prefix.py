@@ -1,12 +1,13 @@
-"""Finds full blocks by what is in them, and says which idle block to forget first.
+"""Finds full blocks by their content, and says which evictable block is evicted first.
 
-A block's name is a digest chained over its tokens and its parent's name, back to the salt, so equal
-names mean equal tokens at equal positions under an equal salt. The digest is a 128-bit BLAKE2 with
-a key that each process draws for itself: nobody can prepare two prompts that share a name, so
-a hit needs no comparison of tokens. (A 64-bit hash would: vLLM moved to SHA-256 for that reason.)
+A block's digest is chained over its tokens and its parent's digest, back to salt and adapter, so
+equal digests mean equal tokens at equal positions under an equal salt and adapter. It is a 128-bit
+BLAKE2 with a key that each process draws for itself: no client can prepare two prompts with equal
+digests, so a hit needs no comparison of tokens. (A 64-bit hash would: vLLM moved to SHA-256 for
+that reason.)
 
-Idle blocks leave in least-recently-used order. A sequence releases its last block first, so a
-block is always forgotten before its parent, and no findable block is ever out of reach.
+Evictable blocks are evicted in least-recently-used order. A sequence releases its last block first,
+so a block is always evicted before its parent, and every cached block can be found from the root.
 """
 
 import os
@@ -18,61 +19,62 @@ DIGEST_BYTES = 16
 _KEY = os.urandom(16)
 
 
-def root_digest(salt: str) -> bytes:
-    """The parent of first blocks. Different salts share nothing."""
-    return blake2b(
-        salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, key=_KEY
-    ).digest()
+def root_digest(salt: str, adapter: str | None) -> bytes:
+    """The parent of first blocks. Different salts share nothing, nor do different adapters: theirs
+    are other keys and values."""
+    # The repr of a pair is never that of another pair, and has no lone surrogates.
+    content = repr((salt, adapter)).encode()
+    return blake2b(content, digest_size=DIGEST_BYTES, key=_KEY).digest()
 
 
 def block_digest(parent: bytes, token_ids: list[int]) -> bytes:
-    """The name of a full block with these tokens behind the block named `parent`."""
+    """The digest of a full block with these tokens, after the block whose digest is `parent`."""
     content = parent + array("q", token_ids).tobytes()
     return blake2b(content, digest_size=DIGEST_BYTES, key=_KEY).digest()
 
 
 class PrefixIndex:
-    """Names to blocks, and the idle blocks from the longest idle to the latest."""
+    """Digests to blocks, and the evictable blocks, the least recently used first."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
-        self._name_of: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._digest_of: dict[int, bytes] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()
 
     @property
-    def num_idle(self) -> int:
-        return len(self._idle)
+    def num_evictable(self) -> int:
+        return len(self._evictable)
 
-    def find(self, name: bytes) -> int | None:
-        return self._block_of.get(name)
+    def find(self, digest: bytes) -> int | None:
+        return self._block_of.get(digest)
 
-    def add(self, name: bytes, block_id: int) -> None:
-        """Makes a held block findable, unless another block has its name already.
+    def add(self, digest: bytes, block_id: int) -> None:
+        """Makes a used block findable, unless another block has the same digest.
 
-        A second block with the same content stays anonymous, so block tables only ever grow.
+        A second block with the same content is not indexed, so block tables only ever grow.
         """
-        if name not in self._block_of and block_id not in self._name_of:
-            self._block_of[name] = block_id
-            self._name_of[block_id] = name
+        if digest not in self._block_of and block_id not in self._digest_of:
+            self._block_of[digest] = block_id
+            self._digest_of[block_id] = digest
 
-    def has(self, block_id: int) -> bool:
-        return block_id in self._name_of
+    def is_cached(self, block_id: int) -> bool:
+        return block_id in self._digest_of
 
-    def is_idle(self, block_id: int) -> bool:
-        return block_id in self._idle
+    def is_evictable(self, block_id: int) -> bool:
+        return block_id in self._evictable
 
-    def rest(self, block_id: int) -> None:
-        """A findable block lost its last holder: idle from now on."""
-        self._idle[block_id] = None
+    def make_evictable(self, block_id: int) -> None:
+        """The last reference to a cached block was removed."""
+        self._evictable[block_id] = None
 
-    def wake(self, block_id: int) -> None:
-        """A block that may be idle is held again."""
-        self._idle.pop(block_id, None)
+    def touch(self, block_id: int) -> None:
+        """A block is used; it may have been evictable."""
+        self._evictable.pop(block_id, None)
 
-    def forget_oldest(self) -> int | None:
-        """The block that has been idle longest, no longer findable; None where none is idle."""
-        if not self._idle:
+    def evict(self) -> int | None:
+        """The least recently used evictable block, no longer findable; None where there is none."""
+        if not self._evictable:
             return None
-        block_id, _ = self._idle.popitem(last=False)
-        del self._block_of[self._name_of.pop(block_id)]
+        block_id, _ = self._evictable.popitem(last=False)
+        del self._block_of[self._digest_of.pop(block_id)]
         return block_id

@@ -1,13 +1,13 @@
 """Four verbs: `add`, `abort`, `schedule`, `update`. One step is one `schedule` and one `update`.
 
-It works at the granularity of an iteration (Yu et al. 2022, Orca): who runs is decided anew at each
-step. Running decodes come first, one token each; then prefills that are under way; then waiting
+Scheduling is iteration-level (Yu et al. 2022, Orca): which sequences run is decided at each step.
+Running decodes come first, one token each, or more with drafts; then running prefills; then waiting
 requests in policy order, until the token budget, the slots or the blocks are spent.
 
-It may be called ahead of the device: `schedule` advances a sequence by one token whose id nobody
-knows yet (`num_in_flight`), and `update` fills it in later. What comes to light late costs little:
-a sequence that turns out to have ended wastes the rows that are in flight, and nothing else. The
-device runs steps in order, so a block is written by its next holder after the wasted row.
+It may be called ahead of the device: `schedule` advances a sequence by one token whose id is not
+known yet (`num_in_flight`), and `update` fills it in later. A sequence that turns out to have ended
+wastes its rows in flight, and nothing else: the device runs steps in order, so its blocks are
+written by their next sequence after the wasted row.
 
 Time is an argument; nothing here reads a clock, and a simulation runs this very code.
 """
@@ -21,6 +21,7 @@ from penstock.scheduler.policy import WaitingQueue, may_start_batch, victim
 from penstock.scheduler.sequence import Sequence, Status
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.types import (
+    AcceptedDraft,
     BlockCopy,
     Finish,
     FinishReason,
@@ -67,6 +68,10 @@ class Scheduler:
         self._preemptions = 0
         self._recomputed_tokens = 0
         self._started: list[Started] = []
+        # Speculative decoding: how many drafts the next row of a sequence may verify, and the
+        # sequences whose verification is in flight, so that their length is not known.
+        self._num_drafts: dict[Sequence, int] = {}
+        self._verifying: set[Sequence] = set()
 
     # The four verbs.
 
@@ -94,7 +99,7 @@ class Scheduler:
         self._waiting.push(first)
 
     def abort(self, request_id: RequestId, index: int | None = None) -> list[RequestOutput]:
-        """Ends a request, or only its answer `index`, wherever it stands. Unknown ids are no error:
+        """Ends a request, or only its answer `index`, running or waiting. Unknown ids are no error:
         the request may just have ended by itself."""
         return [
             self._finish(sequence, FinishReason.ABORT, None)
@@ -103,11 +108,12 @@ class Scheduler:
         ]
 
     def schedule(self, now: float) -> ScheduledBatch | None:
-        """The next step's work, or None where nobody can run now."""
+        """The next step's work, or None where no sequence can run now."""
         batch = _Batch()
         self._schedule_decodes(batch)
-        budget = self._config.max_num_batched_tokens - len(batch.slots)
         num_decodes = len(batch.slots)
+        num_tokens = num_decodes + sum(batch.num_drafts.values())
+        budget = self._config.max_num_batched_tokens - num_tokens
         for sequence in self._prefilling:
             budget -= self._schedule_chunk(batch, sequence, budget)
         self._admit_waiting(batch, budget, now)
@@ -130,12 +136,15 @@ class Scheduler:
         )
 
     def update(self, sampled: SampledTokens) -> list[RequestOutput]:
-        """Takes in what the oldest step in flight has sampled, in the order they were scheduled."""
+        """Takes the results of the oldest step in flight; steps are updated in schedule order."""
         step, batch = self._in_flight.popleft()
-        assert step == sampled.step, f"step {step} was due, {sampled.step} came"
+        assert step == sampled.step, f"expected the results of step {step}, not {sampled.step}"
         block_size = self._kv.block_size
         outputs: list[RequestOutput] = []
-        rows = zip(batch.sampling, sampled.token_ids, strict=True)
+        token_ids, all_logprobs = sampled.token_ids, sampled.logprobs
+        if batch.num_drafts:
+            token_ids, all_logprobs = self._accept_drafts(batch, sampled, outputs)
+        rows = zip(batch.sampling, token_ids, strict=True)
         for i, (sequence, token_id) in enumerate(rows):
             sequence.num_in_flight -= 1
             if sequence.status is Status.FINISHED:
@@ -146,22 +155,24 @@ class Scheduler:
             sequence.token_ids.append(token_id)
             length = len(sequence.token_ids)
             if (length - 1) % block_size == 0 and sequence.is_running:
-                self._kv.name_full_blocks(sequence)
+                self._kv.cache_full_blocks(sequence)
             finish = None
             if token_id in sequence.stop_token_ids:
                 finish = self._end(sequence, FinishReason.STOP, token_id)
             elif length == sequence.max_length:
                 finish = self._end(sequence, FinishReason.LENGTH, None)
-            entry = sampled.logprobs[i] if sampled.logprobs else None
+            entry = all_logprobs[i] if all_logprobs else None
             logprobs = [entry] if entry is not None else None
             outputs.append(_output(sequence, [token_id], logprobs, finish))
-        for sequence in batch.without_answer:
-            outputs += self._end_without_answer(sequence)
-        if batch.asking:
-            outputs = _tell_prompts(outputs, batch.asking, sampled.prompts)
+        for row, num in sampled.num_drafts.items():
+            self._announce_drafts(batch.sampling[row], num)
+        for sequence in batch.prompt_only:
+            outputs += self._end_prompt_only(sequence)
+        if batch.with_prompt_output:
+            outputs = _attach_prompt_outputs(outputs, batch.with_prompt_output, sampled.prompts)
         return outputs
 
-    # What may be asked of it between the verbs.
+    # State to be read between the verbs.
 
     @property
     def num_running(self) -> int:
@@ -169,7 +180,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that hold no slot, those included that wait for their answer 0 to fork."""
+        """Sequences without a slot, including those that wait for their answer 0 to fork."""
         return len(self._waiting) + sum(len(others) for others in self._samples.values())
 
     @property
@@ -182,7 +193,7 @@ class Scheduler:
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_used_blocks=self._kv.num_used,
-            num_idle_blocks=self._kv.num_idle,
+            num_evictable_blocks=self._kv.num_evictable,
             num_free_blocks=self._kv.num_free,
             prefix_query_tokens_total=self._prefix_query_tokens,
             prefix_hit_tokens_total=self._prefix_hit_tokens,
@@ -191,16 +202,20 @@ class Scheduler:
         )
 
     def take_started(self) -> list[Started]:
-        """Those that had their first step since this was last asked."""
+        """The answers that had their first step since the last call."""
         started, self._started = self._started, []
         return started
 
-    # How a step comes about.
+    # How a step is scheduled.
 
     def _schedule_decodes(self, batch: "_Batch") -> None:
-        """One token for each decoding sequence whose next token is not the last it may have."""
+        """One token for each decoding sequence that may have more than the one in flight."""
         block_size = self._kv.block_size
-        ready = self._make_room([s for s in self._decoding if s.num_computed < s.max_length - 1])
+        candidates = [s for s in self._decoding if s.num_computed < s.max_length - 1]
+        if self._verifying:
+            # Their next row starts where the accepted drafts end: they skip this step.
+            candidates = [s for s in candidates if s not in self._verifying]
+        ready = self._make_room(candidates)
         for sequence in ready:
             position = sequence.num_computed
             if position % block_size == 0:
@@ -214,9 +229,77 @@ class Scheduler:
         batch.num_tokens = [1] * len(ready)
         batch.samples = [True] * len(ready)
         batch.sampling = ready
+        if self._num_drafts:
+            self._schedule_drafts(batch)
+
+    def _schedule_drafts(self, batch: "_Batch") -> None:
+        """Lengthens the decode rows by the drafts that were announced for them.
+
+        Limited by the token budget, the available blocks and max_tokens: drafts cause no
+        preemption, and those that do not fit are never verified.
+        """
+        budget = self._config.max_num_batched_tokens - len(batch.slots)
+        block_size = self._kv.block_size
+        for row, sequence in enumerate(batch.sampling):
+            table, start = sequence.table.block_ids, sequence.num_computed
+            num_free = (len(table) + self._kv.num_available) * block_size - start
+            num_wanted = min(self._num_drafts.get(sequence, 0), sequence.max_length - 1 - start)
+            num_drafts = min(num_wanted, budget, num_free)
+            if num_drafts <= 0:
+                continue
+            while len(table) * block_size < start + num_drafts:
+                index = len(table)
+                block_id = self._kv.append_block(sequence)
+                batch.table_updates.append(TableUpdate(sequence.slot, index, block_id))
+            sequence.num_computed = start + num_drafts
+            batch.num_tokens[row] += num_drafts
+            batch.num_drafts[row] = num_drafts
+            self._verifying.add(sequence)
+            budget -= num_drafts
+        self._num_drafts.clear()
+
+    def _announce_drafts(self, sequence: Sequence, num_drafts: int) -> None:
+        """Its next row may verify this many, unless that row is launched already, with one token.
+
+        So an executor whose steps are always launched one ahead has no drafts verified: one that
+        drafts must not run ahead (`Executor.runs_ahead`).
+        """
+        if sequence.status is Status.DECODING and not sequence.num_in_flight:
+            self._num_drafts[sequence] = num_drafts
+
+    def _accept_drafts(
+        self, batch: "_Batch", sampled: SampledTokens, outputs: list[RequestOutput]
+    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+        """Appends the accepted drafts to their sequences and to the outputs.
+
+        Returns the rows' own ids and logprobs, which `update` appends next: an accepted draft that
+        is a stop token replaces the row's own id, which would come after it.
+        """
+        token_ids = list(sampled.token_ids)
+        all_logprobs = list(sampled.logprobs) if sampled.logprobs else None
+        for row, num_drafts in batch.num_drafts.items():
+            sequence, accepted = batch.sampling[row], sampled.accepted.get(row, [])
+            assert len(accepted) <= num_drafts, f"{len(accepted)} of {num_drafts} drafts accepted"
+            self._verifying.discard(sequence)
+            if sequence.status is Status.FINISHED or row in sampled.failed:
+                continue
+            sequence.reject_drafts(num_drafts - len(accepted))
+            stops = (i for i, draft in enumerate(accepted) if draft[0] in sequence.stop_token_ids)
+            if (stop := next(stops, None)) is not None:
+                token_ids[row], entry = accepted[stop]
+                accepted = accepted[:stop]
+                if all_logprobs:
+                    all_logprobs[row] = entry
+            sequence.token_ids += [draft.token_id for draft in accepted]
+            if sequence.is_running:
+                self._kv.trim(sequence)
+                self._kv.cache_full_blocks(sequence)
+            if accepted:
+                outputs.append(_drafts_output(sequence, accepted))
+        return token_ids, all_logprobs
 
     def _make_room(self, ready: list[Sequence]) -> list[Sequence]:
-        """Preempts until every decode that is left can have the block it needs in this step."""
+        """Preempts until every remaining decode has the block that it needs in this step."""
         block_size = self._kv.block_size
         while True:
             num_needed = sum(sequence.num_computed % block_size == 0 for sequence in ready)
@@ -238,34 +321,36 @@ class Scheduler:
         is_last = sequence.num_to_compute == 0
         samples = is_last and len(sequence.token_ids) < sequence.max_length
         batch.samples.append(samples)
-        if sequence.ask:
-            self._schedule_ask(batch, sequence, num_tokens)
+        if sequence.prompt_request:
+            self._schedule_prompt_request(batch, sequence, num_tokens)
         if is_last:
             sequence.num_in_flight += 1
-            (batch.sampling if samples else batch.without_answer).append(sequence)
+            (batch.sampling if samples else batch.prompt_only).append(sequence)
         return num_tokens
 
-    def _schedule_ask(self, batch: "_Batch", sequence: Sequence, num_tokens: int) -> None:
-        """The last num_tokens scheduled are of a prompt of which something is to be told."""
+    def _schedule_prompt_request(
+        self, batch: "_Batch", sequence: Sequence, num_tokens: int
+    ) -> None:
+        """The last num_tokens scheduled are of a prompt that has outputs."""
         is_last = sequence.num_to_compute == 0
         if is_last:
-            batch.asking.append(sequence)
-        if sequence.ask and sequence.ask.num_logprobs is not None:
+            batch.with_prompt_output.append(sequence)
+        if sequence.prompt_request and sequence.prompt_request.num_logprobs is not None:
             # What follows the prompt's last token is no longer of the prompt.
             batch.num_scored += num_tokens - is_last
 
     def _admit_waiting(self, batch: "_Batch", budget: int, now: float) -> None:
-        """Admits in policy order until something runs out; nobody overtakes one who does not fit.
+        """Admits in policy order until slots, blocks or budget run out; none overtakes another.
 
-        A batch that is closed behind its members takes them all in, whatever the budget: those
-        that it does not reach start in a later step.
+        Static and dynamic batching admit the whole batch, whatever the budget: those that it does
+        not reach start in a later step.
         """
         may_start = self._may_start_batch(now)
         is_closed = self._config.batching is not Batching.CONTINUOUS
         while self._free_slots and (budget > 0 or is_closed):
             sequence = self._waiting.peek()
             if sequence is None or sequence.num_in_flight:
-                return  # a preempted one first learns what its last step sampled
+                return  # a preempted one waits for the results of its last step
             if not (may_start or _belongs_to_batch(sequence)):
                 return
             if not self._admit(batch, sequence, now):
@@ -273,10 +358,10 @@ class Scheduler:
             budget -= self._schedule_chunk(batch, sequence, budget)
 
     def _admit(self, batch: "_Batch", sequence: Sequence, now: float) -> bool:
-        """Gives it a slot and blocks for all its known tokens; false where they are not there.
+        """Gives it a slot and blocks for all its known tokens; false where too few are free.
 
-        A block for each running sequence is left over, so that an admission does not cause
-        a preemption in the next step.
+        A block for each running sequence is kept in reserve, so that an admission does not cause a
+        preemption in the next step.
         """
         admission = self._kv.plan(sequence)
         if admission.num_claimed + self.num_running > self._kv.num_available:
@@ -300,7 +385,8 @@ class Scheduler:
                 block_ids=tuple(sequence.table.block_ids),
                 sampling=sequence.request.sampling,
                 seed=sequence.seed,
-                ask=sequence.ask,
+                prompt_request=sequence.prompt_request,
+                adapter=sequence.request.adapter,
             )
         )
         return True
@@ -317,13 +403,13 @@ class Scheduler:
         )
 
     def _start_decodes(self) -> None:
-        """Prefills whose last chunk is now launched decode from the next step on.
+        """Prefills whose last chunk is scheduled decode from the next step on.
 
-        Only now do their blocks become findable and their samples fork: a step never reads what
-        it computes itself.
+        Only now are their blocks findable and may their samples fork: a step never reads keys and
+        values that it computes itself.
         """
         for sequence in list(self._prefilling):
-            self._kv.name_full_blocks(sequence)
+            self._kv.cache_full_blocks(sequence)
             if sequence.num_to_compute == 0:
                 del self._prefilling[sequence]
                 self._decoding[sequence] = None
@@ -332,7 +418,7 @@ class Scheduler:
                     self._release_samples(sequence)
 
     def _release_samples(self, parent: Sequence) -> None:
-        """Answer 0 can be forked, or has ended: the other answers queue like anybody."""
+        """Answer 0 can be forked, or has ended: the other answers join the waiting queue."""
         if parent.index > 0:
             return
         for sample in self._samples.pop(parent.request.id, ()):
@@ -350,12 +436,12 @@ class Scheduler:
     def _finish(
         self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None
     ) -> RequestOutput:
-        """Ends it from outside, without a new token."""
+        """Ends it without a new token."""
         finish = self._end(sequence, reason, stop_token_id)
         return _output(sequence, [], None, finish)
 
-    def _end_without_answer(self, sequence: Sequence) -> list[RequestOutput]:
-        """Its prompt has run, and max_tokens is 0: that was all, for its siblings too."""
+    def _end_prompt_only(self, sequence: Sequence) -> list[RequestOutput]:
+        """Its prompt has run, and max_tokens is 0: it ends, and so do the other answers."""
         sequence.num_in_flight -= 1
         if sequence.status is Status.FINISHED:
             return []
@@ -366,7 +452,7 @@ class Scheduler:
         return [self._finish(sibling, FinishReason.LENGTH, None) for sibling in siblings]
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> Finish:
-        """Ends it, whatever its status: all it holds is given back at once."""
+        """Ends it, whatever its status, and frees its slot and blocks."""
         request_id = sequence.request.id
         parked = self._samples.get(request_id, [])
         if sequence.is_running:
@@ -374,7 +460,7 @@ class Scheduler:
         elif sequence in parked:
             parked.remove(sequence)
         else:
-            self._waiting.forget()
+            self._waiting.discard()
         sequence.finish(reason)
         self._release_samples(sequence)
         sequence.fork_parent = None  # no chain of dead sequences
@@ -391,20 +477,21 @@ class Scheduler:
         )
 
     def _leave(self, sequence: Sequence) -> None:
-        """Gives back its slot and its blocks."""
+        """Frees its slot and releases its blocks."""
         if sequence.status is Status.DECODING:
             del self._decoding[sequence]
         else:
             del self._prefilling[sequence]
+        self._num_drafts.pop(sequence, None)
         self._kv.release(sequence)
         self._free_slots.append(sequence.slot)
 
 
 class _Batch:
-    """A `ScheduledBatch` in the making, and whose rows do what in it, in row order.
+    """A `ScheduledBatch` being built, and the sequences of its rows, in row order.
 
-    sampling: get a token. without_answer: end their prompt and get none. asking: of those two, the
-    ones that are told something of their prompt.
+    sampling: those that get a token. prompt_only: those that end their prompt and get none.
+    with_prompt_output: of both, those whose prompt has outputs. num_drafts: by row, to verify.
     """
 
     def __init__(self) -> None:
@@ -416,8 +503,9 @@ class _Batch:
         self.num_tokens: list[int] = []
         self.samples: list[bool] = []
         self.sampling: list[Sequence] = []
-        self.without_answer: list[Sequence] = []
-        self.asking: list[Sequence] = []
+        self.prompt_only: list[Sequence] = []
+        self.with_prompt_output: list[Sequence] = []
+        self.num_drafts: dict[int, int] = {}
         self.num_scored = 0
 
 
@@ -437,20 +525,25 @@ def _output(
     )
 
 
-def _tell_prompts(
-    outputs: list[RequestOutput], asking: list[Sequence], prompts: tuple[PromptOutput, ...]
+def _drafts_output(sequence: Sequence, accepted: list[AcceptedDraft]) -> RequestOutput:
+    logprobs = [draft.logprobs for draft in accepted if draft.logprobs is not None]
+    return _output(sequence, [draft.token_id for draft in accepted], logprobs or None, None)
+
+
+def _attach_prompt_outputs(
+    outputs: list[RequestOutput], sequences: list[Sequence], prompts: tuple[PromptOutput, ...]
 ) -> list[RequestOutput]:
-    """The outputs, those of the asking sequences with what was asked. Nobody is told twice."""
-    told = {}
-    for sequence, prompt in zip(asking, prompts, strict=True):
-        sequence.ask = None
-        told[sequence.request.id] = prompt
+    """The outputs, with those of the prompts added where they were requested, once."""
+    prompt_of = {}
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        sequence.prompt_request = None
+        prompt_of[sequence.request.id] = prompt
     return [
-        output._replace(prompt=told.get(output.request_id)) if output.index == 0 else output
+        output._replace(prompt=prompt_of.get(output.request_id)) if output.index == 0 else output
         for output in outputs
     ]
 
 
 def _belongs_to_batch(sequence: Sequence) -> bool:
-    """It ran before, or is a sample of a request that runs: a closed batch lets it in again."""
+    """It ran before, or is a sample of a running request: a started batch admits it."""
     return sequence.first_scheduled_s is not None or sequence.fork_parent is not None

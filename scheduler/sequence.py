@@ -4,14 +4,14 @@
        ^                   |                             |
        +------preempt------+-----------preempt-----------+
 
-An abort finishes it from any status, and so does an end that comes to light after a preemption.
+An abort finishes it from any status, and so does an end that is known only after a preemption.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 from penstock.scheduler.blocks import BlockTable
-from penstock.scheduler.types import FinishReason, Pooling, PromptAsk, Request
+from penstock.scheduler.types import FinishReason, Pooling, PromptOutputRequest, Request
 
 # Samples of one request get seeds that are far apart: the golden ratio of 2^64, as splitmix64 does.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -31,8 +31,8 @@ class Sequence:
 
     token_ids: the prompt, then every output id that the host knows. num_computed: tokens whose keys
     and values are written, or will be by the steps already launched. num_in_flight: launched
-    steps that sample for it, or end its prompt, and that the host has not heard of yet. order: its
-    place in arrival. ask: what its prompt still owes to the caller.
+    steps that sample for it, or end its prompt, and whose results the host does not have yet.
+    order: of arrival. prompt_request: what is still to be returned for its prompt.
     """
 
     request: Request
@@ -41,14 +41,13 @@ class Sequence:
     max_length: int
     token_ids: list[int] = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
-    ask: PromptAsk | None = field(init=False)
+    prompt_request: PromptOutputRequest | None = field(init=False)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     slot: int = -1  # meaningful while it runs
     table: BlockTable = field(default_factory=BlockTable)
-    block_names: list[bytes] = field(
-        default_factory=list
-    )  # of its full blocks; survives preemption
+    # Of its full blocks; they survive a preemption.
+    block_digests: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_ever_computed: int = 0  # the most that num_computed was before a preemption
     num_in_flight: int = 0
@@ -61,8 +60,10 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
         self.stop_token_ids = frozenset(self.request.sampling.stop_token_ids)
-        ask = PromptAsk(self.request.sampling.num_prompt_logprobs, self.request.pooling)
-        self.ask = None if self.index or ask == (None, None) else ask
+        wanted = PromptOutputRequest(
+            self.request.sampling.num_prompt_logprobs, self.request.pooling
+        )
+        self.prompt_request = None if self.index or wanted == (None, None) else wanted
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -78,9 +79,11 @@ class Sequence:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Every token of its prompt must run: what is asked of it is in no cache."""
-        ask = self.ask
-        return ask is not None and (ask.num_logprobs is not None or ask.pooling is Pooling.MEAN)
+        """Every token of its prompt must run: what is to be returned for it is not cached."""
+        wanted = self.prompt_request
+        return wanted is not None and (
+            wanted.num_logprobs is not None or wanted.pooling is Pooling.MEAN
+        )
 
     @property
     def num_to_compute(self) -> int:
@@ -88,7 +91,7 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     def admit(self, slot: int, num_computed: int, now: float) -> None:
-        """Starts, or starts again, with the first num_computed tokens found in the cache."""
+        """Starts, or restarts, with the first num_computed tokens cached."""
         assert self.status is Status.WAITING and not self.num_in_flight
         self.status = Status.PREFILLING
         self.slot = slot
@@ -98,7 +101,7 @@ class Sequence:
             self.num_cached_tokens = num_computed
 
     def run_chunk(self, num_tokens: int) -> int:
-        """The next num_tokens of its known tokens are in this step. How many it computes again."""
+        """Its next num_tokens known tokens run in this step; returns how many it recomputes."""
         start = self.num_computed
         self.num_computed += num_tokens
         num_again = max(0, min(self.num_computed, self.num_ever_computed) - start)
@@ -110,8 +113,15 @@ class Sequence:
         assert self.status is Status.PREFILLING and not self.num_to_compute
         self.status = Status.DECODING
 
+    def reject_drafts(self, num_rejected: int) -> None:
+        """The keys and values of its last num_rejected computed tokens are not of its text."""
+        if self.is_running:
+            self.num_computed -= num_rejected
+        else:  # preempted since
+            self.num_ever_computed -= num_rejected
+
     def preempt(self) -> None:
-        """Gives up its place; its tokens stay, their keys and values are computed again later."""
+        """Keeps its tokens; their keys and values are recomputed later."""
         assert self.is_running
         self.status = Status.WAITING
         self.num_ever_computed = max(self.num_ever_computed, self.num_computed)

@@ -1,4 +1,4 @@
-"""Snapshots for metrics: the scheduler is read, and never meets Prometheus."""
+"""Snapshots for metrics: the scheduler is read, and knows nothing of Prometheus."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -7,15 +7,15 @@ from penstock.scheduler.types import ScheduledBatch
 
 
 class SchedulerStats(NamedTuple):
-    """The scheduler after a step. Gauges say what is; counters count since the start.
+    """The scheduler after a step. Gauges are current values; counters count since the start.
 
-    A block is used (held by a sequence), idle (held by none, findable by its content) or free.
+    A block is used (by a sequence), evictable (used by none, but findable) or free.
     """
 
     num_running: int
     num_waiting: int
     num_used_blocks: int
-    num_idle_blocks: int
+    num_evictable_blocks: int
     num_free_blocks: int
     prefix_query_tokens_total: int
     prefix_hit_tokens_total: int
@@ -36,9 +36,10 @@ class AttentionWork(NamedTuple):
 class StepWork(NamedTuple):
     """What one step has to compute and read.
 
-    num_scored: prompt tokens that go through the output layer besides those that sample.
-    attention: for each of the model's windows, in its order. num_experts: experts of a mixture that
-    the step's tokens were routed to, summed over the layers; None where that is not known.
+    num_decode_tokens: drafts included. num_sampled: tokens that go through the output layer, to
+    sample or to verify a draft. num_scored: prompt tokens that do so besides. attention: for each
+    of the model's windows, in its order. num_experts: experts of a mixture that the step's tokens
+    were routed to, summed over the layers; None where that is not known.
     """
 
     num_prefill_tokens: int
@@ -56,15 +57,19 @@ NO_WORK = StepWork(0, 0, 0, 0, 0, ())
 def work_of(batch: ScheduledBatch, windows: Iterable[int | None]) -> StepWork:
     """windows: those that the model's layers have, each once; None for a layer without one."""
     num_decodes = batch.num_decodes
-    decodes, num_tokens = batch.starts[:num_decodes], batch.num_tokens[num_decodes:]
-    chunks = list(zip(batch.starts[num_decodes:], num_tokens, strict=True))
+    num_decode_tokens = sum(batch.num_tokens[:num_decodes])
+    num_drafts = num_decode_tokens - num_decodes
+    # Rows of one token, which nearly all decodes are, need no arithmetic of their own.
+    num_short = 0 if num_drafts else num_decodes
+    short = batch.starts[:num_short]
+    long = list(zip(batch.starts[num_short:], batch.num_tokens[num_short:], strict=True))
     return StepWork(
-        num_prefill_tokens=sum(num_tokens),
-        num_decode_tokens=num_decodes,
+        num_prefill_tokens=sum(batch.num_tokens[num_decodes:]),
+        num_decode_tokens=num_decode_tokens,
         num_sequences=len(batch.slots),
-        num_sampled=sum(batch.samples),
+        num_sampled=sum(batch.samples) + num_drafts,
         num_scored=batch.num_scored,
-        attention=tuple(_attention_work(decodes, chunks, window) for window in windows),
+        attention=tuple(_attention_work(short, long, window) for window in windows),
     )
 
 

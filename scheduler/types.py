@@ -1,18 +1,25 @@
-"""The frozen nouns that cross rooms: what is asked, what runs in a step, what comes out of it.
+"""The frozen types that cross rooms: requests, the work of a step, and its results.
 
 Nothing here has behaviour. Types that are made once per sequence and step are NamedTuples, because
 a frozen dataclass costs three times as much to make, and a step of 256 sequences makes 256 of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
 
 
+class Tier(StrEnum):
+    """Memory that holds blocks of keys and values; each tier counts its blocks from 0."""
+
+    DEVICE = "device"  # where attention reads them: the blocks of block tables
+    HOST = "host"
+
+
 class Pooling(StrEnum):
-    """Which of the last layer's states stand for a whole prompt."""
+    """Which states of the last layer make the embedding of a prompt."""
 
     LAST = "last"  # that of its last token
     MEAN = "mean"  # the mean over all its tokens
@@ -23,25 +30,25 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # it sampled one of its stop token ids
     LENGTH = "length"  # max_tokens, or the model's context, is used up
-    ABORT = "abort"  # the caller left
-    ERROR = "error"  # its grammar failed in the middle
+    ABORT = "abort"  # the client disconnected, or the server ended it
+    ERROR = "error"  # its grammar failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request's tokens are chosen, and when they end. Validated at the wire, trusted here.
 
-    max_tokens 0 asks for no answer, only for what is told of the prompt. num_prompt_logprobs None
-    asks for none; k: of every prompt token but the first, and of the k best in its place.
-    temperature 0 is greedy. top_k 0 and top_p 1.0 keep the whole vocabulary. num_logprobs None
-    asks for no logprobs, 0 for the sampled token's alone, k for the k best besides.
-    min_tokens: none of the stop token ids comes before so many tokens. bad_words: token sequences
-    that the answer never completes. allowed_token_ids, unless empty: the only ids it may have.
-    seed keys the randomness together with the position, so that it is the same whatever shares
-    the batch; the caller draws one where its client gave none.
-    grammar: what the output must be, in llguidance's own notation, or None for any text. It is
-    known to compile; it is never compiled for the first time in the engine. grammar_to_the_end:
-    the end-of-sequence ids come only where the grammar allows nothing else.
+    max_tokens 0: no answer, only the prompt's outputs. num_prompt_logprobs: None for none; k for
+    the logprobs of every prompt token but the first and of the k most likely ones in its place.
+    temperature 0 is greedy. top_k 0 and top_p 1.0 keep the whole vocabulary. num_logprobs: None
+    for none, 0 for the sampled token's alone, k for those of the k most likely besides.
+    min_tokens: no stop token id is sampled before this many tokens. bad_words: token sequences that
+    the answer never contains. allowed_token_ids, unless empty: the only ids that can be sampled.
+    seed, together with the position, determines the random numbers, so that they do not depend on
+    the other rows of the batch; the server draws one where the client gave none.
+    grammar: what the output must match, in llguidance's notation, or None for any text. The server
+    has compiled it once, so it does compile. grammar_to_the_end: end-of-sequence ids are sampled
+    only where the grammar allows nothing else.
     """
 
     max_tokens: int
@@ -66,10 +73,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked: one prompt and `n` answers to it.
+    """One prompt, and `n` answers to it.
 
-    arrival_s is in the scheduler's clock. A lower priority runs earlier (vLLM's order); it counts
-    only under the `priority` policy. Requests share cached prefixes only under an equal cache_salt.
+    arrival_s is in the scheduler's clock. A lower priority runs earlier (vLLM's order), under the
+    `priority` policy alone. adapter: the name of a LoRA adapter, None for the base model.
+    Requests share cached prefixes only under an equal cache_salt and an equal adapter.
     """
 
     id: RequestId
@@ -80,22 +88,25 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     pooling: Pooling | None = None
+    adapter: str | None = None
 
 
-class PromptAsk(NamedTuple):
-    """What an executor is to tell of a prompt: see SamplingParams and Request. Never both None."""
+class PromptOutputRequest(NamedTuple):
+    """Which outputs a prompt has: see SamplingParams and Request. Never both None."""
 
     num_logprobs: int | None
     pooling: Pooling | None
 
 
 class SlotAssignment(NamedTuple):
-    """A sequence enters a slot: all that an executor must know of it before its first row runs.
+    """A sequence enters a slot: all that an executor needs to know before its first row runs.
 
     token_ids: every id known so far, the prompt first and then, after a preemption, its outputs.
-    block_ids: its block table in logical order. seed: this sample's own. ask: what is still to be
-    told of its prompt; but for pooling LAST alone, its rows then begin at the first token. What an
-    executor has gathered for an earlier assignment of the slot is void.
+    block_ids: its block table in logical order. seed: this sample's own. prompt_request: the
+    outputs still missing of its prompt; its rows then begin at the first token, unless that is
+    pooling LAST alone. adapter:
+    see Request. What an executor keeps of an
+    earlier assignment of the slot is void.
     """
 
     slot: int
@@ -104,27 +115,33 @@ class SlotAssignment(NamedTuple):
     block_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
-    ask: PromptAsk | None = None
+    prompt_request: PromptOutputRequest | None = None
+    adapter: str | None = None
 
 
 class TableUpdate(NamedTuple):
     """Entry `index` of the block table of `slot` becomes `block_id`: the sequence has grown."""
 
     slot: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of it
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     block_id: int
 
 
 class BlockCopy(NamedTuple):
-    """Block `target` gets the content of block `source` before this step writes anything."""
+    """Block `target` gets the content of block `source` before this step writes anything.
+
+    Each is a block id of its tier. The scheduler schedules copies within the device alone.
+    """
 
     source: int
     target: int
+    source_tier: Tier = Tier.DEVICE
+    target_tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledBatch:
-    """One step's work, as differences to what the executor already holds in its per-slot tables.
+    """One step's work, as differences to the executor's per-slot tables.
 
     To be applied in this order: assignments, table_updates, copies, then the rows. Row i runs the
     tokens [starts[i], starts[i] + num_tokens[i]) of the sequence in slots[i]. The executor reads
@@ -132,10 +149,12 @@ class ScheduledBatch:
     id is written there, at the position after its row, by the step that samples it. So the next
     step can be scheduled and launched before the host has learned the id.
 
-    The first num_decodes rows run one token each and sample; a later row, a prefill chunk, samples
-    where samples[i] is true, which is where it ends its prompt and its answer may have a token.
-    num_scored: prompt tokens of this step whose successor's logprob is asked for: rows that the
-    output layer runs besides those that sample.
+    The first num_decodes rows are decodes: each runs the last known token, then as many of the
+    drafts that the executor announced for it (`SampledTokens.num_drafts`) as num_tokens[i] - 1, and
+    samples. A later row, a prefill chunk, samples where samples[i] is true, which is where it ends
+    its prompt and its answer may have a token.
+    num_scored: prompt tokens of this step whose successor's logprob is requested: rows of the
+    output layer besides those that sample.
     """
 
     step: int
@@ -153,7 +172,7 @@ class ScheduledBatch:
 class TokenLogprobs(NamedTuple):
     """Log probabilities, before temperature and filters, at one output position.
 
-    logprob: the sampled token's. top: (token id, logprob) of the best, in falling order.
+    logprob: the sampled token's. top: (token id, logprob) of the most likely, in falling order.
     """
 
     logprob: float
@@ -161,10 +180,10 @@ class TokenLogprobs(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Log probabilities at one prompt position, given what stands before it.
+    """Log probabilities at one prompt position, given the tokens before it.
 
-    logprob, rank: of the token that stands there; rank 1 is the most likely one. top: (token id,
-    logprob) of the best, in falling order.
+    logprob, rank: of the prompt's token; rank 1 is the most likely one. top: (token id, logprob) of
+    the most likely, in falling order.
     """
 
     logprob: float
@@ -173,7 +192,7 @@ class PromptLogprobs(NamedTuple):
 
 
 class PromptOutput(NamedTuple):
-    """What was asked of a prompt. logprobs: of all its tokens but the first, or None.
+    """The outputs of a prompt. logprobs: of all its tokens but the first, or None.
 
     embedding: the pooled state of the last layer after its norm, as little-endian float32, neither
     normalized nor cut; or None.
@@ -183,14 +202,25 @@ class PromptOutput(NamedTuple):
     embedding: bytes | None
 
 
+class AcceptedDraft(NamedTuple):
+    """A draft id that the model accepted, and its logprobs where the row wants them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
     """What a step sampled: one id per sampling row, in the batch's row order.
 
-    logprobs: None where no row asked for them, else one entry per id, None for those that did not.
-    failed: of the sampling rows, those whose sequences cannot go on; their ids are void.
-    prompts: one for each row that ends a prompt with an ask (see SlotAssignment), in row order,
-    whether the row samples or not.
+    logprobs: None where no row wants them, else one entry per id, None for rows that do not.
+    accepted: by sampling row, the drafts that the model accepted, in order; the row's own id comes
+    after them, at the position after the last accepted one. num_drafts: by sampling row, how many
+    draft ids the executor has written to its token table after the row's own id. Those of a row
+    whose sequence is in the next launched step already are out of date and are not verified.
+    failed: of the sampling rows, those whose sequences cannot continue; their ids are void.
+    prompts: one for each row that ends a prompt with a prompt_request (see SlotAssignment), in row
+    order, whether the row samples or not.
     """
 
     step: int
@@ -198,10 +228,12 @@ class SampledTokens:
     logprobs: list[TokenLogprobs | None] | None = None
     failed: frozenset[int] = frozenset()
     prompts: tuple[PromptOutput, ...] = ()
+    accepted: dict[int, list[AcceptedDraft]] = field(default_factory=dict)
+    num_drafts: dict[int, int] = field(default_factory=dict)
 
 
 class Finish(NamedTuple):
-    """How a sequence ended, and what it cost: in the last output of each sequence.
+    """How a sequence ended, and what it cost: part of the last output of each sequence.
 
     stop_token_id: the id that ended it, or None. first_scheduled_s: in the scheduler's clock, None
     where it never ran. num_recomputed_tokens: computed a second time because of preemptions.
@@ -215,13 +247,13 @@ class Finish(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Answer `index` of a request has its first step, scheduled at at_s in the scheduler's clock.
+    """Answer `index` of a request is in its first step, scheduled at at_s in the scheduler's clock.
 
-    num_cached_tokens: of its prompt, those that a prefix hit spared, or answer 0 computes for it.
+    num_cached_tokens: prompt tokens found in the prefix cache, or computed by answer 0 for it.
     """
 
     request_id: RequestId
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of it
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     at_s: float
     num_cached_tokens: int
 
@@ -229,15 +261,15 @@ class Started(NamedTuple):
 class RequestOutput(NamedTuple):
     """New tokens of one sequence: answer `index` of the request. Exactly one per sequence is final.
 
-    token_ids holds the stop token too, where there is one. logprobs, if asked for, run parallel.
-    num_cached_tokens: of its prompt, those that a prefix hit spared. prompt: in the first output of
-    answer 0, beside its first token if it has one, where its request asked for something of the
-    prompt; it comes once, and not at all where that answer is aborted before. With max_tokens 0
-    each answer has one output, without tokens, whose reason is LENGTH; answers 1.. never ran.
+    token_ids holds the stop token too, where there is one. logprobs, if requested, run parallel.
+    num_cached_tokens: prompt tokens found in the prefix cache. prompt: in the first output of
+    answer 0, where the request wants outputs of its prompt; returned once, and not at all where
+    that answer is aborted before. With max_tokens 0 each answer has one output, without tokens,
+    whose reason is LENGTH; answers 1.. never ran.
     """
 
     request_id: RequestId
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of it
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     finish: Finish | None

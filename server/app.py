@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from penstock.engine import logs
+from penstock.engine.client import configure_logs
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.api import health, models, openapi, page, tokenize
 from penstock.server.api.anthropic import routes as anthropic
@@ -99,7 +99,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 def serve(config: ServeConfig) -> int:
     """Runs the server to its end; returns the exit code. Raises InvalidConfig for the port."""
-    logs.configure(config.server.log_level, config.server.log_format, request_id.get)
+    configure_logs(config.server.log_level, config.server.log_format, request_id.get)
     _check_certificate(config.server)
     _allow_files()
     listener = _listen(config.server)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 
-from penstock.engine.config import (
+from penstock.engine.client import (
     AttentionBackend,
     Device,
     Dtype,

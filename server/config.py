@@ -6,7 +6,7 @@ It knows the settings and their limits, not the rooms that use them.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.engine.config import EngineConfig, LogFormat
+from penstock.engine.client import EngineConfig, LogFormat
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Pooling
 from penstock.server.observability.metrics_alias import MetricsAlias

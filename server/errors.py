@@ -8,7 +8,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from penstock.engine.ipc.client import EngineFailed, QueueFull, RequestRefused
+from penstock.engine.client import EngineFailed, QueueFull, RequestRefused
 from penstock.scheduler.errors import PenstockError
 from penstock.server.observability.request_context import request_id
 

@@ -11,10 +11,15 @@ from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
-from penstock.engine.config import EngineConfig, LogFormat
-from penstock.engine.ipc.client import EngineClient, EngineState, OutputStream
-from penstock.engine.models.hub import resolve_model
-from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.client import (
+    EngineClient,
+    EngineConfig,
+    EngineState,
+    LogFormat,
+    OutputStream,
+    load_grammars,
+    resolve_model,
+)
 from penstock.scheduler.config import Policy
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request
@@ -205,12 +210,7 @@ class Service:
             defaults=GenerationDefaults.load(Path(directory)),
             pooler=Pooler.load(Path(directory), self.config.server.pooler, info.hidden_size),
             has_priorities=self.config.engine.scheduler.policy is Policy.PRIORITY,
-            grammars=Grammars.of_model(
-                Path(directory),
-                info.vocab_size,
-                info.eos_token_ids,
-                self.config.engine.load_format,
-            ),
+            grammars=load_grammars(Path(directory), info, self.config.engine.load_format),
             chat_format=ChatFormat.detect(
                 encoder.template_source,
                 self.config.server.tool_call_parser,

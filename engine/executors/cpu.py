@@ -1,8 +1,8 @@
 """`CpuExecutor`: a transformer over a paged KV pool, on this machine's processor.
 
-It holds what a step needs of every sequence: its token ids and its block table,
-one row per slot. A batch brings only differences. Sampled ids are written back to the token table
-where they are made, so the next step reads them there and nothing has to pass through the host.
+It holds what a step needs of every sequence, its token ids and its block table, in one row per
+slot; a batch brings only differences. Sampled ids are written to the token table, where the next
+step reads them.
 """
 
 from concurrent.futures import Future
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import AttentionBackend, EngineConfig
-from penstock.engine.executor import ModelInfo
+from penstock.engine.executor import ModelInfo, check_no_adapter, device_copies
 from penstock.engine.executors.loading import Ledger, Phases, choose_dtype, describe, weight_source
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
@@ -31,11 +31,11 @@ from penstock.engine.sampling.grammar import Grammars, GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import Sampler
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.types import PromptOutput, SampledTokens, SamplingParams, ScheduledBatch
+from penstock.scheduler.types import PromptOutput, Request, SampledTokens, ScheduledBatch
 
 _CPU = torch.device("cpu")
 _DEFAULT_BLOCK_SIZE = 16
-# Read once at start for the metrics: larger than any last-level cache we know, and 30 ms long.
+# Read once at start for the metrics: larger than any last-level cache we know; it takes 30 ms.
 _BANDWIDTH_PROBE_BYTES = 256 * 2**20
 
 
@@ -45,8 +45,8 @@ class CpuExecutor:
     def __init__(self, config: EngineConfig, model_dir: Path) -> None:
         if config.attention_backend is not AttentionBackend.AUTO:
             raise InvalidConfig(
-                f"--attention-backend {config.attention_backend} is for a GPU, and the model is to "
-                "run on the CPU, which has but one; leave the flag out"
+                f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
+                "on the CPU, which has one implementation of attention; leave the flag out"
             )
         phases = Phases()
         self._dtype = choose_dtype(config.dtype, _CPU)
@@ -55,7 +55,7 @@ class CpuExecutor:
         model = ModelConfig.from_dir(model_dir)
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
 
-        # Before the weights are read: what does not fit is told at once.
+        # Before the weights are read, so that a model that does not fit is reported at once.
         weight_bytes = model.num_parameters * self._dtype.itemsize
         block_bytes = block_size * model.kv_shape.bytes_per_token(self._dtype.itemsize)
         size = size_cpu_pool(
@@ -122,8 +122,9 @@ class CpuExecutor:
     def runs_ahead(self) -> bool:
         return False
 
-    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
-        return self._grammars.compile(sampling)
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        check_no_adapter(request)
+        return self._grammars.compile(request.sampling)
 
     def execute(self, batch: ScheduledBatch) -> "Done":
         with torch.inference_mode():
@@ -131,9 +132,9 @@ class CpuExecutor:
             return Done(self._run(batch))
 
     def _apply(self, batch: ScheduledBatch) -> None:
-        """Brings the tables up to date, in the order that `ScheduledBatch` states."""
+        """Updates the tables, in the order that `ScheduledBatch` states."""
         for assignment in batch.assignments:
-            slot, token_ids, num_prompt_tokens, block_ids, sampling, seed, _ = assignment
+            slot, token_ids, num_prompt_tokens, block_ids, sampling, seed, *_ = assignment
             self._token_table[slot, : len(token_ids)] = self._tensor(token_ids)
             self._block_tables[slot, : len(block_ids)] = self._tensor(block_ids)
             self._prompt_lengths[slot] = num_prompt_tokens
@@ -144,7 +145,7 @@ class CpuExecutor:
             slots, indices, blocks = self._tensor(batch.table_updates).unbind(1)
             self._block_tables[slots, indices] = blocks.to(torch.int32)
         if batch.copies:
-            self._pool.copy(batch.copies)
+            self._pool.copy(device_copies(batch.copies))
 
     def _run(self, batch: ScheduledBatch) -> SampledTokens:
         if not batch.slots:
@@ -180,16 +181,16 @@ class CpuExecutor:
     def _compute_and_read(
         self, step: ModelInput, parts: list[PromptPart]
     ) -> tuple[Tensor, tuple[PromptOutput, ...]]:
-        """The logits of a step in which something is asked of prompts, and what is told of them."""
+        """The logits of a step that also has outputs of prompts, and those outputs."""
         num_sampling = len(step.sample_rows)
-        asked = self._tensor([row for part in parts for row in part.rows])
-        rows = torch.cat((step.sample_rows, asked))
+        prompt_rows = self._tensor([row for part in parts for row in part.rows])
+        rows = torch.cat((step.sample_rows, prompt_rows))
         states = self._model.states(step, self._pool, rows)
         prompts = self._prompts.read(parts, states[num_sampling:], self._token_table)
         return self._model.logits(states[:num_sampling]), prompts
 
     def _empty(self, *, in_arena: bool) -> Empty:
-        """An arena is for weights that stay as they are read, and not for those to be packed."""
+        """Memory for weights: an arena where they stay as they are read, and are not packed."""
         if in_arena:
             return partial(Arena().empty, dtype=self._dtype)
         return partial(torch.empty, dtype=self._dtype)
@@ -199,7 +200,7 @@ class CpuExecutor:
 
 
 class Done:
-    """`PendingTokens` of a device that has computed when `execute` returns."""
+    """`PendingTokens` of a step that is complete when `execute` returns."""
 
     def __init__(self, sampled: SampledTokens) -> None:
         self._sampled = sampled

@@ -1,5 +1,5 @@
-"""What the start of every executor has in common: where the model goes, from where, and at what
-cost in time and memory."""
+"""What all executors share at start: device and type, the source of the weights, and the ledgers of
+time and memory."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Phases:
-    """How long each phase of a start took, in seconds. current: the last that began."""
+    """How long each phase of the start took, in seconds. current: the last that began."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     current: str = ""
@@ -41,8 +41,8 @@ class Phases:
 class Ledger:
     """Where a device's memory goes, in bytes.
 
-    others: what was taken when we came. activations: the most that a step needs beside the rest.
-    None: not measured on this device, or not a part of it.
+    others: in use before the start. activations: the most that a step needs besides the rest. None:
+    not measured on this device, or not a part of it.
     """
 
     total: int
@@ -98,7 +98,7 @@ def describe(
     load_seconds: dict[str, float],
     measured_flops: float | None = None,
 ) -> ModelInfo:
-    """load_seconds may still grow; it is kept, not copied."""
+    """load_seconds may still grow: it is not copied."""
     layer_bytes = model.kv_shape.layer_bytes_per_token(dtype.itemsize)
     return ModelInfo(
         architecture=model.family,

@@ -1,14 +1,14 @@
 """`ScriptedExecutor`: deterministic tokens without a model, through a real paged KV pool.
 
 The pool holds, where a model keeps keys and values, each position's token id and a digest of all
-tokens up to it. A sampled id is a function of the seed and of what lies in the pool, read through
-the block table as attention would. So a block that is shared, copied, reused or forgotten at the
-wrong moment changes the output, and a test that compares ids has seen it.
+tokens up to it. A sampled id is a function of the seed and of the pool's content, read through the
+block table as attention would. So a block that is shared, copied, reused or evicted at the wrong
+moment changes the output, and a test that compares ids fails.
 
-What it tells of a prompt comes from the pool too. At a position where a greedy answer would have
+The outputs of a prompt come from the pool too. At a position where a greedy answer would have
 the id b, the id (b + i) modulo the vocabulary has rank i + 1 and the logprob -i, so that the
-script's own choice has rank 1 and the logprob 0. The state of a position is `HIDDEN_SIZE` numbers
-in [-0.5, 0.5), made of the digest of all ids up to it.
+greedy id has rank 1 and the logprob 0. The state of a position is `HIDDEN_SIZE` numbers in
+[-0.5, 0.5), derived from the digest of all ids up to it.
 """
 
 import struct
@@ -17,14 +17,20 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from penstock.engine.executor import AttentionGroup, ModelInfo, PendingTokens
+from penstock.engine.executor import (
+    AttentionGroup,
+    ModelInfo,
+    PendingTokens,
+    check_no_adapter,
+    device_copies,
+)
 from penstock.engine.sampling.grammar import GrammarTable
 from penstock.scheduler.types import (
     Pooling,
     PromptLogprobs,
     PromptOutput,
+    Request,
     SampledTokens,
-    SamplingParams,
     ScheduledBatch,
     SlotAssignment,
     TokenLogprobs,
@@ -35,7 +41,7 @@ _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-def _mix(state: int, value: int) -> int:
+def mix(state: int, value: int) -> int:
     """A round of splitmix64 over both. Source: Steele et al. 2014 (doi:10.1145/2660193.2660195)."""
     z = (state ^ (value * _MIX)) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -43,7 +49,7 @@ def _mix(state: int, value: int) -> int:
     return z ^ (z >> 31)
 
 
-class _Slot:
+class Slot:
     """The per-slot tables of a device, for one slot."""
 
     def __init__(self, assignment: SlotAssignment) -> None:
@@ -52,7 +58,7 @@ class _Slot:
         self.num_prompt_tokens = assignment.num_prompt_tokens
         self.sampling = assignment.sampling
         self.seed = assignment.seed
-        self.ask = assignment.ask
+        self.prompt_request = assignment.prompt_request
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.state_sums = [0.0] * HIDDEN_SIZE
 
@@ -62,9 +68,8 @@ class ScriptedExecutor:
 
     token_at: (digest of seed and context, position of the new token) -> its id; by default spread
     over the vocabulary without the first three ids, where special tokens usually are. paranoid:
-    read the whole context for every id and not only its end. step_s: from a step to the next, at
-    least.
-    grammars: without it there is no structured output.
+    read the whole context for every id and not only its end. step_s: the least time from step to
+    step. grammars: None for no structured output.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class ScriptedExecutor:
         num_positions = info.num_blocks * info.block_size
         self._pool_ids = [-1] * num_positions
         self._pool_digests = [0] * num_positions
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
 
     @property
     def info(self) -> ModelInfo:
@@ -98,14 +103,16 @@ class ScriptedExecutor:
     def runs_ahead(self) -> bool:
         return self._runs_ahead
 
-    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
-        return self._grammars.compile(sampling) if self._grammars else None
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        check_no_adapter(request)
+        return self._grammars.compile(request.sampling) if self._grammars else None
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         if self._step_s:
             now_s = time.monotonic()
             time.sleep(max(0.0, self._next_step_s - now_s))
-            # On from when it was due, so that sleeping too long is made good; a late one is not.
+            # From when it was due, so that a sleep that was too long is made up for; a late step is
+            # not.
             self._next_step_s = max(self._next_step_s, now_s) + self._step_s
         self._apply(batch)
         sampling_slots = [
@@ -121,7 +128,7 @@ class ScriptedExecutor:
         for slot_id, start, num_tokens, samples in rows:
             slot = self._slots[slot_id]
             self._write(slot, start, num_tokens)
-            if slot.ask:
+            if slot.prompt_request:
                 prompts += self._read_prompt(slot, start, start + num_tokens)
             if samples:
                 allowed = self._allowed_ids(slot_id)
@@ -140,7 +147,7 @@ class ScriptedExecutor:
         )
 
     def _allowed_ids(self, slot_id: int) -> list[int] | None:
-        """Those that its grammar allows, where it has one."""
+        """The ids that its grammar allows; None where it has no grammar."""
         if self._grammars is None or not self._grammars.is_constrained(slot_id):
             return None
         return self._grammars.allowed_ids(slot_id)
@@ -148,49 +155,49 @@ class ScriptedExecutor:
     def _apply(self, batch: ScheduledBatch) -> None:
         size = self._info.block_size
         for assignment in batch.assignments:
-            self._slots[assignment.slot] = _Slot(assignment)
+            self._slots[assignment.slot] = Slot(assignment)
             if self._grammars:
                 self._grammars.assign(assignment)
         for slot_id, index, block_id in batch.table_updates:
             block_ids = self._slots[slot_id].block_ids
             block_ids[index : index + 1] = [block_id]
-        for source, target in batch.copies:
+        for source, target in device_copies(batch.copies):
             for pool in (self._pool_ids, self._pool_digests):
                 pool[target * size : (target + 1) * size] = pool[
                     source * size : (source + 1) * size
                 ]
 
-    def _write(self, slot: _Slot, start: int, num_tokens: int) -> None:
+    def _write(self, slot: Slot, start: int, num_tokens: int) -> None:
         """As a forward pass writes keys and values: each depends on all positions before it."""
         for position in range(start, start + num_tokens):
             before = self._pool_digests[self._place(slot, position - 1)] if position else 0
             place = self._place(slot, position)
             self._pool_ids[place] = slot.token_ids[position]
-            self._pool_digests[place] = _mix(before, slot.token_ids[position] + 1)
+            self._pool_digests[place] = mix(before, slot.token_ids[position] + 1)
 
-    def _sample(self, slot: _Slot, length: int, allowed: list[int] | None) -> int:
+    def _sample(self, slot: Slot, length: int, allowed: list[int] | None) -> int:
         digest = self._digest(slot, length)
         if slot.sampling.temperature > 0:
-            digest = _mix(digest, slot.seed)
+            digest = mix(digest, slot.seed)
         token_id = self._token_at(digest, length)
         if allowed and token_id not in allowed:
             token_id = allowed[digest % len(allowed)]
         slot.token_ids[length] = token_id
         return token_id
 
-    def _digest(self, slot: _Slot, length: int) -> int:
+    def _digest(self, slot: Slot, length: int) -> int:
         """Of its first `length` tokens, as the pool has them."""
         if not self._paranoid:
             return self._pool_digests[self._place(slot, length - 1)]
         digest = 0
         for position in range(length):
-            digest = _mix(digest, self._pool_ids[self._place(slot, position)] + 1)
+            digest = mix(digest, self._pool_ids[self._place(slot, position)] + 1)
         return digest
 
-    def _read_prompt(self, slot: _Slot, start: int, end: int) -> list[PromptOutput]:
-        """Gathers what is asked of the positions just written; gives it where they end a prompt."""
-        assert slot.ask
-        num_prompt, (num_top, pooling) = slot.num_prompt_tokens, slot.ask
+    def _read_prompt(self, slot: Slot, start: int, end: int) -> list[PromptOutput]:
+        """Collects outputs of the positions just written; returns them where the prompt ends."""
+        assert slot.prompt_request
+        num_prompt, (num_top, pooling) = slot.num_prompt_tokens, slot.prompt_request
         if num_top is not None:
             slot.prompt_logprobs += [
                 self._score(slot, position, num_top)
@@ -202,7 +209,7 @@ class ScriptedExecutor:
                 slot.state_sums = [a + b for a, b in zip(slot.state_sums, state, strict=True)]
         if end < num_prompt:
             return []
-        slot.ask = None
+        slot.prompt_request = None
         count = num_prompt if pooling is Pooling.MEAN else 1
         return [
             PromptOutput(
@@ -211,7 +218,7 @@ class ScriptedExecutor:
             )
         ]
 
-    def _score(self, slot: _Slot, position: int, num_top: int) -> PromptLogprobs:
+    def _score(self, slot: Slot, position: int, num_top: int) -> PromptLogprobs:
         """Of the token at `position`, given those before it."""
         vocab_size = self._info.vocab_size
         best = self._token_at(self._digest(slot, position), position)
@@ -219,12 +226,12 @@ class ScriptedExecutor:
         top = tuple(((best + i) % vocab_size, float(-i)) for i in range(min(num_top, vocab_size)))
         return PromptLogprobs(float(-distance), distance + 1, top)
 
-    def _place(self, slot: _Slot, position: int) -> int:
+    def _place(self, slot: Slot, position: int) -> int:
         size = self._info.block_size
         return slot.block_ids[position // size] * size + position % size
 
-    def _logprobs(self, slot: _Slot, token_id: int) -> TokenLogprobs | None:
-        """The script is certain of what it says: probability 1."""
+    def _logprobs(self, slot: Slot, token_id: int) -> TokenLogprobs | None:
+        """The sampled id has probability 1."""
         num_top = slot.sampling.num_logprobs
         if num_top is None:
             return None
@@ -232,7 +239,7 @@ class ScriptedExecutor:
 
 
 def _state(digest: int) -> list[float]:
-    return [_mix(digest, i) / 2**64 - 0.5 for i in range(HIDDEN_SIZE)]
+    return [mix(digest, i) / 2**64 - 0.5 for i in range(HIDDEN_SIZE)]
 
 
 def _floats(values: list[float]) -> bytes:
@@ -240,7 +247,7 @@ def _floats(values: list[float]) -> bytes:
 
 
 class _Done:
-    """A step that has run already."""
+    """`PendingTokens` of a step that is complete."""
 
     def __init__(self, sampled: SampledTokens) -> None:
         self._sampled = sampled
@@ -257,7 +264,7 @@ def scripted_info(
     num_blocks: int = 4096,
     eos_token_ids: tuple[int, ...] = (2,),
 ) -> ModelInfo:
-    """The `ModelInfo` of a model that is not there: vocabulary and blocks, and no weights."""
+    """The `ModelInfo` of no model: a vocabulary and blocks, and no weights."""
     return ModelInfo(
         architecture="scripted",
         dtype="none",

@@ -2,8 +2,8 @@
 `penstock.engine.ipc.client` starts it.
 
 It dies with its parent, in two ways: the kernel kills it (PR_SET_PDEATHSIG), and where that does
-not reach (another system, or the moment before it is set) it sees its standard input end. Its last
-word to the parent says why it ends.
+not work (another system, or before it is set) its standard input ends. Its last message to the
+parent says why it ends.
 """
 
 import ctypes
@@ -23,8 +23,8 @@ import zmq
 from penstock.engine import logs
 from penstock.engine.config import EngineConfig
 from penstock.engine.executor import Executor
-from penstock.engine.ipc.messages import Failed, FromEngine, Ready, ToEngine
 from penstock.engine.loop import EngineLoop
+from penstock.engine.messages import Failed, FromEngine, Ready, ToEngine
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.scheduler import Scheduler
 
@@ -40,9 +40,9 @@ class Pipe:
 
     def __init__(self, endpoint: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop, never block: the server reads always
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop, never block: the server always reads
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 1000)  # ms for the last word to get out
+        self._socket.setsockopt(zmq.LINGER, 1000)  # ms for the last message to be sent
         self._socket.connect(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -68,7 +68,7 @@ class Pipe:
 
 
 def build_executor(config: EngineConfig) -> Executor:
-    """The executor that the config asks for, its model loaded. Raises PenstockError."""
+    """The executor of this config, its model loaded. Raises PenstockError."""
     if config.scripted:
         from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
         from penstock.engine.models.config import ModelConfig
@@ -98,7 +98,7 @@ def build_executor(config: EngineConfig) -> Executor:
 
 
 def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
-    """Loads, says so, and steps until the process is ended from outside or by an error."""
+    """Loads, sends `Ready`, and steps until the process is ended from outside or by an error."""
     executor = build(config)
     info = executor.info
     scheduler = Scheduler(
@@ -108,7 +108,7 @@ def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
         max_model_len=info.max_model_len,
     )
     gc.collect()
-    gc.freeze()  # what is loaded stays: no collection has to walk it again in the middle of a step
+    gc.freeze()  # what is loaded stays: no collection during a step needs to visit it
     pipe.send(Ready(info))
     EngineLoop(scheduler, executor, pipe, pipe.send).run()
 
@@ -116,8 +116,8 @@ def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
 def main(build: BuildExecutor = build_executor) -> None:
     """Never returns."""
     _die_with_parent()
-    # The terminal and some service managers signal the whole group. The server decides when the
-    # engine ends, because it may have requests to finish first.
+    # The terminal and some service managers signal the whole process group. The server decides
+    # when the engine ends, because it may have requests to finish first.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pipe = Pipe(sys.argv[1])
@@ -129,14 +129,14 @@ def main(build: BuildExecutor = build_executor) -> None:
     except PenstockError as error:
         _end(pipe, str(error), 2)
     except BaseException as error:
-        logger.exception("the engine ends")
-        # A CUDA error goes on for lines, of use to who reads the log only.
+        logger.exception("the engine failed")
+        # The further lines of a CUDA error are for the log alone.
         first_line = str(error).strip().partition("\n")[0]
         _end(pipe, f"{type(error).__name__}: {first_line}", 1)
 
 
 def _end(pipe: Pipe, why: str, code: int) -> NoReturn:
-    """At once: what Python would free and wait for on its way out may hang on a GPU that failed."""
+    """Exits at once: what Python frees and waits for at its exit may hang on a GPU that failed."""
     pipe.send(Failed(why))
     pipe.close()
     sys.stderr.flush()
@@ -147,7 +147,7 @@ def _die_with_parent() -> None:
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
 
 

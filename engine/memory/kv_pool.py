@@ -12,7 +12,6 @@ from penstock.engine.memory.host import zeros_on_touch
 from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.memory.machine import available_memory_bytes
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.types import BlockCopy
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +34,9 @@ class KVPool:
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)
 
-    def copy(self, copies: tuple[BlockCopy, ...]) -> None:
-        """Copies each source block to its target, in every layer."""
-        targets = [copy.target for copy in copies]
-        sources = [copy.source for copy in copies]
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        """(source, target): each target block gets its source's content, in every layer."""
+        sources, targets = ([pair[i] for pair in copies] for i in (0, 1))
         self.keys[:, targets] = self.keys[:, sources]
         self.values[:, targets] = self.values[:, sources]
 

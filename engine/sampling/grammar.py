@@ -26,7 +26,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.engine.config import LoadFormat
 from penstock.engine.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
-from penstock.scheduler.errors import PenstockError
+from penstock.engine.errors import BadGrammar
 from penstock.scheduler.types import SamplingParams, SlotAssignment
 
 # Fuel and items for a tenth of a millisecond each suffice for ordinary schemas; these limits, some
@@ -46,10 +46,6 @@ _NUM_COMPILERS = 2
 _REASONING_MARKERS = ("<think>", "</think>", "<seed:think>", "</seed:think>", "[THINK]", "[/THINK]")
 # Mask words from which on several threads are used: 8 rows of 128,000 ids.
 _MIN_PARALLEL_WORDS = 1 << 15
-
-
-class BadGrammar(PenstockError):
-    """The grammar, or this model's tokenizer, cannot be compiled. Mostly llguidance's message."""
 
 
 class Grammars:

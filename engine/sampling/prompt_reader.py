@@ -16,9 +16,9 @@ from torch import Tensor
 from penstock.engine.sampling.sampler import raw_logprobs
 from penstock.scheduler.types import (
     Pooling,
-    PromptAsk,
     PromptLogprobs,
     PromptOutput,
+    PromptOutputRequest,
     ScheduledBatch,
     SlotAssignment,
 )
@@ -36,7 +36,7 @@ class _Gathered:
     """The results so far of the prompt in `slot`. state: float64 for Pooling.LAST, `_INTEGER_ONE`
     times the sum for MEAN."""
 
-    ask: PromptAsk
+    ask: PromptOutputRequest
     slot: int
     num_tokens: int
     logprobs: list[PromptLogprobs] = field(default_factory=list)
@@ -68,9 +68,9 @@ class PromptReader:
     def assign(self, assignment: SlotAssignment) -> None:
         """A sequence enters a slot."""
         self._gathered.pop(assignment.slot, None)
-        if assignment.ask:
+        if assignment.prompt_request:
             self._gathered[assignment.slot] = _Gathered(
-                assignment.ask, assignment.slot, assignment.num_prompt_tokens
+                assignment.prompt_request, assignment.slot, assignment.num_prompt_tokens
             )
 
     def parts(self, batch: ScheduledBatch, query_starts: list[int]) -> list[PromptPart]:

@@ -5,7 +5,7 @@ import logging
 import time
 from typing import NamedTuple
 
-from penstock.engine.executor import ModelInfo
+from penstock.engine.client import ModelInfo
 from penstock.server.observability.metrics import Metrics
 
 logger = logging.getLogger("penstock")
@@ -45,7 +45,7 @@ class Activity:
         if is_idle:
             return None
         elapsed_s = max(now.at_s - before.at_s, 1e-9)
-        num_blocks = stats.num_used_blocks + stats.num_idle_blocks + stats.num_free_blocks
+        num_blocks = stats.num_used_blocks + stats.num_evictable_blocks + stats.num_free_blocks
         parts = [
             f"running {stats.num_running}",
             f"waiting {num_waiting}",

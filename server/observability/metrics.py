@@ -18,8 +18,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from penstock.engine.executor import ModelInfo
-from penstock.engine.ipc.messages import StepReport
+from penstock.engine.client import ModelInfo, StepReport
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.types import RequestId, Started
 from penstock.server.observability.exposition import Renderer
@@ -375,7 +374,7 @@ class Metrics:
             "waiting_sequences": (self.num_waiting, "Sequences that wait in the queue"),
             "kv_used_blocks": (stats.num_used_blocks, "KV blocks that sequences hold"),
             "kv_idle_blocks": (
-                stats.num_idle_blocks,
+                stats.num_evictable_blocks,
                 "KV blocks that no sequence holds and whose content can still be found",
             ),
             "kv_free_blocks": (

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from penstock.engine.ipc.messages import StepReport
+from penstock.engine.client import StepReport
 from penstock.scheduler.stats import StepWork
 
 # Long enough for steady values, short enough to follow the load.

@@ -16,7 +16,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.samples import Sample
 
-from penstock.engine.executor import ModelInfo
+from penstock.engine.client import ModelInfo
 from penstock.server.observability.histograms import HistogramFamily
 from penstock.server.observability.metrics_alias import MetricsAlias
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from penstock.engine.ipc.client import EngineClient, OutputStream, RequestRefused
+from penstock.engine.client import EngineClient, OutputStream, RequestRefused
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import PromptOutput, RequestOutput
 from penstock.server.errors import RequestTimedOut

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from penstock.engine.executor import ModelInfo
-from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.client import Grammars, ModelInfo
 from penstock.server.observability.version import version
 from penstock.server.output.pooling import Pooler
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder

@@ -14,9 +14,7 @@ from typing import Any
 from jinja2 import Template, TemplateError, meta
 from tokenizers import Tokenizer
 
-from penstock.engine.config import LoadFormat
-from penstock.engine.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.client import LoadFormat, load_dummy_tokenizer
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.detokenizer import Vocabulary
@@ -209,8 +207,8 @@ class ForeignTemplate:
 
 
 def _load_tokenizer(directory: Path, load_format: LoadFormat) -> Tokenizer:
-    if needs_dummy_tokenizer(directory, load_format):
-        return dummy_tokenizer(ModelConfig.from_dir(directory).vocab_size)
+    if dummy := load_dummy_tokenizer(directory, load_format):
+        return dummy
     path = directory / "tokenizer.json"
     try:
         if path.is_file():

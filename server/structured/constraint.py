@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
-from penstock.engine.sampling.grammar import BadGrammar, Grammars
+from penstock.engine.client import BadGrammar, Grammars
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.structured.json_schema import enforceable
 

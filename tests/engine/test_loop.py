@@ -4,8 +4,8 @@ import pytest
 
 from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-from penstock.engine.ipc.messages import Abort, FromEngine, Refused, StepReport, Submit
 from penstock.engine.loop import EngineLoop
+from penstock.engine.messages import Abort, FromEngine, Refused, StepReport, Submit
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import FinishReason, RequestId, SampledTokens, ScheduledBatch
@@ -102,6 +102,16 @@ def test_an_abort_takes_effect_before_the_next_step_and_is_reported() -> None:
     assert last.stats.num_used_blocks == 0
     assert last.outputs[0].finish is not None
     assert last.outputs[0].finish.reason is FinishReason.ABORT
+
+
+def test_a_request_for_an_adapter_that_is_not_there_is_refused_when_it_comes() -> None:
+    bench = Bench()
+    bench.inbox.commands.append(Submit(make_request("a", 5, adapter="french")))
+    bench.inbox.commands.append(Submit(make_request("b", 5, max_tokens=1)))
+    bench.loop.step()
+    assert isinstance(bench.sent[0], Refused)
+    assert "no adapter 'french'" in bench.sent[0].message
+    assert [output.request_id for output in bench.reports()[-1].outputs] == ["b"]
 
 
 def test_a_request_that_the_scheduler_refuses_is_answered_and_the_loop_goes_on() -> None:

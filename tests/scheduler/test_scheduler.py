@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.errors import ContextTooLong, DuplicateRequest, InvalidConfig, PromptTooLong
+from penstock.scheduler.prefix import root_digest
 from penstock.scheduler.types import FinishReason, RequestId, SampledTokens
 from tests.support.scheduling import Driver, make_request, tokens_alone
 
@@ -106,6 +107,37 @@ def test_different_salts_share_nothing() -> None:
     assert driver.num_cached["b", 0] == 0
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "num_cached"),
+    [("a", "a", 12), ("a", "b", 0), ("a", None, 0), ("", None, 0), (None, None, 12)],
+)
+def test_requests_share_blocks_under_the_same_adapter_alone(
+    first: str | None, second: str | None, num_cached: int
+) -> None:
+    driver = Driver()
+    for name, adapter in (("x", first), ("y", second)):
+        driver.scheduler.add(make_request(name, 16, adapter=adapter))
+        driver.run()
+    assert driver.num_cached["y", 0] == num_cached
+
+
+def test_a_salt_cannot_stand_for_an_adapter() -> None:
+    digests = {
+        root_digest(salt, adapter) for salt in ("", "a", "ab") for adapter in ("", "b", None)
+    }
+    assert len(digests) == 9
+    assert root_digest("\ud800", "a") != root_digest("\\ud800", "a")
+
+
+def test_the_adapter_reaches_the_executor_with_its_sequence() -> None:
+    driver = Driver()
+    driver.scheduler.add(make_request("a", 5, adapter="french", n=2))
+    driver.scheduler.add(make_request("b", 5))
+    batches = [driver.step(), driver.step()]
+    adapters = [entry.adapter for batch in batches if batch for entry in batch.assignments]
+    assert adapters == ["french", None, "french"]
+
+
 def test_prefix_caching_can_be_turned_off() -> None:
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, enable_prefix_caching=False)
     driver = Driver(config=config)
@@ -160,7 +192,7 @@ def test_the_tokens_said_to_be_recomputed_are_those_that_ran_twice(is_cached: bo
     for i in range(6):
         driver.scheduler.add(make_request(str(i), [3 + i] * (20 + 9 * i), max_tokens=40))
     driver.run()
-    in_slot: dict[int, int] = {}  # the first token tells the sequences apart
+    in_slot: dict[int, int] = {}  # the first token identifies the sequence
     runs: list[tuple[int, int]] = []
     for batch in driver.batches:
         in_slot |= {entry.slot: entry.token_ids[0] for entry in batch.assignments}
@@ -199,7 +231,7 @@ def test_the_least_important_yields_first_under_priority() -> None:
 def test_an_admission_leaves_each_running_decode_its_next_block() -> None:
     driver = Driver(num_blocks=32)
     driver.scheduler.add(make_request("a", 60, max_tokens=60))
-    driver.step()  # holds 15 blocks of 32
+    driver.step()  # uses 15 blocks of 32
     driver.scheduler.add(make_request("b", [5] * 66))  # wants all the 17 that are left
     driver.step()
     assert driver.scheduler.num_waiting == 1
@@ -269,7 +301,7 @@ def test_a_sequence_at_its_last_token_gets_no_row_while_that_is_in_flight() -> N
     assert driver.launch() is None
 
 
-def test_static_batching_admits_nobody_until_the_batch_has_ended() -> None:
+def test_static_batching_admits_none_until_the_batch_has_ended() -> None:
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32, batching=Batching.STATIC)
     driver = Driver(config=config)
     driver.scheduler.add(make_request("a", 8, max_tokens=4))
@@ -331,7 +363,7 @@ def test_a_result_out_of_order_is_an_error_of_ours() -> None:
     driver = Driver()
     driver.scheduler.add(make_request("a", 4))
     driver.launch()
-    with pytest.raises(AssertionError, match="step 1 was due, 7 came"):
+    with pytest.raises(AssertionError, match="results of step 1, not 7"):
         driver.scheduler.update(SampledTokens(step=7, token_ids=[3]))
 
 
@@ -342,7 +374,7 @@ def test_a_result_out_of_order_is_an_error_of_ours() -> None:
     n=st.integers(1, 3),
     ahead=st.booleans(),
 )
-def test_ids_are_the_same_with_and_without_chunks_preemption_and_company(
+def test_ids_are_the_same_with_and_without_chunks_preemption_and_other_rows(
     chunk: int, num_blocks: int, prompts: list[int], n: int, ahead: bool
 ) -> None:
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=chunk)

@@ -24,6 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         policy=st.sampled_from(Policy),
         batching=st.sampled_from(Batching),
+        drafts=st.booleans(),
     )
     def start(
         self,
@@ -33,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         policy: Policy,
         batching: Batching,
+        drafts: bool,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -42,7 +44,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             batching=batching,
         )
         self.driver = Driver(
-            num_blocks=num_blocks, block_size=4, max_model_len=MAX_MODEL_LEN, config=config
+            num_blocks=num_blocks,
+            block_size=4,
+            max_model_len=MAX_MODEL_LEN,
+            config=config,
+            drafts=drafts,
         )
         self.requests: dict[str, Request] = {}
 
@@ -114,20 +120,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             for sequence in sequences
             for block in sequence.table.block_ids
         )
-        assert all(kv.num_holders(block) == held[block] for block in range(kv.num_blocks))
-        assert len(held) + kv.num_free + kv.num_idle == kv.num_blocks
+        assert all(kv.ref_count(block) == held[block] for block in range(kv.num_blocks))
+        assert len(held) + kv.num_free + kv.num_evictable == kv.num_blocks
 
     @invariant()
-    def nobody_writes_to_a_block_that_another_holds(self) -> None:
+    def no_sequence_writes_to_a_shared_block(self) -> None:
         if not hasattr(self, "driver"):
             return
         kv, scheduler = self.driver.kv, self.driver.scheduler
         for sequence in [*scheduler._decoding, *scheduler._prefilling]:
             for block in sequence.table.block_ids[sequence.num_computed // kv.block_size :]:
-                assert kv.num_holders(block) == 1
+                assert kv.ref_count(block) == 1
 
     @invariant()
-    def slots_are_held_by_running_sequences_alone(self) -> None:
+    def only_running_sequences_have_slots(self) -> None:
         if not hasattr(self, "driver"):
             return
         scheduler = self.driver.scheduler
@@ -137,13 +143,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(sequence.status is Status.DECODING for sequence in scheduler._decoding)
 
     @invariant()
-    def nobody_ends_twice(self) -> None:
+    def no_answer_ends_twice(self) -> None:
         if hasattr(self, "driver"):
             assert all(len(finishes) == 1 for finishes in self.driver.finishes.values())
 
     def teardown(self) -> None:
         """Every accepted answer ends, with the tokens that it has when it runs alone, and every
-        prompt is told of once, with what is told when it runs alone."""
+        prompt has its outputs once, those that it has when it runs alone."""
         if not hasattr(self, "driver"):
             return
         driver = self.driver

@@ -7,8 +7,8 @@ from functools import partial
 import httpx
 import pytest
 
+from penstock.engine.client import EngineClient, EngineFailed, EngineState, OutputStream
 from penstock.engine.config import EngineConfig
-from penstock.engine.ipc.client import EngineClient, EngineFailed, EngineState, OutputStream
 from penstock.server.app import build_app
 from penstock.server.config import ServeConfig, ServerConfig
 from penstock.server.service import EXIT_ENGINE_DIED, Service, State
@@ -52,8 +52,8 @@ async def test_a_step_that_fails_ends_the_process_with_its_cause_in_the_log(
     with pytest.raises(EngineFailed, match=f"RuntimeError: {MESSAGE}$"):
         await asyncio.wait_for(_read(stream), 10)
     assert client.state is EngineState.DEAD
-    assert client._process is not None
-    assert await asyncio.wait_for(client._process.wait(), 10) == 1
+    process = client._process._process
+    assert process is not None and await asyncio.wait_for(process.wait(), 10) == 1
     log = capfd.readouterr().err
     assert "Traceback" in log and "and how to debug that" in log
     await client.close()

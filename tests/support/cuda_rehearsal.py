@@ -167,20 +167,19 @@ class Rehearsal:
     ) -> None:
         self._num_requests += 1
         sampling = SamplingParams(**({"max_tokens": 8} | way))
-        future = self.executor.prepare(sampling)
+        start = self._num_requests
+        request = Request(
+            id=RequestId(str(start)),
+            prompt_token_ids=tuple(3 + (start * 7 + i) % 89 for i in range(num_tokens)),
+            sampling=sampling,
+            arrival_s=0.0,
+            n=n,
+            pooling=pooling,
+        )
+        future = self.executor.prepare(request)
         if future:
             future.result()
-        start = self._num_requests
-        self.scheduler.add(
-            Request(
-                id=RequestId(str(start)),
-                prompt_token_ids=tuple(3 + (start * 7 + i) % 89 for i in range(num_tokens)),
-                sampling=sampling,
-                arrival_s=0.0,
-                n=n,
-                pooling=pooling,
-            )
-        )
+        self.scheduler.add(request)
 
     def step(self) -> None:
         """As in the engine's loop: the next step is launched before the last one is waited for."""

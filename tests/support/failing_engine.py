@@ -9,7 +9,7 @@ from typing import Any
 from penstock.engine.config import EngineConfig
 from penstock.engine.executor import Executor, ModelInfo, PendingTokens
 from penstock.engine.ipc.process import build_executor, main
-from penstock.scheduler.types import SampledTokens, SamplingParams, ScheduledBatch
+from penstock.scheduler.types import Request, SampledTokens, ScheduledBatch
 
 MESSAGE = "CUDA error: an illegal memory access was encountered"
 
@@ -34,8 +34,8 @@ class FailsInItsThirdStep:
     def runs_ahead(self) -> bool:
         return True
 
-    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
-        return self._executor.prepare(sampling)
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        return self._executor.prepare(request)
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         self._num_steps += 1

@@ -1,21 +1,25 @@
 """What the scheduler's tests share: requests in a word, and a driver for the halves of a step."""
 
 from collections import defaultdict, deque
+from dataclasses import replace
 
-from penstock.engine.executor import PendingTokens
-from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
+from penstock.engine.executor import ModelInfo, PendingTokens
+from penstock.engine.executors.scripted import ScriptedExecutor, Slot, mix, scripted_info
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.kv_cache import KVCache
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import (
+    AcceptedDraft,
     Finish,
     Pooling,
     PromptOutput,
     Request,
     RequestId,
     RequestOutput,
+    SampledTokens,
     SamplingParams,
     ScheduledBatch,
+    TokenLogprobs,
 )
 
 EOS = 2
@@ -34,7 +38,9 @@ def make_request(
     cache_salt: str = "",
     stop_token_ids: tuple[int, ...] = (),
     num_prompt_logprobs: int | None = None,
+    num_logprobs: int | None = None,
     pooling: Pooling | None = None,
+    adapter: str | None = None,
 ) -> Request:
     """A request whose prompt is given, or as many made-up ids as the number says."""
     ids = [3 + i % 97 for i in range(prompt)] if isinstance(prompt, int) else prompt
@@ -43,6 +49,7 @@ def make_request(
         seed=seed,
         temperature=temperature,
         stop_token_ids=stop_token_ids,
+        num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
     )
     return Request(
@@ -54,7 +61,77 @@ def make_request(
         priority=priority,
         cache_salt=cache_salt,
         pooling=pooling,
+        adapter=adapter,
     )
+
+
+class DraftingExecutor(ScriptedExecutor):
+    """Announces up to `MAX_DRAFTS` drafts after each id that it samples, of which some are wrong.
+
+    A decode row with drafts is computed whole, as a model would; then the drafts are compared with
+    what it samples one after the other, and the first wrong one ends the row.
+    """
+
+    MAX_DRAFTS = 4
+
+    def __init__(self, info: ModelInfo) -> None:
+        super().__init__(info, paranoid=True)
+        self._rows: dict[int, range] = {}  # by slot, the positions of the drafts to verify
+        self._accepted: dict[int, list[AcceptedDraft]] = {}
+        self._announced: dict[int, int] = {}
+
+    def execute(self, batch: ScheduledBatch) -> PendingTokens:
+        decodes = zip(
+            batch.slots, batch.starts, batch.num_tokens[: batch.num_decodes], strict=False
+        )
+        self._rows = {slot: range(start + 1, start + n) for slot, start, n in decodes}
+        self._accepted, self._announced = {}, {}
+        sampled = super().execute(batch).wait()
+        slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
+        accepted = {row: self._accepted[slot] for row, slot in enumerate(slots)}
+        num_drafts = {row: self._announced[slot] for row, slot in enumerate(slots)}
+        return Pending(
+            replace(
+                sampled,
+                accepted={row: drafts for row, drafts in accepted.items() if drafts},
+                num_drafts={row: n for row, n in num_drafts.items() if n},
+            )
+        )
+
+    def _sample(self, slot: Slot, length: int, allowed: list[int] | None) -> int:
+        number = next(number for number, each in self._slots.items() if each is slot)
+        accepted = self._accepted[number] = []
+        for position in self._rows.get(number, range(0)):
+            draft = slot.token_ids[position]
+            token_id = super()._sample(slot, position, allowed)
+            if token_id != draft:
+                self._announced[number] = self._draft(slot, position)
+                return token_id
+            accepted.append(AcceptedDraft(draft, self._logprobs(slot, draft)))
+        token_id = super()._sample(slot, length, allowed)
+        self._announced[number] = self._draft(slot, length)
+        return token_id
+
+    def _draft(self, slot: Slot, position: int) -> int:
+        """Writes drafts after the id at `position`, the last that is known. How many."""
+        digest = self._digest(slot, position)
+        count = digest % (self.MAX_DRAFTS + 1)
+        for next_position in range(position + 1, position + 1 + count):
+            digest = mix(digest, slot.token_ids[next_position - 1] + 1)
+            seeded = mix(digest, slot.seed) if slot.sampling.temperature > 0 else digest
+            is_wrong = digest % 5 == 0
+            slot.token_ids[next_position] = self._token_at(seeded, next_position) + is_wrong
+        return count
+
+
+class Pending:
+    """A step that has run."""
+
+    def __init__(self, sampled: SampledTokens) -> None:
+        self._sampled = sampled
+
+    def wait(self) -> SampledTokens:
+        return self._sampled
 
 
 class Driver:
@@ -71,7 +148,9 @@ class Driver:
         max_model_len: int = 128,
         config: SchedulerConfig | None = None,
         vocab_size: int = 512,
+        drafts: bool = False,
     ) -> None:
+        """drafts: on a `DraftingExecutor`."""
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
         self.config = config
         self.scheduler = Scheduler(
@@ -83,10 +162,11 @@ class Driver:
             block_size=block_size,
             num_blocks=num_blocks,
         )
-        self.executor = ScriptedExecutor(info, paranoid=True)
+        self.executor = DraftingExecutor(info) if drafts else ScriptedExecutor(info, paranoid=True)
         self.launched: deque[PendingTokens] = deque()
         self.batches: list[ScheduledBatch] = []
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = defaultdict(list)
         self.num_cached: dict[tuple[str, int], int] = {}
         self.finishes: dict[tuple[str, int], list[Finish]] = defaultdict(list)
         self.prompts: dict[str, list[PromptOutput]] = defaultdict(list)
@@ -113,6 +193,7 @@ class Driver:
                 assert output.index == 0 and not self.tokens[key], output
                 self.prompts[output.request_id].append(output.prompt)
             self.tokens[key] += output.token_ids
+            self.logprobs[key] += output.logprobs or []
             self.num_cached[key] = output.num_cached_tokens
             if output.finish:
                 self.finishes[key].append(output.finish)

@@ -26,7 +26,7 @@ class SteppedEngine:
         self._num_requests = 0
 
     def run(self, requests: list[Request]) -> list[list[RequestOutput]]:
-        """The outputs of each, all asked for at once. Equal ids are made unique."""
+        """The outputs of each request, all run together. Equal ids are made unique."""
         outputs: dict[RequestId, list[RequestOutput]] = {}
         for request in requests:
             self._num_requests += 1

@@ -1,8 +1,8 @@
-"""Steps with prefill chunks as CUDA graphs: padded to a few sizes, whatever rows they have.
+"""Steps with prefill chunks as CUDA graphs: padded to a few sizes, with any rows.
 
 Launching such a step kernel by kernel takes the host some 100 us a layer; up to the sizes here the
-device needs less. So one graph for each number of tokens holds any mix of decodes and chunks: which
-row is what is written on the device before it runs.
+device needs less. So one graph for each number of tokens runs any mix of decodes and chunks, whose
+rows are described by tensors that are written before it runs.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from penstock.engine.kernels.tables import gather_chunks, store_lengths
 from penstock.engine.models.fused import FusedModel
 from penstock.scheduler.types import ScheduledBatch
 
-# Below about 200 tokens a product is bound by reading its weight, so that padding costs nothing;
-# above 500 the device has enough to do to hide the launches.
+# Below about 200 tokens a matrix product is bound by reading its weight, so that padding costs
+# nothing; above 500 the step takes long enough to hide the launches.
 CHUNK_SIZES = (64, 128, 192, 256, 384, 512)
 
 
 class ChunkGraphs:
-    """Owns the fixed memory that its graphs read their rows from."""
+    """Owns the memory that its graphs read their rows from."""
 
     def __init__(
         self, model: FusedModel, tables: DeviceTables, sizes: Sequence[int], max_rows: int
     ) -> None:
-        """sizes: of tokens, ascending; none turns it off. max_rows: of a step."""
+        """sizes: numbers of tokens, ascending; empty turns it off. max_rows: of a step."""
         self._model = model
         self._tables = tables
         self._sizes = sizes
@@ -51,17 +51,17 @@ class ChunkGraphs:
     def __call__(
         self, batch: ScheduledBatch, query_starts: list[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The states of all tokens and some behind them, slots and lengths of all rows and some.
+        """The states of all tokens, the slots and the lengths of all rows, each with padding after.
 
-        query_starts: each row's offset into the tokens, and their number. All three hold until the
-        next call.
+        query_starts: each row's offset into the tokens, and their number. All three are valid until
+        the next call.
         """
         self._inputs.copy_(self._tables.upload(self._padded(batch, query_starts)))
         size = next(size for size in self._sizes if size >= query_starts[-1])
         return self._graphs(size), self._split()[0], self._context_lens
 
     def _padded(self, batch: ScheduledBatch, query_starts: list[int]) -> list[int]:
-        """What `_split` takes apart. Rows that are not there have the padding slot and no token."""
+        """The input that `_split` splits. Padding rows have the padding slot and no token."""
         num_rows, num_decodes, num_tokens = len(batch.slots), batch.num_decodes, query_starts[-1]
         absent = self._max_rows - num_rows
         decode_lens = [start + 1 for start in batch.starts[:num_decodes]]

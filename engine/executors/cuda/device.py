@@ -1,4 +1,4 @@
-"""The GPU as the setup sees it: its name, its memory, its bandwidth. Knows nothing of models."""
+"""A GPU's name, memory, bandwidth and arithmetic rate. Knows nothing of models."""
 
 from typing import Protocol
 
@@ -8,7 +8,7 @@ from penstock.engine.memory.hardware import copy_bandwidth, gpu_matmul_flops
 from penstock.engine.memory.machine import available_memory_bytes, total_memory_bytes
 from penstock.scheduler.errors import InvalidConfig
 
-# Ampere, the first whose matrix units know bfloat16.
+# Ampere, the first whose matrix units compute bfloat16.
 _MIN_CAPABILITY = (8, 0)
 _LARGEST_PROBE_BYTES = 2**31
 
@@ -21,19 +21,19 @@ class Gpu(Protocol):
     def total_bytes(self) -> int: ...
 
     def used_bytes(self) -> int:
-        """By everybody, what torch keeps for its next use included."""
+        """By all processes, including what torch caches."""
         ...
 
     def release(self) -> None:
-        """Gives back what torch keeps for its next use."""
+        """Frees what torch caches."""
         ...
 
     def copy_bandwidth(self) -> float | None:
-        """Bytes read and written per second, or None where that means nothing."""
+        """Bytes read and written per second, or None where it is not measured."""
         ...
 
     def matmul_flops(self, dtype: torch.dtype) -> float | None:
-        """Operations per second in a large product, or None where that means nothing."""
+        """Operations per second in a large product, or None where it is not measured."""
         ...
 
 
@@ -72,9 +72,9 @@ class CudaGpu:
 
 
 class Interpreter:
-    """This machine's processor in a GPU's place, where Triton's interpreter runs the kernels.
+    """This machine's processor, where Triton's interpreter runs the kernels. See `Gpu`.
 
-    See `Gpu`. It computes what a GPU would, thousands of times slower: to try things out.
+    It computes what a GPU would, thousands of times slower: for tests.
     """
 
     device = torch.device("cpu")
@@ -88,7 +88,7 @@ class Interpreter:
         return total_memory_bytes() - available_memory_bytes()
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Nothing is cached."""
 
     def copy_bandwidth(self) -> float | None:
         return None

@@ -1,7 +1,7 @@
-"""What the GPU holds of every sequence, and the small differences that each step brings to it.
+"""The per-slot tables on the GPU, and the updates that each step applies to them.
 
-Everything here is allocated once and stays where it is, so that captured graphs find it. Nothing
-waits for the device: what the host has to say goes through pinned memory, in the stream's order.
+They are allocated once and never move, because captured graphs hold their addresses. Nothing waits
+for the device: updates go through pinned memory, in the stream's order.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from penstock.scheduler.types import ScheduledBatch, SlotAssignment
 
 
 class DeviceTables:
-    """One row for each slot, and a last one for rows that only fill a graph.
+    """One row for each slot, and a last one for the padding rows of a graph.
 
     token_table: (slots + 1, max_len + 1) int32. block_tables: (slots + 1, max_blocks) int32.
     lengths: (slots + 1,) int32, how many tokens have their keys and values written: the position
@@ -43,14 +43,14 @@ class DeviceTables:
         self._device = device
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """A batch's assignments, then its table updates."""
+        """Applies a batch's assignments, then its table updates."""
         for assignment in batch.assignments:
             self._assign(assignment)
         if batch.table_updates:
             update_block_tables(self.upload(batch.table_updates), self.block_tables)
 
     def upload(self, values: Sequence[object]) -> Tensor:
-        """These integers as int32 on the device, in the shape in which they come."""
+        """These integers as int32 on the device, in the same shape."""
         return to_device(values, torch.int32, self._device)
 
     def _assign(self, assignment: SlotAssignment) -> None:

@@ -1,13 +1,12 @@
-"""`CudaExecutor`: a transformer on one GPU, with the host always a step ahead of it.
+"""`CudaExecutor`: a transformer on one GPU; the host schedules and launches one step ahead.
 
-A step of decodes alone is a CUDA graph, from the gather of its tokens to the ids that it samples:
-what it reads and writes lies in the per-slot tables (`DeviceTables`, `StepSampler`), so between two
-steps of the same sequences nothing is sent at all. A step with
-prefill chunks is a graph too while it is small (`ChunkGraphs`); else it is launched kernel by
-kernel, and has enough to do to hide that.
+A step of decodes alone is a CUDA graph, from the gather of its tokens to the sampled ids: it reads
+and writes per-slot tables (`DeviceTables`, `StepSampler`), so between two steps of the same
+sequences nothing is sent to the device. A step with prefill chunks is a graph too while it is small
+(`ChunkGraphs`); else it is launched kernel by kernel, which its length hides.
 
-Nothing here waits for the device but `LaunchedStep.wait`, for the ids that it copies out; and where
-a sequence has a grammar or asks for logprobs, its own step does, because the host must see ids.
+Only `LaunchedStep.wait` waits for the device, for the ids that it copies out; and a step with a
+grammar or logprobs does, because the host needs the ids.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.device_step import DeviceStep
-from penstock.engine.executor import ModelInfo
+from penstock.engine.executor import ModelInfo, check_no_adapter, device_copies
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES, ChunkGraphs
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs, captured_sizes
@@ -37,8 +36,8 @@ from penstock.engine.sampling.grammar import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.scheduler.types import (
     PromptOutput,
+    Request,
     SampledTokens,
-    SamplingParams,
     ScheduledBatch,
     TokenLogprobs,
 )
@@ -71,7 +70,7 @@ class LaunchedStep:
             self._event.record()
 
     def wait(self) -> SampledTokens:
-        """Also tells the grammars of what was sampled, the first time."""
+        """The first call also advances the grammars by the sampled ids."""
         if self._sampled is None:
             if self._event:
                 self._event.synchronize()
@@ -103,7 +102,7 @@ class CudaExecutor:
         chunk_sizes: Sequence[int] | None = None,
     ) -> None:
         """use_graphs: where the model's attention can be captured. chunk_sizes: of `ChunkGraphs`;
-        None stands for its own on a GPU, and for none on CPU, where nothing pays for the padding.
+        None means its default on a GPU, and none on CPU, where padding only costs.
         """
         self._model = model
         self._pool = pool
@@ -141,13 +140,14 @@ class CudaExecutor:
     def runs_ahead(self) -> bool:
         return True
 
-    def prepare(self, sampling: SamplingParams) -> "Future[Any] | None":
-        return self._grammars.compile(sampling)
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        check_no_adapter(request)
+        return self._grammars.compile(request.sampling)
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Records the graphs of all batch sizes; each takes some 20 ms. None is left for later, to
-        keep requests waiting."""
+        """Captures the graphs of all batch sizes, some 20 ms each, so that no request waits for
+        one."""
         self._chunk_graphs.capture()
         self._graphs.capture((size, mode) for size in reversed(self._sizes) for mode in GRAPH_MODES)
 
@@ -158,7 +158,7 @@ class CudaExecutor:
         slots = [batch.slots[row] for row in rows]
         if self._grammars.constrains_any(slots):
             if self._launched:
-                self._launched.wait()  # a mask depends on the id before it
+                self._launched.wait()  # a mask depends on the previous id
             self._grammars.start(slots)
         prompts: tuple[PromptOutput, ...] = ()
         ids: Tensor | None = None
@@ -183,20 +183,20 @@ class CudaExecutor:
         device_slots: Tensor,
         device_lengths: Tensor,
     ) -> Tensor:
-        """The ids of these rows of the batch, behind what computed their logits."""
+        """Samples these rows of the batch after the graph or kernels that computed their logits."""
         if not rows:
             return device_slots.new_empty(0)
         slots = [batch.slots[row] for row in rows]
         lengths = [batch.starts[row] + batch.num_tokens[row] for row in rows]
         table = self._tables.token_table
-        ids = self._sampler.sample_behind(
+        ids = self._sampler.sample_after_graph(
             logits, slots, lengths, device_slots, device_lengths, table
         )
         store_sampled(ids, device_slots, device_lengths, table)
         return ids
 
     def _apply(self, batch: ScheduledBatch) -> None:
-        """Brings the tables up to date, in the order that `ScheduledBatch` states."""
+        """Updates the tables, in the order that `ScheduledBatch` states."""
         self._tables.apply(batch)
         for assignment in batch.assignments:
             self._sampler.assign(assignment)
@@ -204,11 +204,11 @@ class CudaExecutor:
             self._prompts.assign(assignment)
         self._sampler.flush()
         if batch.copies:
-            copies = self._tables.upload(batch.copies)
+            copies = self._tables.upload(device_copies(batch.copies))
             copy_blocks(copies, self._pool.keys, self._pool.values)
 
     def _decode(self, slots: tuple[int, ...], mode: Mode) -> tuple[Tensor, Tensor]:
-        """Logits of one token for each slot, (len(slots), vocab_size), and the ids sampled so."""
+        """Logits of one token for each slot, (len(slots), vocab_size), and the sampled ids."""
         size = next(size for size in self._sizes if size >= len(slots))
         if slots != self._decode_slots:
             padding = (self._tables.padding_slot,) * (len(self._slots) - len(slots))
@@ -218,7 +218,7 @@ class CudaExecutor:
         return logits[: len(slots)], ids[: len(slots)]
 
     def _run_decodes(self, key: tuple[int, Mode]) -> tuple[Tensor, Tensor]:
-        """A whole step of so many decodes, in fixed memory; the graph is made of this."""
+        """A whole step of `size` decodes, in memory that does not move: what the graph captures."""
         size, mode = key
         tables = self._tables
         slots, context_lens = self._slots[:size], self._context_lens[:size]
@@ -252,18 +252,18 @@ class CudaExecutor:
     def _run_chunks(
         self, batch: ScheduledBatch, rows: list[int]
     ) -> tuple[Tensor, tuple[PromptOutput, ...], Tensor, Tensor]:
-        """A step with prefill chunks: the sampling rows' logits, what is told of the prompts, and
-        the slots and lengths of the sampling rows."""
+        """A step with prefill chunks: the sampling rows' logits, the outputs of prompts, and the
+        slots and lengths of the sampling rows."""
         query_starts = [0]
         for count in batch.num_tokens:
             query_starts.append(query_starts[-1] + count)
         last_tokens = [query_starts[row + 1] - 1 for row in rows]
         parts = self._prompts.parts(batch, query_starts)
-        asked = [token for part in parts for token in part.rows]
+        prompt_tokens = [token for part in parts for token in part.rows]
         compute = self._chunk_graphs if self._chunk_graphs.takes(query_starts[-1]) else self._launch
         states, slots, lengths = compute(batch, query_starts)
         # One transfer for all.
-        indices = self._tables.upload((*rows, *last_tokens, *asked)).long()
+        indices = self._tables.upload((*rows, *last_tokens, *prompt_tokens)).long()
         sampling, wanted = indices[: len(rows)], indices[len(rows) :]
         states = states[wanted]
         prompts = self._read_prompts(parts, states[len(rows) :])

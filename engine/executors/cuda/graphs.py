@@ -1,4 +1,4 @@
-"""CUDA graphs: a step that was recorded is launched by one call, however many kernels it has."""
+"""CUDA graphs: one call launches all kernels of a captured step."""
 
 import logging
 from collections.abc import Callable, Hashable, Iterable
@@ -15,19 +15,19 @@ Output = TypeVar("Output")
 
 
 def captured_sizes(max_size: int) -> list[int]:
-    """Batch sizes worth a graph: a step pads to the next one, so at most an eighth is wasted work.
+    """Batch sizes to capture: a step is padded to the next one, so at most an eighth is wasted.
 
-    1, 2, 4, 8, then in eights to 256 and in sixteens beyond.
+    1, 2, 4, 8, then multiples of 8 up to 256 and of 16 above.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_size + 16, 16)]
     return [size for size in sizes if size < max_size] + [max_size]
 
 
 class StepGraphs(Generic[Key, Output]):
-    """Runs `run(key)` eagerly where there is no GPU, else as a graph that is recorded at first use.
+    """Runs `run(key)` eagerly where there is no GPU, else as a graph that is captured at first use.
 
-    What `run` reads and writes must lie in fixed memory. What it returns lies in the graphs' common
-    pool, and holds until the next one is run.
+    The tensors that `run` reads and writes must not move. Those it returns are in the graphs'
+    common memory pool, and are valid until the next graph runs.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StepGraphs(Generic[Key, Output]):
         return output
 
     def capture(self, keys: Iterable[Key]) -> None:
-        """Records them in this order: the largest first, so that the rest fits its memory."""
+        """Captures them in this order, best the largest first: the rest reuse its memory."""
         if not self._is_on:
             return
         ordered = list(keys)
@@ -58,7 +58,7 @@ class StepGraphs(Generic[Key, Output]):
                 logger.info("%d of %d graphs captured", number, len(ordered))
 
     def _capture(self, key: Key) -> Output:
-        """Runs it once, which also compiles what a capture could not; recording runs nothing."""
+        """Runs it once, which compiles its kernels, then captures it, which runs nothing."""
         computed = self._run(key)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

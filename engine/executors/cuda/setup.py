@@ -1,8 +1,8 @@
-"""From a config to a `CudaExecutor`: the weights, the memory left beside them, the graphs.
+"""Builds a `CudaExecutor` from a config: weights, KV pool, graphs.
 
 The KV pool gets what `--gpu-memory-utilization` leaves after the weights, the largest step's
-activations (measured by running one) and what else is on the device. The ledger in the log says
-where every byte went, and an error which flag to change to what.
+activations (measured by running one) and what other processes use. The log lists where the memory
+went; an error names the flag to change, and its value.
 """
 
 import gc
@@ -57,7 +57,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import (
     BlockCopy,
-    PromptAsk,
+    PromptOutputRequest,
     SamplingParams,
     ScheduledBatch,
     SlotAssignment,
@@ -67,11 +67,11 @@ from penstock.scheduler.types import (
 logger = logging.getLogger(__name__)
 
 _DEFAULT_BLOCK_SIZE = 64
-# The scheduler's lists of them cost the host some 50 bytes each; no model of use needs so many.
+# The scheduler's lists of them cost the host some 50 bytes each; no useful model needs more.
 _MAX_BLOCKS = 2**20
-# Reading is bound by the disk and by page faults, and more threads only take turns at those.
+# Reading is bound by the disk and by page faults, so more threads do not help.
 _MAX_LOAD_THREADS = 16
-# All that a row may ask of the sampler at once, for the largest step; filters alone; and nothing.
+# All sampling options at once, for the largest step; filters alone; and greedy.
 _COSTLY = SamplingParams(
     max_tokens=1,
     temperature=1.0,
@@ -94,12 +94,12 @@ def build_cuda_executor(
     try:
         return _Setup(config, model_dir, gpu, phases).build()
     except RuntimeError as error:
-        # torch.OutOfMemoryError, or the driver's own where torch was not asked.
+        # torch.OutOfMemoryError, or the driver's error where torch did not allocate.
         if "out of memory" not in str(error).lower():
             raise
         logger.exception("the GPU's memory ran out")
         raise InvalidConfig(out_of_memory(config, phases.current)) from error
-    except OutOfResources as error:  # large heads on a small GPU, in float32 above all
+    except OutOfResources as error:  # large heads on a small GPU, mostly in float32
         raise InvalidConfig(
             f"{gpu.name} allows a kernel {error.limit} bytes of {error.name}, and with this "
             f"model's head size and type ours needs {error.required}; use --dtype bfloat16, or "
@@ -108,7 +108,7 @@ def build_cuda_executor(
 
 
 class _Setup:
-    """What the steps of the setup share."""
+    """The state that the steps of the setup share."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, gpu: Gpu, phases: Phases) -> None:
         self._config = config
@@ -198,10 +198,10 @@ class _Setup:
         )
 
     def _measure_step(self, llama: LlamaModel, used: int) -> int:
-        """The bytes that the largest step takes beside weights and pool.
+        """The bytes that the largest step needs besides weights and pool.
 
         Runs one, with all its keys and values in a pool of one block; and before it small ones, so
-        that whatever is asked later no kernel has to be compiled while requests wait.
+        that no kernel has to be compiled while requests wait.
         """
         size = PoolSize(num_blocks=0, max_model_len=self._max_len)
         executor = self._executor(llama, size, use_graphs=False)
@@ -210,7 +210,7 @@ class _Setup:
                 executor.execute(batch).wait()
         batch = largest_step(self._config.scheduler, self._max_len, self._block_size)
         executor.execute(batch).wait()
-        # Torch gives nothing back by itself, so this is the peak; kernels' code is in it too.
+        # Torch frees nothing by itself, so this is the peak, including the kernels' code.
         peak = self._gpu.used_bytes()
         del executor
         gc.collect()
@@ -220,7 +220,7 @@ class _Setup:
     def _size_pool(self, budget: MemoryBudget) -> PoolSize:
         config = self._config
         return size_pool(
-            # One block is kept for the rows that only fill a graph.
+            # One block is kept for the padding rows of graphs.
             budget=pool_bytes(config, budget) - self._block_bytes,
             max_blocks=_MAX_BLOCKS,
             block_size=self._block_size,
@@ -270,8 +270,8 @@ class _Setup:
 
 
 def small_steps(max_num_seqs: int) -> Iterator[ScheduledBatch]:
-    """One of prompts and one of decodes for each way to sample, with so many rows that each way
-    through a layer is taken."""
+    """One of prompts and one of decodes for each sampling mode, with row counts that take each path
+    through a layer."""
     for num_rows in sorted({1, min(MAX_ROWS, max_num_seqs), max_num_seqs}):
         for sampling in (_COSTLY, _FILTERED, _GREEDY):
             assignments = tuple(_assignment(slot, 1, 1, sampling) for slot in range(num_rows))
@@ -280,7 +280,7 @@ def small_steps(max_num_seqs: int) -> Iterator[ScheduledBatch]:
 
 
 def largest_step(scheduler: SchedulerConfig, max_model_len: int, block_size: int) -> ScheduledBatch:
-    """As many tokens and sampling rows as a step may have, all in block 0, asking all they can."""
+    """The most tokens and sampling rows that a step may have, all in block 0, with all options."""
     num_rows = scheduler.max_num_seqs
     counts = [1] * num_rows
     left = scheduler.max_num_batched_tokens - num_rows
@@ -305,7 +305,7 @@ def _assignment(
         block_ids=(0,) * num_blocks,
         sampling=sampling,
         seed=0,
-        ask=PromptAsk(1, None) if slot == 0 else None,
+        prompt_request=PromptOutputRequest(1, None) if slot == 0 else None,
     )
 
 
@@ -319,7 +319,7 @@ def _batch(
         table_updates=(TableUpdate(0, 0, 0),),
         copies=(BlockCopy(0, 0),),
         slots=tuple(range(num_rows)),
-        # Of decodes the device knows it: in `small_steps` they stand behind one token.
+        # The device has the starts of decodes: in `small_steps` they come after one token.
         starts=(1 if num_decodes else 0,) * num_rows,
         num_tokens=tuple(counts),
         samples=(True,) * num_rows,

@@ -1,10 +1,10 @@
-"""Which sampler each row of a GPU's step goes to, and how much of it a captured graph may hold.
+"""Chooses the sampler of each row of a GPU's step, and whether a captured graph samples it.
 
-Nearly all rows are sampled by `DeviceSampler`, in the very graph that computes their logits. A row
-with a grammar needs its mask first, which the host computes while the model runs; what no kernel
-does (`can_fuse`) is left to `penstock.engine.sampling.sampler.Sampler`. Steps with such rows, or
-with penalties or bias, sample behind the graph, whose own ids then count for nothing.
-A request goes one way for as long as it lives, so its ids do not depend on its company.
+Nearly all rows are sampled by `DeviceSampler`, in the graph that computes their logits. A row with
+a grammar needs its mask first, which the host computes while the model runs; what no kernel does
+(`can_fuse`) is left to `penstock.engine.sampling.sampler.Sampler`. Steps with such rows, or with
+penalties or bias, sample after the graph, whose own ids are then ignored.
+A request keeps its sampler, so its ids do not depend on the other rows of the batch.
 """
 
 from dataclasses import replace
@@ -18,15 +18,15 @@ from penstock.engine.sampling.grammar import GrammarTable
 from penstock.engine.sampling.sampler import Sampler
 from penstock.scheduler.types import SamplingParams, SlotAssignment, TokenLogprobs
 
-# What graphs are recorded with, the one that takes more memory first. Rarer ones would be recorded
-# while requests wait; launched behind a graph they cost the host some 50 us, which it has.
+# The modes that graphs are captured with, the one that takes more memory first. Rarer ones would be
+# captured while requests wait; launched after a graph they cost the host some 50 us, which is free.
 GRAPH_MODES = (Mode.FILTERED, Mode.PLAIN)
-# What the kernels are told of a slot that is not theirs.
+# The settings that the kernels get for a slot that another sampler samples.
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class StepSampler:
-    """Per-slot records of what is asked; `assign`, then each step's rows in one of two ways."""
+    """Per-slot sampling settings: `assign`, then sample each step's rows in one of two ways."""
 
     def __init__(
         self, max_num_seqs: int, vocab_size: int, device: torch.device, grammars: GrammarTable
@@ -36,50 +36,50 @@ class StepSampler:
         self._grammars = grammars
         self._device = device
         self._unfused: set[int] = set()
-        self._telling: set[int] = set()  # those that ask for logprobs
+        self._with_logprobs: set[int] = set()
         self._prompt_lengths = [0] * max_num_seqs
         self._ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._logprobs = torch.zeros(max_num_seqs, device=device)
 
     def assign(self, assignment: SlotAssignment) -> None:
-        """A sequence enters its slot; in force from the next `flush` on."""
+        """A sequence enters its slot; takes effect with the next `flush`."""
         slot, sampling, seed = assignment.slot, assignment.sampling, assignment.seed
         num_prompt = assignment.num_prompt_tokens
         self._prompt_lengths[slot] = num_prompt
         self._unfused.discard(slot)
-        self._telling.discard(slot)
+        self._with_logprobs.discard(slot)
         if sampling.num_logprobs is not None:
-            self._telling.add(slot)
+            self._with_logprobs.add(slot)
         if not can_fuse(sampling):
             self._unfused.add(slot)
-        if slot in self._unfused or slot in self._telling:
+        if slot in self._unfused or slot in self._with_logprobs:
             self._eager.assign(slot, sampling, seed)
-        # Logprobs are told by the other one, of the best ids too.
+        # The other sampler computes logprobs.
         fused = _GREEDY if slot in self._unfused else replace(sampling, num_logprobs=None)
         self._fused.assign(slot, fused, seed, list(assignment.token_ids), num_prompt)
 
     def flush(self) -> None:
-        """Sends what was assigned to the device."""
+        """Sends the assignments to the device."""
         self._fused.flush()
 
     def graph_mode(self, slots: list[int]) -> Mode | None:
-        """How a graph samples these rows; None where that has to be done behind it."""
+        """How a graph samples these rows; None where they are sampled after it."""
         if self._grammars.constrains_any(slots) or not self._unfused.isdisjoint(slots):
             return None
         mode = self._fused.mode(slots)
         return mode if mode in GRAPH_MODES else None
 
     def sample(self, logits: Tensor, slots: Tensor, positions: Tensor, mode: Mode) -> Tensor:
-        """Launches the kernels, and nothing else: a graph may hold it. Ids, (S,) int32.
+        """Launches kernels, and nothing else, so that a graph can capture it. Ids, (S,) int32.
 
-        logits: (S, V). slots, positions: (S,) int32; the positions that are sampled.
+        logits: (S, V). slots, positions: (S,) int32; the positions to sample.
         """
         num_rows = len(slots)
         ids = self._ids[:num_rows]
         self._fused.sample(logits, slots, positions, ids, self._logprobs[:num_rows], mode)
         return ids
 
-    def sample_behind(
+    def sample_after_graph(
         self,
         logits: Tensor,
         slots: list[int],
@@ -110,8 +110,8 @@ class StepSampler:
     def logprobs(
         self, logits: Tensor, slots: list[int], ids: Tensor
     ) -> list[TokenLogprobs | None] | None:
-        """Of the rows that ask for them; None, without a wait for the device, where none does."""
-        if self._telling.isdisjoint(slots):
+        """Of the rows that want them; None, without waiting for the device, where none does."""
+        if self._with_logprobs.isdisjoint(slots):
             return None
         return self._eager.logprobs(logits, slots, ids.long())
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from penstock.engine.ipc.client import OutputStream, QueueFull
+from penstock.engine.client import OutputStream, QueueFull
 from penstock.scheduler.types import Request
 from penstock.server.errors import RequestTimedOut
 from penstock.server.observability.metrics import RequestTimes

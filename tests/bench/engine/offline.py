@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from penstock.engine.executor import Executor
-from penstock.engine.ipc.messages import Refused, StepReport, Submit, ToEngine
 from penstock.engine.loop import EngineLoop
+from penstock.engine.messages import Refused, StepReport, Submit, ToEngine
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams

@@ -15,7 +15,7 @@ from importlib.resources import files
 import msgspec
 from tokenizers import Tokenizer
 
-from penstock.engine.ipc.messages import StepReport
+from penstock.engine.messages import StepReport
 from penstock.scheduler.stats import AttentionWork, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, RequestOutput, Started
 from penstock.server.observability.metrics import Metrics

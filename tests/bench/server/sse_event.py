@@ -31,8 +31,9 @@ from uvicorn.server import ServerState
 from penstock.engine.config import EngineConfig
 from penstock.engine.executor import ModelInfo
 from penstock.engine.executors.scripted import scripted_info
-from penstock.engine.ipc.client import EngineClient, EngineState
-from penstock.engine.ipc.messages import Abort, FromEngine, StepReport, Submit
+from penstock.engine.ipc.client import EngineClient
+from penstock.engine.ipc.engine_process import EngineProcess, EngineState
+from penstock.engine.messages import Abort, FromEngine, StepReport, Submit
 from penstock.scheduler.stats import NO_WORK, SchedulerStats
 from penstock.scheduler.types import Request, RequestOutput
 from penstock.server.api.openai.completion_writer import CompletionWriter
@@ -55,12 +56,10 @@ _HTTP_REQUEST = (
 )
 
 
-class FedEngine(EngineClient):
-    """An engine client whose messages come from here and not from a process."""
+class FedProcess(EngineProcess):
+    """No process: its messages come from this program."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.submitted: list[Request] = []
+    submitted: list[Request]
 
     async def start(self) -> ModelInfo:
         self._dead = asyncio.get_running_loop().create_future()
@@ -71,11 +70,21 @@ class FedEngine(EngineClient):
         return self._info
 
     def feed(self, message: bytes) -> None:
-        self._hear(message)
+        self._receive(message)
 
-    def _send(self, message: Submit | Abort) -> None:
+    def send(self, message: Submit | Abort) -> None:
         if isinstance(message, Submit):
             self.submitted.append(message.request)
+
+
+class FedEngine(EngineClient):
+    """An engine client on a `FedProcess`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.fed = FedProcess(config, "", self._on_message, self._on_end)
+        self.fed.submitted = []
+        self._process = self.fed
 
 
 def main(argv: list[str]) -> int:
@@ -107,7 +116,7 @@ async def measure(num_streams: int, num_steps: int, num_rounds: int) -> dict[str
     running = asyncio.create_task(service.run())
     while service.state is State.STARTING:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    engine = engines[0]
+    engine = engines[0].fed
     app = build_app(service)
     vocabulary = service.model.encoder.vocabulary
     word_ids = [i for i, piece in vocabulary.pieces.items() if isinstance(piece, str)]

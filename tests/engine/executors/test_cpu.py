@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from penstock.engine.config import Device, Dtype, LoadFormat
+from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.ipc.process import build_executor
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate
+from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate, Tier
 from tests.support.paths import STORIES
+from tests.support.scheduling import make_request
 from tests.support.tiny_models import (
     BLOCK_SIZE,
     GREEDY,
@@ -118,18 +120,27 @@ def test_a_copied_block_continues_as_its_source_did(tiny: Path) -> None:
     assert executor.execute(fork).wait().token_ids == expected
 
 
+def test_a_copy_to_the_host_and_an_adapter_are_refused(tiny: Path) -> None:
+    executor = CpuExecutor(engine_config(tiny), tiny)
+    to_host = make_batch((), (), (), copies=(BlockCopy(4, 8, target_tier=Tier.HOST),))
+    with pytest.raises(AssertionError, match="on the device alone"):
+        executor.execute(to_host)
+    with pytest.raises(UnknownAdapter, match="no adapter 'french'"):
+        executor.prepare(make_request("a", 5, adapter="french"))
+
+
 def test_a_chunk_that_does_not_end_its_prompt_samples_nothing(tiny: Path) -> None:
     executor = CpuExecutor(engine_config(tiny), tiny)
     batch = make_batch((0,), (0,), (2,), samples=(False,), assignments=(assign(0, [5, 6, 7], [0]),))
     assert executor.execute(batch).wait().token_ids == []
 
 
-def test_logprobs_come_for_the_rows_that_asked(tiny: Path) -> None:
+def test_logprobs_come_for_the_rows_that_want_them(tiny: Path) -> None:
     executor = CpuExecutor(engine_config(tiny), tiny)
-    asking = SamplingParams(max_tokens=4, temperature=0.0, num_logprobs=2)
+    wanting = SamplingParams(max_tokens=4, temperature=0.0, num_logprobs=2)
     assignments = (
         assign(0, [5, 6], [0]),
-        SlotAssignment(1, (5, 6), 2, (1,), asking, seed=0),
+        SlotAssignment(1, (5, 6), 2, (1,), wanting, seed=0),
     )
     sampled = executor.execute(make_batch((0, 1), (0, 0), (2, 2), assignments=assignments)).wait()
     assert sampled.logprobs is not None
@@ -187,7 +198,7 @@ def test_a_pool_too_small_for_one_sequence_is_refused_with_what_would_fit(tiny: 
     assert CpuExecutor(fits, tiny).info.num_blocks == 32
 
 
-def test_a_context_that_nobody_asked_for_is_cut_to_the_pool(tiny: Path) -> None:
+def test_a_default_context_is_cut_to_the_pool(tiny: Path) -> None:
     config = engine_config(tiny, kv_cache_memory_bytes=64 * 2 * 3 * 2 * 16 * 4)
     assert CpuExecutor(config, tiny).info.max_model_len == 64
 

@@ -163,7 +163,7 @@ def test_one_step_ahead_it_gives_what_the_cpu_executor_gives(chunk_sizes: tuple[
 
 
 @pytest.mark.slow
-def test_what_is_drawn_does_not_depend_on_company() -> None:
+def test_sampled_ids_do_not_depend_on_the_other_rows() -> None:
     sampling = SamplingParams(max_tokens=3, seed=5, temperature=1.0, top_p=0.95)
     drawn = replace(_requests()[1], id=RequestId("drawn"), sampling=sampling)
     executor = _cuda(_cpu())

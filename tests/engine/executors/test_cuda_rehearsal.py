@@ -21,7 +21,7 @@ def report() -> dict[str, Any]:
     return rehearsal("1")
 
 
-def test_serving_compiles_nothing_and_waits_for_the_device_only_to_tell_what_is_asked(
+def test_serving_compiles_nothing_and_waits_for_the_device_only_for_requested_outputs(
     report: dict[str, Any],
 ) -> None:
     check_serving(report)

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 from triton.runtime.errors import OutOfResources
 
 from penstock.engine.config import Dtype, EngineConfig, LoadFormat
+from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cuda.device import Interpreter, check_capability
 from penstock.engine.executors.cuda.setup import build_cuda_executor, largest_step
 from penstock.engine.executors.loading import Ledger
@@ -65,13 +66,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
-def test_what_is_set_up_answers_as_the_cpu_executor(tiny: Path) -> None:
+def test_what_is_set_up_answers_as_the_cpu_executor_and_refuses_an_adapter(tiny: Path) -> None:
     config = interpreted(tiny)
     requests = [make_request("a", 5, max_tokens=2), make_request("b", 14, max_tokens=2)]
     expected = SteppedEngine(config).run(requests)
     engine = SteppedEngine(config, build_cuda_executor(config, tiny, Interpreter()))
     found = engine.run(requests)
     assert [ids_of(outputs) for outputs in found] == [ids_of(outputs) for outputs in expected]
+    with pytest.raises(UnknownAdapter, match="no adapter 'french'"):
+        engine.executor.prepare(make_request("c", 5, adapter="french"))
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
@@ -144,7 +147,7 @@ def test_what_else_goes_wrong_on_the_gpu_is_not_taken_for_that(tiny: Path) -> No
         build_cuda_executor(interpreted(tiny), tiny, _Broken())
 
 
-def test_a_gpu_that_is_taken_is_told_before_anything_is_read(tiny: Path) -> None:
+def test_a_gpu_without_free_memory_is_reported_before_anything_is_read(tiny: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"weights take 0.00 GiB.*only 0.00 are free"):
         build_cuda_executor(interpreted(tiny), tiny, _Taken())
 
@@ -192,7 +195,7 @@ def test_advice_names_the_flag_that_was_used_and_a_value_that_fits() -> None:
     assert "has 10.00 GiB too little" in pool_advice(by_bytes, ROOM)(75 * GIB)
 
 
-def test_a_pool_may_be_cut_only_where_nobody_asked_for_the_length() -> None:
+def test_only_a_default_context_may_be_cut_to_the_pool() -> None:
     assert size(10 * BLOCK, 640) == PoolSize(10, 640)
     assert size(10 * BLOCK, 700, may_shorten=True) == PoolSize(10, 640)
     message = (
@@ -258,7 +261,7 @@ def test_sizes_below_one_are_refused(flag: str) -> None:
         EngineConfig(model="m", **{flag: 0})  # type: ignore[arg-type]
 
 
-def test_what_the_ledger_calls_free_is_what_nothing_holds() -> None:
+def test_what_the_ledger_calls_free_is_what_nothing_uses() -> None:
     ledger = Ledger(total=100, others=10, weights=20, kv_pool=30, activations=5, graphs=1)
     assert ledger.free == 34
     assert Ledger(total=100, others=10, weights=20, kv_pool=30).free == 40

@@ -16,7 +16,7 @@ from tests.support.kernels import DEVICE, LOGPROB_TOLERANCE, random
 
 VOCAB_SIZE, EOS = 2048, (2, 0)
 PROMPT, SAID = (5, 6, 7), (8, 9)
-# One slot each. The last two are what no kernel does, and what tells logprobs.
+# One slot each. The last two are what no kernel does, and logprobs.
 SAMPLINGS = (
     SamplingParams(max_tokens=9, temperature=0.0),
     SamplingParams(max_tokens=9, temperature=1.0),
@@ -52,7 +52,7 @@ class Step:
         self.logits = random(len(SAMPLINGS), VOCAB_SIZE)[list(slots)]
         grammars.start(slots)
         lengths = [len(PROMPT) if SAMPLINGS[s].grammar else len(PROMPT + SAID) for s in slots]
-        self.ids = self.sampler.sample_behind(
+        self.ids = self.sampler.sample_after_graph(
             self.logits,
             list(slots),
             lengths,
@@ -85,15 +85,15 @@ def test_a_grammar_a_bad_word_and_a_greedy_row_are_obeyed(together: Step) -> Non
     assert grammar and grammars.compile(grammar).result().deep_copy().consume_token(ids[4])
 
 
-def test_logprobs_come_for_those_alone_who_ask(together: Step) -> None:
+def test_logprobs_come_for_the_rows_that_want_them_alone(together: Step) -> None:
     logprobs = together.logprobs()
     assert logprobs is not None and logprobs[:-1] == [None] * (len(SLOTS) - 1)
-    told = logprobs[-1]
+    entry = logprobs[-1]
     expected = together.logits[-1].log_softmax(-1)
-    assert told and told.logprob == pytest.approx(
+    assert entry and entry.logprob == pytest.approx(
         expected[together.ids[-1]].item(), abs=LOGPROB_TOLERANCE
     )
-    assert [i for i, _ in told.top] == expected.topk(2).indices.tolist()
+    assert [i for i, _ in entry.top] == expected.topk(2).indices.tolist()
 
 
 def test_a_graph_samples_all_but_rows_with_a_grammar_penalties_or_without_a_kernel(

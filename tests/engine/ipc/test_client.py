@@ -1,6 +1,7 @@
 """The engine process through its asyncio face: a real process, a real socket, scripted tokens."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -12,13 +13,9 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.ipc.client import (
-    EngineClient,
-    EngineFailed,
-    EngineState,
-    QueueFull,
-    RequestRefused,
-)
+from penstock.engine.errors import EngineFailed, QueueFull, RequestRefused
+from penstock.engine.ipc.client import EngineClient
+from penstock.engine.ipc.engine_process import EngineState
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request
 from tests.support.paths import DEMO_MODEL
@@ -131,9 +128,9 @@ async def test_a_killed_engine_fails_every_open_request() -> None:
     await engine.start()
     task = asyncio.create_task(read(engine, make_request("a", 5, max_tokens=LONG)))
     await asyncio.sleep(0.05)
-    assert engine._process is not None
-    engine._process.kill()
-    with pytest.raises(EngineFailed, match=r"code -9.* which dmesg tells: lower"):
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineFailed, match=r"code -9.* which dmesg shows: lower"):
         await task
     assert "code -9" in await engine.wait_dead()
     assert engine.state is EngineState.DEAD
@@ -169,7 +166,7 @@ def test_the_engine_dies_with_a_parent_that_is_killed() -> None:
         "async def main():\n"
         "    client = EngineClient(EngineConfig(model=sys.argv[1], scripted=True))\n"
         "    await client.start()\n"
-        "    print(client._process.pid, flush=True)\n"
+        "    print(client.pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
@@ -187,7 +184,7 @@ def test_the_engine_dies_with_a_parent_that_is_killed() -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Not gone, and not a zombie that nobody has reaped yet."""
+    """It exists, and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
     except FileNotFoundError:

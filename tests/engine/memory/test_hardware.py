@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from penstock.engine.executors.scripted import scripted_info
-from penstock.engine.ipc.messages import StepReport
 from penstock.engine.memory.hardware import (
     copy_bandwidth,
     gpu_matmul_flops,
@@ -15,6 +14,7 @@ from penstock.engine.memory.hardware import (
     peak_bandwidth,
     peak_flops,
 )
+from penstock.engine.messages import StepReport
 from penstock.scheduler.stats import NO_WORK, SchedulerStats
 from penstock.server.observability.metrics import Metrics
 from tests.support.kernels import DEVICE, ON_GPU

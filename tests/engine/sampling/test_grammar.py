@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from penstock.engine.errors import BadGrammar
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-from penstock.engine.ipc.messages import Abort, FromEngine, Refused, StepReport, Submit
 from penstock.engine.loop import EngineLoop
-from penstock.engine.sampling.grammar import BadGrammar, Grammars, GrammarTable
+from penstock.engine.messages import Abort, FromEngine, Refused, StepReport, Submit
+from penstock.engine.sampling.grammar import Grammars, GrammarTable
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.types import FinishReason, RequestId, SamplingParams, SlotAssignment
+from penstock.scheduler.types import (
+    FinishReason,
+    Request,
+    RequestId,
+    SamplingParams,
+    SlotAssignment,
+)
 from tests.support.inbox import ListInbox
 from tests.support.paths import DEMO_MODEL
 from tests.support.scheduling import make_request
@@ -130,8 +137,8 @@ class Compiling(ScriptedExecutor):
         super().__init__(scripted_info(num_blocks=64, max_model_len=512))
         self.future: Future[None] = Future()
 
-    def prepare(self, sampling: SamplingParams) -> "Future[None] | None":
-        return self.future if sampling.grammar else None
+    def prepare(self, request: Request) -> "Future[None] | None":
+        return self.future if request.sampling.grammar else None
 
 
 class Bench:

@@ -19,9 +19,9 @@ from penstock.engine.sampling.prompt_reader import PromptReader
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import (
     Pooling,
-    PromptAsk,
     PromptLogprobs,
     PromptOutput,
+    PromptOutputRequest,
     Request,
     RequestId,
     SamplingParams,
@@ -226,7 +226,13 @@ def test_prompt_outputs_do_not_change_the_generated_tokens() -> None:
 
 def read(reader: PromptReader, states: Tensor, prompt: list[int], num_top: int) -> PromptOutput:
     assignment = SlotAssignment(
-        0, tuple(prompt), len(prompt), (), GREEDY, seed=0, ask=PromptAsk(num_top, Pooling.MEAN)
+        0,
+        tuple(prompt),
+        len(prompt),
+        (),
+        GREEDY,
+        seed=0,
+        prompt_request=PromptOutputRequest(num_top, Pooling.MEAN),
     )
     reader.assign(assignment)
     batch = make_batch((0,), (0,), (len(prompt),), samples=(False,))

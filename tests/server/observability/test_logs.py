@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.engine.executors.scripted import scripted_info
-from penstock.engine.ipc.messages import StepReport
 from penstock.engine.logs import JsonFormatter
+from penstock.engine.messages import StepReport
 from penstock.scheduler.stats import NO_WORK, AttentionWork, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, RequestOutput
 from penstock.server.observability.activity import Activity

@@ -1,4 +1,4 @@
-"""What the server process and the engine process say to each other: msgspec over ZeroMQ."""
+"""The messages between the server process and the engine process: msgspec over ZeroMQ."""
 
 import msgspec
 
@@ -27,13 +27,13 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Engine to server, as its last word: why it ends."""
+    """Engine to server, its last message: why it ends."""
 
     message: str
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """Engine to server: this request was not accepted, and why. It has no outputs."""
+    """Engine to server: this request was not accepted, and why. It gets no outputs."""
 
     request_id: RequestId
     message: str
@@ -44,8 +44,8 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
 
     started_s is in time.monotonic(), which all processes of a machine share. step_s: from launch
     (or the end of the step before) to the ids on the host. model_bytes and model_flops: the least
-    that the step had to move and do. started: who had their first step since the last report.
-    Step 0 is no step: it only carries what aborts have ended.
+    that the step had to read and compute. started: answers that had their first step since the last
+    report. Step 0 is no step: it carries the final outputs of aborted answers.
     """
 
     step: int

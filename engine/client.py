@@ -1,0 +1,91 @@
+"""The one module of the engine that `server/` may import: everything that a server needs of it.
+
+Importing it loads neither torch nor what is slow to load: `penstock --help` passes through here.
+"""
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penstock.engine.config import (
+    AttentionBackend,
+    Device,
+    Dtype,
+    EngineConfig,
+    LoadFormat,
+    LogFormat,
+)
+from penstock.engine.errors import BadGrammar, EngineFailed, QueueFull, RequestRefused
+from penstock.engine.executor import ModelInfo
+from penstock.engine.ipc.client import EngineClient
+from penstock.engine.ipc.engine_process import EngineState
+from penstock.engine.ipc.streams import OutputStream
+from penstock.engine.logs import configure as configure_logs
+from penstock.engine.messages import StepReport
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = [  # noqa: RUF022  # in groups
+    # The engine process and its requests.
+    "EngineClient",  # starts the process, submits requests
+    "EngineState",  # starting, ready or dead
+    "OutputStream",  # the outputs of one request
+    "ModelInfo",  # the loaded model: sizes, limits, device, peaks
+    "StepReport",  # what one step computed, for metrics
+    # Settings.
+    "EngineConfig",  # all of them
+    "AttentionBackend",  # --attention-backend
+    "Device",  # --device
+    "Dtype",  # --dtype
+    "LoadFormat",  # --load-format
+    "LogFormat",  # --log-format
+    "configure_logs",  # both processes write their logs alike
+    # Errors, whose messages are sentences for a client or an operator.
+    "EngineFailed",  # the engine could not start, or ended
+    "QueueFull",  # more answers are waiting than may; has the time to retry after
+    "RequestRefused",  # the engine did not accept this request
+    "BadGrammar",  # a grammar does not compile
+    # The model's files.
+    "resolve_model",  # from a path or hub id to a directory
+    "load_dummy_tokenizer",  # for dummy weights without a tokenizer
+    # Structured output.
+    "Grammars",  # compiles grammars for one model
+    "load_grammars",  # makes one
+]
+
+
+class Grammars(Protocol):
+    """Compiles grammars in llguidance's notation for one model's tokenizer."""
+
+    def compile(self, grammar: str) -> "Future[Any]":
+        """Compiles in another thread; the future fails with BadGrammar."""
+        ...
+
+
+def load_grammars(directory: Path, model: ModelInfo, load_format: LoadFormat) -> Grammars:
+    """Reads nothing yet: the first grammar loads the tokenizer."""
+    from penstock.engine.sampling.grammar import Grammars
+
+    return Grammars.of_model(directory, model.vocab_size, model.eos_token_ids, load_format)
+
+
+def resolve_model(model: str) -> Path:
+    """The directory of a local path or a hub id. Downloads what is missing; raises PenstockError.
+
+    Without a network, a snapshot downloaded before still serves.
+    """
+    from penstock.engine.models.hub import resolve_model
+
+    return resolve_model(model)
+
+
+def load_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> "Tokenizer | None":
+    """A made-up tokenizer of the model's vocabulary size, where the weights are dummies and the
+    directory has no tokenizer; else None. Raises PenstockError for a config.json that is no use."""
+    from penstock.engine.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
+    from penstock.engine.models.config import ModelConfig
+
+    if not needs_dummy_tokenizer(directory, load_format):
+        return None
+    return dummy_tokenizer(ModelConfig.from_dir(directory).vocab_size)

@@ -1,0 +1,228 @@
+"""`OpenStreams`: the requests that have not ended, their outputs, and how many may be open.
+
+It knows no process: it sends commands through a function and takes outputs in. So the streams can
+outlive an engine process that ends.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Self
+
+from penstock.engine.errors import QueueFull, RequestRefused
+from penstock.engine.messages import Abort, Submit
+from penstock.scheduler.errors import PenstockError
+from penstock.scheduler.types import Request, RequestId, RequestOutput
+
+# How many of the answers that ended last are used to estimate when the next one ends.
+_RATE_WINDOW = 64
+_MAX_RETRY_AFTER_S = 60
+
+
+class OutputStream:
+    """The outputs of one request: an async iterator whose items are all outputs that have arrived.
+
+    A reader of many streams may use `listen` and `take` instead, which need no task per stream.
+    """
+
+    def __init__(self, streams: "OpenStreams", request: Request) -> None:
+        self._streams = streams
+        self._request_id = request.id
+        self._open = set(range(request.n))  # answers without a final output
+        self._waiting: list[RequestOutput] = []
+        self._error: PenstockError | None = None
+        self._is_scheduled = False  # a call of `notify` is
+        self._on_news: Callable[[], None] | None = None
+        # A bare future: an asyncio.Event asks for the loop, and so for the process id, every time.
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[RequestOutput]:
+        try:
+            while not (outputs := self.take()):
+                if self.is_over:
+                    raise StopAsyncIteration
+                self._waiter = self._loop.create_future()
+                await self._waiter
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        return outputs
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """Calls back, on the event loop, when `take` has news: once for all that came together.
+
+        It must not raise: the streams that are notified after it would not be.
+        """
+        self._on_news = on_news
+
+    def take(self) -> list[RequestOutput]:
+        """All outputs that have arrived. Where there are none, raises the error that ended the
+        request, if one did: EngineFailed or RequestRefused."""
+        if not self._waiting and self._error:
+            raise self._error
+        outputs, self._waiting = self._waiting, []
+        if self._error:
+            self._schedule()  # one notification announced these outputs and the error
+        return outputs
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_over(self) -> bool:
+        """No outputs are waiting, and none will come."""
+        return not self._waiting and not self._open
+
+    async def aclose(self) -> None:
+        """Aborts what has not ended. Call it where the iteration may stop early."""
+        if self._open and not self._error:
+            self._streams.abort(self._request_id)
+
+    # Called by `OpenStreams`.
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def push(self, output: RequestOutput) -> None:
+        if output.index not in self._open:
+            return  # aborted while this was on its way
+        self._waiting.append(output)
+        if output.finish:
+            self._open.discard(output.index)
+        self._schedule()
+
+    def drop(self, index: int | None) -> None:
+        self._open = self._open - {index} if index is not None else set()
+        self._schedule()
+
+    def fail(self, error: PenstockError) -> None:
+        self._error = error
+        self._schedule()
+
+    def notify(self) -> None:
+        self._is_scheduled = False
+        (self._on_news or self._wake)()
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._streams.notify_soon(self)
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class OpenStreams:
+    """The stream of every request that has not ended, and the limit on answers. On one event loop.
+
+    An answer counts from its request's submission to its final output: `n` for each request.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_num_queued: int, send: Callable[[Submit | Abort], None]
+    ) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._max_open = max_num_seqs + max_num_queued
+        self._send = send
+        self._streams: dict[RequestId, OutputStream] = {}
+        self._scheduled: list[OutputStream] = []  # to be notified
+        self._num_open = 0
+        self._ended_at_s: deque[float] = deque(maxlen=_RATE_WINDOW)
+
+    @property
+    def num_open(self) -> int:
+        """Answers that have not ended, running and waiting together."""
+        return self._num_open
+
+    @property
+    def max_open(self) -> int:
+        return self._max_open
+
+    def submit(self, request: Request) -> OutputStream:
+        """Sends the request and returns its stream. Raises QueueFull, or RequestRefused for an n
+        above max_open."""
+        if request.n > self._max_open:
+            raise RequestRefused(
+                f"n is {request.n}; this server holds at most {self._max_open} answers"
+            )
+        if self._num_open + request.n > self._max_open:
+            num_queued = max(0, self._num_open - self._max_num_seqs)
+            raise QueueFull(num_queued, self._retry_after_s())
+        stream = OutputStream(self, request)
+        self._streams[request.id] = stream
+        self._num_open += request.n
+        self._send(Submit(request))
+        return stream
+
+    def abort(self, request_id: RequestId, index: int | None = None) -> None:
+        """Ends a request, or only its answer `index`; no more outputs come for it."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        self._send(Abort(request_id, index))
+        num_before = stream.num_open
+        stream.drop(index)
+        self._count_ended(request_id, stream, num_before)
+
+    def push(self, outputs: Iterable[RequestOutput]) -> None:
+        """Hands a step's outputs to their streams."""
+        streams = self._streams
+        for output in outputs:
+            stream = streams.get(output.request_id)
+            if stream is None:
+                continue
+            num_before = stream.num_open
+            stream.push(output)
+            if output.finish:
+                self._count_ended(output.request_id, stream, num_before)
+
+    def refuse(self, request_id: RequestId, message: str) -> None:
+        """Ends a request that the engine did not accept."""
+        stream = self._streams.pop(request_id, None)
+        if stream:
+            self._num_open -= stream.num_open
+            stream.fail(RequestRefused(message))
+
+    def fail_all(self, error: PenstockError) -> None:
+        """Ends every open request with this error; later ones can be submitted."""
+        for stream in self._streams.values():
+            stream.fail(error)
+        self._streams.clear()
+        self._num_open = 0
+
+    def notify_soon(self, stream: OutputStream) -> None:
+        """Notifies its listener after all messages that have arrived are taken in.
+
+        One callback of the event loop serves all streams: one for each would cost more than most
+        of what a listener does.
+        """
+        if not self._scheduled:
+            asyncio.get_running_loop().call_soon(self._notify)
+        self._scheduled.append(stream)
+
+    def _notify(self) -> None:
+        scheduled, self._scheduled = self._scheduled, []
+        for stream in scheduled:
+            stream.notify()
+
+    def _count_ended(self, request_id: RequestId, stream: OutputStream, num_before: int) -> None:
+        """Some answers of a stream have ended."""
+        self._num_open -= num_before - stream.num_open
+        self._ended_at_s.append(time.monotonic())
+        if not stream.num_open:
+            del self._streams[request_id]
+
+    def _retry_after_s(self) -> int:
+        """About when the next answer ends, from how often the last ones did."""
+        if len(self._ended_at_s) < 2:
+            return 1
+        interval_s = (time.monotonic() - self._ended_at_s[0]) / len(self._ended_at_s)
+        return max(1, min(_MAX_RETRY_AFTER_S, round(interval_s)))

@@ -1,0 +1,80 @@
+"""The life of an engine process, without a stream: started, ready, stepping, ended."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.errors import EngineFailed
+from penstock.engine.ipc.engine_process import EngineProcess, EngineState
+from penstock.engine.messages import Refused, StepReport, Submit
+from tests.support.paths import DEMO_MODEL
+from tests.support.scheduling import make_request
+
+MODULE = "penstock.engine.ipc.process"
+
+
+class Life:
+    """An engine process, and what it reports."""
+
+    def __init__(self, **changes: object) -> None:
+        settings: dict[str, object] = {"model": str(DEMO_MODEL), "scripted": True}
+        config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
+        self.messages: asyncio.Queue[StepReport | Refused] = asyncio.Queue()
+        self.ends: list[str] = []
+        self.process = EngineProcess(config, MODULE, self.messages.put_nowait, self.ends.append)
+
+    @property
+    def socket_directory(self) -> Path:
+        return Path(self.process._directory.name)
+
+
+async def test_it_reports_what_the_engine_sends_from_ready_to_closed() -> None:
+    life = Life()
+    process = life.process
+    assert process.state.value == "starting" and process.pid is None
+    with pytest.raises(EngineFailed, match="still loading"):
+        _ = process.info
+    info = await process.start()
+    assert process.state.value == "ready" and process.info == info
+    process.send(Submit(make_request("a", 5, max_tokens=1)))
+    report = await asyncio.wait_for(life.messages.get(), 10)
+    assert isinstance(report, StepReport) and report.outputs[0].request_id == "a"
+    process.send(Submit(make_request("b", 90_000)))
+    refusal = await asyncio.wait_for(life.messages.get(), 10)
+    assert isinstance(refusal, Refused) and refusal.request_id == "b"
+    await process.close()
+    assert process.state is EngineState.DEAD and process.pid is None
+    assert life.ends == ["the server is shutting down"]
+    assert not life.socket_directory.exists()
+
+
+async def test_a_killed_process_is_reported_once_with_its_code() -> None:
+    life = Life()
+    await life.process.start()
+    assert life.process.pid is not None
+    os.kill(life.process.pid, signal.SIGKILL)
+    why = await asyncio.wait_for(life.process.wait_dead(), 10)
+    assert "code -9" in why and life.process.state is EngineState.DEAD
+    await life.process.close()
+    assert life.ends == [why]
+    assert not life.socket_directory.exists()
+
+
+async def test_a_process_that_cannot_start_is_reported_with_its_own_reason() -> None:
+    life = Life(model="/nowhere/at/all")
+    with pytest.raises(EngineFailed, match="nowhere"):
+        await life.process.start()
+    await life.process.close()
+    assert len(life.ends) == 1 and "nowhere" in life.ends[0]
+
+
+async def test_another_process_starts_where_one_has_ended() -> None:
+    for _ in range(2):
+        life = Life()
+        await life.process.start()
+        assert life.process.state is EngineState.READY
+        await life.process.close()

@@ -1,0 +1,112 @@
+"""The open streams without a process: what they send, what they count, and what ends them."""
+
+import asyncio
+import time
+
+import pytest
+
+from penstock.engine.errors import EngineFailed, QueueFull, RequestRefused
+from penstock.engine.ipc.streams import OpenStreams, OutputStream
+from penstock.engine.messages import Abort, Submit
+from penstock.scheduler.types import Finish, FinishReason, RequestId, RequestOutput
+from tests.support.scheduling import make_request
+
+FINISH = Finish(FinishReason.LENGTH, None, 0.0, 0, 0)
+
+
+class Streams(OpenStreams):
+    """Room for two running answers and two waiting ones; keeps what it sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[Submit | Abort] = []
+        super().__init__(2, 2, self.sent.append)
+
+
+def output(name: str, token_id: int, *, index: int = 0, is_last: bool = False) -> RequestOutput:
+    finish = FINISH if is_last else None
+    return RequestOutput(RequestId(name), index, [token_id], None, finish, 0)
+
+
+async def ids(stream: OutputStream) -> list[int]:
+    return [i async for outputs in stream for output in outputs for i in output.token_ids]
+
+
+async def test_a_request_is_sent_and_its_outputs_reach_its_own_stream() -> None:
+    streams = Streams()
+    requests = [make_request(name, 3) for name in "ab"]
+    a, b = (streams.submit(request) for request in requests)
+    assert streams.sent == [Submit(request) for request in requests] and streams.num_open == 2
+    streams.push([output("a", 7), output("b", 8)])
+    streams.push([output("a", 9, is_last=True), output("b", 10, is_last=True)])
+    assert streams.num_open == 0
+    assert [await ids(a), await ids(b)] == [[7, 9], [8, 10]]
+
+
+async def test_answers_count_until_their_final_output_and_the_limit_holds() -> None:
+    streams = Streams()
+    streams.submit(make_request("a", 3, n=3))
+    with pytest.raises(RequestRefused, match="at most 4 answers"):
+        streams.submit(make_request("b", 3, n=5))
+    with pytest.raises(QueueFull, match="1 requests are waiting"):
+        streams.submit(make_request("b", 3, n=2))
+    assert len(streams.sent) == 1, "what was not accepted was sent"
+    streams.push([output("a", 7, index=1, is_last=True)])
+    assert streams.num_open == 2
+    streams.submit(make_request("b", 3, n=2))
+    assert streams.num_open == streams.max_open == 4
+
+
+async def test_the_time_to_retry_after_follows_from_how_often_answers_end() -> None:
+    streams = Streams()
+    for name in "abcd":
+        streams.submit(make_request(name, 3))
+    assert streams._retry_after_s() == 1
+    streams._ended_at_s.extend([time.monotonic() - 30.0] * 3)
+    assert streams._retry_after_s() == 10
+    with pytest.raises(QueueFull, match="in 10 s"):
+        streams.submit(make_request("e", 3))
+
+
+async def test_an_abort_is_sent_and_outputs_on_their_way_are_dropped() -> None:
+    streams = Streams()
+    stream = streams.submit(make_request("a", 3, n=2))
+    streams.abort(RequestId("a"), 0)
+    streams.push([output("a", 7, index=0), output("a", 8, index=1, is_last=True)])
+    assert await ids(stream) == [8] and streams.num_open == 0
+    streams.abort(RequestId("a"))
+    assert streams.sent[1:] == [Abort(RequestId("a"), 0)], "an abort of what has ended is not sent"
+
+
+async def test_a_refused_request_raises_in_its_reader_and_gives_its_place_back() -> None:
+    streams = Streams()
+    stream = streams.submit(make_request("a", 3, n=2))
+    streams.refuse(RequestId("a"), "the prompt is too long")
+    assert streams.num_open == 0
+    with pytest.raises(RequestRefused, match="too long"):
+        await ids(stream)
+
+
+async def test_the_streams_outlive_a_failure_of_all_that_is_open() -> None:
+    """Outputs that came before are read first, and new requests can be submitted."""
+    streams = Streams()
+    stream = streams.submit(make_request("a", 3, n=4))
+    streams.push([output("a", 7)])
+    streams.fail_all(EngineFailed("the engine ended"))
+    assert stream.take()[0].token_ids == [7]
+    with pytest.raises(EngineFailed, match="the engine ended"):
+        stream.take()
+    again = streams.submit(make_request("a", 3))
+    streams.push([output("a", 9, is_last=True)])
+    assert await ids(again) == [9] and streams.num_open == 0
+
+
+async def test_a_listener_is_called_once_for_all_outputs_that_came_together() -> None:
+    streams = Streams()
+    stream = streams.submit(make_request("a", 3))
+    calls: list[int] = []
+    stream.listen(lambda: calls.append(stream.num_waiting))
+    streams.push([output("a", 7)])
+    streams.push([output("a", 8)])
+    assert not calls
+    await asyncio.sleep(0)
+    assert calls == [2]
