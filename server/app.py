@@ -28,6 +28,7 @@ from penstock.server.api.responses import routes as responses
 from penstock.server.api.responses.store import ResponseStore
 from penstock.server.config import CorsConfig, ServeConfig, ServerConfig
 from penstock.server.errors import reply_to
+from penstock.server.http.access import OPEN_PATHS, Access
 from penstock.server.http.connection import HttpProtocol
 from penstock.server.http.middleware import Middleware, route_path
 from penstock.server.observability.request_context import request_id
@@ -72,13 +73,17 @@ def build_app(service: Service) -> FastAPI:
     if service.config.server.has_page:
         app.include_router(page.router)
     app.add_exception_handler(HTTPException, _answer_http_error)
-    has_page = service.config.server.has_page
-    app.add_middleware(
-        Middleware, service=service, is_open=lambda path: has_page and page.is_of_page(path)
-    )
+    app.add_middleware(Middleware, service=service, access=_access(service.config.server))
     if cors := _cors_options(service.config.server.cors):
         app.add_middleware(CORSMiddleware, **cors)  # outermost: errors need its headers too
     return app
+
+
+def _access(config: ServerConfig) -> Access:
+    """The page needs no key: it asks its user for one."""
+    if config.has_page:
+        return Access(config.api_keys, (*OPEN_PATHS, "/"), page.ASSETS_PREFIX)
+    return Access(config.api_keys, OPEN_PATHS, None)
 
 
 def _cors_options(config: CorsConfig) -> dict[str, Any] | None:

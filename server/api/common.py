@@ -17,6 +17,7 @@ from penstock.server.http.disconnect import (
     ClientDisconnected,
     until_disconnect,
 )
+from penstock.server.prompt.model import ServedModel
 from penstock.server.service import Service
 
 
@@ -35,6 +36,7 @@ class Received(Generic[Fields_co]):
     use. arrival_s: in time.monotonic()."""
 
     service: Service
+    model: ServedModel
     fields: Fields_co
     tenant: str
     arrival_s: float
@@ -45,12 +47,10 @@ async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[F
 
     Raises also what `read_body` raises, and ModelNotFound.
     """
-    service, arrival_s = service_of(http), time.monotonic()
-    fields = parse(await body_of(http))
-    check_model(service, fields.model)
-    return Received(
-        service=service, fields=fields, tenant=tenant_of_request(http), arrival_s=arrival_s
-    )
+    service, arrival_s, tenant = service_of(http), time.monotonic(), tenant_of_request(http)
+    fields, model = parse(await body_of(http)), service.model
+    check_model(model, fields.model)
+    return Received(service=service, model=model, fields=fields, tenant=tenant, arrival_s=arrival_s)
 
 
 def service_of(http: Request) -> Service:
@@ -68,9 +68,9 @@ async def body_of(http: Request) -> bytes:
     return await read_body(http, service_of(http).config.server.max_body_bytes)
 
 
-def check_model(service: Service, name: str) -> None:
-    if name not in service.model.names:
-        raise ModelNotFound(name, service.model.name)
+def check_model(model: ServedModel, name: str) -> None:
+    if name not in model.names:
+        raise ModelNotFound(name, model.name)
 
 
 async def unless_disconnected(http: Request, answer: Coroutine[Any, Any, Response]) -> Response:

@@ -23,7 +23,7 @@ async def models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
     service = service_of(request)
-    check_model(service, name)
+    check_model(service.model, name)
     return json_response(_model_card(service.model, name))
 
 

@@ -75,7 +75,7 @@ async def prepare(
     api: TextApi[Fields], received: Received[Fields]
 ) -> tuple[GenerationFields, GenerationRequest]:
     """Rendered, tokenized, constrained, and turned into one frozen object."""
-    model = received.service.model
+    model = received.model
     with api.error_names(received):
         fields, prompts = await api.render(received)
         answer_format = await constrain(fields, prompts, model)

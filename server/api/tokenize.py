@@ -98,7 +98,7 @@ def _has_messages(body: bytes) -> bool:
 def _checked(kind: type[Fields], body: bytes, request: Request) -> Fields:
     fields = kind.parse(body)
     if fields.model:
-        check_model(service_of(request), fields.model)
+        check_model(service_of(request).model, fields.model)
     return fields
 
 

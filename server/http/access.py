@@ -2,46 +2,48 @@
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
 
 from penstock.server.errors import InvalidApiKey
 
-# In the scope: the tenant of the request's key, see `tenant_of`.
+# In the scope: the tenant that `Access` found.
 TENANT = "penstock.tenant"
 # Asked by what runs the server, which has no key: whether it lives, and whether to send traffic.
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = ("/health", "/ready")
 
 
-class KeyCheck:
-    """Compares keys in constant time. Without keys every request passes."""
+class Access:
+    """Without keys every request passes."""
 
-    def __init__(self, api_keys: Sequence[str]) -> None:
+    def __init__(
+        self, api_keys: Sequence[str], open_paths: Collection[str], open_prefix: str | None
+    ) -> None:
+        """open_paths, and those that begin with open_prefix, need no key."""
         # All of one length, so that a comparison reveals nothing of a key, not even its length.
         self._digests = [_digest(key.encode(errors="surrogateescape")) for key in api_keys]
+        self._open_paths = frozenset(open_paths)
+        self._open_prefix = open_prefix
 
-    def check(self, key: str | None) -> None:
-        """Raises InvalidApiKey."""
-        if not self._digests:
-            return
-        given = _digest((key or "").encode("latin-1"))  # the bytes that were sent
-        # Every one is compared, so that the time does not reveal which was right.
-        if not sum(hmac.compare_digest(given, digest) for digest in self._digests):
-            raise InvalidApiKey(is_given=bool(key))
+    def tenant(self, headers: Headers, path: str) -> str:
+        """Keeps one key's cached prefixes and stored responses from another's; "" without a key.
+        The key cannot be read from it. Raises InvalidApiKey.
+        """
+        # From OpenAI's header, `Authorization: Bearer KEY`, or from Anthropic's, `x-api-key`.
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        key = bearer or headers.get("x-api-key", "")
+        if self._digests and not self._is_open(path):
+            given = _digest(key.encode("latin-1"))  # the bytes that were sent
+            # Every one is compared, so that the time does not reveal which was right.
+            if not sum(hmac.compare_digest(given, digest) for digest in self._digests):
+                raise InvalidApiKey(is_given=bool(key))
+        return hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
 
-
-def api_key_of(headers: Headers) -> str | None:
-    """From OpenAI's header, `Authorization: Bearer KEY`, or from Anthropic's, `x-api-key`."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    bearer = token.strip() if scheme.lower() == "bearer" else ""
-    return bearer or headers.get("x-api-key") or None
-
-
-def tenant_of(api_key: str | None) -> str:
-    """Keeps one key's cached prefixes and stored responses from another's. The key cannot be read
-    from it."""
-    return hashlib.sha256(api_key.encode()).hexdigest()[:32] if api_key else ""
+    def _is_open(self, path: str) -> bool:
+        is_asset = self._open_prefix is not None and path.startswith(self._open_prefix)
+        return path in self._open_paths or is_asset
 
 
 def _digest(key: bytes) -> bytes:

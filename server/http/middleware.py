@@ -7,7 +7,6 @@ Plain ASGI, because Starlette's own middleware class costs a task and two queues
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.scheduler.errors import PenstockError
 from penstock.server.errors import ANTHROPIC_PATH, reply_to
-from penstock.server.http.access import OPEN_PATHS, TENANT, KeyCheck, api_key_of, tenant_of
+from penstock.server.http.access import TENANT, Access
 from penstock.server.observability.metrics import NO_HANDLER
 from penstock.server.observability.request_context import request_id, trace_headers
 from penstock.server.observability.tracing import TRACE_HEADERS
@@ -37,12 +36,10 @@ class Middleware:
     """Wraps the app. It checks the key, finds the tenant, and refuses API requests that cannot be
     served now."""
 
-    def __init__(self, app: ASGIApp, service: Service, is_open: Callable[[str], bool]) -> None:
-        """is_open: whether a path needs no key, besides `OPEN_PATHS`."""
+    def __init__(self, app: ASGIApp, service: Service, access: Access) -> None:
         self._app = app
         self._service = service
-        self._is_open = is_open
-        self._keys = KeyCheck(service.config.server.api_keys)
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,10 +57,7 @@ class Middleware:
         is_api = path.startswith("/v1/") or path in _API_PATHS
         with self._service.counted() if is_api else nullcontext():
             try:
-                key = api_key_of(headers)
-                if path not in OPEN_PATHS and not self._is_open(path):
-                    self._keys.check(key)
-                scope[TENANT] = tenant_of(key)
+                scope[TENANT] = self._access.tenant(headers, path)
                 if is_api:
                     self._service.check_serving()
                 await self._app(scope, receive, outgoing)

@@ -30,6 +30,23 @@ def check_could_fit(
             raise InvalidRequest(message, param=param, code="context_length_exceeded")
 
 
+def fit(
+    prompts: list[tuple[int, ...]], fields: GenerationFields, model: ServedModel, param: str
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """The prompts, truncated where the client wants that, and max_tokens for each.
+
+    param: the field that they come from. Raises InvalidRequest.
+    """
+    check_fields(fields, model)
+    limit, vocab_size, wanted = model.max_model_len, model.info.vocab_size, fields.wanted_max_tokens
+    # What `truncate_prompt_tokens: -1` stands for: room is left for max_tokens.
+    max_kept = max(1, limit - (1 if wanted is None else wanted))
+    kept = [truncated(prompt, fields.truncate_prompt_tokens, max_kept) for prompt in prompts]
+    for prompt in kept:
+        check_prompt(prompt, vocab_size, param)
+    return tuple(kept), tuple(_max_tokens(wanted, len(prompt), limit, param) for prompt in kept)
+
+
 def truncated(prompt: tuple[int, ...], num_kept: int | None, max_kept: int) -> tuple[int, ...]:
     """The last tokens of a prompt whose client prefers truncation to an error.
 
@@ -38,12 +55,6 @@ def truncated(prompt: tuple[int, ...], num_kept: int | None, max_kept: int) -> t
     if num_kept is None:
         return prompt
     return prompt[-(max_kept if num_kept < 0 else num_kept) :]
-
-
-def max_kept_tokens(fields: GenerationFields, limit: int) -> int:
-    """What `truncate_prompt_tokens: -1` stands for: room is left for max_tokens."""
-    wanted = fields.wanted_max_tokens
-    return max(1, limit - (1 if wanted is None else wanted))
 
 
 def check_prompt(prompt: tuple[int, ...], vocab_size: int, param: str) -> None:
@@ -76,9 +87,9 @@ def unknown_id(param: str, token_id: int, vocab_size: int) -> InvalidRequest:
     return InvalidRequest(message, param=param)
 
 
-def max_tokens(fields: GenerationFields, num_prompt: int, limit: int, param: str) -> int:
+def _max_tokens(wanted: int | None, num_prompt: int, limit: int, param: str) -> int:
     """A default is reduced to what fits; a value that the client set must fit."""
-    room, wanted = limit - num_prompt, fields.wanted_max_tokens
+    room = limit - num_prompt
     has_answer = wanted != 0
     if room < has_answer:
         raise too_long(PromptTooLong(num_prompt, limit, has_answer=has_answer), param)

@@ -14,7 +14,6 @@ from penstock.server.prompt.tokenizer import PromptEncoder
 from penstock.server.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
-    GenerationFields,
 )
 from penstock.server.tools.prompting import check_servable
 
@@ -51,7 +50,7 @@ async def completion_prompts(fields: CompletionRequest, model: ServedModel) -> P
     tokenized = await off_loop(encode, fields.prompts, num_chars + len(fields.suffix or ""))
     pieces = model.encoder.vocabulary.pieces
     are_whole = tuple(not any(i in pieces for i in prompt) for prompt in tokenized)
-    token_ids, max_tokens = _fitted(tokenized, fields, model, "prompt")
+    token_ids, max_tokens = limits.fit(tokenized, fields, model, "prompt")
     return Prompts(
         param="prompt",
         token_ids=token_ids,
@@ -68,7 +67,7 @@ async def chat_prompts(fields: ChatCompletionRequest, model: ServedModel) -> Pro
         num_chars, num_messages = fields.num_content_chars, len(fields.messages)
         limits.check_could_fit(model, "messages", num_chars=num_chars, num_messages=num_messages)
     prompt = await chat_prompt(fields, model.encoder)
-    token_ids, max_tokens = _fitted([prompt.token_ids], fields, model, "messages")
+    token_ids, max_tokens = limits.fit([prompt.token_ids], fields, model, "messages")
     return Prompts(
         param="messages",
         token_ids=token_ids,
@@ -94,22 +93,6 @@ def _encoded(
         return encoder.encode_all(prompts, add_special_tokens=adds_special)
     prefixes = [prompt for prompt in prompts if isinstance(prompt, str)]  # a suffix needs text
     return encoder.encode_infill(prefixes, fields.suffix, add_special_tokens=adds_special)
-
-
-def _fitted(
-    tokenized: list[tuple[int, ...]], fields: GenerationFields, model: ServedModel, param: str
-) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """The prompts, truncated where the client wants that, and max_tokens for each."""
-    limits.check_fields(fields, model)
-    limit, vocab_size = model.max_model_len, model.info.vocab_size
-    max_kept, max_tokens = limits.max_kept_tokens(fields, limit), []
-    prompts = [
-        limits.truncated(prompt, fields.truncate_prompt_tokens, max_kept) for prompt in tokenized
-    ]
-    for prompt in prompts:
-        limits.check_prompt(prompt, vocab_size, param)
-        max_tokens.append(limits.max_tokens(fields, len(prompt), limit, param))
-    return tuple(prompts), tuple(max_tokens)
 
 
 def _echoes(

@@ -6,7 +6,7 @@ change the answer are refused by name (`NEUTRAL`); all others are ignored.
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
@@ -179,45 +179,45 @@ class GenerationFields(Wire):
         """Of the body: whatever the prompt is made of, it cannot be much longer."""
         return self._num_bytes
 
-    @property
+    @cached_property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    @property
+    @cached_property
     def num_sampled(self) -> int:
         """Answers to make of each prompt; more than `n` where the best are to be kept."""
         return self.n or 1
 
-    @property
+    @cached_property
     def wants_usage(self) -> bool:
         """Whether a stream is to end with a chunk that has the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    @property
+    @cached_property
     def wants_running_usage(self) -> bool:
         """Whether each chunk of a stream is to have the usage so far: only with that at its end, as
         at vLLM."""
         options = self.stream_options
         return self.wants_usage and bool(options and options.continuous_usage_stats)
 
-    @property
+    @cached_property
     def num_logprobs(self) -> int | None:
         """As `SamplingParams.num_logprobs`."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def num_prompt_logprobs(self) -> int | None:
         """As `SamplingParams.num_prompt_logprobs`."""
         return self.prompt_logprobs
 
-    @property
+    @cached_property
     def num_logprobs_to_sample(self) -> int | None:
         """Those that the client wants to see, or those that tell which answers are the best."""
         if self.num_logprobs is None and self.num_sampled > (self.n or 1):
             return 0
         return self.num_logprobs
 
-    @property
+    @cached_property
     def wanted_max_tokens(self) -> int | None:
         """The limit that the client set, if it did."""
         return self.max_tokens
@@ -227,7 +227,7 @@ class GenerationFields(Wire):
             if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
                 raise UnsupportedParameter(name, _hint(name))
 
-    @property
+    @cached_property
     def constraint(self) -> Constraint | None:
         """What the answer must look like, or None for any text. Raises InvalidRequest."""
         return constraint_of(
@@ -267,7 +267,7 @@ class CompletionRequest(GenerationFields):
     max_tokens: int | None = Field(None, ge=0)  # 0: only what is reported of the prompt
     suffix: str | None = None
 
-    @property
+    @cached_property
     def prompts(self) -> list[str | list[int]]:
         """One entry a prompt: its text, or its ids."""
         prompt: Any = self.prompt
@@ -275,20 +275,20 @@ class CompletionRequest(GenerationFields):
             return [prompt]
         return list(prompt)
 
-    @property
+    @cached_property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    @property
+    @cached_property
     def num_sampled(self) -> int:
         return self.best_of or self.n or 1
 
-    @property
+    @cached_property
     def echoes_logprobs(self) -> bool:
         """Whether the logprobs begin with the prompt's."""
         return bool(self.echo) and self.logprobs is not None
 
-    @property
+    @cached_property
     def num_prompt_logprobs(self) -> int | None:
         if self.echoes_logprobs:
             return max(self.logprobs or 0, self.prompt_logprobs or 0)
@@ -411,31 +411,31 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    @property
+    @cached_property
     def thinking_budget(self) -> int | None:
         """The most tokens of reasoning; None for any number."""
         budget = self.thinking_token_budget
         return None if budget is None or budget < 0 else budget
 
-    @property
+    @cached_property
     def num_content_chars(self) -> int:
         contents = (m.content or "" for m in self.messages)
         texts = (c if isinstance(c, str) else "".join(p.text or "" for p in c) for c in contents)
         return sum(map(len, texts))
 
-    @property
+    @cached_property
     def adds_generation_prompt(self) -> bool:
         return self.add_generation_prompt is not False and not self.continue_final_message
 
-    @property
+    @cached_property
     def for_template(self) -> list[dict[str, Any]]:
         return [m.for_template(f"messages[{i}]") for i, m in enumerate(self.messages)]
 
-    @property
+    @cached_property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
+    @cached_property
     def wanted_max_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 

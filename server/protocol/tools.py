@@ -1,6 +1,7 @@
 """What a chat request says of functions that the model may call, as it comes over the wire."""
 
 import json
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -97,7 +98,7 @@ class ToolFields(BaseModel):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
-    @property
+    @cached_property
     def usable_tools(self) -> list[Tool]:
         """Those that the model is to know of: what it may not call it had better not hear of."""
         if self.tool_choice == "none":
@@ -107,18 +108,18 @@ class ToolFields(BaseModel):
         names = {tool.function.name for tool in self._allowed.tools}
         return [t for t in self.tools or () if t.function and t.function.name in names]
 
-    @property
+    @cached_property
     def _allowed(self) -> AllowedTools | None:
         choice = self.tool_choice
         if not isinstance(choice, NamedToolChoice) or choice.type != "allowed_tools":
             return None
         return choice.allowed_tools
 
-    @property
+    @cached_property
     def functions(self) -> list[FunctionSpec]:
         return [tool.function for tool in self.usable_tools if tool.function]
 
-    @property
+    @cached_property
     def named_function(self) -> FunctionSpec | None:
         """The one that must be called, where the client names one."""
         if not isinstance(self.tool_choice, NamedToolChoice) or not self.tool_choice.function:
@@ -126,18 +127,18 @@ class ToolFields(BaseModel):
         name = self.tool_choice.function.name
         return next((f for f in self.functions if f.name == name), None)
 
-    @property
+    @cached_property
     def to_call(self) -> list[FunctionSpec]:
         """Those of which one at least must be called, where one must."""
         return [self.named_function] if self.named_function else self.functions
 
-    @property
+    @cached_property
     def max_required_calls(self) -> int:
         """So many may be made where one must be; the one that is named is called once."""
         is_one = self.parallel_tool_calls is False or self.named_function is not None
         return 1 if is_one else MAX_REQUIRED_CALLS
 
-    @property
+    @cached_property
     def must_call(self) -> bool:
         must_choose = self._allowed is not None and self._allowed.mode == "required"
         return self.tool_choice == "required" or must_choose or self.named_function is not None

@@ -35,13 +35,12 @@ async def count_tokens(request: Request) -> Response:
 class Messages:
     """See `penstock.server.api.pipeline.TextApi`."""
 
-    def parse(self, body: bytes) -> MessagesRequest:
-        return MessagesRequest.parse(body)
+    parse = staticmethod(MessagesRequest.parse)
 
     async def render(
         self, received: Received[CountTokensRequest]
     ) -> tuple[ChatCompletionRequest, Prompts]:
-        model = received.service.model
+        model = received.model
         fields = chat_request(received.fields, thinks=model.chat_format.reasoning is not None)
         return fields, await chat_prompts(fields, model)
 
@@ -51,5 +50,5 @@ class Messages:
     def writer(
         self, received: Received[CountTokensRequest], _: GenerationFields, generation: Generation
     ) -> MessageWriter:
-        name = received.service.model.name
+        name = received.model.name
         return MessageWriter(name, generation.usage, lambda: generation.choices[0].stop_string)

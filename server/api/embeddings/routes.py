@@ -138,7 +138,7 @@ class ScoreRequest(PooledFields):
 @router.post("/v1/embeddings")
 async def embeddings(http: HttpRequest) -> Response:
     received = await receive(http, EmbeddingRequest.parse)
-    fields, model = received.fields, received.service.model
+    fields, model = received.fields, received.model
 
     def written(state: bytes) -> msgspec.Raw:
         return _as_json(model.pooler.embedding(state, fields.dimensions), fields.encoding_format)
@@ -160,7 +160,7 @@ async def embeddings(http: HttpRequest) -> Response:
 @router.post("/score")
 async def score(http: HttpRequest) -> Response:
     received = await receive(http, ScoreRequest.parse)
-    fields, model = received.fields, received.service.model
+    fields, model = received.fields, received.model
 
     def vector(state: bytes) -> "array[float]":
         return normalized(model.pooler.embedding(state))
@@ -186,7 +186,7 @@ async def _requests(
     received: Received[PooledFields], inputs: dict[str, str | list[int]]
 ) -> list[Request]:
     """Raises InvalidRequest; `param` is the input that is at fault."""
-    fields, model = received.fields, received.service.model
+    fields, model = received.fields, received.model
     check_priority(fields.priority, model)
     _check_inputs(inputs)
     num_chars = sum(len(text) for text in inputs.values() if isinstance(text, str))

@@ -36,14 +36,13 @@ async def chat_completions(request: Request) -> Response:
 class Completions:
     """See `penstock.server.api.pipeline.TextApi`."""
 
-    def parse(self, body: bytes) -> CompletionRequest:
-        return CompletionRequest.parse(body)
+    parse = staticmethod(CompletionRequest.parse)
 
     async def render(
         self, received: Received[CompletionRequest]
     ) -> tuple[CompletionRequest, Prompts]:
         fields = received.fields
-        return fields, await completion_prompts(fields, received.service.model)
+        return fields, await completion_prompts(fields, received.model)
 
     def error_names(self, _: Received[CompletionRequest]) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -56,7 +55,7 @@ class Completions:
     ) -> CompletionWriter:
         return CompletionWriter(
             _head(received.service, generation),
-            received.service.model.encoder.vocabulary,
+            received.model.encoder.vocabulary,
             _options(fields, generation),
             generation.usage,
             n=fields.n or 1,
@@ -67,14 +66,13 @@ class Completions:
 class ChatCompletions:
     """See `penstock.server.api.pipeline.TextApi`."""
 
-    def parse(self, body: bytes) -> ChatCompletionRequest:
-        return ChatCompletionRequest.parse(body)
+    parse = staticmethod(ChatCompletionRequest.parse)
 
     async def render(
         self, received: Received[ChatCompletionRequest]
     ) -> tuple[ChatCompletionRequest, Prompts]:
         fields = received.fields
-        return fields, await chat_prompts(fields, received.service.model)
+        return fields, await chat_prompts(fields, received.model)
 
     def error_names(self, _: Received[ChatCompletionRequest]) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -87,7 +85,7 @@ class ChatCompletions:
     ) -> ChatWriter:
         return ChatWriter(
             _head(received.service, generation),
-            received.service.model.encoder.vocabulary,
+            received.model.encoder.vocabulary,
             _options(fields, generation),
             generation.usage,
         )

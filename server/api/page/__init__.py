@@ -45,11 +45,6 @@ async def asset(name: str) -> Response:
     return _file(name)
 
 
-def is_of_page(path: str) -> bool:
-    """Whether the path belongs to the page, which needs no key."""
-    return path == "/" or path.startswith(ASSETS_PREFIX)
-
-
 def _file(name: str) -> Response:
     """Raises HTTPException for unknown names."""
     content = _contents().get(name)

@@ -50,13 +50,12 @@ class Responses:
         self._store = store
         self._history: tuple[bytes, ...] = ()  # the turns before this one, once it is rendered
 
-    def parse(self, body: bytes) -> ResponsesRequest:
-        return ResponsesRequest.parse(body)
+    parse = staticmethod(ResponsesRequest.parse)
 
     async def render(
         self, received: Received[ResponsesRequest]
     ) -> tuple[ChatCompletionRequest, Prompts]:
-        fields, model = received.fields, received.service.model
+        fields, model = received.fields, received.model
         self._history = self._conversation_before(received)
         past, items = items_of(self._history), fields.input_items
         history_bytes = sum(map(len, self._history))
@@ -80,7 +79,7 @@ class Responses:
         _: GenerationFields,
         generation: Generation,
     ) -> ResponseWriter:
-        fields, model = received.fields, received.service.model
+        fields, model = received.fields, received.model
         response_id = f"resp_{secrets.token_hex(24)}"
 
         def keep(response: Item) -> None:
