@@ -21,6 +21,7 @@ from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 from penstock.scheduler.types import Pooling
 from penstock.server.config import MIB, CorsConfig, PoolerConfig, ServeConfig, ServerConfig
+from penstock.server.flag_values import ENVIRONMENT_PREFIX, FlagParser, set_defaults, size
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.observability.version import version
 from penstock.server.output.reasoning import ReasoningFormat
@@ -48,8 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from penstock.loadtest.top.cli import main as top
 
         return top(arguments[1:])
-    options = _parser().parse_args(arguments)
+    parser, serve_flags = _parsers()
     try:
+        set_defaults(serve_flags, os.environ, _config_file(arguments))
+        options = parser.parse_args(arguments)
         config = _config(options)
         # Not at the top: `--help` should not wait for a web framework.
         from penstock.server.app import serve
@@ -62,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _config(options: argparse.Namespace) -> ServeConfig:
     """Raises InvalidConfig."""
-    own_names = (options.model,) if options.model else _DEMO_NAMES
+    model = options.model or options.model_flag
+    own_names = (model,) if model else _DEMO_NAMES
     return ServeConfig(
         server=ServerConfig(
             host=options.host,
@@ -96,7 +100,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             otlp_traces_endpoint=options.otlp_traces_endpoint,
         ),
         engine=EngineConfig(
-            model=options.model or str(files("penstock.engine") / "demo_model"),
+            model=model or str(files("penstock.engine") / "demo_model"),
             device=Device(options.device),
             dtype=Dtype(options.dtype),
             load_format=LoadFormat(options.load_format),
@@ -123,16 +127,26 @@ def _config(options: argparse.Namespace) -> ServeConfig:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _config_file(arguments: list[str]) -> Path | None:
+    """Its values must be known before the other flags are parsed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
+    config, _ = parser.parse_known_args([each for each in arguments if each != "--"])
+    return Path(config.config) if config.config else None
+
+
+def _parsers() -> tuple[FlagParser, FlagParser]:
+    """The whole command line's, and that of `penstock serve`."""
+    parser = FlagParser(
         prog="penstock", description="An OpenAI-compatible server for large language models."
     )
     parser.add_argument("--version", action="version", version=f"penstock {version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_serve_flags(commands.add_parser("serve", help="serve a model over HTTP"))
+    serve = commands.add_parser("serve", help="serve a model over HTTP")
+    add_serve_flags(serve)
     commands.add_parser("bench", help="measure a server under load; see penstock bench --help")
     commands.add_parser("top", help="watch a server in the terminal; see penstock top --help")
-    return parser
+    return parser, serve
 
 
 def add_serve_flags(serve: argparse.ArgumentParser) -> None:
@@ -142,6 +156,19 @@ def add_serve_flags(serve: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="MODEL",
         help="a Hugging Face model: a directory or a hub id (default: the bundled demo model)",
+    )
+    serve.add_argument(
+        "--model",
+        dest="model_flag",
+        metavar="MODEL",
+        help="the same as a flag, as in vLLM (default: MODEL)",
+    )
+    serve.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a YAML or JSON file of flags, as `max-model-len: 4096`; the command line and "
+        "PENSTOCK_* variables override it (default: none)",
     )
     _add_listening_flags(serve.add_argument_group("listening"))
     _add_model_flags(serve.add_argument_group("model"))
@@ -257,7 +284,7 @@ def _add_memory_flags(group: "argparse._ArgumentGroup") -> None:
     flag = group.add_argument
     flag(
         "--max-model-len",
-        type=int,
+        type=size,
         metavar="TOKENS",
         help="tokens of the longest sequence, prompt and answer together; lower it if one full "
         "sequence does not fit in the KV cache (default: the model's)",
@@ -273,7 +300,7 @@ def _add_memory_flags(group: "argparse._ArgumentGroup") -> None:
     )
     flag(
         "--kv-cache-memory-bytes",
-        type=int,
+        type=size,
         metavar="BYTES",
         help="memory of the KV cache; more of it holds more or longer sequences (default: on CPU a "
         "quarter of the free memory, on CUDA what --gpu-memory-utilization leaves)",
@@ -305,7 +332,7 @@ def _add_scheduling_flags(group: "argparse._ArgumentGroup") -> None:
     )
     flag(
         "--max-num-batched-tokens",
-        type=int,
+        type=size,
         metavar="TOKENS",
         default=2048,
         help="most tokens of one step, prefill chunks and decodes; raise it for a shorter TTFT, "
@@ -377,7 +404,7 @@ def _add_api_flags(group: "argparse._ArgumentGroup") -> None:
     )
     flag(
         "--max-stored-response-bytes",
-        type=int,
+        type=size,
         metavar="BYTES",
         default=256 * MIB,
         help="most memory that these responses take (default: %(default)s, 256 MiB)",
@@ -403,7 +430,7 @@ def _add_security_flags(group: "argparse._ArgumentGroup") -> None:
     )
     flag(
         "--max-body-bytes",
-        type=int,
+        type=size,
         metavar="BYTES",
         default=32 * MIB,
         help="the largest request body; a larger one gets status 413 "

@@ -381,6 +381,10 @@ class Metrics:
                 stats.num_free_blocks if self._has_stats else num_blocks,
                 "KV blocks without content",
             ),
+            "kv_cache_usage_ratio": (
+                stats.num_used_blocks / num_blocks if num_blocks else 0.0,
+                "Share of the KV blocks that sequences hold",
+            ),
         }
         for name, (value, help_text) in gauges.items():
             yield GaugeMetricFamily(f"penstock_{name}", help_text, value=value)

@@ -212,6 +212,16 @@ def test_utilization_is_bytes_and_operations_over_the_time_of_the_steps(load: Lo
                 assert shown == pytest.approx(expected), (kind, what, peak)
 
 
+def test_cache_usage_is_the_share_of_the_blocks_that_sequences_hold() -> None:
+    load = Load()
+    load.submit("a", 9, max_tokens=20)
+    load.step(2)
+    scrape = load.scrape()
+    used = scrape("kv_used_blocks")
+    blocks = used + scrape("kv_idle_blocks") + scrape("kv_free_blocks")
+    assert used > 0 and scrape("kv_cache_usage_ratio") == pytest.approx(used / blocks)
+
+
 def _report(started_s: float, step_s: float) -> StepReport:
     stats = SchedulerStats(*[0] * 9)
     return StepReport(1, [], stats, NO_WORK, started_s, step_s, model_bytes=100, model_flops=0)

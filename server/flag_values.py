@@ -1,0 +1,161 @@
+"""How flags get their values: numbers with suffixes, `PENSTOCK_*` variables, `--config` files, and
+one line for what is wrong. It knows no flag by name but those of vLLM that we lack."""
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from penstock.scheduler.errors import InvalidConfig
+
+ENVIRONMENT_PREFIX = "PENSTOCK_"
+# A key in a variable is one key, with whatever characters: penstock.server.cli reads it.
+_NOT_FROM_VARIABLES = ("help", "api_key")
+_EXIT_USAGE = 2  # as argparse exits
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG]?)")
+# As in vLLM: 4k is 4,000 and 4K is 4,096.
+_FACTORS = {
+    "": 1,
+    **{"k": 10**3, "m": 10**6, "g": 10**9},
+    **{"K": 2**10, "M": 2**20, "G": 2**30},
+}
+# Flags of vLLM that a command line may bring along: not needed here, or not supported.
+VLLM_FLAGS = {
+    "--enable-auto-tool-choice": "tool calls are parsed without it; leave it out",
+    "--enable-chunked-prefill": "prefill is always chunked; leave it out",
+    "--no-enable-chunked-prefill": "prefill is always chunked; leave it out",
+    "--disable-log-stats": "metrics cost little and are always on; leave it out",
+    "--disable-log-requests": "requests are not logged; leave it out",
+    "--enable-log-requests": "requests are not logged",
+    "--trust-remote-code": "no code of a model is run; leave it out",
+    "--swap-space": "preempted sequences are recomputed, not swapped; leave it out",
+    "--max-logprobs": "the limit is 20; leave it out",
+    "--uvicorn-log-level": "use --log-level",
+    "--async-scheduling": "the scheduler runs ahead of a GPU by itself; leave it out",
+    "--seed": "send a seed with each request; leave it out",
+    "--tensor-parallel-size": "one device is supported; start one server for each",
+    "--pipeline-parallel-size": "one device is supported; start one server for each",
+    "--data-parallel-size": "one device is supported; start one server for each",
+    "--quantization": "weights are served as they are, in float32 or bfloat16",
+    "--kv-cache-dtype": "the KV cache has the type of --dtype",
+    "--enable-lora": "LoRA adapters are not supported",
+    "--lora-modules": "LoRA adapters are not supported",
+    "--speculative-config": "speculative decoding is not supported",
+    "--guided-decoding-backend": "structured output is always on; leave it out",
+    "--limit-mm-per-prompt": "models of text alone are supported; leave it out",
+    "--tokenizer": "the tokenizer is read from the model's directory",
+    "--revision": "download the revision first, and name its directory",
+    "--cpu-offload-gb": "weights are not offloaded",
+}
+
+
+def size(text: str) -> int:
+    """4096, 4k (4,000), 4K (4,096), 1.5M: for argparse's `type`."""
+    found = _SIZE.fullmatch(text)
+    value = float(found[1]) * _FACTORS[found[2]] if found else 0.5
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number, such as 4096, 4k (4,000) or 4K (4,096)"
+        )
+    return int(value)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Reports what is wrong in one line, with the flag that was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_EXIT_USAGE, f"penstock: error: {message}; see {self.prog} --help\n")
+
+    def parse_args(  # type: ignore[override]
+        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._explained(unknown[0].partition("=")[0]))
+        return options
+
+    def flags(self) -> list[str]:
+        """Of this parser and of its commands."""
+        flags = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                flags += [flag for parser in action.choices.values() for flag in parser.flags()]
+        return flags
+
+    def _explained(self, unknown: str) -> str:
+        if unknown in VLLM_FLAGS:
+            return f"{unknown} is a flag of vLLM; {VLLM_FLAGS[unknown]}"
+        if not unknown.startswith("-"):
+            return f"unexpected argument {unknown!r}"
+        near = difflib.get_close_matches(unknown, self.flags(), n=1)
+        return f"unknown flag {unknown}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def set_defaults(
+    parser: argparse.ArgumentParser, environment: Mapping[str, str], config: Path | None
+) -> None:
+    """Defaults of flags: a `PENSTOCK_*` variable, else the config file, else the parser's own.
+
+    config: YAML or JSON, flag -> value, as `max-model-len: 4096`. Raises InvalidConfig.
+    """
+    actions = {action.dest: action for action in parser._actions if action.option_strings}
+    from_file = _read_config(config, actions) if config else {}
+    for dest, action in actions.items():
+        variable = ENVIRONMENT_PREFIX + dest.upper()
+        if variable in environment and dest not in _NOT_FROM_VARIABLES:
+            values = environment[variable].split() if action.nargs else environment[variable]
+            parser.set_defaults(**{dest: _converted(action, values, variable)})
+        elif dest in from_file:
+            name = f"{config}: {action.option_strings[0].removeprefix('--')}"
+            parser.set_defaults(**{dest: _converted(action, from_file[dest], name)})
+
+
+def _read_config(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidConfig(f"--config {path} cannot be read: {reason}") from error
+    if not isinstance(values, dict):
+        raise InvalidConfig(f"--config {path} must hold flags and values, as 'port: 8000'")
+    by_dest = {str(name).removeprefix("--").replace("-", "_"): v for name, v in values.items()}
+    for dest in by_dest:
+        if dest not in actions or dest == "config":
+            flags = [each.replace("_", "-") for each in actions]
+            near = difflib.get_close_matches(dest.replace("_", "-"), flags, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InvalidConfig(f"--config {path} has an unknown flag, {dest!r}{hint}")
+    return by_dest
+
+
+def _converted(action: argparse.Action, value: Any, name: str) -> Any:
+    """As the command line converts it. name: where the value comes from, for the error."""
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        return _as_bool(value, name)
+    if action.nargs is None and isinstance(value, list | dict):
+        value = json.dumps(value)  # a flag that takes JSON
+    values = value if isinstance(value, list) else [value]
+    convert: Any = action.type or str
+    try:
+        converted = [convert(str(each)) for each in values]
+    except (ValueError, TypeError, argparse.ArgumentTypeError, InvalidConfig) as error:
+        raise InvalidConfig(f"{name} cannot be {value!r}: {error}") from error
+    for each in converted:
+        if action.choices is not None and each not in action.choices:
+            named = ", ".join(map(str, action.choices))
+            raise InvalidConfig(f"{name} cannot be {value!r}; choose from {named}")
+    return converted if action.nargs else converted[0]
+
+
+def _as_bool(value: Any, name: str) -> bool:
+    text = str(value).lower()
+    if text in ("1", "true", "yes"):
+        return True
+    if text in ("", "0", "false", "no"):
+        return False
+    raise InvalidConfig(f"{name} must be true or false, not {value!r}")

@@ -1,0 +1,137 @@
+"""Where the values of flags come from, and what is said of wrong ones."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.scheduler.errors import InvalidConfig
+from penstock.server import cli
+from penstock.server.cli import add_serve_flags, main
+from penstock.server.config import ServeConfig
+from penstock.server.flag_values import VLLM_FLAGS, FlagParser, set_defaults, size
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
+    """The configurations that `penstock serve` would have started."""
+    configs: list[ServeConfig] = []
+
+    def serve(config: ServeConfig) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr("penstock.server.app.serve", serve)
+    return configs
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5M", 1572864), ("2g", 2 * 10**9)],
+)
+def test_sizes_have_the_suffixes_of_vllm(text: str, value: int) -> None:
+    assert size(text) == value
+
+
+@pytest.mark.parametrize("text", ["4kb", "-1", "", "1.5", "four", "0.0001k"])
+def test_what_is_not_a_size_is_refused_in_one_line(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", f"--max-model-len={text}"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1
+    assert "--max-model-len" in error and "4K (4,096)" in error
+
+
+def test_the_flag_that_was_probably_meant_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--max-modle-len", "4096"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1
+    assert "unknown flag --max-modle-len; did you mean --max-model-len?" in error
+
+
+@pytest.mark.parametrize("flag", VLLM_FLAGS)
+def test_flags_of_vllm_that_we_lack_say_why(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = FlagParser()
+    add_serve_flags(parser)
+    assert flag not in parser.flags()
+    with pytest.raises(SystemExit):
+        main(["serve", flag, "1"])
+    assert f"{flag} is a flag of vLLM; {VLLM_FLAGS[flag]}" in capsys.readouterr().err
+
+
+def test_the_model_may_be_a_flag_as_in_vllm(served: list[ServeConfig]) -> None:
+    assert main(["serve", "--model", "some/model"]) == 0
+    assert served[0].engine.model == "some/model"
+    assert served[0].server.served_model_names == ("some/model",)
+
+
+def test_the_command_line_overrides_variables_and_these_the_file(
+    served: list[ServeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text(
+        "port: 1111\nmax-model-len: 4k\nmax_num_seqs: 7\nenforce-eager: true\n"
+        'served-model-name: [a, b]\nallowed-origins: ["https://a.example"]\n'
+        "enable-prefix-caching: false\n"
+    )
+    monkeypatch.setenv("PENSTOCK_PORT", "2222")
+    monkeypatch.setenv("PENSTOCK_MAX_NUM_SEQS", "8")
+    assert main(["serve", "--config", str(file), "--max-num-seqs", "9"]) == 0
+    server, engine = served[0].server, served[0].engine
+    assert (server.port, engine.max_model_len, engine.scheduler.max_num_seqs) == (2222, 4000, 9)
+    assert engine.enforce_eager and not engine.scheduler.enable_prefix_caching
+    assert server.served_model_names == ("a", "b")
+    assert server.cors.allowed_origins == ("https://a.example",)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1", "unknown flag, 'prot'; did you mean port?"),
+        ("port: x", "port cannot be 'x'"),
+        ("log-level: loud", "choose from debug, info"),
+        ("enforce-eager: 7", "enforce-eager must be true or false"),
+        ("- port", "must hold flags and values"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_the_name_of_its_flag(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text(text)
+    assert main(["serve", "--config", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def typed_flags() -> list[str]:
+    """The flags that do not take any text."""
+    parser = FlagParser()
+    add_serve_flags(parser)
+    return [
+        action.dest
+        for action in parser._actions
+        if action.option_strings and action.dest not in ("help", "api_key")
+        if action.type not in (None, Path) or action.choices or action.nargs == 0
+    ]
+
+
+@pytest.mark.parametrize("dest", typed_flags())
+def test_a_variable_of_any_flag_is_read_as_the_flag_is(dest: str) -> None:
+    parser = FlagParser()
+    add_serve_flags(parser)
+    with pytest.raises(InvalidConfig, match=f"PENSTOCK_{dest.upper()}"):
+        set_defaults(parser, {f"PENSTOCK_{dest.upper()}": "no such value"}, None)
+
+
+def test_a_wrong_variable_ends_the_start_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_DTYPE", "float8")
+    assert cli.main(["serve"]) == 2
+    error = capsys.readouterr().err
+    assert "PENSTOCK_DTYPE cannot be 'float8'; choose from auto" in error
+    assert error.count("\n") == 1
