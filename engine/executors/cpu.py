@@ -169,7 +169,8 @@ class CpuExecutor:
         )
         self._token_table[self._tensor(slots), self._tensor(lengths)] = ids
         token_ids = ids.tolist()
-        failed = self._grammars.advance(slots, token_ids)
+        constraints = self._grammars.constraints(slots)
+        failed = self._grammars.advance(slots, token_ids, constraints)
         return SampledTokens(
             step=batch.step,
             token_ids=token_ids,

@@ -135,13 +135,15 @@ class ScriptedExecutor:
                 token_ids.append(self._sample(slot, start + num_tokens, allowed))
                 logprobs.append(self._logprobs(slot, token_ids[-1]))
         wants_logprobs = any(entry is not None for entry in logprobs)
-        advance = self._grammars.advance if self._grammars else None
+        failed: frozenset[int] = frozenset()
+        if table := self._grammars:
+            failed = table.advance(sampling_slots, token_ids, table.constraints(sampling_slots))
         return _Done(
             SampledTokens(
                 step=batch.step,
                 token_ids=token_ids,
                 logprobs=logprobs if wants_logprobs else None,
-                failed=advance(sampling_slots, token_ids) if advance else frozenset(),
+                failed=failed,
                 prompts=tuple(prompts),
             )
         )

@@ -147,7 +147,7 @@ def _first_line(message: str) -> str:
     return (message.strip().splitlines() or ["it allows no text"])[0][:300]
 
 
-class _Constraint(NamedTuple):
+class Constraint(NamedTuple):
     """to_the_end: see `SamplingParams.grammar_to_the_end`."""
 
     matcher: LLMatcher
@@ -172,7 +172,7 @@ class GrammarTable:
         self._bytes = memoryview(self._memory).cast("B")  # words are little-endian, as llguidance's
         self._nothing = bytes(4 * self.words_per_row)
         self._max_num_seqs = max_num_seqs
-        self._constraints: dict[int, _Constraint] = {}
+        self._constraints: dict[int, Constraint] = {}
         self._unconsumed: dict[int, int] = {}  # by slot, the id that its matcher has yet to consume
         self._failed: set[int] = set()
         self._executor = LLExecutor()
@@ -210,7 +210,7 @@ class GrammarTable:
         if output_ids and not matcher.consume_tokens(list(output_ids)):
             self._failed.add(slot)
         stop_token_ids = frozenset(sampling.stop_token_ids)
-        self._constraints[slot] = _Constraint(matcher, stop_token_ids, sampling.grammar_to_the_end)
+        self._constraints[slot] = Constraint(matcher, stop_token_ids, sampling.grammar_to_the_end)
 
     def start(self, slots: Iterable[int]) -> None:
         """Starts computing the masks of those slots that have a grammar."""
@@ -234,16 +234,26 @@ class GrammarTable:
         """Whether only an end token can follow: then it is sampled even if it is banned."""
         return slot in self._constraints and self._constraints[slot].matcher.is_stopped()
 
-    def advance(self, slots: list[int], token_ids: list[int]) -> frozenset[int]:
+    def constraints(self, slots: Iterable[int]) -> list[Constraint | None]:
+        """Of the sequences that have these slots now."""
+        return [self._constraints.get(slot) for slot in slots]
+
+    def advance(
+        self, slots: list[int], token_ids: list[int], constraints: list[Constraint | None]
+    ) -> frozenset[int]:
         """Records the sampled ids; returns the rows whose grammar has failed.
 
-        It fails if it runs out of fuel, or if no id that it allows could be sampled.
+        constraints: of the rows when their step was launched. Since then a slot may have been
+        assigned to another sequence, whose grammar must not consume the id of the last one.
+        A grammar fails if it runs out of fuel, or if no id that it allows could be sampled.
         """
         if not self._constraints and not self._failed:
             return frozenset()
         failed = []
-        for row, (slot, token_id) in enumerate(zip(slots, token_ids, strict=True)):
-            constraint = self._constraints.get(slot)
+        rows = zip(slots, token_ids, constraints, strict=True)
+        for row, (slot, token_id, constraint) in enumerate(rows):
+            if constraint is not self._constraints.get(slot):
+                continue
             if slot in self._failed:
                 failed.append(row)
             elif constraint is None:

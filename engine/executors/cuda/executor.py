@@ -61,6 +61,7 @@ class LaunchedStep:
         self._logprobs = logprobs
         self._prompts = prompts
         self._grammars = grammars
+        self._constraints = grammars.constraints(slots)
         self._sampled: SampledTokens | None = None
         on_gpu = ids.is_cuda
         self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=on_gpu)
@@ -79,7 +80,7 @@ class LaunchedStep:
                 step=self._step,
                 token_ids=ids,
                 logprobs=self._logprobs,
-                failed=self._grammars.advance(self._slots, ids),
+                failed=self._grammars.advance(self._slots, ids, self._constraints),
                 prompts=self._prompts,
             )
         return self._sampled

@@ -52,15 +52,20 @@ def allowed(table: GrammarTable) -> list[int]:
     return table.allowed_ids(3)
 
 
+def advance(table: GrammarTable, slots: list[int], token_ids: list[int]) -> frozenset[int]:
+    """With the sequences that have the slots now."""
+    return table.advance(slots, token_ids, table.constraints(slots))
+
+
 def test_a_complete_grammar_allows_only_the_end(grammars: Grammars) -> None:
     table = table_with(grammars, LLMatcher.grammar_from_regex("[ab]{2}"))
     for _ in range(2):
         ids = allowed(table)
         assert ids and not table.must_end(3) and not set(EOS) & set(ids)
         single = next(i for i in ids if i < 256)
-        assert table.advance([1, 3], [5, single]) == frozenset()
+        assert advance(table, [1, 3], [5, single]) == frozenset()
     assert allowed(table) == sorted(EOS) and table.must_end(3)
-    assert table.advance([3], [2]) == frozenset()
+    assert advance(table, [3], [2]) == frozenset()
 
 
 def test_masks_from_several_threads_are_the_same(
@@ -85,14 +90,27 @@ def test_a_preempted_sequence_continues_after_its_output(grammars: Grammars) -> 
     through = table_with(grammars, AB)
     for token_id in (67, 68):
         allowed(through)
-        through.advance([3], [token_id])
+        advance(through, [3], [token_id])
     assert allowed(through) == allowed(table_with(grammars, AB, 67, 68))
 
 
 def test_an_id_outside_the_grammar_fails_only_its_row(grammars: Grammars) -> None:
     table = table_with(grammars, AB)
     allowed(table)
-    assert table.advance([1, 3], [5, 5]) == {1}
+    assert advance(table, [1, 3], [5, 5]) == {1}
+
+
+def test_the_id_of_a_slots_last_sequence_is_not_consumed_by_the_next_ones_grammar(
+    grammars: Grammars,
+) -> None:
+    table = table_with(grammars, AB)
+    allowed(table)
+    launched = table.constraints([3])
+    letters = LLMatcher.grammar_from_regex("[a-z]{6}")
+    sampling = SamplingParams(max_tokens=9, grammar=letters)
+    table.assign(SlotAssignment(3, (5,), 1, (), sampling, 0))
+    assert table.advance([3], [67], launched) == frozenset()
+    assert allowed(table) == allowed(table_with(grammars, letters))
 
 
 def test_a_slot_forgets_its_grammar(grammars: Grammars) -> None:
