@@ -55,6 +55,8 @@ def main(argv: list[str]) -> int:
     With --sweep, 0 if a rate met the SLO.
     """
     parser = make_parser()
+    if argv[:1] == ["serve"]:  # as `vllm bench serve` is typed
+        argv = argv[1:]
     try:
         refuse_unsupported(argv)
         config = bench_config(parser.parse_args(argv), os.environ.get("OPENAI_API_KEY"))

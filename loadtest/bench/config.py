@@ -3,6 +3,7 @@
 import argparse
 import math
 import re
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +106,7 @@ def workload_config(args: argparse.Namespace) -> WorkloadConfig:
         raise InvalidConfig(f"--max-concurrency is {args.max_concurrency}; it must be at least 1")
     default_format = PromptFormat.TEXT if is_chat else PromptFormat.IDS
     return WorkloadConfig(
-        seed=args.seed,
+        seed=secrets.randbits(31) if args.seed is None else args.seed,
         num_prompts=args.num_prompts,
         dataset=Dataset(args.dataset_name),
         prompt_format=PromptFormat(args.prompt_format or default_format),

@@ -151,7 +151,11 @@ def make_parser() -> argparse.ArgumentParser:
 
     load = parser.add_argument_group("workload")
     load.add_argument(
-        "--seed", type=int, metavar="N", default=0, help="the same seed gives the same requests"
+        "--seed",
+        type=int,
+        metavar="N",
+        help="the same seed gives the same requests; default: drawn anew, so that no prompt is in "
+        "the server's prefix cache",
     )
     load.add_argument("--num-prompts", type=int, metavar="N", default=1000, help="requests")
     load.add_argument(
@@ -170,7 +174,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     load.add_argument(
         "--ramp-up-strategy",
-        choices=[*RampStrategy],
+        choices=[each.value for each in RampStrategy],
         help="raise the rate from --ramp-up-start-rps to --ramp-up-end-rps",
     )
     load.add_argument("--ramp-up-start-rps", type=float, metavar="R", help="rate at the beginning")
@@ -178,7 +182,7 @@ def make_parser() -> argparse.ArgumentParser:
     load.add_argument("--max-concurrency", type=int, metavar="N", help="at most N in flight")
     load.add_argument(
         "--dataset-name",
-        choices=[*Dataset],
+        choices=[each.value for each in Dataset],
         default=Dataset.RANDOM,
         help="synthetic prompts that share nothing or a prefix, or a file's",
     )
@@ -247,7 +251,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     load.add_argument(
         "--prompt-format",
-        choices=[*PromptFormat],
+        choices=[each.value for each in PromptFormat],
         help="default: ids, if the endpoint accepts them",
     )
     load.add_argument(

@@ -157,6 +157,7 @@ class HttpTarget:
             ended_s=time.perf_counter(),
             num_prompt_tokens=usage.prompt_tokens or request.num_prompt_tokens,
             num_output_tokens=num_tokens,
+            num_cached_tokens=usage.cached_tokens,
             is_open_loop=is_open_loop,
             is_counted=is_counted,
             arrivals_s=response.arrivals_s,

@@ -28,9 +28,20 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_tokens_details: _PromptTokensDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt: found in the server's prefix cache, as far as it says."""
+        details = self.prompt_tokens_details
+        return (details.cached_tokens if details else None) or 0
 
 
 class _Event(msgspec.Struct):

@@ -33,6 +33,8 @@ METRIC_TITLES = {
     ),
 }
 # Different failures that are listed.
+# Below it, the server found little more than what templates put before every prompt.
+_NOTABLE_CACHED_SHARE = 0.1
 MAX_REASONS = 5
 
 
@@ -53,6 +55,7 @@ class RequestResult:
     response is complete. status: HTTP's, 0 without a response.
     is_open_loop: it had its own arrival time, and is timed from then.
     is_counted: the number of tokens is known; otherwise it is the number of events.
+    num_cached_tokens: of the prompt, as the server reports them.
     """
 
     index: int
@@ -67,6 +70,7 @@ class RequestResult:
     error: str | None = None
     is_open_loop: bool = False
     is_counted: bool = True
+    num_cached_tokens: int = 0
 
     @property
     def start_s(self) -> float:
@@ -141,12 +145,13 @@ def summarize(replay: Replay, config: ReportConfig) -> Summary:
         "uncounted": sum(not result.is_counted for result in done),
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
+        "total_cached_input_tokens": sum(result.num_cached_tokens for result in done),
         "request_throughput": len(done) / duration,
         "request_goodput": None,
         "goodput_ratio": None,
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
-        "max_output_tokens_per_s": _peak_tokens_per_s(done),
+        "max_output_tokens_per_s": max(_peak_tokens_per_s(done), num_output / duration),
         "max_concurrent_requests": _peak_concurrency(replay.results),
         "max_send_delay_ms": replay.max_send_delay_s * 1000,
         "client_cpu_share": replay.client_cpu_share,
@@ -245,6 +250,11 @@ def report_warnings(replay: Replay, *, has_due_times: bool) -> list[str]:
             f"the server sent no token count for {num_uncounted} responses, so their events are "
             "counted; give --tokenizer to count tokens"
         )
+    if (cached := _cached_share(replay)) > _NOTABLE_CACHED_SHARE:
+        lines.append(
+            f"{cached:.0%} of the prompt tokens were in the server's prefix cache: prompts that it "
+            "has seen cost less (another --seed, or none, makes new ones)"
+        )
     if replay.client_cpu_share > 0.8:
         lines.append(
             f"this client was busy {replay.client_cpu_share:.0%} of the time: the server may be "
@@ -257,6 +267,13 @@ def report_warnings(replay: Replay, *, has_due_times: bool) -> list[str]:
             "due; latencies count from when it was due"
         )
     return lines
+
+
+def _cached_share(replay: Replay) -> float:
+    """Of the prompt tokens of complete responses, those that the server had cached."""
+    done = replay.completed
+    num_cached = sum(result.num_cached_tokens for result in done)
+    return num_cached / max(1, sum(result.num_prompt_tokens for result in done))
 
 
 def _reasons(replay: Replay) -> Counter[str]:

@@ -231,3 +231,21 @@ def test_a_client_that_stalls_does_not_make_the_server_look_fast(
     # Those that were due in the stall waited for its end, whoever's fault it was.
     assert summary["mean_ttft_ms"] > 50
     assert "latencies count from when it was due" in captured.err
+
+
+def test_two_runs_send_other_prompts_unless_they_have_one_seed() -> None:
+    def prompts(*flags: str) -> list[object]:
+        with stub(answer_five) as server:
+            assert main(["serve", "--base-url", server.url, *FEW, *flags]) == 0
+            return [exchange.body["prompt"] for exchange in server.exchanges]
+
+    assert prompts("--seed", "3") == prompts("--seed", "3")
+    assert prompts()[-1] != prompts()[-1]
+
+
+def test_a_wrong_choice_is_answered_with_the_values_as_they_are_typed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--base-url", "http://127.0.0.1:9", "--dataset-name", "nothing"]) == 2
+    error = capsys.readouterr().err
+    assert "sharegpt" in error and "Dataset." not in error

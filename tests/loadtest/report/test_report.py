@@ -128,3 +128,24 @@ def test_failures_and_a_busy_client_are_reported() -> None:
     assert "busy 95%" in warnings
     assert "200 ms later" in warnings
     assert "later" not in "\n".join(report_warnings(busy, has_due_times=False))
+
+
+def test_a_share_of_cached_prompt_tokens_is_warned_of() -> None:
+    cold, warm = result(0, arrivals=(0.1, 0.2)), result(1, arrivals=(0.1, 0.2))
+    warm.num_cached_tokens = 80
+    for results, is_warned in (([cold], False), ([cold, warm], True)):
+        replay = Replay(results=results, duration_s=2.0, client_cpu_share=0.1)
+        warnings = "\n".join(report_warnings(replay, has_due_times=False))
+        assert (
+            "40% of the prompt tokens were in the server's prefix cache" in warnings
+        ) is is_warned
+    summary = summarize(replay, ReportConfig())
+    assert summary["total_cached_input_tokens"] == 80
+
+
+def test_the_peak_throughput_of_a_short_run_is_not_below_its_mean() -> None:
+    short = [result(i, arrivals=tuple(0.01 * n for n in range(1, 21))) for i in range(4)]
+    summary = summarize(
+        Replay(results=short, duration_s=0.25, client_cpu_share=0.1), ReportConfig()
+    )
+    assert summary["max_output_tokens_per_s"] >= summary["output_throughput"] == 320
