@@ -1,16 +1,17 @@
 """A model's config.json in one form for all families. Imports no tensors."""
 
+import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.memory.kv_shape import KVShape
-from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,8 @@ class ModelConfig:
     """A decoder-only transformer like Llama: RMSNorm, rotary positions, gated SiLU.
 
     windows: for each layer, how many positions a token attends to, its own included, or None for
-    all before it.
+    all before it. Fields with a default are `features`, in which families differ; a path that
+    computes the layers itself names those that it knows, and refuses models with others.
     """
 
     family: str
@@ -53,12 +55,27 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     windows: tuple[int | None, ...]
-    tied_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     eos_token_ids: tuple[int, ...]
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The fields that have a default and another value."""
+        return frozenset(
+            field.name
+            for field in dataclasses.fields(self)
+            if field.default is not dataclasses.MISSING
+            and getattr(self, field.name) != field.default
+        )
+
+    def check_features(self, path: str, supported: Set[str]) -> None:
+        """path: its name in error messages. Raises UnsupportedFeature."""
+        if unsupported := self.features - supported:
+            raise UnsupportedFeature(unsupported, path)
 
     @property
     def kv_shape(self) -> KVShape:

@@ -11,6 +11,8 @@ from penstock.engine.config import Device, Dtype, LoadFormat
 from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.ipc.process import build_executor
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.native.model import load_library
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate, Tier
 from tests.support.paths import STORIES
@@ -23,6 +25,7 @@ from tests.support.tiny_models import (
     make_model,
     save,
 )
+from tests.support.weight_formats import NegatedLinear, reversed_config
 
 needs_stories = pytest.mark.skipif(
     not STORIES.exists(), reason="the stories260K model is not in ../shared/models"
@@ -164,6 +167,26 @@ def test_info_does_not_count_the_gathered_embedding_as_read(family: str, tmp_pat
     num_parameters = sum(p.numel() for p in model.parameters())
     assert info.num_parameters == num_parameters
     assert info.weight_bytes == 4 * (num_parameters - 96 * 64)
+
+
+@pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("lacks", ["a feature", "a weight format"])
+def test_torch_computes_what_the_compiled_step_does_not(
+    lacks: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = engine_config(tiny)
+    expected = generate(CpuExecutor(config, tiny), [[5, 6, 7]], 5)
+    assert not caplog.messages
+    if lacks == "a feature":
+        changed = reversed_config(ModelConfig.from_dir(tiny))
+        monkeypatch.setattr(ModelConfig, "from_dir", lambda path: changed)
+    else:
+        monkeypatch.setattr("penstock.engine.executors.cpu.PlainLinear", NegatedLinear)
+    executor = CpuExecutor(config, tiny)
+    word = {"a feature": "is_reversed", "a weight format": "'negated'"}[lacks]
+    (message,) = caplog.messages
+    assert message.startswith("torch's operators compute the model") and word in message
+    assert generate(executor, [[5, 6, 7]], 5) == expected
 
 
 def test_dummy_weights_need_only_config_json_and_are_the_same_every_time(tmp_path: Path) -> None:
