@@ -65,7 +65,7 @@ class CpuExecutor:
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
 
         # Before the weights are read, so that a model that does not fit is reported at once.
-        weight_bytes = model.num_parameters * self._dtype.itemsize
+        weight_bytes = model.weight_bytes(self._dtype.itemsize)
         block_bytes = block_size * model.kv_shape.bytes_per_token(self._dtype.itemsize)
         size = size_cpu_pool(
             config,
@@ -116,7 +116,15 @@ class CpuExecutor:
         self._sampler = Sampler(max_num_seqs, model.vocab_size, _CPU, self._grammars)
         self._prompts = PromptReader(model.vocab_size, self._model.logits)
         self._info = describe(
-            model, self._dtype, "cpu", size, block_size, measured, phases.seconds, flops
+            model,
+            self._dtype,
+            "cpu",
+            size,
+            block_size,
+            measured,
+            phases.seconds,
+            flops,
+            weight_bytes=llama.step_weight_bytes,
         )
         total = total_memory_bytes()
         Ledger(

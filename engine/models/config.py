@@ -125,6 +125,17 @@ class ModelConfig:
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         return self.num_step_weights + embedding
 
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """Of all weights, before any is read: what a device needs for them.
+
+        dtype_bytes: of the type in which they are computed.
+        """
+        return self.num_parameters * dtype_bytes
+
+    def step_weight_bytes(self, dtype_bytes: int) -> int:
+        """Of the weights that every step reads, as `ModelInfo.weight_bytes`."""
+        return self.num_step_weights * dtype_bytes
+
     @classmethod
     def from_dir(cls, model_dir: Path) -> "ModelConfig":
         """Reads config.json, and generation_config.json where there is one."""

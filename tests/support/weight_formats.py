@@ -6,19 +6,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.linear import tensor_bytes
 
 
 class NegatedLinear:
-    """Stores -W."""
+    """Stores -W, in float64."""
 
     weight_format = "negated"
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._negated = -weight
+        self._negated = -weight.double()
         self._bias = bias
+        self.num_bytes = tensor_bytes(self._negated, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(-x, self._negated, self._bias)
+        y = functional.linear(-x.double(), self._negated).to(x.dtype)
+        return y if self._bias is None else y + self._bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature, UnsupportedWeightFormat
 from penstock.engine.models.fused import FusedModel
-from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.llama import LlamaModel, MakeLinear
+from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
+from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.weights import Checkpoint
 from tests.support.kernels import DEVICE, ON_GPU, error
 from tests.support.tiny_models import BLOCK_SIZE, FAMILIES, MAX_LEN, make_model, save
