@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.memory.kv_shape import KVShape
@@ -190,7 +190,7 @@ class ModelConfig:
             max_model_len=_max_model_len(fields, rope),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
-            windows=_WINDOWS[family](fields, num_layers),
+            windows=_FAMILIES[family].windows(fields, num_layers),
             tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
             qkv_bias=attention_bias or family == "qwen2",
             output_bias=attention_bias and family != "qwen2",
@@ -243,15 +243,16 @@ class _Fields:
 
 def _family(fields: _Fields) -> str:
     architectures = fields.get("architectures") or []
+    family_of = {family.architecture: name for name, family in _FAMILIES.items()}
     for name in architectures:
-        if name in _ARCHITECTURES:
-            return _ARCHITECTURES[name]
-    if not architectures and fields.get("model_type") in _WINDOWS:
+        if name in family_of:
+            return family_of[name]
+    if not architectures and fields.get("model_type") in _FAMILIES:
         return str(fields.get("model_type"))
     named = ", ".join(map(str, architectures)) or fields.get("model_type") or "(none)"
     raise InvalidModel(
         f"{fields.path} names the architecture {named}, which is not supported; "
-        f"supported are {', '.join(_ARCHITECTURES)}"
+        f"supported are {', '.join(family_of)}"
     )
 
 
@@ -266,7 +267,7 @@ def _check_neutral(fields: _Fields, family: str, head_dim: int) -> None:
         "query_pre_attn_scalar": (head_dim,),
     }
     for name, allowed in neutral.items():
-        value = None if name in _UNDERSTOOD.get(family, ()) else fields.get(name)
+        value = None if name in _FAMILIES[family].understood else fields.get(name)
         if value is not None and not any(_equals(value, each) for each in allowed):
             raise InvalidModel(
                 f"{fields.path} has {name}: {json.dumps(value)}, which changes what the model "
@@ -423,17 +424,21 @@ def _eos_token_ids(config: _Fields, generation_config: Path) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
-_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-_WINDOWS: dict[str, Callable[[_Fields, int], tuple[int | None, ...]]] = {
-    "llama": _no_window,
-    "mistral": _all_or_none,
-    "qwen2": _by_layer,
-    "qwen3": _by_layer,
+class _Family(NamedTuple):
+    """architecture: its name in transformers. understood: the keys of `_NEUTRAL` that it reads, or
+    that have no effect on it."""
+
+    architecture: str
+    windows: Callable[[_Fields, int], tuple[int | None, ...]] = _no_window
+    understood: tuple[str, ...] = ()
+
+
+# By model_type.
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM"),
+    "mistral": _Family("MistralForCausalLM", _all_or_none),
+    "qwen2": _Family("Qwen2ForCausalLM", _by_layer),
+    "qwen3": _Family("Qwen3ForCausalLM", _by_layer, understood=("use_qk_norm", "qk_layernorm")),
 }
 
 # How checkpoints announce quantized weights; `quantization` is MLX's.
@@ -463,7 +468,5 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "rope_interleaved": (False,),
     "partial_rotary_factor": (1,),
 }
-# Those of them that a family reads, or that have no effect on it.
-_UNDERSTOOD = {"qwen3": ("use_qk_norm", "qk_layernorm")}
 # Neutral values within rope_parameters and rope_scaling, null aside.
 _NEUTRAL_ROPE = {"partial_rotary_factor": 1, "llama_4_scaling_beta": 0}
