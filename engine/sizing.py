@@ -47,7 +47,7 @@ class Sizing:
 
     @property
     def weight_bytes(self) -> int:
-        return self.model.num_parameters * _DTYPE.itemsize
+        return self.model.weight_bytes(_DTYPE.itemsize)
 
     @property
     def token_bytes(self) -> int:
@@ -82,7 +82,7 @@ class Sizing:
         bandwidth = peak_bandwidth(self.machine.name)
         if not bandwidth:
             return None
-        weights = self.model.num_step_weights * _DTYPE.itemsize
+        weights = self.model.step_weight_bytes(_DTYPE.itemsize)
         return (weights + num_sequences * self.read_bytes(context)) / bandwidth
 
     def slot_bytes(self, max_model_len: int) -> int:
@@ -95,7 +95,7 @@ class Sizing:
         """Sequences that can run together at this TPOT if steps reach the share `mbu` of the peak
         bandwidth and memory is no limit. 0 if reading the weights alone takes longer."""
         bandwidth = peak_bandwidth(self.machine.name) or 0.0
-        spare = tpot_s * bandwidth * mbu - self.model.num_step_weights * _DTYPE.itemsize
+        spare = tpot_s * bandwidth * mbu - self.model.step_weight_bytes(_DTYPE.itemsize)
         return max(0, int(spare / self.read_bytes(context)))
 
 

@@ -5,7 +5,9 @@ slot; a batch brings only differences. Sampled ids are written to the token tabl
 step reads them.
 """
 
+import logging
 from concurrent.futures import Future
+from ctypes import CDLL
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,22 @@ from penstock.engine.memory.kv_pool import KVPool, size_cpu_pool
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
 from penstock.engine.model_input import ModelInput, build_model_input
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import (
+    InvalidModel,
+    UnsupportedFeature,
+    UnsupportedWeightFormat,
+)
 from penstock.engine.models.layers.linear import PackedLinear, PlainLinear, can_pack
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.weights import Empty
-from penstock.engine.native.model import NativeModel, load_library
+from penstock.engine.native.model import NativeModel, check_features, load_library
 from penstock.engine.sampling.grammar import Grammars, GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import Sampler
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import PromptOutput, Request, SampledTokens, ScheduledBatch
+
+logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _DEFAULT_BLOCK_SIZE = 16
@@ -56,7 +65,7 @@ class CpuExecutor:
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
 
         # Before the weights are read, so that a model that does not fit is reported at once.
-        weight_bytes = model.num_parameters * self._dtype.itemsize
+        weight_bytes = model.weight_bytes(self._dtype.itemsize)
         block_bytes = block_size * model.kv_shape.bytes_per_token(self._dtype.itemsize)
         size = size_cpu_pool(
             config,
@@ -67,7 +76,7 @@ class CpuExecutor:
         )
         available = available_memory_bytes()
         with phases.timed("compile"):
-            library = load_library()
+            library = _library_for(model)
         with phases.timed("weights"), torch.inference_mode():
             # The threads that read are Python's; each of torch's calls inside them uses one.
             torch.set_num_threads(1)
@@ -86,7 +95,10 @@ class CpuExecutor:
         with phases.timed("kv_pool"):
             self._pool = KVPool(model.kv_shape, size.num_blocks, block_size, self._dtype, _CPU)
             if library is not None:
-                self._model = NativeModel(library, llama, self._pool, num_threads)
+                try:
+                    self._model = NativeModel(library, llama, self._pool, num_threads)
+                except UnsupportedWeightFormat as error:
+                    _warn_of_torch(error)
         with phases.timed("bandwidth"):
             measured = read_bandwidth(_BANDWIDTH_PROBE_BYTES)
         with phases.timed("flops"):
@@ -104,7 +116,15 @@ class CpuExecutor:
         self._sampler = Sampler(max_num_seqs, model.vocab_size, _CPU, self._grammars)
         self._prompts = PromptReader(model.vocab_size, self._model.logits)
         self._info = describe(
-            model, self._dtype, "cpu", size, block_size, measured, phases.seconds, flops
+            model,
+            self._dtype,
+            "cpu",
+            size,
+            block_size,
+            measured,
+            phases.seconds,
+            flops,
+            weight_bytes=llama.step_weight_bytes,
         )
         total = total_memory_bytes()
         Ledger(
@@ -198,6 +218,24 @@ class CpuExecutor:
 
     def _tensor(self, values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int64)
+
+
+def _library_for(model: ModelConfig) -> CDLL | None:
+    """None where torch computes the model."""
+    library = load_library()
+    if library is not None:
+        try:
+            check_features(model)
+        except UnsupportedFeature as error:
+            _warn_of_torch(error)
+            return None
+    return library
+
+
+def _warn_of_torch(reason: InvalidModel) -> None:
+    logger.warning(
+        "torch's operators compute the model, which are slower for small batches: %s", reason
+    )
 
 
 class Done:

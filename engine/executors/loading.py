@@ -97,8 +97,10 @@ def describe(
     measured_bandwidth: float | None,
     load_seconds: dict[str, float],
     measured_flops: float | None = None,
+    *,
+    weight_bytes: int,
 ) -> ModelInfo:
-    """load_seconds may still grow: it is not copied."""
+    """weight_bytes: as in `ModelInfo`. load_seconds may still grow: it is not copied."""
     layer_bytes = model.kv_shape.layer_bytes_per_token(dtype.itemsize)
     return ModelInfo(
         architecture=model.family,
@@ -111,7 +113,7 @@ def describe(
         num_blocks=size.num_blocks,
         eos_token_ids=model.eos_token_ids,
         num_parameters=model.num_parameters,
-        weight_bytes=model.num_step_weights * dtype.itemsize,
+        weight_bytes=weight_bytes,
         attention=tuple(
             AttentionGroup(
                 window=window,

@@ -1,16 +1,17 @@
 """A model's config.json in one form for all families. Imports no tensors."""
 
+import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.memory.kv_shape import KVShape
-from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,8 @@ class ModelConfig:
     """A decoder-only transformer like Llama: RMSNorm, rotary positions, gated SiLU.
 
     windows: for each layer, how many positions a token attends to, its own included, or None for
-    all before it.
+    all before it. Fields with a default are `features`, in which families differ; a path that
+    computes the layers itself names those that it knows, and refuses models with others.
     """
 
     family: str
@@ -53,12 +55,27 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     windows: tuple[int | None, ...]
-    tied_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     eos_token_ids: tuple[int, ...]
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The fields that have a default and another value."""
+        return frozenset(
+            field.name
+            for field in dataclasses.fields(self)
+            if field.default is not dataclasses.MISSING
+            and getattr(self, field.name) != field.default
+        )
+
+    def check_features(self, path: str, supported: Set[str]) -> None:
+        """path: its name in error messages. Raises UnsupportedFeature."""
+        if unsupported := self.features - supported:
+            raise UnsupportedFeature(unsupported, path)
 
     @property
     def kv_shape(self) -> KVShape:
@@ -108,21 +125,33 @@ class ModelConfig:
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         return self.num_step_weights + embedding
 
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """Of all weights, before any is read: what a device needs for them.
+
+        dtype_bytes: of the type in which they are computed.
+        """
+        return self.num_parameters * dtype_bytes
+
+    def step_weight_bytes(self, dtype_bytes: int) -> int:
+        """Of the weights that every step reads, as `ModelInfo.weight_bytes`."""
+        return self.num_step_weights * dtype_bytes
+
     @classmethod
     def from_dir(cls, model_dir: Path) -> "ModelConfig":
         """Reads config.json, and generation_config.json where there is one."""
         fields = _Fields(model_dir / "config.json")
         family = _family(fields)
-        if fields.get("quantization_config") is not None:
-            raise InvalidModel(
-                f"{fields.path} has a quantization_config, and quantized weights are not "
-                "supported; use the float32, float16 or bfloat16 version of the model"
-            )
-        if fields.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise InvalidModel(
-                f"{fields.path} has hidden_act {fields.get('hidden_act')!r}; "
-                "only 'silu' is supported"
-            )
+        for name in _QUANTIZATION:
+            if fields.get(name) is not None:
+                raise InvalidModel(
+                    f"{fields.path} has a {name}, and quantized weights are not "
+                    "supported; use the float32, float16 or bfloat16 version of the model"
+                )
+        for name in ("hidden_act", "hidden_activation"):
+            if fields.get(name, "silu") not in ("silu", "swish", None):
+                raise InvalidModel(
+                    f"{fields.path} has {name} {fields.get(name)!r}; only 'silu' is supported"
+                )
         if fields.get("is_causal") is False:
             raise InvalidModel(
                 f"{fields.path} has is_causal: false, so tokens also attend to later ones, which "
@@ -137,6 +166,7 @@ class ModelConfig:
         head_dim = fields.count(
             "head_dim", default=128 if family == "qwen3" else hidden_size // num_heads
         )
+        _check_neutral(fields, family, head_dim)
         attention_bias = bool(fields.get("attention_bias", False))
         if num_heads % num_kv_heads:
             raise InvalidModel(
@@ -160,7 +190,7 @@ class ModelConfig:
             max_model_len=_max_model_len(fields, rope),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
-            windows=_WINDOWS[family](fields, num_layers),
+            windows=_FAMILIES[family].windows(fields, num_layers),
             tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
             qkv_bias=attention_bias or family == "qwen2",
             output_bias=attention_bias and family != "qwen2",
@@ -213,16 +243,47 @@ class _Fields:
 
 def _family(fields: _Fields) -> str:
     architectures = fields.get("architectures") or []
+    family_of = {family.architecture: name for name, family in _FAMILIES.items()}
     for name in architectures:
-        if name in _ARCHITECTURES:
-            return _ARCHITECTURES[name]
-    if not architectures and fields.get("model_type") in _WINDOWS:
+        if name in family_of:
+            return family_of[name]
+    if not architectures and fields.get("model_type") in _FAMILIES:
         return str(fields.get("model_type"))
     named = ", ".join(map(str, architectures)) or fields.get("model_type") or "(none)"
     raise InvalidModel(
         f"{fields.path} names the architecture {named}, which is not supported; "
-        f"supported are {', '.join(_ARCHITECTURES)}"
+        f"supported are {', '.join(family_of)}"
     )
+
+
+def _check_neutral(fields: _Fields, family: str, head_dim: int) -> None:
+    """Refuses a key that is not understood and is not at a value that changes nothing.
+
+    transformers ignores most of these keys in our architectures; but a checkpoint that sets one was
+    trained with it.
+    """
+    neutral = _NEUTRAL | {
+        "attention_multiplier": (head_dim**-0.5,),
+        "query_pre_attn_scalar": (head_dim,),
+    }
+    for name, allowed in neutral.items():
+        value = None if name in _FAMILIES[family].understood else fields.get(name)
+        if value is not None and not any(_equals(value, each) for each in allowed):
+            raise InvalidModel(
+                f"{fields.path} has {name}: {json.dumps(value)}, which changes what the model "
+                f"computes and is not supported; only "
+                f"{' or '.join(map(json.dumps, (None, *allowed)))} is"
+            )
+    no_rope = fields.get("no_rope_layers")  # of each layer: 1 for rotary positions, 0 for none
+    if no_rope is not None and not (isinstance(no_rope, list) and all(no_rope)):
+        raise InvalidModel(
+            f"{fields.path} has no_rope_layers: {json.dumps(no_rope)}, and layers without rotary "
+            "positions are not supported"
+        )
+
+
+def _equals(value: object, neutral: float) -> bool:
+    return isinstance(value, int | float) and math.isclose(value, neutral, rel_tol=1e-6)
 
 
 def _rope(fields: _Fields) -> RopeConfig:
@@ -240,6 +301,13 @@ def _rope(fields: _Fields) -> RopeConfig:
             f"{fields.path} has rotary positions that differ between layers, which is not "
             "supported; use a model with one rope_parameters for all layers"
         )
+    for name, neutral in _NEUTRAL_ROPE.items():
+        value = scaling.get(name)
+        if value is not None and not _equals(value, neutral):
+            raise InvalidModel(
+                f"{fields.path} has rotary positions with {name}: {json.dumps(value)}, which is "
+                f"not supported; only {json.dumps(neutral)} is"
+            )
     try:
         if kind == "default":
             return RopeConfig(theta=theta)
@@ -308,12 +376,15 @@ def _all_or_none(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
     window = fields.get("sliding_window", 4096)
     if window is not None:
         window = fields.count("sliding_window", default=window)
+    _check_layer_types(fields, "full_attention" if window is None else "sliding_attention")
     return (window,) * num_layers
 
 
 def _by_layer(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
     """Qwen: none unless use_sliding_window, and then in the layers that layer_types names."""
     window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
+    if window is not None:
+        window = fields.count("sliding_window")
     first = fields.get("max_window_layers", 28)
     kinds = fields.get("layer_types") or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
@@ -327,7 +398,18 @@ def _by_layer(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _no_window(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
+    _check_layer_types(fields, "full_attention")
     return (None,) * num_layers
+
+
+def _check_layer_types(fields: _Fields, kind: str) -> None:
+    """For a family whose layers are all of one kind."""
+    kinds = fields.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and set(kinds) <= {kind}):
+        raise InvalidModel(
+            f"{fields.path} has layer_types other than {kind!r}, which is not supported for "
+            "this architecture"
+        )
 
 
 def _eos_token_ids(config: _Fields, generation_config: Path) -> tuple[int, ...]:
@@ -342,15 +424,49 @@ def _eos_token_ids(config: _Fields, generation_config: Path) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
-_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
+class _Family(NamedTuple):
+    """architecture: its name in transformers. understood: the keys of `_NEUTRAL` that it reads, or
+    that have no effect on it."""
+
+    architecture: str
+    windows: Callable[[_Fields, int], tuple[int | None, ...]] = _no_window
+    understood: tuple[str, ...] = ()
+
+
+# By model_type.
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM"),
+    "mistral": _Family("MistralForCausalLM", _all_or_none),
+    "qwen2": _Family("Qwen2ForCausalLM", _by_layer),
+    "qwen3": _Family("Qwen3ForCausalLM", _by_layer, understood=("use_qk_norm", "qk_layernorm")),
 }
-_WINDOWS: dict[str, Callable[[_Fields, int], tuple[int | None, ...]]] = {
-    "llama": _no_window,
-    "mistral": _all_or_none,
-    "qwen2": _by_layer,
-    "qwen3": _by_layer,
+
+# How checkpoints announce quantized weights; `quantization` is MLX's.
+_QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap")
+_MULTIPLIERS = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "scale_emb",
+)
+# Keys of other architectures (mixtures of experts, Gemma 2, Granite, Cohere, MiniCPM, Llama 4, ...)
+# which change the answer, and the values, besides null, at which they do not.
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(_EXPERTS, (0, 1)),
+    **dict.fromkeys(_SOFTCAPS, (0,)),
+    **dict.fromkeys(_MULTIPLIERS, (1,)),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "clip_qkv": (),
+    "attention_chunk_size": (),
+    "attn_temperature_tuning": (False,),
+    "alibi": (False,),
+    "rope_interleaved": (False,),
+    "partial_rotary_factor": (1,),
 }
+# Neutral values within rope_parameters and rope_scaling, null aside.
+_NEUTRAL_ROPE = {"partial_rotary_factor": 1, "llama_4_scaling_beta": 0}

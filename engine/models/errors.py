@@ -9,6 +9,17 @@ class InvalidModel(PenstockError):
     """The model cannot be served. The message names the file or field, and what to change."""
 
 
+class UnsupportedFeature(InvalidModel):
+    """The architecture has something that this path through the model does not compute."""
+
+    def __init__(self, features: Iterable[str], path: str) -> None:
+        """features: names of fields of `ModelConfig`. path: its name in error messages."""
+        super().__init__(
+            f"this model has {', '.join(sorted(features))}, which {path} does not support; "
+            "torch on the CPU does (--device cpu)"
+        )
+
+
 class UnsupportedWeightFormat(InvalidModel):
     """A linear layer is stored in a format that this path through the model cannot compute."""
 

@@ -18,8 +18,11 @@ from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.memory.kv_pool import KVPool
-from penstock.engine.models.fused_linear import FUSED_LINEARS, FusedLinear
+from penstock.engine.models.fused_linear import FUSED_LINEARS, FUSED_PATH, FusedLinear
 from penstock.engine.models.llama import Layer, LlamaModel
+
+# Of ModelConfig.
+_FEATURES = {"tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
 
 
 class _Linears(NamedTuple):
@@ -37,7 +40,11 @@ class FusedModel:
     def __init__(
         self, model: LlamaModel, pool: KVPool, attention: DeviceAttention, max_rows: int
     ) -> None:
-        """max_rows: the most that sample in one step. Raises UnsupportedWeightFormat."""
+        """max_rows: the most that sample in one step.
+
+        Raises UnsupportedFeature or UnsupportedWeightFormat.
+        """
+        model.config.check_features(FUSED_PATH, _FEATURES)
         self._model = model
         self._pool = pool
         self._attention = attention

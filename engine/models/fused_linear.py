@@ -69,6 +69,7 @@ class FusedPlainLinear:
         return torch.mm(x, self._weight.t(), out=out)
 
 
+FUSED_PATH = "the GPU's fused step"
 FUSED_LINEARS = LinearProducts[FusedLinear](
-    "the GPU's fused step", {PlainLinear.weight_format: FusedPlainLinear}
+    FUSED_PATH, {PlainLinear.weight_format: FusedPlainLinear}
 )

@@ -5,7 +5,6 @@ attention distinguishes them. The output layer gets only the rows that sample, a
 whose logprobs were requested.
 """
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,11 +17,9 @@ from penstock.engine.attention.protocol import Attention
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.linear import Linear, MakeLinear, read_linear, tensor_bytes
 from penstock.engine.models.layers.rotary import rotary_table, rotate
 from penstock.engine.models.weights import WeightSource
-
-MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
 
 class Model(Protocol):
@@ -58,6 +55,12 @@ class Layer:
     down: Linear
     window: int | None
 
+    @property
+    def num_bytes(self) -> int:
+        linears = (self.qkv, self.output, self.gate_up, self.down)
+        norms = (self.input_norm, self.query_norm, self.key_norm, self.mlp_norm)
+        return sum(linear.num_bytes for linear in linears) + tensor_bytes(*norms)
+
 
 class LlamaModel:
     """See `Model`."""
@@ -86,12 +89,14 @@ class LlamaModel:
         self.norm = weights.read((hidden,), "model.norm.weight")
         # An output layer that is packed and tied to the embedding is in memory twice: the gather of
         # input rows needs the plain matrix.
-        self.lm_head = make_linear(
-            self.embedding
+        self.lm_head = (
+            make_linear(self.embedding, None)
             if config.tied_embeddings
-            else weights.read((vocab, hidden), "lm_head.weight"),
-            None,
+            else read_linear(weights, make_linear, vocab, hidden, "lm_head")
         )
+        layer_bytes = sum(layer.num_bytes for layer in self.layers)
+        # As `ModelInfo.weight_bytes`: only the output layer reads a tied embedding.
+        self.step_weight_bytes = layer_bytes + self.norm.nbytes + self.lm_head.num_bytes
         self.cos, self.sin = rotary_table(config.rope, config.head_dim, max_model_len, device)
 
     def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
@@ -148,13 +153,12 @@ def _read_layer(
     hidden, head_dim, mlp = config.hidden_size, config.head_dim, config.intermediate_size
     query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
 
-    def vector(size: int, *names: str) -> Tensor:
-        return weights.read((size,), *(prefix + name for name in names))
+    def vector(size: int, name: str) -> Tensor:
+        return weights.read((size,), prefix + name)
 
     def linear(rows: int, columns: int, has_bias: bool, *names: str) -> Linear:
-        matrix = weights.read((rows, columns), *(f"{prefix}{name}.weight" for name in names))
-        bias = vector(rows, *(f"{name}.bias" for name in names)) if has_bias else None
-        return make_linear(matrix, bias)
+        full_names = (prefix + name for name in names)
+        return read_linear(weights, make_linear, rows, columns, *full_names, has_bias=has_bias)
 
     qkv_names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return Layer(

@@ -22,11 +22,15 @@ from torch import Tensor
 
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import ModelInput
+from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import LinearProducts, PlainLinear
 from penstock.engine.models.llama import LlamaModel
 
 logger = logging.getLogger(__name__)
 
+_PATH = "the compiled CPU step"
+# Of ModelConfig.
+_FEATURES = {"tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
 _SOURCE = Path(__file__).with_name("step.cpp")
 _COMPILE = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-c")
 
@@ -97,8 +101,9 @@ class NativeModel:
     """`LlamaModel` on its weights and one KV pool: see `Model`."""
 
     def __init__(self, library: ctypes.CDLL, model: LlamaModel, pool: KVPool, threads: int) -> None:
-        """Raises UnsupportedWeightFormat."""
+        """Raises UnsupportedFeature or UnsupportedWeightFormat."""
         config = model.config
+        check_features(config)
         name = str(model.embedding.dtype).removeprefix("torch.")
         self._run_step = getattr(library, f"penstock_step_{name}")
         self._run_logits = getattr(library, f"penstock_logits_{name}")
@@ -190,6 +195,11 @@ class NativeModel:
         self._run_step(ctypes.byref(self._model), ctypes.byref(native_step))
 
 
+def check_features(config: ModelConfig) -> None:
+    """Raises UnsupportedFeature for a model that step.cpp does not compute."""
+    config.check_features(_PATH, _FEATURES)
+
+
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """The compiled library, or None if it cannot be compiled; then it logs the reason."""
@@ -270,6 +280,4 @@ def _plain_linear(linear: PlainLinear) -> _Linear:
     return _Linear(_address(linear.weight), _address(linear.bias), rows, columns)
 
 
-_LINEARS = LinearProducts[_Linear](
-    "the compiled CPU step", {PlainLinear.weight_format: _plain_linear}
-)
+_LINEARS = LinearProducts[_Linear](_PATH, {PlainLinear.weight_format: _plain_linear})

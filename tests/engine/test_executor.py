@@ -22,7 +22,9 @@ BATCH = make_batch((0, 1, 2), (29, 4, 20), (1, 1, 10), num_decodes=2)
 def info_of(family: str, tmp_path: Path) -> ModelInfo:
     make_model(family).config.save_pretrained(tmp_path)
     config = ModelConfig.from_dir(tmp_path)
-    return describe(config, torch.float32, "cpu", PoolSize(8, 128), 16, None, {})
+    size = PoolSize(8, 128)
+    num_bytes = config.step_weight_bytes(torch.float32.itemsize)
+    return describe(config, torch.float32, "cpu", size, 16, None, {}, weight_bytes=num_bytes)
 
 
 @pytest.mark.parametrize(

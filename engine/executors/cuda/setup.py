@@ -178,7 +178,7 @@ class _Setup:
         return num_sizes * len(GRAPH_MODES) + len(CHUNK_SIZES)
 
     def _check_weights(self, free: int) -> None:
-        num_bytes = self._model.num_parameters * self._dtype.itemsize
+        num_bytes = self._model.weight_bytes(self._dtype.itemsize)
         dtype = str(self._dtype).removeprefix("torch.")
         check_weights(self._gpu.name, self._gpu.total_bytes, free, num_bytes, dtype)
 
@@ -251,12 +251,12 @@ class _Setup:
             pool,
             tables,
             self._grammars,
-            self._describe(size),
+            self._describe(llama, size),
             max_num_seqs=scheduler.max_num_seqs,
             use_graphs=use_graphs,
         )
 
-    def _describe(self, size: PoolSize) -> ModelInfo:
+    def _describe(self, llama: LlamaModel, size: PoolSize) -> ModelInfo:
         return describe(
             self._model,
             self._dtype,
@@ -266,6 +266,7 @@ class _Setup:
             self._bandwidth,
             self._phases.seconds,
             self._flops,
+            weight_bytes=llama.step_weight_bytes,
         )
 
 

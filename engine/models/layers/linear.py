@@ -1,4 +1,5 @@
-"""Linear layers in torch, by weight format, and how a path chooses what computes each format."""
+"""Linear layers in torch, by weight format: how they are read, and how a path chooses what computes
+each format."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
@@ -8,6 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.models.errors import UnsupportedWeightFormat
+from penstock.engine.models.weights import WeightSource
+
+# Of a weight in the model's type and a bias.
+MakeLinear = Callable[[Tensor, Tensor | None], "Linear"]
 
 
 class Linear(Protocol):
@@ -16,6 +21,11 @@ class Linear(Protocol):
     @property
     def weight_format(self) -> str:
         """How W is stored; linear layers of one format have the same tensors."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """What a product must read: W as it is stored, its scales if any, and b."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -29,6 +39,7 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
+        self.num_bytes = tensor_bytes(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
@@ -44,6 +55,7 @@ class PackedLinear:
     weight_format = "onednn"
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.num_bytes = tensor_bytes(weight, bias)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         self._bias = bias
         self._linear = torch.ops.mkldnn._linear_pointwise.default
@@ -51,6 +63,10 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = self._linear(x, self._packed, self._bias, "none", [], "")
         return y
+
+
+def tensor_bytes(*tensors: Tensor | None) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def can_pack(device: torch.device) -> bool:
@@ -61,6 +77,23 @@ def can_pack(device: torch.device) -> bool:
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
+
+
+def read_linear(
+    weights: WeightSource,
+    make_linear: MakeLinear,
+    out_features: int,
+    in_features: int,
+    *names: str,
+    has_bias: bool = False,
+) -> Linear:
+    """Reads one linear layer, stacked from the checkpoint's layers `names`.
+
+    Every linear layer is read here, but an output layer that is tied to the embedding.
+    """
+    weight = weights.read((out_features, in_features), *(f"{name}.weight" for name in names))
+    bias = weights.read((out_features,), *(f"{name}.bias" for name in names)) if has_bias else None
+    return make_linear(weight, bias)
 
 
 Product = TypeVar("Product")

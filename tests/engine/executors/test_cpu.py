@@ -11,6 +11,8 @@ from penstock.engine.config import Device, Dtype, LoadFormat
 from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.ipc.process import build_executor
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.native.model import load_library
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate, Tier
 from tests.support.paths import STORIES
@@ -23,6 +25,7 @@ from tests.support.tiny_models import (
     make_model,
     save,
 )
+from tests.support.weight_formats import NegatedLinear, reversed_config
 
 needs_stories = pytest.mark.skipif(
     not STORIES.exists(), reason="the stories260K model is not in ../shared/models"
@@ -164,6 +167,48 @@ def test_info_does_not_count_the_gathered_embedding_as_read(family: str, tmp_pat
     num_parameters = sum(p.numel() for p in model.parameters())
     assert info.num_parameters == num_parameters
     assert info.weight_bytes == 4 * (num_parameters - 96 * 64)
+
+
+@pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("lacks", ["a feature", "a weight format"])
+def test_torch_computes_what_the_compiled_step_does_not(
+    lacks: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = engine_config(tiny)
+    expected = generate(CpuExecutor(config, tiny), [[5, 6, 7]], 5)
+    assert not caplog.messages
+    if lacks == "a feature":
+        changed = reversed_config(ModelConfig.from_dir(tiny))
+        monkeypatch.setattr(ModelConfig, "from_dir", lambda path: changed)
+    else:
+        monkeypatch.setattr("penstock.engine.executors.cpu.PlainLinear", NegatedLinear)
+    executor = CpuExecutor(config, tiny)
+    word = {"a feature": "is_reversed", "a weight format": "'negated'"}[lacks]
+    (message,) = caplog.messages
+    assert message.startswith("torch's operators compute the model") and word in message
+    assert generate(executor, [[5, 6, 7]], 5) == expected
+
+
+def test_info_counts_the_bytes_that_a_weight_format_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama_biases")
+    config = engine_config(save(model, tmp_path))
+    monkeypatch.setattr("penstock.engine.executors.cpu.PlainLinear", NegatedLinear)
+    monkeypatch.setattr("penstock.engine.executors.cpu.PackedLinear", NegatedLinear)
+    embedding = 96 * 64  # the rest of the matrices are linear layers, stored in float64
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) - embedding
+    vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    assert CpuExecutor(config, tmp_path).info.weight_bytes == 8 * matrices + 4 * vectors
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama3.2_tied", "llama_biases", "qwen3_bias"])
+def test_the_layers_have_as_many_bytes_as_config_json_says(family: str, tmp_path: Path) -> None:
+    path = save(make_model(family), tmp_path)
+    info = CpuExecutor(engine_config(path, dtype=Dtype.BFLOAT16), path).info
+    config = ModelConfig.from_dir(path)
+    assert info.weight_bytes == config.step_weight_bytes(2)
+    assert config.weight_bytes(2) == 2 * info.num_parameters
 
 
 def test_dummy_weights_need_only_config_json_and_are_the_same_every_time(tmp_path: Path) -> None:

@@ -16,14 +16,14 @@ from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels.tables import gather_chunks
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.errors import UnsupportedWeightFormat
+from penstock.engine.models.errors import UnsupportedFeature, UnsupportedWeightFormat
 from penstock.engine.models.fused import FusedModel
-from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.llama import LlamaModel, MakeLinear
+from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
+from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.weights import Checkpoint
 from tests.support.kernels import DEVICE, ON_GPU, error
 from tests.support.tiny_models import BLOCK_SIZE, FAMILIES, MAX_LEN, make_model, save
-from tests.support.weight_formats import NegatedLinear
+from tests.support.weight_formats import NegatedLinear, reversed_config
 
 NUM_BLOCKS, NUM_SLOTS = 40, 6
 # The interpreter takes seconds per family; together these have every feature of the others.
@@ -123,3 +123,12 @@ def test_a_weight_format_that_no_kernel_computes_is_refused_by_name(
 
     with pytest.raises(UnsupportedWeightFormat, match="'negated', which the GPU's fused step"):
         Model("llama2", tmp_path, make_linear)
+
+
+def test_a_flag_that_no_kernel_computes_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = ModelConfig.from_dir
+    monkeypatch.setattr(ModelConfig, "from_dir", lambda path: reversed_config(read(path)))
+    with pytest.raises(UnsupportedFeature, match="is_reversed, which the GPU's fused step"):
+        Model("llama2", tmp_path)

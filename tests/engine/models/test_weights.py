@@ -110,6 +110,48 @@ def test_a_file_that_is_not_safetensors_is_named(tiny: Path) -> None:
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks its field 'factor'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"num_key_value_heads": 3}, "must be a multiple"),
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ({"compression_config": {"format": "int-quantized"}}, "compression_config"),
+        ({"quantization": {"bits": 4}}, "has a quantization, "),
+        ({"num_experts": 8}, "num_experts: 8, .* only null or 0 or 1 is"),
+        ({"num_local_experts": 8}, "num_local_experts: 8"),
+        ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping: 50\.0"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping: 30\.0"),
+        ({"residual_multiplier": 0.22}, "residual_multiplier: 0.22"),
+        ({"attention_multiplier": 1.0}, "attention_multiplier: 1.0, .* only null or 0.25 is"),
+        ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar: 256, .* only null or 16 is"),
+        ({"clip_qkv": 8}, "clip_qkv: 8, .* only null is"),
+        ({"alibi": True}, "alibi: true"),
+        ({"rope_interleaved": True}, "rope_interleaved: true"),
+        ({"logit_scale": "big"}, 'logit_scale: "big"'),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+        ({"use_qk_norm": True}, "use_qk_norm: true"),
+        ({"no_rope_layers": [1, 1, 0]}, r"no_rope_layers: \[1, 1, 0\]"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "rotary positions with partial_rotary_factor: 0.5",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "rotary positions with llama_4_scaling_beta: 0.1",
+        ),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types other than 'full_attention'"),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "layer_types other than 'sliding_attention'",
+        ),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": "9",
+            },
+            "'sliding_window' must be a positive integer",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_served_says_why(
@@ -117,6 +159,43 @@ def test_a_config_that_cannot_be_served_says_why(
 ) -> None:
     edit_config(tiny, **changes)
     with pytest.raises(InvalidModel, match=message):
+        ModelConfig.from_dir(tiny)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_experts": 0, "num_local_experts": 1, "attn_logit_softcapping": None},
+        {"attn_logit_softcapping": 0.0, "final_logit_softcapping": None, "clip_qkv": None},
+        {"embedding_multiplier": 1.0, "residual_multiplier": 1, "logits_scaling": 1.0},
+        {"attention_multiplier": 0.25, "query_pre_attn_scalar": 16.0},  # head_dim is 16
+        {"use_qk_norm": False, "no_rope_layers": [1, 1, 1], "partial_rotary_factor": 1.0},
+        {"rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 1.0}},
+        {"layer_types": ["full_attention"] * 3, "quantization_config": None},
+        {"hidden_activation": "silu", "rope_interleaved": False, "logit_scale": None},
+    ],
+)
+def test_a_key_at_the_value_that_changes_nothing_is_accepted(
+    tiny: Path, changes: dict[str, Any]
+) -> None:
+    before = ModelConfig.from_dir(tiny)
+    edit_config(tiny, **changes)
+    assert ModelConfig.from_dir(tiny) == before
+
+
+def test_qwen3_may_say_that_it_normalizes_queries_and_keys(tmp_path: Path) -> None:
+    path = save(make_model("qwen3"), tmp_path)
+    before = ModelConfig.from_dir(path)
+    edit_config(path, use_qk_norm=True)
+    assert ModelConfig.from_dir(path) == before
+
+
+@pytest.mark.parametrize("name", ["Granite", "Gemma2", "Cohere", "SmolLM3", "Mixtral"])
+def test_another_architectures_settings_are_not_taken_for_llamas(tiny: Path, name: str) -> None:
+    theirs = getattr(transformers, f"{name}Config")().to_dict()
+    ours = json.loads((tiny / "config.json").read_text())
+    edit_config(tiny, **(theirs | ours))
+    with pytest.raises(InvalidModel, match="supported"):
         ModelConfig.from_dir(tiny)
 
 

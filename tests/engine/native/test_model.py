@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.models.errors import UnsupportedWeightFormat
-from penstock.engine.native.model import load_library
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import UnsupportedFeature, UnsupportedWeightFormat
+from penstock.engine.native.model import check_features, load_library
 from tests.support.tiny_models import Harness, make_model, save
-from tests.support.weight_formats import NegatedLinear
+from tests.support.weight_formats import NegatedLinear, reversed_config
 
 
 def test_without_a_compiler_a_warning_is_logged_and_nothing_fails(
@@ -53,3 +54,10 @@ def test_a_weight_format_that_is_not_compiled_is_refused_by_name(tmp_path: Path)
     path = save(make_model("llama2"), tmp_path)
     with pytest.raises(UnsupportedWeightFormat, match="'negated', which the compiled CPU step"):
         Harness(path, native=True, make_linear=NegatedLinear)
+
+
+def test_a_flag_that_is_not_compiled_is_refused_by_name(tmp_path: Path) -> None:
+    config = ModelConfig.from_dir(save(make_model("llama_biases"), tmp_path))
+    check_features(config)
+    with pytest.raises(UnsupportedFeature, match="has is_reversed, which the compiled CPU step"):
+        check_features(reversed_config(config))
