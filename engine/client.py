@@ -18,8 +18,8 @@ from penstock.engine.config import (
 from penstock.engine.errors import BadGrammar, EngineFailed, QueueFull, RequestRefused
 from penstock.engine.executor import ModelInfo
 from penstock.engine.ipc.client import EngineClient
-from penstock.engine.ipc.engine_process import EngineState
 from penstock.engine.ipc.streams import OutputStream
+from penstock.engine.ipc.supervisor import EngineState
 from penstock.engine.logs import configure as configure_logs
 from penstock.engine.messages import StepReport
 

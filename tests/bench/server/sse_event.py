@@ -32,7 +32,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.executor import ModelInfo
 from penstock.engine.executors.scripted import scripted_info
 from penstock.engine.ipc.client import EngineClient
-from penstock.engine.ipc.engine_process import EngineProcess, EngineState
+from penstock.engine.ipc.supervisor import EngineProcess, EngineState
 from penstock.engine.messages import Abort, FromEngine, StepReport, Submit
 from penstock.scheduler.stats import NO_WORK, SchedulerStats
 from penstock.scheduler.types import Request, RequestOutput

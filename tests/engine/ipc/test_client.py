@@ -15,7 +15,7 @@ import pytest
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed, QueueFull, RequestRefused
 from penstock.engine.ipc.client import EngineClient
-from penstock.engine.ipc.engine_process import EngineState
+from penstock.engine.ipc.supervisor import EngineState
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request
 from tests.support.paths import DEMO_MODEL
