@@ -16,12 +16,12 @@ from penstock.engine.config import (
     LogFormat,
 )
 from penstock.engine.errors import BadGrammar, EngineFailed, QueueFull, RequestRefused
-from penstock.engine.executor import ModelInfo
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.streams import OutputStream
 from penstock.engine.ipc.supervisor import EngineState
 from penstock.engine.logs import configure as configure_logs
 from penstock.engine.messages import StepReport
+from penstock.engine.model_info import ModelInfo
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from penstock.engine.executor import ModelInfo
+from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.stats import SchedulerStats, StepWork
 from penstock.scheduler.types import Request, RequestId, RequestOutput, Started
 
