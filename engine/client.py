@@ -82,7 +82,7 @@ def resolve_model(model: str) -> Path:
 
 def load_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> "Tokenizer | None":
     """A made-up tokenizer of the model's vocabulary size, where the weights are dummies and the
-    directory has no tokenizer; else None. Raises PenstockError for a config.json that is no use."""
+    directory has no tokenizer; else None. Raises PenstockError for an invalid config.json."""
     from penstock.engine.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
     from penstock.engine.models.config import ModelConfig
 

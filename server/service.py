@@ -38,7 +38,7 @@ from penstock.server.tools.chat_format import ChatFormat
 logger = logging.getLogger("penstock")
 
 # With open requests, a step longer than this counts as stuck. Long, because a large prompt on a CPU
-# takes minutes, and a server that is killed for being slow serves nobody.
+# takes minutes, and a server that is killed because its start is slow never serves.
 _STALL_S = 120.0
 # Time for open requests to receive the error before the process ends too.
 _LAST_WORDS_S = 5.0

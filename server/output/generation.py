@@ -287,4 +287,4 @@ async def collected(generation: Generation) -> list[OutputDelta]:
 
 
 def _ignore() -> None:
-    """For when nobody listens."""
+    """The callback while nothing listens."""

@@ -29,7 +29,7 @@ from penstock.server.protocol.translation import (
 
 Item = dict[str, Any]
 Items = Annotated[list[Item], Field(fail_fast=True)]
-# All but the last ask for what no response of ours has: results of tools that a server runs,
+# All but the last request what no response of ours has: results of tools that a server runs,
 # pictures, and encrypted reasoning.
 Includable = Literal[
     "file_search_call.results",
