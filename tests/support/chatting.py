@@ -57,7 +57,7 @@ ADD = {
         },
     },
 }
-# Plain, and in the manner of Qwen3: tools, tool_calls, thoughts and all.
+# Plain, and one like that of Qwen3, with tools, tool_calls and reasoning.
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 QWEN = (
     "{% if tools %}# Tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
