@@ -58,7 +58,7 @@ class EngineProcess:
         on_message: Callable[[StepReport | Refused], None],
         on_end: Callable[[str], None],
     ) -> None:
-        """module: what the process runs; it must speak as `penstock.engine.ipc.process` does.
+        """module: what the process runs; it must use the protocol of `penstock.engine.ipc.process`.
 
         on_end is called once, with the reason, however the process ends; no message comes after.
         """

@@ -200,7 +200,7 @@ class ResponsesRequest(Wire):
     def chat_fields(self, history: list[Item], items: list[Item]) -> dict[str, Any]:
         """As a chat completion has them. history: the items of the responses before this one.
 
-        items: those of `input_items` that the model is to know of.
+        items: those of `input_items` that the prompt is to contain.
         """
         fields = {k: v for k, v in (self.model_extra or {}).items() if k in SHARED_FIELDS}
         fields |= {

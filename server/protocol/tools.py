@@ -100,7 +100,7 @@ class ToolFields(BaseModel):
 
     @cached_property
     def usable_tools(self) -> list[Tool]:
-        """Those that the model is to know of: what it may not call it had better not hear of."""
+        """Those that the prompt shows to the model: only functions that it may call."""
         if self.tool_choice == "none":
             return []
         if not self._allowed:

@@ -39,8 +39,8 @@ def text_of(server: RunningServer, **fields: Any) -> str:
 
 
 def chunks_of(server: RunningServer, path: str, **fields: Any) -> list[dict[str, Any]]:
-    ask = {"prompt": "Once"} if path == COMPLETIONS else {"messages": [USER]}
-    body = {"model": MODEL, "max_tokens": 6, "temperature": 0, "stream": True, **ask, **fields}
+    prompt = {"prompt": "Once"} if path == COMPLETIONS else {"messages": [USER]}
+    body = {"model": MODEL, "max_tokens": 6, "temperature": 0, "stream": True, **prompt, **fields}
     events = server.post(path, body).text.removesuffix("\n\n").split("\n\n")
     assert events[-1] == "data: [DONE]"
     return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
@@ -268,7 +268,7 @@ def test_a_completions_last_text_and_its_end_share_a_chunk(server: RunningServer
 def test_fields_for_a_providers_accounting_are_accepted_and_change_nothing(
     server: RunningServer, path: str
 ) -> None:
-    books = {
+    accounting = {
         "user": "u1",
         "metadata": {"a": "b"},
         "store": True,
@@ -277,9 +277,9 @@ def test_fields_for_a_providers_accounting_are_accepted_and_change_nothing(
         "prompt_cache_key": "k",
     }
     prompt = {"prompt": "Once"} if path == COMPLETIONS else {"messages": [USER]}
-    ask = {"model": MODEL, "temperature": 0, "max_tokens": 6, **prompt}
-    plain, booked = (server.post(path, ask | fields).json() for fields in ({}, books))
-    assert plain["choices"] == booked["choices"]
+    body = {"model": MODEL, "temperature": 0, "max_tokens": 6, **prompt}
+    plain, given = (server.post(path, body | fields).json() for fields in ({}, accounting))
+    assert plain["choices"] == given["choices"]
 
 
 @pytest.mark.parametrize("fields", [{"suffix": "end"}, {"use_beam_search": True}])
