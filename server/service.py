@@ -29,8 +29,8 @@ from penstock.server.observability.activity import Activity
 from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.tracing import RequestTrace, Tracer
 from penstock.server.output.generation import Generation
+from penstock.server.output.generation_request import GenerationRequest
 from penstock.server.output.pooling import Pooler
-from penstock.server.output.request import GenerationRequest
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
 from penstock.server.tools.chat_format import ChatFormat

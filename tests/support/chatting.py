@@ -20,11 +20,11 @@ from penstock.server.api.openai.writer import AnswerOptions, Head, encode
 from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta, Usage
 from penstock.server.output.detokenizer import TextDecoder
-from penstock.server.output.request import GenerationRequest
+from penstock.server.output.generation_request import GenerationRequest
 from penstock.server.prompt.constraints import constrain
-from penstock.server.prompt.generation_request import build_generation_request
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import chat_prompts, completion_prompts
+from penstock.server.prompt.request_builder import build_generation_request
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
 from penstock.server.protocol.openai import ChatCompletionRequest, CompletionRequest
 from penstock.server.tools.chat_format import ChatFormat
