@@ -1,1 +1,1 @@
-"""Computes: token ids in, token ids out. It has never heard of text or HTTP."""
+"""Computes: token ids in, token ids out. It knows neither text nor HTTP."""

@@ -16,12 +16,12 @@ from penstock.engine.config import (
     LogFormat,
 )
 from penstock.engine.errors import BadGrammar, EngineFailed, QueueFull, RequestRefused
-from penstock.engine.executor import ModelInfo
 from penstock.engine.ipc.client import EngineClient
-from penstock.engine.ipc.engine_process import EngineState
 from penstock.engine.ipc.streams import OutputStream
+from penstock.engine.ipc.supervisor import EngineState
 from penstock.engine.logs import configure as configure_logs
 from penstock.engine.messages import StepReport
+from penstock.engine.model_info import ModelInfo
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -82,7 +82,7 @@ def resolve_model(model: str) -> Path:
 
 def load_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> "Tokenizer | None":
     """A made-up tokenizer of the model's vocabulary size, where the weights are dummies and the
-    directory has no tokenizer; else None. Raises PenstockError for a config.json that is no use."""
+    directory has no tokenizer; else None. Raises PenstockError for an invalid config.json."""
     from penstock.engine.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
     from penstock.engine.models.config import ModelConfig
 

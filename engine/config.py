@@ -43,7 +43,7 @@ class AttentionBackend(StrEnum):
     AUTO = "auto"  # the fastest measured: see penstock.engine.attention.backends
     TRITON = "triton"  # our own kernels
     FLASH_ATTN = "flash_attn"  # FlashAttention 2, of the package flash-attn
-    TORCH = "torch"  # slow and simple, to tell errors of a kernel from those of a model
+    TORCH = "torch"  # slow and simple, to distinguish errors of a kernel from those of a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,118 +8,11 @@ the executor's own token table (see `ScheduledBatch`), where the next step reads
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.engine.errors import UnknownAdapter
-from penstock.scheduler.stats import StepWork
+from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.types import BlockCopy, Request, SampledTokens, ScheduledBatch, Tier
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionGroup:
-    """The layers whose tokens attend to the same number of positions: `window`, the token's own
-    included, or None for all before it.
-
-    Over all layers of the group, kv_bytes_per_token: keys and values of one position;
-    flops_per_pair: one (query, key) pair.
-    """
-
-    window: int | None
-    kv_bytes_per_token: int
-    flops_per_pair: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedExperts:
-    """The experts that a router chooses from for each token. Shared ones are not among them.
-
-    num_layers: those with experts. num_experts: of one layer. expert_bytes: of one expert.
-    """
-
-    num_layers: int
-    num_experts: int
-    num_experts_per_token: int
-    expert_bytes: int
-
-    def max_reached(self, num_tokens: int) -> int:
-        """The most experts, summed over the layers, that this many tokens can be routed to."""
-        return self.num_layers * min(self.num_experts, num_tokens * self.num_experts_per_token)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """What the rest of the program knows of the model that an executor runs.
-
-    weight_bytes: read once by every step that computes anything: all weights but routed experts and
-    the rows of the input embedding that are not gathered. experts: None for a dense model.
-    attention: the layers, grouped by window. flops_per_token: of the linear layers, for one token,
-    the output layer left out; flops_per_sampled_token: of the output layer, for one row.
-    max_model_len: the longest sequence this executor was sized for.
-    hidden_size: the length of an embedding. Peaks are the datasheet's, None for devices and
-    types that it does not list; measured_bandwidth and measured_flops were measured at start.
-    """
-
-    architecture: str
-    dtype: str
-    device: str
-    vocab_size: int
-    hidden_size: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    eos_token_ids: tuple[int, ...]
-    num_parameters: int
-    weight_bytes: int
-    attention: tuple[AttentionGroup, ...]
-    flops_per_token: int
-    flops_per_sampled_token: int
-    peak_bandwidth_bytes_per_s: float | None
-    measured_bandwidth_bytes_per_s: float | None
-    peak_flops_per_s: float | None
-    measured_flops_per_s: float | None = None
-    load_seconds: dict[str, float]
-    experts: RoutedExperts | None = None
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Of the attention groups, in their order: what `work_of` is to count for."""
-        return tuple(group.window for group in self.attention)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one position, all layers, as they are held in memory."""
-        return sum(group.kv_bytes_per_token for group in self.attention)
-
-    def step_bytes(self, work: StepWork) -> int:
-        """The least bytes that a correct step reads: once each weight that it uses, and once the
-        keys and values that are within each layer's window.
-
-        Every expert that the tokens can reach counts, where work.num_experts is not known. The
-        attention of plain torch (`gathered_attention`) reads whole contexts whatever the window.
-        """
-        num_bytes = self.weight_bytes
-        if self.experts is not None:
-            num_experts = work.num_experts
-            if num_experts is None:
-                num_experts = self.experts.max_reached(
-                    work.num_prefill_tokens + work.num_decode_tokens
-                )
-            num_bytes += self.experts.expert_bytes * num_experts
-        for group, attention in zip(self.attention, work.attention, strict=True):
-            num_bytes += group.kv_bytes_per_token * attention.context_tokens
-        return num_bytes
-
-    def step_flops(self, work: StepWork) -> int:
-        """The floating-point operations of a correct step."""
-        return (
-            self.flops_per_token * (work.num_prefill_tokens + work.num_decode_tokens)
-            + self.flops_per_sampled_token * (work.num_sampled + work.num_scored)
-            + sum(
-                group.flops_per_pair * attention.pairs
-                for group, attention in zip(self.attention, work.attention, strict=True)
-            )
-        )
 
 
 class PendingTokens(Protocol):

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from penstock.engine.executor import ModelInfo
+from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.stats import SchedulerStats, StepWork
 from penstock.scheduler.types import Request, RequestId, RequestOutput, Started
 
@@ -45,7 +45,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     started_s is in time.monotonic(), which all processes of a machine share. step_s: from launch
     (or the end of the step before) to the ids on the host. model_bytes and model_flops: the least
     that the step had to read and compute. started: answers that had their first step since the last
-    report. Step 0 is no step: it carries the final outputs of aborted answers.
+    report. A report of step 0 stands for no step: it carries the final outputs of aborted answers.
     """
 
     step: int

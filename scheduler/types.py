@@ -1,4 +1,4 @@
-"""The frozen types that cross rooms: requests, the work of a step, and its results.
+"""The frozen types that packages exchange: requests, the work of a step, and its results.
 
 Nothing here has behaviour. Types that are made once per sequence and step are NamedTuples, because
 a frozen dataclass costs three times as much to make, and a step of 256 sequences makes 256 of them.

@@ -1,1 +1,1 @@
-"""The room that speaks: text, JSON and HTTP. It knows the engine by its client alone."""
+"""Speaks HTTP, JSON and text. It reaches the engine through `engine/client.py` alone."""

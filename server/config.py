@@ -1,6 +1,6 @@
 """The server's settings, and the tree that joins them with the engine's.
 
-It knows the settings and their limits, not the rooms that use them.
+It knows the settings and their limits, not the packages that use them.
 """
 
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The table from exceptions to status and body, through which every error of every route goes."""
+"""The table from exceptions to status and body, which every route uses for every error."""
 
 import math
 from http import HTTPStatus

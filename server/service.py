@@ -29,8 +29,8 @@ from penstock.server.observability.activity import Activity
 from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.tracing import RequestTrace, Tracer
 from penstock.server.output.generation import Generation
+from penstock.server.output.generation_request import GenerationRequest
 from penstock.server.output.pooling import Pooler
-from penstock.server.output.request import GenerationRequest
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
 from penstock.server.tools.chat_format import ChatFormat
@@ -38,7 +38,7 @@ from penstock.server.tools.chat_format import ChatFormat
 logger = logging.getLogger("penstock")
 
 # With open requests, a step longer than this counts as stuck. Long, because a large prompt on a CPU
-# takes minutes, and a server that is killed for being slow serves nobody.
+# takes minutes, and a server that is killed because its start is slow never serves.
 _STALL_S = 120.0
 # Time for open requests to receive the error before the process ends too.
 _LAST_WORDS_S = 5.0

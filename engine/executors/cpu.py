@@ -17,12 +17,13 @@ from torch import Tensor
 
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import AttentionBackend, EngineConfig
-from penstock.engine.executor import ModelInfo, check_no_adapter, device_copies
+from penstock.engine.executor import check_no_adapter, device_copies
 from penstock.engine.executors.loading import Ledger, Phases, choose_dtype, describe, weight_source
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
 from penstock.engine.memory.kv_pool import KVPool, size_cpu_pool
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
+from penstock.engine.model_info import ModelInfo
 from penstock.engine.model_input import ModelInput, build_model_input
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import (

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from penstock.engine.config import Device, Dtype, LoadFormat
-from penstock.engine.executor import AttentionGroup, ModelInfo
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
 from penstock.engine.memory.kv_pool import PoolSize
+from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.scheduler.errors import InvalidConfig

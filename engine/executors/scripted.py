@@ -17,13 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from penstock.engine.executor import (
-    AttentionGroup,
-    ModelInfo,
-    PendingTokens,
-    check_no_adapter,
-    device_copies,
-)
+from penstock.engine.executor import PendingTokens, check_no_adapter, device_copies
+from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.engine.sampling.grammar import GrammarTable
 from penstock.scheduler.types import (
     Pooling,

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
-from penstock.engine.executor import ModelInfo
-from penstock.engine.ipc.engine_process import EngineProcess, EngineState
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
+from penstock.engine.ipc.supervisor import EngineProcess, EngineState
 from penstock.engine.messages import Abort, Refused, StepReport, Submit
+from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.types import Request, RequestId
 
 

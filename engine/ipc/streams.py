@@ -34,7 +34,7 @@ class OutputStream:
         self._error: PenstockError | None = None
         self._is_scheduled = False  # a call of `notify` is
         self._on_news: Callable[[], None] | None = None
-        # A bare future: an asyncio.Event asks for the loop, and so for the process id, every time.
+        # A bare future: an asyncio.Event looks up the loop, and so the process id, every time.
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 

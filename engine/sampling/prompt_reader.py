@@ -36,7 +36,7 @@ class _Gathered:
     """The results so far of the prompt in `slot`. state: float64 for Pooling.LAST, `_INTEGER_ONE`
     times the sum for MEAN."""
 
-    ask: PromptOutputRequest
+    requested: PromptOutputRequest
     slot: int
     num_tokens: int
     logprobs: list[PromptLogprobs] = field(default_factory=list)
@@ -84,7 +84,7 @@ class PromptReader:
             if gathered is None:
                 continue
             end = start + num_tokens
-            if gathered.ask == (None, Pooling.LAST):  # only the prompt's last token matters
+            if gathered.requested == (None, Pooling.LAST):  # only the prompt's last token matters
                 first_row, start = first_row + num_tokens - 1, end - 1
                 if end < gathered.num_tokens:
                     continue
@@ -107,7 +107,7 @@ class PromptReader:
 
     def _take(self, part: PromptPart, states: Tensor, token_table: Tensor) -> None:
         gathered = part.gathered
-        num_logprobs, pooling = gathered.ask
+        num_logprobs, pooling = gathered.requested
         if num_logprobs is not None:
             # The prompt's last row predicts the output's first token, which is not scored here.
             next_ids = token_table[gathered.slot, part.start + 1 : gathered.num_tokens]
@@ -139,7 +139,7 @@ class PromptReader:
 
 
 def _output(gathered: _Gathered) -> PromptOutput:
-    num_logprobs, pooling = gathered.ask
+    num_logprobs, pooling = gathered.requested
     embedding = None
     if pooling:
         assert gathered.state is not None

@@ -301,9 +301,9 @@ class Sampler:
         """Of the raw logits, for the rows that request them. ids: (S,) int64. Waits for the
         device."""
         report: list[TokenLogprobs | None] = [None] * len(slots)
-        asking = [row for row, slot in enumerate(slots) if slot in self._num_logprobs]
-        for start in range(0, len(asking), self._chunk):
-            part = asking[start : start + self._chunk]
+        requesting = [row for row, slot in enumerate(slots) if slot in self._num_logprobs]
+        for start in range(0, len(requesting), self._chunk):
+            part = requesting[start : start + self._chunk]
             rows = self._tensor(part)
             x = raw_logprobs(logits.index_select(0, rows).float())
             nums = [min(self._num_logprobs[slots[row]], self._vocab_size) for row in part]

@@ -55,7 +55,7 @@ _UNSUPPORTED = {
     "--skip-tokenizer-init": "leave out --tokenizer; then none is read",
     "--self-timed": "a trace is replayed at its own times unless --request-rate is given",
     "--no-self-timed": "give --request-rate, which replaces a trace's times",
-    "--probe-request-rate": "run a second penstock bench beside it, with --request-rate",
+    "--probe-request-rate": "run a second penstock bench at the same time, with --request-rate",
     "--no-oversample": "leave it out: no request is sent twice",
     "--no-stream": "leave it out: files are read from disk",
     "--disable-shuffle": "--seed draws the conversations; use a custom file to fix their order",

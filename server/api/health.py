@@ -1,4 +1,4 @@
-"""What an operator's tools ask: `/health`, `/ready`, `/version`, `/metrics`."""
+"""Routes for an operator's tools: `/health`, `/ready`, `/version`, `/metrics`."""
 
 import asyncio
 import gzip
@@ -37,7 +37,7 @@ async def metrics(request: Request) -> Response:
     text = service_of(request).metrics.text()
     headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4, "vary": "accept-encoding"}
     if gzip_accepted(request.headers.get("accept-encoding", "")):
-        # A tenth of the bytes at the lowest level; beside the event loop, which streams need.
+        # The lowest level gives a tenth of the bytes. In a thread, as streams need the event loop.
         text = await asyncio.to_thread(gzip.compress, text, 1)
         headers["content-encoding"] = "gzip"
     return Response(text, headers=headers)

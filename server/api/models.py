@@ -28,7 +28,7 @@ async def model(request: Request, name: str) -> Response:
 
 
 def _model_card(model: ServedModel, name: str) -> dict[str, object]:
-    """OpenAI's fields and Anthropic's, since both ask at the same path."""
+    """OpenAI's fields and Anthropic's, since the clients of both use this path."""
     return {
         "id": name,
         "object": "model",

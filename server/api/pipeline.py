@@ -23,10 +23,10 @@ from penstock.server.http.middleware import DIRECT_SEND
 from penstock.server.http.sse import EventStream, EventWriter
 from penstock.server.output.delta import OutputDelta
 from penstock.server.output.generation import Generation, collected
-from penstock.server.output.request import GenerationRequest
+from penstock.server.output.generation_request import GenerationRequest
 from penstock.server.prompt.constraints import constrain
-from penstock.server.prompt.generation_request import build_generation_request
 from penstock.server.prompt.prompts import Prompts
+from penstock.server.prompt.request_builder import build_generation_request
 from penstock.server.protocol.openai import GenerationFields
 
 logger = logging.getLogger("penstock")

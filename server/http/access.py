@@ -10,7 +10,7 @@ from penstock.server.errors import InvalidApiKey
 
 # In the scope: the tenant that `Access` found.
 TENANT = "penstock.tenant"
-# Asked by what runs the server, which has no key: whether it lives, and whether to send traffic.
+# Probes of an orchestrator, which has no key: is the server alive, and may it get traffic?
 OPEN_PATHS = ("/health", "/ready")
 
 

@@ -28,7 +28,7 @@ logger = logging.getLogger("penstock")
 DIRECT_SEND = "penstock.send"
 
 _MAX_REQUEST_ID_CHARS = 128
-# Beside all of /v1: what needs the model.
+# The paths outside /v1/ that need the model.
 _API_PATHS = frozenset({"/score", "/tokenize", "/detokenize"})
 
 

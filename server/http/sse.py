@@ -20,8 +20,8 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect events
 ]
-# While a client is slow to read, outputs wait as the engine made them. So many at a time are turned
-# to text, which takes a hundredth of the memory.
+# While a client is slow to read, outputs wait as the engine made them. When this many wait, they
+# are turned into text, which takes a hundredth of the memory.
 _MAX_WAITING = 1024
 
 

@@ -42,7 +42,7 @@ def _installed_commit() -> str | None:
 
 def checkout_commit(root: Path) -> str | None:
     """The commit that HEAD of a checkout points to, directly or through a loose or packed branch;
-    None where `root` is no checkout."""
+    None where `root` is not a checkout."""
     try:
         git = root / ".git"
         head = (git / "HEAD").read_text().strip()

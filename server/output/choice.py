@@ -96,9 +96,9 @@ class Choice:
         entries = self._take_entries()
         if self._reader and not (self._parts or entries or self._token_ids):
             return None  # the reader holds back what may be markup
-        return self._piece(text, entries, None)
+        return self._delta(text, entries, None)
 
-    def _piece(self, text: str, entries: list[LogprobEntry], reason: str | None) -> OutputDelta:
+    def _delta(self, text: str, entries: list[LogprobEntry], reason: str | None) -> OutputDelta:
         if self._echo:
             text, self._echo = self._echo + text, ""
         echoed, self._echoed = self._echoed, ()
@@ -138,7 +138,7 @@ class Choice:
         self.finish_reason = reason
         self._num_sent += len(text)
         entries = self._take_entries() if self.has_stop_string else self._entries
-        return self._piece(text, entries, reason)
+        return self._delta(text, entries, reason)
 
     def _take_entries(self) -> list[LogprobEntry]:
         """Those of the tokens whose text has been sent, at least in part."""

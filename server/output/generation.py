@@ -17,8 +17,8 @@ from penstock.server.observability.tracing import RequestTrace, TracedRequest
 from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta, Usage, coalesced, joined
 from penstock.server.output.detokenizer import StopScanner, TextDecoder, Vocabulary
+from penstock.server.output.generation_request import GenerationRequest
 from penstock.server.output.logprobs import echoed_tokens
-from penstock.server.output.request import GenerationRequest
 
 
 class Generation:
@@ -287,4 +287,4 @@ async def collected(generation: Generation) -> list[OutputDelta]:
 
 
 def _ignore() -> None:
-    """For when nobody listens."""
+    """The callback while nothing listens."""

@@ -66,7 +66,7 @@ def check_prompt(prompt: tuple[int, ...], vocab_size: int, param: str) -> None:
 
 
 def check_fields(fields: GenerationFields, model: ServedModel) -> None:
-    """What the fields ask of this model, as far as no prompt is needed to check it."""
+    """Checks the fields against this model, as far as that needs no prompt."""
     for param in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         for token_id in getattr(fields, param) or ():
             if not 0 <= token_id < model.info.vocab_size:

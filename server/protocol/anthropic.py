@@ -150,7 +150,7 @@ class CountTokensRequest(Wire):
             messages += _chat_messages(message, f"messages[{i}].content")
         fields = {k: v for k, v in (self.model_extra or {}).items() if k in SHARED_FIELDS}
         fields |= {"model": self.model, "messages": messages}
-        if self.messages[-1].role == "assistant":  # Anthropic's answer goes on where it ends
+        if self.messages[-1].role == "assistant":  # the answer continues it, as Anthropic's does
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         fields |= self._thinking_fields(fields.get("chat_template_kwargs") or {})
         if self.tools:

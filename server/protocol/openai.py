@@ -195,8 +195,8 @@ class GenerationFields(Wire):
 
     @cached_property
     def wants_running_usage(self) -> bool:
-        """Whether each chunk of a stream is to have the usage so far: only with that at its end, as
-        at vLLM."""
+        """Whether each chunk of a stream has the usage so far: only with include_usage, as in
+        vLLM."""
         options = self.stream_options
         return self.wants_usage and bool(options and options.continuous_usage_stats)
 

@@ -29,7 +29,7 @@ from penstock.server.protocol.translation import (
 
 Item = dict[str, Any]
 Items = Annotated[list[Item], Field(fail_fast=True)]
-# All but the last ask for what no response of ours has: results of tools that a server runs,
+# All but the last request what no response of ours has: results of tools that a server runs,
 # pictures, and encrypted reasoning.
 Includable = Literal[
     "file_search_call.results",
@@ -200,7 +200,7 @@ class ResponsesRequest(Wire):
     def chat_fields(self, history: list[Item], items: list[Item]) -> dict[str, Any]:
         """As a chat completion has them. history: the items of the responses before this one.
 
-        items: those of `input_items` that the model is to know of.
+        items: those of `input_items` that the prompt is to contain.
         """
         fields = {k: v for k, v in (self.model_extra or {}).items() if k in SHARED_FIELDS}
         fields |= {

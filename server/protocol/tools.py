@@ -100,7 +100,7 @@ class ToolFields(BaseModel):
 
     @cached_property
     def usable_tools(self) -> list[Tool]:
-        """Those that the model is to know of: what it may not call it had better not hear of."""
+        """Those that the prompt shows to the model: only functions that it may call."""
         if self.tool_choice == "none":
             return []
         if not self._allowed:
@@ -129,12 +129,12 @@ class ToolFields(BaseModel):
 
     @cached_property
     def to_call(self) -> list[FunctionSpec]:
-        """Those of which one at least must be called, where one must."""
+        """If the answer must have a call: the functions of which at least one must be called."""
         return [self.named_function] if self.named_function else self.functions
 
     @cached_property
     def max_required_calls(self) -> int:
-        """So many may be made where one must be; the one that is named is called once."""
+        """The most calls of an answer that must have one; a named function is called once."""
         is_one = self.parallel_tool_calls is False or self.named_function is not None
         return 1 if is_one else MAX_REQUIRED_CALLS
 

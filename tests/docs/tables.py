@@ -62,11 +62,11 @@ def split_default(action: argparse.Action) -> tuple[str, str]:
 
     Raises ValueError for a help that does not tell it.
     """
-    told = (action.help or "") % {"default": action.default, "prog": "penstock serve"}
-    found = _DEFAULT.match(told)
+    help_text = (action.help or "") % {"default": action.default, "prog": "penstock serve"}
+    found = _DEFAULT.match(help_text)
     if not found:
         raise ValueError(
-            f"the help of {action.option_strings[-1]} must end with '(default: ...)': {told!r}"
+            f"the help of {action.option_strings[-1]} must end with '(default: ...)': {help_text!r}"
         )
     return found["what"], found["default"].removeprefix("default: ")
 
@@ -87,14 +87,14 @@ def metrics() -> str:
 
 
 def families() -> list[Metric]:
-    """What a server tells whose device's peaks are known."""
+    """Those of a server that knows its device's peaks."""
     from penstock.server.observability.metrics import Metrics
     from tests.support.known_hardware import on_known_hardware
 
-    told = Metrics()
-    told.on_response("/v1/completions", "POST", 200)
-    told.on_ready(on_known_hardware())
-    return list(told.families())
+    recorded = Metrics()
+    recorded.on_response("/v1/completions", "POST", 200)
+    recorded.on_ready(on_known_hardware())
+    return list(recorded.families())
 
 
 def _metric_row(family: Metric) -> tuple[str, ...]:

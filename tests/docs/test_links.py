@@ -1,4 +1,4 @@
-"""README.md and docs/: every link leads somewhere, and the README links to every page."""
+"""README.md, CONTRIBUTING.md and docs/: their links, paths and names lead somewhere."""
 
 import re
 from collections import Counter
@@ -11,13 +11,18 @@ from tests.support.paths import ROOT
 
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [README, *DOCS, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md"))]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+PAGES = [README, *DOCS, CONTRIBUTING, ROOT / "CHANGELOG.md"]
 MAX_README_LINES = 150
 
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]*`")
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+# A file or folder of this repository, such as `server/api/*/writer.py`.
+_PATH = re.compile(r"`((?:server|engine|scheduler|loadtest|tests|configs|docker|docs)/[\w./*-]*)`")
+_NAME = re.compile(r"`([A-Za-z_]+(?:\.[A-Za-z_]+)*)`")
+_WORD = re.compile(r"\w+")
 _ELSEWHERE = re.compile(r"[a-z]+:")  # https:, mailto:
 
 
@@ -54,6 +59,26 @@ def test_a_link_leads_to_a_file_and_a_heading(page: Path, target: str) -> None:
     assert there.exists(), f"{page.name} links to {target}, and there is no such file"
     if anchor:
         assert anchor in set(anchors(there)), f"{there.name} has no heading for #{anchor}"
+
+
+@pytest.mark.parametrize("page", [README, *DOCS, CONTRIBUTING], ids=lambda page: page.name)
+def test_a_path_that_a_page_names_exists(page: Path) -> None:
+    named = _PATH.findall(page.read_text(encoding="utf-8"))
+    assert [path for path in named if not any(ROOT.glob(path))] == []
+
+
+def test_a_name_that_contributing_mentions_is_in_the_code() -> None:
+    named = {
+        name
+        for dotted in _NAME.findall(CONTRIBUTING.read_text(encoding="utf-8"))
+        for name in dotted.split(".")
+    }
+    folders = ("server", "engine", "scheduler", "loadtest", "tests")
+    modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    words = {path.stem for path in modules}
+    words |= {word for path in modules for word in _WORD.findall(path.read_text(encoding="utf-8"))}
+    assert len(named) > 30
+    assert named - words == set()
 
 
 def test_the_readme_is_short() -> None:

@@ -47,15 +47,15 @@ def test_every_flag_is_in_the_table() -> None:
 
 
 def test_every_metric_that_the_docs_name_exists() -> None:
-    told = {sample.name for family in families() for sample in family.samples}
-    told |= {family.name for family in families()}
+    exported = {sample.name for family in families() for sample in family.samples}
+    exported |= {family.name for family in families()}
     pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
     named = set(re.findall(r"\bpenstock_[a-z_]+\b(?![*`]?\*)", pages))
     assert len(named) > 30
-    assert named <= told
+    assert named <= exported
 
 
-def test_a_flag_whose_help_tells_no_default_is_refused() -> None:
+def test_a_flag_whose_help_has_no_default_is_refused() -> None:
     parser = argparse.ArgumentParser()
     flag = parser.add_argument("--silent", help="says nothing of it")
     with pytest.raises(ValueError, match="the help of --silent must end with"):

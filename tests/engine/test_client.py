@@ -1,4 +1,4 @@
-"""The engine's door: what it offers is there, and importing it loads nothing that is slow."""
+"""engine/client.py: every name in `__all__` exists, and importing it loads nothing that is slow."""
 
 import subprocess
 import sys
@@ -8,12 +8,12 @@ from penstock.engine import client
 SLOW = ("torch", "numpy", "transformers", "llguidance", "tokenizers", "huggingface_hub")
 
 
-def test_every_name_that_the_door_lists_is_there() -> None:
+def test_every_name_in_all_exists() -> None:
     assert [name for name in client.__all__ if not hasattr(client, name)] == []
     assert len(set(client.__all__)) == len(client.__all__)
 
 
-def test_the_command_line_loads_nothing_slow_through_the_door() -> None:
+def test_the_command_line_imports_the_client_and_loads_nothing_slow() -> None:
     program = (
         "import sys\nimport penstock.server.cli\n"
         "assert 'penstock.engine.client' in sys.modules\n"

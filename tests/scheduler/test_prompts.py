@@ -98,7 +98,7 @@ def test_logprobs_of_a_prompt_of_one_token_are_none_at_all() -> None:
 @pytest.mark.parametrize(
     ("num_prompt_logprobs", "pooling"), [(0, None), (None, Pooling.MEAN), (1, Pooling.LAST)]
 )
-def test_who_wants_all_of_a_prompt_reads_no_cache_but_leaves_one(
+def test_a_request_for_prompt_outputs_does_not_read_the_cache_but_fills_it(
     num_prompt_logprobs: int | None, pooling: Pooling | None
 ) -> None:
     driver = Driver()

@@ -184,7 +184,7 @@ def test_a_pool_too_small_for_all_preempts_and_changes_no_token() -> None:
 
 
 @pytest.mark.parametrize("is_cached", [True, False])
-def test_the_tokens_said_to_be_recomputed_are_those_that_ran_twice(is_cached: bool) -> None:
+def test_recomputed_tokens_are_those_that_ran_twice(is_cached: bool) -> None:
     config = SchedulerConfig(
         max_num_seqs=8, max_num_batched_tokens=8, enable_prefix_caching=is_cached
     )

@@ -1,4 +1,4 @@
-"""256 streams at once on the demo model, a third of which hang up midway."""
+"""256 streams at once on the demo model, a third of which disconnect midway."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ async def _stream(client: httpx.AsyncClient, url: str, prompt: str, num_events: 
     return text
 
 
-async def test_those_who_stay_get_what_they_get_alone_and_nothing_is_left_behind(
+async def test_streams_that_stay_get_what_they_get_alone_and_everything_is_freed(
     server: RunningServer,
 ) -> None:
     alone = {prompt: _alone(server, prompt) for prompt in PROMPTS}

@@ -13,18 +13,18 @@ import httpx
 import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from penstock.engine.executor import AttentionGroup, ModelInfo
+from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.scheduler.types import Finish, FinishReason, RequestId, RequestOutput
 from penstock.server.api.openai.chat_writer import ChatWriter
 from penstock.server.api.openai.writer import AnswerOptions, Head, encode
 from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta, Usage
 from penstock.server.output.detokenizer import TextDecoder
-from penstock.server.output.request import GenerationRequest
+from penstock.server.output.generation_request import GenerationRequest
 from penstock.server.prompt.constraints import constrain
-from penstock.server.prompt.generation_request import build_generation_request
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import chat_prompts, completion_prompts
+from penstock.server.prompt.request_builder import build_generation_request
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
 from penstock.server.protocol.openai import ChatCompletionRequest, CompletionRequest
 from penstock.server.tools.chat_format import ChatFormat
@@ -57,7 +57,7 @@ ADD = {
         },
     },
 }
-# Plain, and in the manner of Qwen3: tools, tool_calls, thoughts and all.
+# Plain, and one like that of Qwen3, with tools, tool_calls and reasoning.
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 QWEN = (
     "{% if tools %}# Tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"

@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executor import Executor, ModelInfo, PendingTokens
+from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.ipc.process import build_executor, main
+from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.types import Request, SampledTokens, ScheduledBatch
 
 MESSAGE = "CUDA error: an illegal memory access was encountered"

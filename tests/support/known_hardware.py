@@ -3,8 +3,8 @@
 from dataclasses import fields, replace
 from typing import Any
 
-from penstock.engine.executor import ModelInfo
 from penstock.engine.executors.scripted import scripted_info
+from penstock.engine.model_info import ModelInfo
 
 
 def on_known_hardware() -> ModelInfo:

@@ -3,8 +3,9 @@
 from collections import defaultdict, deque
 from dataclasses import replace
 
-from penstock.engine.executor import ModelInfo, PendingTokens
+from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.scripted import ScriptedExecutor, Slot, mix, scripted_info
+from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.kv_cache import KVCache
 from penstock.scheduler.scheduler import Scheduler

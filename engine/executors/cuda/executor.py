@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.device_step import DeviceStep
-from penstock.engine.executor import ModelInfo, check_no_adapter, device_copies
+from penstock.engine.executor import check_no_adapter, device_copies
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES, ChunkGraphs
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs, captured_sizes
@@ -31,6 +31,7 @@ from penstock.engine.kernels.tables import (
     store_sampled,
 )
 from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.sampling.grammar import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader

@@ -17,7 +17,6 @@ from triton.runtime.errors import OutOfResources
 from penstock.engine.attention.backends import make_attention
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import EngineConfig
-from penstock.engine.executor import ModelInfo
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
 from penstock.engine.executors.cuda.device import CudaGpu, Gpu
 from penstock.engine.executors.cuda.device_tables import DeviceTables
@@ -48,6 +47,7 @@ from penstock.engine.memory.kv_pool import (
     size_pool,
 )
 from penstock.engine.memory.machine import num_cores
+from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.layers.linear import PlainLinear

@@ -24,10 +24,10 @@ from penstock.server.api.common import Received, json_response, receive, unless_
 from penstock.server.api.embeddings.batch import pooled
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.pooling import normalized
-from penstock.server.prompt.generation_request import salted
 from penstock.server.prompt.limits import check_priority, check_prompt, too_long, truncated
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import off_loop
+from penstock.server.prompt.request_builder import salted
 from penstock.server.protocol.openai import (
     CacheSalt,
     Priority,

@@ -62,7 +62,7 @@ class ChatWriter(OpenAIWriter):
         return _chunk(index, {}, finish_reason)
 
     def _part_events(self, delta: OutputDelta) -> bytes:
-        """What is known of the tokens goes with the first."""
+        """The ids and logprobs of the tokens are in the first event."""
         assert delta.parts is not None
         parts = [delta_of(part) for part in delta.parts]
         if not parts and (delta.logprobs or delta.token_ids):

@@ -37,7 +37,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What a client wants to know beside the text.
+    """What an answer reports besides its text.
 
     num_logprobs, prompt_logprobs: how many of the best tokens to report; None for no logprobs.
     names_ids: a token in logprobs is named "token_id:5" (vLLM's form), so that two tokens of one
@@ -108,7 +108,7 @@ class OpenAIWriter:
         raise NotImplementedError
 
     def _head_extras(self) -> dict[str, Any]:
-        """Of a body, or of a stream's openings, beside the choices."""
+        """Of a body, or of a stream's openings, besides the choices."""
         return {}
 
     def _delta_extras(self, delta: OutputDelta, is_first: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class StoredResponse:
     """All of it is JSON, so that what is kept can be counted.
 
     history: the items of the turns before, each an array; a response shares them with the one that
-    it continues. So a conversation goes on where an earlier response of it is gone.
+    it continues. So a conversation can be continued after its earlier responses were evicted.
     """
 
     body: bytes

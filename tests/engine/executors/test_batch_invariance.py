@@ -1,4 +1,4 @@
-"""On a CPU with a compiler, a token's result is bit for bit the same whatever runs beside it."""
+"""On a CPU with a compiler, a token's result is bit for bit the same in whatever step it runs."""
 
 import random
 from pathlib import Path

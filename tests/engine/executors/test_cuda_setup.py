@@ -99,8 +99,8 @@ def test_the_log_says_where_the_memory_went(tiny: Path, caplog: pytest.LogCaptur
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
 def test_a_context_that_does_not_fit_the_gpus_pool_is_refused_with_what_would(tiny: Path) -> None:
     block_bytes = 24 * 2 * 3 * 2 * 24 * 4  # of 24 tokens: 5 for 120 of them, and one to spare
-    wishes = {"max_model_len": 120, "block_size": 24}
-    config = interpreted(tiny, kv_cache_memory_bytes=6 * block_bytes - 1, **wishes)
+    settings = {"max_model_len": 120, "block_size": 24}
+    config = interpreted(tiny, kv_cache_memory_bytes=6 * block_bytes - 1, **settings)
     needed = f"--kv-cache-memory-bytes to at least {6 * block_bytes} or --max-model-len to at most "
     with pytest.raises(InvalidConfig, match=f"{needed}96$"):
         build_cuda_executor(config, tiny, Interpreter())

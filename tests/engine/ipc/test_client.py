@@ -15,7 +15,7 @@ import pytest
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed, QueueFull, RequestRefused
 from penstock.engine.ipc.client import EngineClient
-from penstock.engine.ipc.engine_process import EngineState
+from penstock.engine.ipc.supervisor import EngineState
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request
 from tests.support.paths import DEMO_MODEL
@@ -151,7 +151,7 @@ async def test_a_folder_named_engine_where_it_is_started_is_not_taken_for_ours(
     await engine.close()
 
 
-async def test_an_engine_that_cannot_start_says_why() -> None:
+async def test_an_engine_that_cannot_start_reports_why() -> None:
     engine = EngineClient(config(model="/nowhere/at/all"))
     with pytest.raises(EngineFailed, match="nowhere"):
         await engine.start()

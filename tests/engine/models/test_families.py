@@ -59,7 +59,7 @@ def test_a_prompt_in_chunks_gives_the_same_logits(family: Any, native: bool, chu
         assert_close(made.run([(0, start, size)])[0], expected[0, start : start + size])
 
 
-def test_decodes_beside_another_prompts_chunks_give_the_same_logits(
+def test_decodes_in_a_step_with_another_prompts_chunks_give_the_same_logits(
     family: Any, native: bool
 ) -> None:
     path, expected, prompts = family

@@ -130,13 +130,13 @@ PEERS = {
         2,
         is_chat=True,
     ),
-    "thoughts under one name": Peer(
+    "reasoning under one name": Peer(
         chat(delta(role="assistant", reasoning_content="a"), delta(content="b"), usage(2)) + DONE,
         2,
         2,
         is_chat=True,
     ),
-    "thoughts under the other name": Peer(
+    "reasoning under the other name": Peer(
         chat(delta(role="assistant", reasoning="a"), delta(content="b"), usage(2)) + DONE,
         2,
         2,

@@ -91,7 +91,7 @@ def test_the_stream_helper_of_the_client_accumulates_a_whole_message(
     assert final.usage.output_tokens == 12
 
 
-def test_the_stop_sequence_that_ended_the_message_is_told(client: anthropic.Anthropic) -> None:
+def test_the_stop_sequence_that_ended_the_message_is_reported(client: anthropic.Anthropic) -> None:
     text = ask(client).content[0].text
     stop = text[6:10]
     for stream in (False, True):
@@ -120,7 +120,7 @@ def test_thinking_reaches_the_chat_template() -> None:
     assert chat.chat_template_kwargs == {"enable_thinking": False}
 
 
-def test_a_limit_on_thoughts_reaches_a_model_that_thinks_and_no_other() -> None:
+def test_a_reasoning_budget_reaches_only_a_model_that_reasons() -> None:
     thinking = {"type": "adaptive", "budget_tokens": 1024}
     body = {"model": MODEL, "max_tokens": 4, "messages": [USER], "thinking": thinking}
     fields = MessagesRequest.parse(json.dumps(body).encode())
@@ -128,7 +128,7 @@ def test_a_limit_on_thoughts_reaches_a_model_that_thinks_and_no_other() -> None:
     assert chat_request(fields, thinks=False).thinking_budget is None
 
 
-def test_a_limit_on_thoughts_that_are_off_is_refused() -> None:
+def test_a_budget_for_disabled_reasoning_is_refused() -> None:
     thinking = {"type": "disabled", "budget_tokens": 1024}
     body = {"model": MODEL, "max_tokens": 4, "messages": [USER], "thinking": thinking}
     with pytest.raises(InvalidRequest, match=r"thinking\.budget_tokens"):
@@ -210,7 +210,7 @@ def test_a_thread_is_refused_so_that_clients_send_the_whole_conversation(
     assert server.post(PATH, fields | {"thread": None}).status_code == 200
 
 
-def test_claude_codes_wish_to_keep_all_thoughts_is_no_reason_to_refuse(
+def test_claude_codes_setting_to_keep_all_reasoning_is_accepted(
     server: RunningServer,
 ) -> None:
     edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
@@ -256,7 +256,7 @@ def test_anthropics_header_holds_the_key_too() -> None:
             ask(client)
 
 
-def test_hanging_up_frees_everything_plain_or_streamed(server: RunningServer) -> None:
+def test_a_disconnect_frees_everything_plain_or_streamed(server: RunningServer) -> None:
     body = {"model": MODEL, "messages": [USER], "max_tokens": 50_000, "seed": 1}
     body |= {"ignore_eos": True}
     with httpx.stream("POST", server.url + PATH, json=body | {"stream": True}) as response:
@@ -350,7 +350,7 @@ def delta(*parts: Part, end: str | None = None) -> OutputDelta:
     return OutputDelta(0, "", [], end, (), parts)
 
 
-def test_thoughts_are_signed_before_their_block_ends() -> None:
+def test_reasoning_is_signed_before_its_block_ends() -> None:
     writer = MessageWriter(MODEL, Usage(4))
     writer.delta(delta(ReasoningPart("Well")))
     events = writer.delta(delta(TextPart("I ask."))).split(b"\n\n")
@@ -359,7 +359,7 @@ def test_thoughts_are_signed_before_their_block_ends() -> None:
     assert b"signature" not in b"".join(events[2:]) + writer.end(Usage(4, 9))
 
 
-def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
+def test_reasoning_text_and_calls_are_separate_blocks() -> None:
     writer = MessageWriter(MODEL, Usage(4))
     writer.delta(delta(ReasoningPart("Well"), TextPart("I "), TextPart("ask.")))
     writer.delta(delta(CallStart(0, "call_a", "look"), CallArguments(0, '{"at"')))

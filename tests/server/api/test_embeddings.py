@@ -170,7 +170,7 @@ def test_a_repeated_text_finds_its_prefix_unless_another_salt_keeps_it_apart(
     assert hits[0] == hits[2] == 0 and hits[1] > 100
 
 
-def test_a_priority_that_nobody_heeds_is_refused(server: RunningServer) -> None:
+def test_a_priority_is_refused_under_first_come_first_served(server: RunningServer) -> None:
     assert refusal(server, input="a", priority=1)["param"] == "priority"
 
 
@@ -221,7 +221,7 @@ def test_metrics_count_embeddings(server: RunningServer) -> None:
     assert [b - a for a, b in zip(before, after, strict=True)] == [num_tokens, 1, 0]
 
 
-def test_a_directory_of_sentence_transformers_is_pooled_and_cut_as_it_says(
+def test_a_sentence_transformers_directory_sets_pooling_and_dimensions(
     tmp_path: Path, model: Any
 ) -> None:
     directory = tmp_path / "model"
@@ -286,7 +286,7 @@ def test_a_full_queue_refuses_embeddings_with_retry_after(small: RunningServer) 
 SLOW = ("--scripted-step-ms", "20")
 
 
-def test_hanging_up_aborts_all_inputs() -> None:
+def test_a_disconnect_aborts_all_inputs() -> None:
     with running_server(*SLOW) as running:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(running.url + PATH, json=LONG, timeout=0.5)
@@ -304,7 +304,7 @@ def test_a_deadline_ends_all_inputs() -> None:
         assert running.metric('requests_total{outcome="failed"}') == 1
 
 
-def test_a_drain_lets_embeddings_finish_and_a_key_is_asked_for() -> None:
+def test_a_drain_lets_embeddings_finish_and_a_key_is_required() -> None:
     with running_server("--api-key", "k") as running:
         headers = {"Authorization": "Bearer k"}
         refused = running.post(PATH, {"model": MODEL, "input": "a"})

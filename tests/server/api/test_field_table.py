@@ -283,8 +283,8 @@ REFUSED_BY_BOTH: dict[str, Any] = {
     "ebnf": "x",
 }
 
-# Let in, since they cannot change the answer: a provider's books, hints for its caches, what a
-# stream is padded with; wishes about style, which are handed to templates that know them.
+# Accepted, since they cannot change the answer: a provider's accounting, hints for its caches, the
+# padding of a stream; settings of style, which are passed to the chat template.
 HARMLESS: dict[str, Any] = {
     "user": "u",
     "metadata": {"a": "b"},

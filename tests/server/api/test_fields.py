@@ -39,8 +39,8 @@ def text_of(server: RunningServer, **fields: Any) -> str:
 
 
 def chunks_of(server: RunningServer, path: str, **fields: Any) -> list[dict[str, Any]]:
-    ask = {"prompt": "Once"} if path == COMPLETIONS else {"messages": [USER]}
-    body = {"model": MODEL, "max_tokens": 6, "temperature": 0, "stream": True, **ask, **fields}
+    prompt = {"prompt": "Once"} if path == COMPLETIONS else {"messages": [USER]}
+    body = {"model": MODEL, "max_tokens": 6, "temperature": 0, "stream": True, **prompt, **fields}
     events = server.post(path, body).text.removesuffix("\n\n").split("\n\n")
     assert events[-1] == "data: [DONE]"
     return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
@@ -55,7 +55,7 @@ def refusal(response: httpx.Response) -> dict[str, Any]:
 USER = {"role": "user", "content": "Who are you?"}
 
 
-def test_min_tokens_puts_the_end_off(server: RunningServer) -> None:
+def test_min_tokens_postpones_the_end(server: RunningServer) -> None:
     short = server.chat(max_tokens=200, temperature=0).json()
     assert short["choices"][0]["finish_reason"] == "stop"
     num_short = short["usage"]["completion_tokens"]
@@ -76,7 +76,7 @@ def test_min_tokens_beyond_max_tokens_are_refused(server: RunningServer) -> None
     assert refusal(server.complete(max_tokens=3, min_tokens=4))["param"] == "min_tokens"
 
 
-def test_a_bad_word_is_never_said_wherever_it_would_stand(server: RunningServer) -> None:
+def test_a_bad_word_is_never_generated_anywhere_in_the_text(server: RunningServer) -> None:
     text = text_of(server, prompt="Once upon a time", max_tokens=40)
     words = [word for word in text.split() if word.isalpha()]
     word = max(words, key=len)
@@ -84,7 +84,7 @@ def test_a_bad_word_is_never_said_wherever_it_would_stand(server: RunningServer)
     assert f" {word} " not in other and other != text
 
 
-def test_a_bad_word_of_many_tokens_forbids_only_its_last_behind_the_others(
+def test_a_bad_word_of_many_tokens_forbids_only_its_last_after_the_others(
     server: RunningServer,
 ) -> None:
     text = text_of(server, prompt="Once upon a time", max_tokens=40)
@@ -249,7 +249,7 @@ def test_continuous_usage_counts_up_to_the_last_chunk(server: RunningServer) -> 
     assert chunks[-1]["choices"] == []
 
 
-def test_continuous_usage_goes_only_with_usage_at_the_end(server: RunningServer) -> None:
+def test_continuous_usage_requires_include_usage(server: RunningServer) -> None:
     options = {"include_usage": False, "continuous_usage_stats": True}
     chunks = chunks_of(server, COMPLETIONS, stream_options=options, max_tokens=5, ignore_eos=True)
     assert all("usage" not in chunk for chunk in chunks)
@@ -265,10 +265,10 @@ def test_a_completions_last_text_and_its_end_share_a_chunk(server: RunningServer
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_fields_for_a_providers_books_are_taken_and_change_nothing(
+def test_fields_for_a_providers_accounting_are_accepted_and_change_nothing(
     server: RunningServer, path: str
 ) -> None:
-    books = {
+    accounting = {
         "user": "u1",
         "metadata": {"a": "b"},
         "store": True,
@@ -277,9 +277,9 @@ def test_fields_for_a_providers_books_are_taken_and_change_nothing(
         "prompt_cache_key": "k",
     }
     prompt = {"prompt": "Once"} if path == COMPLETIONS else {"messages": [USER]}
-    ask = {"model": MODEL, "temperature": 0, "max_tokens": 6, **prompt}
-    plain, booked = (server.post(path, ask | fields).json() for fields in ({}, books))
-    assert plain["choices"] == booked["choices"]
+    body = {"model": MODEL, "temperature": 0, "max_tokens": 6, **prompt}
+    plain, given = (server.post(path, body | fields).json() for fields in ({}, accounting))
+    assert plain["choices"] == given["choices"]
 
 
 @pytest.mark.parametrize("fields", [{"suffix": "end"}, {"use_beam_search": True}])

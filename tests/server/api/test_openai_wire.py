@@ -90,7 +90,7 @@ def test_a_completion_stream_has_no_opening_chunk(server: RunningServer) -> None
     assert json.loads(events[0])["choices"][0]["text"]
 
 
-def test_a_stream_tells_proxies_to_keep_their_hands_off(server: RunningServer) -> None:
+def test_a_streams_headers_turn_off_buffering_and_caching_in_proxies(server: RunningServer) -> None:
     response, _ = stream(server, PATHS[0])
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
@@ -114,7 +114,7 @@ def test_a_stop_string_ends_the_answer_before_it(server: RunningServer, is_strea
             assert (choice["text"], choice["finish_reason"]) == (text, "stop")
 
 
-def test_tokens_behind_a_stop_string_are_not_counted(server: RunningServer) -> None:
+def test_tokens_after_a_stop_string_are_not_counted(server: RunningServer) -> None:
     whole = server.complete(max_tokens=30, logprobs=0).json()["choices"][0]
     tokens = whole["logprobs"]["tokens"]
     stop = "".join(tokens[3:5])
@@ -183,7 +183,7 @@ def test_a_streamed_comment_keeps_a_silent_stream_alive() -> None:
             assert next(silent) == b": ping\n\n"
 
 
-def test_metrics_agree_with_what_was_asked(server: RunningServer) -> None:
+def test_metrics_agree_with_the_requests(server: RunningServer) -> None:
     names = ("prompt_tokens_total", "generated_tokens_total", 'requests_total{outcome="length"}')
     before = [server.metric(name) for name in names]
     answer = server.complete(n=2, max_tokens=10).json()

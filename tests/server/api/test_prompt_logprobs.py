@@ -1,4 +1,4 @@
-"""What is told of a prompt's own tokens: echo with logprobs, `prompt_logprobs`, `max_tokens: 0`.
+"""The logprobs of a prompt's own tokens: echo with logprobs, `prompt_logprobs`, `max_tokens: 0`.
 
 The oracle is transformers, on the demo model.
 """
@@ -63,7 +63,7 @@ def test_echoed_logprobs_are_those_of_transformers(server: RunningServer, model:
         assert sorted(top.values(), reverse=True)[:3] == pytest.approx(best, abs=NEAR)
 
 
-def test_echoed_tokens_stand_where_text_offset_says(server: RunningServer) -> None:
+def test_text_offset_is_where_each_echoed_token_begins(server: RunningServer) -> None:
     choice = choice_of(server, prompt=TEXT, echo=True, logprobs=0, max_tokens=5)
     logprobs = choice["logprobs"]
     assert choice["text"].startswith(TEXT)
@@ -72,7 +72,7 @@ def test_echoed_tokens_stand_where_text_offset_says(server: RunningServer) -> No
         assert choice["text"][offset:].startswith(token)
 
 
-def test_the_answer_behind_an_echo_has_the_logprobs_that_it_has_alone(
+def test_the_answer_after_an_echo_has_the_logprobs_that_it_has_alone(
     server: RunningServer,
 ) -> None:
     fields = {"prompt": TEXT, "logprobs": 2, "max_tokens": 6}
@@ -118,7 +118,7 @@ def test_no_tokens_without_echo_are_an_empty_text_and_the_prompts_usage(
     assert server.metric("generated_tokens_total") == before
 
 
-def test_a_prompt_may_fill_the_whole_context_where_no_answer_is_asked_for(
+def test_a_prompt_may_fill_the_whole_context_if_max_tokens_is_0(
     server: RunningServer,
 ) -> None:
     limit = server.get(f"/v1/models/{MODEL}").json()["max_model_len"]
@@ -163,7 +163,7 @@ def test_lm_evaluation_harness_reads_the_likelihood_of_a_continuation(
         assert is_greedy == bool((own == table.max(-1).values).all())
 
 
-def test_prompt_logprobs_tell_logprob_rank_and_text_of_each_position(
+def test_prompt_logprobs_have_logprob_rank_and_text_of_each_position(
     server: RunningServer, model: Any
 ) -> None:
     choice = choice_of(server, prompt=TEXT, prompt_logprobs=2, max_tokens=1)
@@ -180,7 +180,7 @@ def test_prompt_logprobs_tell_logprob_rank_and_text_of_each_position(
         assert set(known) == {str(token_id), *best}
 
 
-def test_prompt_logprobs_0_tell_only_of_the_prompts_own_tokens(server: RunningServer) -> None:
+def test_prompt_logprobs_0_has_only_the_prompts_own_tokens(server: RunningServer) -> None:
     positions = choice_of(server, prompt=IDS, prompt_logprobs=0)["prompt_logprobs"]
     assert [list(known) for known in positions[1:]] == [[str(i)] for i in IDS[1:]]
 
@@ -199,7 +199,7 @@ def test_more_prompt_logprobs_than_echoed_ones_leave_the_echo_alone(server: Runn
     assert len(both["prompt_logprobs"][1]) >= 4
 
 
-def test_a_chat_answer_has_its_prompts_logprobs_beside_the_choices(server: RunningServer) -> None:
+def test_a_chat_answer_has_its_prompts_logprobs_outside_the_choices(server: RunningServer) -> None:
     body = server.chat(prompt_logprobs=1, n=2, return_token_ids=True).json()
     positions = body["prompt_logprobs"]
     assert positions[0] is None
@@ -214,7 +214,7 @@ def test_best_of_weighs_the_answers_and_not_the_echo(server: RunningServer) -> N
     assert echoed["text"] == TEXT + plain
 
 
-def test_what_is_told_of_a_prompt_is_the_same_whatever_is_cached(server: RunningServer) -> None:
+def test_prompt_outputs_are_the_same_whatever_is_cached(server: RunningServer) -> None:
     ids = (IDS * 20)[:90]
     fields = {"prompt": ids, "echo": True, "logprobs": 2, "max_tokens": 0}
     first, again = (choice_of(server, **fields) for _ in range(2))
@@ -231,7 +231,7 @@ def test_what_is_told_of_a_prompt_is_the_same_whatever_is_cached(server: Running
         ({"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
     ],
 )
-def test_what_cannot_be_told_of_a_prompt_is_refused_by_name(
+def test_unsupported_prompt_outputs_are_refused_by_name(
     server: RunningServer, fields: dict[str, Any], param: str
 ) -> None:
     response = server.complete(**fields)

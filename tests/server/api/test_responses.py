@@ -110,7 +110,7 @@ def test_the_stream_has_every_event_in_order(client: openai.OpenAI) -> None:
     assert final.usage.output_tokens == 12
 
 
-def test_each_event_says_its_type_twice_and_nothing_says_done(server: RunningServer) -> None:
+def test_each_event_has_its_type_twice_and_no_done_follows(server: RunningServer) -> None:
     body = {"model": MODEL, "input": "Hi", "max_output_tokens": 4, "seed": 1, "stream": True}
     response = server.post(PATH, body)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -131,7 +131,7 @@ def test_the_stream_helper_of_the_client_accumulates_a_whole_response(
     assert final.output_text == respond(client, extra_body={"stop": stop}).output_text
 
 
-def test_logprobs_come_where_include_asks_for_them(client: openai.OpenAI) -> None:
+def test_logprobs_come_if_include_requests_them(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     plain = respond(client, **asked).output[0].content[0]
     assert len(plain.logprobs) == 12 and plain.logprobs[0].top_logprobs
@@ -208,7 +208,7 @@ def test_to_go_on_from_what_is_not_stored_is_a_bad_request(server: RunningServer
     assert error["code"] == "previous_response_not_found"
 
 
-def test_input_may_be_left_out_only_behind_a_previous_response(
+def test_input_may_be_left_out_only_after_a_previous_response(
     server: RunningServer, client: openai.OpenAI
 ) -> None:
     first = respond(client)
@@ -216,10 +216,10 @@ def test_input_may_be_left_out_only_behind_a_previous_response(
     assert refusal(server, input=None)["code"] == "missing_required_parameter"
 
 
-def test_a_response_tells_the_penalties_that_were_in_effect(server: RunningServer) -> None:
+def test_a_response_reports_the_penalties_that_were_in_effect(server: RunningServer) -> None:
     body = {"model": MODEL, "input": "Hi", "max_output_tokens": 4, "presence_penalty": 0.5}
-    told = server.post(PATH, body).json()
-    assert (told["presence_penalty"], told["frequency_penalty"]) == (0.5, 0.0)
+    response = server.post(PATH, body).json()
+    assert (response["presence_penalty"], response["frequency_penalty"]) == (0.5, 0.0)
 
 
 def test_what_cannot_be_included_is_refused_by_its_place(server: RunningServer) -> None:
@@ -234,7 +234,7 @@ def test_another_key_finds_nothing(server: RunningServer, client: openai.OpenAI)
         other.responses.retrieve(mine.id)
 
 
-def test_the_idlest_response_goes_first_where_the_store_is_full(client: openai.OpenAI) -> None:
+def test_a_full_store_evicts_the_least_recently_used_response(client: openai.OpenAI) -> None:
     first, second, third = (respond(client).id for _ in range(3))
     client.responses.retrieve(first)
     respond(client)
@@ -277,7 +277,7 @@ def test_a_background_response_is_refused_plainly(server: RunningServer) -> None
     assert "stream" in error["message"]
 
 
-def test_nothing_can_be_cancelled_and_the_error_says_what_to_do(client: openai.OpenAI) -> None:
+def test_nothing_can_be_cancelled_and_the_error_explains_what_to_do(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="close its connection"):
         client.responses.cancel(respond(client).id)
     with pytest.raises(openai.NotFoundError):
@@ -318,7 +318,7 @@ def test_tools_that_only_openai_runs_are_skipped(client: openai.OpenAI) -> None:
     assert response.output_text and response.tools == []
 
 
-def test_hanging_up_frees_everything_plain_or_streamed(server: RunningServer) -> None:
+def test_a_disconnect_frees_everything_plain_or_streamed(server: RunningServer) -> None:
     body = {"model": MODEL, "input": "Once", "max_output_tokens": 50_000, "seed": 1}
     body |= {"ignore_eos": True}
     with httpx.stream("POST", server.url + PATH, json=body | {"stream": True}) as response:
@@ -350,7 +350,7 @@ def in_parts(*parts: Part, end: str | None = None) -> OutputDelta:
     return OutputDelta(0, "", [], end, (), parts)
 
 
-def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
+def test_reasoning_text_and_calls_are_separate_items() -> None:
     events, response = written(
         in_parts(ReasoningPart("Well"), ReasoningPart(", then"), TextPart("I ask.")),
         in_parts(CallStart(0, "call_a", "look"), CallArguments(0, '{"at"')),
@@ -363,8 +363,8 @@ def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
         "function_call",
         "function_call",
     ]
-    thought, message, look, wait = response["output"]
-    assert thought["content"] == [{"type": "reasoning_text", "text": "Well, then"}]
+    reasoning, message, look, wait = response["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Well, then"}]
     assert message["content"][0]["text"] == "I ask."
     assert (look["call_id"], look["name"], look["arguments"]) == ("call_a", "look", '{"at":1}')
     assert (wait["call_id"], wait["arguments"]) == ("call_b", "{}")
@@ -378,7 +378,7 @@ def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
 
-def test_a_call_streams_its_arguments_and_then_tells_them_whole() -> None:
+def test_a_call_streams_its_arguments_and_then_repeats_them_whole() -> None:
     events, _ = written(
         in_parts(CallStart(0, "call_a", "look"), CallArguments(0, '{"at"')),
         in_parts(CallArguments(0, ":1}"), end="tool_calls"),
@@ -397,7 +397,7 @@ def test_a_call_streams_its_arguments_and_then_tells_them_whole() -> None:
     assert "".join(deltas) == events[-3]["arguments"] == '{"at":1}'
 
 
-def test_an_answer_without_a_token_is_a_message_that_says_nothing() -> None:
+def test_an_answer_without_a_token_is_an_empty_message() -> None:
     events, response = written(OutputDelta(0, "", [], "stop"))
     assert response["output"][0]["content"][0]["text"] == ""
     assert events[-1]["type"] == "response.completed"
@@ -483,7 +483,7 @@ def test_text_format_holds_the_answer_to_its_schema(demo: Any) -> None:
     assert "response_format" not in caught.value.message
 
 
-def test_bad_tools_are_refused_in_this_apis_words(server: RunningServer) -> None:
+def test_bad_tools_are_refused_by_this_apis_field_names(server: RunningServer) -> None:
     assert refusal(server, tools=[{"type": "function"}])["param"] == "tools[0].name"
     choice = {"type": "function", "name": "nobody"}
     error = refusal(server, tools=[WEATHER], tool_choice=choice)

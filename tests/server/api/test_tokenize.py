@@ -29,7 +29,7 @@ def tokenize(server: RunningServer, **fields: Any) -> dict[str, Any]:
     return body
 
 
-def test_a_text_is_told_as_ids_with_their_number_and_the_room(server: RunningServer) -> None:
+def test_a_text_becomes_ids_with_their_count_and_max_model_len(server: RunningServer) -> None:
     body = tokenize(server, model=MODEL, prompt=TEXT)
     ids = TOKENIZER.encode(TEXT).ids
     card = server.get(f"/v1/models/{MODEL}").json()
@@ -59,9 +59,9 @@ def test_return_token_strs_names_each_token(server: RunningServer) -> None:
 
 
 def test_a_conversation_has_the_tokens_that_the_chat_answer_counts(server: RunningServer) -> None:
-    asked = server.chat().json()["usage"]["prompt_tokens"]
+    num_tokens = server.chat().json()["usage"]["prompt_tokens"]
     body = tokenize(server, messages=[USER])
-    assert body["count"] == len(body["tokens"]) == asked
+    assert body["count"] == len(body["tokens"]) == num_tokens
     shorter = tokenize(server, messages=[USER], add_generation_prompt=False)
     assert body["tokens"][: shorter["count"]] == shorter["tokens"] != body["tokens"]
 
@@ -88,7 +88,7 @@ def test_detokenize_is_the_way_back(server: RunningServer) -> None:
         ("/detokenize", {"tokens": [10**30]}, "tokens"),
     ],
 )
-def test_what_is_no_prompt_is_refused_by_field(
+def test_an_invalid_prompt_is_refused_by_field(
     server: RunningServer, path: str, body: Any, param: str | None
 ) -> None:
     response = server.post(path, body)

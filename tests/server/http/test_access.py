@@ -1,4 +1,4 @@
-"""How the server behaves at its door: keys, origins, prefixes, TLS, deadlines, retries."""
+"""Who may use the server, and how: keys, origins, prefixes, TLS, deadlines, retries."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def test_a_key_beyond_ascii_opens_as_curl_sends_it(server: RunningServer) -> Non
 
 
 @pytest.mark.parametrize("key", ["x", "firs", "firstt", "# ours", "schl\u00fcssel"])
-def test_anything_else_is_a_401_that_says_how_to_send_a_key(
+def test_any_other_key_gets_a_401_that_explains_how_to_send_one(
     server: RunningServer, key: str
 ) -> None:
     headers = [(b"Authorization", f"Bearer {key}".encode("latin-1"))]
@@ -100,42 +100,46 @@ def test_a_page_of_an_allowed_origin_may_ask_and_read_the_answer(server: Running
     assert "x-request-id" in refused.headers["access-control-expose-headers"]
 
 
-def test_a_page_of_another_origin_is_told_nothing(server: RunningServer) -> None:
+def test_a_page_of_another_origin_gets_no_cors_headers(server: RunningServer) -> None:
     headers = {"Origin": "https://other.example", **with_key("first")}
     assert "access-control-allow-origin" not in server.get("/v1/models", headers=headers).headers
 
 
 @pytest.fixture(scope="module")
-def hurried() -> Iterator[RunningServer]:
+def with_deadline() -> Iterator[RunningServer]:
     with running_server("--request-timeout", "0.3", "--max-num-seqs", "1") as running:
         yield running
 
 
-def test_an_answer_that_takes_too_long_is_a_504_not_to_be_retried(hurried: RunningServer) -> None:
-    response = hurried.post("/v1/completions", LONG)
+def test_an_answer_that_takes_too_long_is_a_504_not_to_be_retried(
+    with_deadline: RunningServer,
+) -> None:
+    response = with_deadline.post("/v1/completions", LONG)
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (504, "timeout_error")
     assert "0.3 s" in error["message"]
     assert response.headers["x-should-retry"] == "false"
-    hurried.wait_until_idle()
+    with_deadline.wait_until_idle()
 
 
-def test_a_stream_that_takes_too_long_ends_with_an_error_event(hurried: RunningServer) -> None:
-    response = hurried.post("/v1/completions", LONG | {"stream": True})
+def test_a_stream_that_takes_too_long_ends_with_an_error_event(
+    with_deadline: RunningServer,
+) -> None:
+    response = with_deadline.post("/v1/completions", LONG | {"stream": True})
     assert response.status_code == 200
     last = response.text.removesuffix("\n\n").rpartition("\n\n")[2]
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "timeout_error"
-    hurried.wait_until_idle()
+    with_deadline.wait_until_idle()
 
 
-def test_a_request_that_still_waits_is_dropped_in_time(hurried: RunningServer) -> None:
-    """Two at once on one slot: the second never gets it, and is told so no later."""
-    with httpx.stream("POST", hurried.url + "/v1/completions", json=LONG | {"stream": True}):
-        response = hurried.post("/v1/completions", LONG)
+def test_a_request_that_still_waits_is_dropped_in_time(with_deadline: RunningServer) -> None:
+    """Two at once on one slot: the second never gets it, and gets its error in time too."""
+    with httpx.stream("POST", with_deadline.url + "/v1/completions", json=LONG | {"stream": True}):
+        response = with_deadline.post("/v1/completions", LONG)
         assert response.status_code == 504
         assert response.elapsed.total_seconds() < 10
-    hurried.wait_until_idle()
-    assert hurried.complete(max_tokens=4).status_code == 200
+    with_deadline.wait_until_idle()
+    assert with_deadline.complete(max_tokens=4).status_code == 200
 
 
 def test_the_server_speaks_tls(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""What would keep others waiting is refused in bounded time, and a stream goes on beside it.
+"""Input that would delay other clients is refused in bounded time, while a stream continues.
 
-Each case says how long its answer may take, with much room for what else a test machine does.
+Each case has a limit for its answer, generous because a test machine may be busy with other work.
 """
 
 import json
@@ -137,7 +137,7 @@ def test_bad_input_is_answered_in_time_and_stalls_no_stream(
 
 
 class streaming:  # noqa: N801  # reads as what it does
-    """A stream beside what happens within; gives the longest time that nothing came of it."""
+    """A stream that runs during the `with` block; returns its longest gap between two events."""
 
     def __init__(self, server: RunningServer) -> None:
         self._server = server
@@ -175,8 +175,8 @@ class streaming:  # noqa: N801  # reads as what it does
 
 def test_a_template_of_the_client_is_rendered_with_its_messages(server: RunningServer) -> None:
     template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
-    ask = {"model": MODEL, "messages": [HELLO], "chat_template": template}
-    body = server.post("/tokenize", ask).json()
+    fields = {"model": MODEL, "messages": [HELLO], "chat_template": template}
+    body = server.post("/tokenize", fields).json()
     text = server.post("/detokenize", {"tokens": body["tokens"]}).json()["prompt"]
     assert text.endswith("user: Who are you?")
 

@@ -1,4 +1,4 @@
-"""Connections that are many, or slow: what they cost, and what they are told."""
+"""Many connections, and slow ones: what they cost, and which errors they get."""
 
 import asyncio
 import resource
@@ -28,7 +28,7 @@ def cramped() -> Iterator[RunningServer]:
         yield server
 
 
-def test_who_connects_where_no_more_files_may_be_open_is_told_so(cramped: RunningServer) -> None:
+def test_a_connection_beyond_the_limit_of_open_files_gets_a_503(cramped: RunningServer) -> None:
     address = "127.0.0.1", cramped.port
     connections = [
         socket.create_connection(address, timeout=10) for _ in range(NUM_FILES - SPARE_FILES)
@@ -92,10 +92,10 @@ async def test_a_connection_without_a_request_is_closed_in_time(port: int) -> No
     writer.close()
 
 
-@pytest.mark.parametrize("behind", [b"", HEALTH[:-2]])
-async def test_who_waits_for_an_answer_is_not_hurried(port: int, behind: bytes) -> None:
+@pytest.mark.parametrize("extra", [b"", HEALTH[:-2]])
+async def test_a_client_that_waits_for_an_answer_does_not_time_out(port: int, extra: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(HEALTH + behind)
+    writer.write(HEALTH + extra)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(reader.read(), 0.4)
     writer.close()

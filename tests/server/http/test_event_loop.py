@@ -56,7 +56,7 @@ async def complete(client: httpx.AsyncClient, **fields: Any) -> str:
     return response.text
 
 
-async def test_what_is_told_of_many_tokens_is_written_in_a_thread(
+async def test_logprobs_of_many_tokens_are_written_in_a_thread(
     client: httpx.AsyncClient, writers: list[threading.Thread]
 ) -> None:
     echo = {"echo": True, "max_tokens": 0, "prompt": [65] * 1500}
@@ -66,7 +66,7 @@ async def test_what_is_told_of_many_tokens_is_written_in_a_thread(
         assert writers and threading.main_thread() not in writers
 
 
-async def test_what_comes_behind_an_echo_in_a_stream_comes_in_order(
+async def test_what_follows_an_echo_in_a_stream_comes_in_order(
     client: httpx.AsyncClient,
 ) -> None:
     fields = {"echo": True, "max_tokens": 50, "stream": True, "ignore_eos": True}

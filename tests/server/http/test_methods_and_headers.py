@@ -1,4 +1,4 @@
-"""What goes before and around a request: methods, encodings, headers, and what is no HTTP."""
+"""Methods, encodings, headers, and bytes that are not HTTP."""
 
 import gzip
 import json
@@ -76,7 +76,7 @@ def test_a_compressed_body_is_a_415_that_says_so(server: RunningServer, encoding
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_json_is_read_whatever_it_is_called(server: RunningServer, kind: str) -> None:
-    """curl calls it a form unless it is told otherwise."""
+    """Without an option, curl sends it as a form."""
     answer = httpx.post(server.url + COMPLETIONS, content=BODY, headers={"content-type": kind})
     assert answer.status_code == 200
 
@@ -92,7 +92,7 @@ def test_of_a_key_that_comes_twice_the_last_counts(server: RunningServer) -> Non
     assert answer.json()["usage"]["completion_tokens"] == 5
 
 
-def test_a_client_that_waits_to_be_told_is_told_to_go_on(server: RunningServer) -> None:
+def test_a_client_that_expects_100_continue_gets_it(server: RunningServer) -> None:
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n"
     head += "Expect: 100-continue\r\nConnection: close\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
@@ -105,7 +105,9 @@ def test_a_client_that_waits_to_be_told_is_told_to_go_on(server: RunningServer) 
 @pytest.mark.parametrize(
     "data", [b"FOO / HTTP/1.1\r\n\r\n", b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nNo colon\r\n\r\n"]
 )
-def test_what_is_no_http_gets_an_error_object_and_an_id(server: RunningServer, data: bytes) -> None:
+def test_bytes_that_are_not_http_get_an_error_object_and_an_id(
+    server: RunningServer, data: bytes
+) -> None:
     head, body = raw(server, data)
     assert head.startswith(b"HTTP/1.1 400 ") and b"x-request-id: req-" in head
     assert body["error"]["code"] == "invalid_http"
@@ -127,7 +129,7 @@ def test_headers_without_end_are_not_kept(server: RunningServer) -> None:
         (COMPLETIONS, b"x" * 300_000, 413),
     ],
 )
-def test_what_would_fail_again_says_that_a_retry_is_of_no_use(
+def test_an_error_that_a_retry_would_repeat_tells_clients_not_to_retry(
     server: RunningServer, path: str, content: bytes, status: int
 ) -> None:
     answer = httpx.post(server.url + path, content=content, headers={"x-request-id": "mine"})
@@ -136,7 +138,7 @@ def test_what_would_fail_again_says_that_a_retry_is_of_no_use(
     assert answer.headers["openai-processing-ms"].isdecimal()
 
 
-def test_a_request_pipelined_behind_another_that_hangs_up_frees_both(
+def test_a_disconnect_frees_a_request_and_the_one_pipelined_after_it(
     server: RunningServer,
 ) -> None:
     long = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 50_000}).encode()

@@ -86,7 +86,7 @@ class Stream:
             self.bodies.append(message["body"])
 
 
-async def test_who_wakes_gets_all_that_waited_in_large_but_bounded_events(app: FastAPI) -> None:
+async def test_a_reader_that_resumes_gets_all_that_waited_in_bounded_events(app: FastAPI) -> None:
     slow, quick = Stream(app), Stream(app)
     quick.is_reading.set()
     await asyncio.wait_for(quick.answered, 60)  # it does not wait for the other
@@ -101,7 +101,7 @@ async def test_who_wakes_gets_all_that_waited_in_large_but_bounded_events(app: F
     assert list(chain(*slow.token_ids())) == list(chain(*quick.token_ids()))
 
 
-async def test_who_sleeps_and_hangs_up_frees_everything(app: FastAPI) -> None:
+async def test_a_slow_reader_that_disconnects_frees_everything(app: FastAPI) -> None:
     stream = Stream(app)
     await until(lambda: stream.num_generated > 2000)
     stream.has_left.set()

@@ -1,4 +1,4 @@
-"""Events as bytes, and what happens when the other side hangs up."""
+"""Events as bytes, and what happens when the client disconnects."""
 
 import asyncio
 import json
@@ -64,7 +64,7 @@ def test_text_and_finish_are_two_events(vocabulary: Vocabulary) -> None:
     assert finish == [blank | {"delta": {}, "finish_reason": "stop"}]
 
 
-def test_a_chunk_without_usage_says_so_only_where_usage_was_asked_for(
+def test_chunks_have_a_null_usage_only_if_usage_was_requested(
     vocabulary: Vocabulary,
 ) -> None:
     delta = OutputDelta(0, "x", [], None)
@@ -105,7 +105,7 @@ def test_logprobs_hold_raw_bytes_and_no_infinity(vocabulary: Vocabulary) -> None
     ]
 
 
-def test_completion_logprobs_name_the_sampled_token_beside_the_best(
+def test_completion_logprobs_name_the_sampled_token_besides_the_best(
     vocabulary: Vocabulary,
 ) -> None:
     entry = LogprobEntry(0, TokenLogprobs(-3.0, ((1, -0.1),)), 4)
@@ -153,7 +153,7 @@ async def test_work_that_fails_first_raises_its_error() -> None:
         await until_disconnect(never, work())
 
 
-async def test_hanging_up_cancels_the_work() -> None:
+async def test_a_disconnect_cancels_the_work() -> None:
     was_cancelled = False
 
     async def work() -> None:
@@ -214,7 +214,7 @@ async def test_what_a_coroutine_waits_for_may_fail_after_it_was_begun() -> None:
         await rest
 
 
-async def test_cancelling_who_awaits_the_rest_cancels_the_coroutine() -> None:
+async def test_cancelling_the_task_that_awaits_the_rest_cancels_the_coroutine() -> None:
     was_cancelled = False
 
     async def work() -> None:

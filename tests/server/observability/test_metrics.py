@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.engine.executor import AttentionGroup, PendingTokens
+from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Abort, FromEngine, StepReport, Submit, ToEngine
+from penstock.engine.model_info import AttentionGroup
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import NO_WORK, SchedulerStats

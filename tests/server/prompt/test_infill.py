@@ -41,7 +41,7 @@ def demo_tokenizer(*names: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("names", FAMILIES)
-def test_the_suffix_comes_before_the_middle_that_is_asked_for(names: tuple[str, ...]) -> None:
+def test_the_suffix_comes_before_the_middle_that_is_generated(names: tuple[str, ...]) -> None:
     tokenizer = demo_tokenizer(*names)
     prefix, suffix = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))"
     encoder = PromptEncoder(tokenizer, None)
@@ -104,7 +104,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-def test_a_suffix_is_put_behind_the_prompt_and_counted(server: RunningServer) -> None:
+def test_a_suffix_is_put_after_the_prompt_and_counted(server: RunningServer) -> None:
     tokenizer = demo_tokenizer(*QWEN)
     fields: dict[str, Any] = {"prompt": ["Once", ""], "suffix": " end", "return_token_ids": True}
     body = server.complete(**fields).json()
@@ -130,8 +130,8 @@ async def test_the_middle_ends_where_a_file_ends_unless_no_end_is_to_count(
     for suffix, is_end in (("", False), (" end", not ignore_eos)):
         fields = {"model": "m", "prompt": "Once", "suffix": suffix, "ignore_eos": ignore_eos}
         parsed = CompletionRequest.parse(json.dumps(fields).encode())
-        ask = await prepared(parsed, model)
-        stops = ask.requests[0].sampling.stop_token_ids
+        request = await prepared(parsed, model)
+        stops = request.requests[0].sampling.stop_token_ids
         assert [tokenizer.token_to_id(name) in stops for name in QWEN] == [is_end] * 4
 
 
@@ -151,7 +151,7 @@ def test_a_model_without_markers_refuses_a_suffix_by_name() -> None:
         ({"suffix": "a\0"}, "suffix"),
     ],
 )
-def test_what_goes_not_with_a_suffix_is_refused_by_name(
+def test_a_field_that_cannot_be_combined_with_suffix_is_refused_by_name(
     server: RunningServer, fields: dict[str, Any], param: str
 ) -> None:
     response = server.complete(**{"suffix": "end", **fields})

@@ -68,7 +68,7 @@ def test_a_template_sees_special_tokens_and_writes_json_as_it_is() -> None:
     assert template.render(list(TALK)) == '<s>"Is <1> & \\"2\\" fine?"'
 
 
-def test_what_a_template_refuses_is_refused_in_its_own_words() -> None:
+def test_a_templates_refusal_is_quoted_in_the_error() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         template.render(list(TALK))
@@ -90,7 +90,7 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         PromptEncoder.load(tmp_path, None)
 
 
-def test_a_truncating_tokenizer_is_told_not_to(tmp_path: Path) -> None:
+def test_a_tokenizers_own_truncation_is_turned_off(tmp_path: Path) -> None:
     directory = _model(tmp_path)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.enable_truncation(3)

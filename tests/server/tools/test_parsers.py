@@ -1,4 +1,4 @@
-"""The text of answers to text and calls: each format, any division, and text that is no call."""
+"""The text of answers to text and calls: each format, any division, and text that is not a call."""
 
 import json
 from itertools import count, pairwise

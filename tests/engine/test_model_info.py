@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.engine.executor import ModelInfo, RoutedExperts
 from penstock.engine.executors.loading import describe
 from penstock.engine.memory.kv_pool import PoolSize
+from penstock.engine.model_info import ModelInfo, RoutedExperts
 from penstock.engine.models.config import ModelConfig
 from penstock.scheduler.stats import StepWork, work_of
 from tests.support.tiny_models import make_batch, make_model

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
-from penstock.engine.ipc.engine_process import EngineProcess, EngineState
+from penstock.engine.ipc.supervisor import EngineProcess, EngineState
 from penstock.engine.messages import Refused, StepReport, Submit
 from tests.support.paths import DEMO_MODEL
 from tests.support.scheduling import make_request

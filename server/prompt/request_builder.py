@@ -7,7 +7,7 @@ from typing import TypeVar
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from penstock.server.errors import InvalidRequest
 from penstock.server.output.detokenizer import StopStrings
-from penstock.server.output.request import GenerationRequest
+from penstock.server.output.generation_request import GenerationRequest
 from penstock.server.prompt.constraints import AnswerFormat
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import Prompts

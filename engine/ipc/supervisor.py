@@ -1,6 +1,7 @@
-"""`EngineProcess`: the life of one engine process and of the socket to it. Knows no requests.
+"""`EngineProcess`: starts, watches and ends one engine process (process.py), and owns the socket.
 
-One life each: where the process has ended, another `EngineProcess` starts the next one.
+It knows no requests. To start the engine again after its process has ended, make another
+`EngineProcess`.
 """
 
 import asyncio
@@ -18,7 +19,6 @@ import zmq.asyncio
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
-from penstock.engine.executor import ModelInfo
 from penstock.engine.messages import (
     Failed,
     FromEngine,
@@ -27,6 +27,7 @@ from penstock.engine.messages import (
     StepReport,
     ToEngine,
 )
+from penstock.engine.model_info import ModelInfo
 
 # Messages that are read before the event loop runs anything else. Where the server has fallen
 # behind, each stream then sends the tokens of several steps in one event, which is how it catches
@@ -57,7 +58,7 @@ class EngineProcess:
         on_message: Callable[[StepReport | Refused], None],
         on_end: Callable[[str], None],
     ) -> None:
-        """module: what the process runs; it must speak as `penstock.engine.ipc.process` does.
+        """module: what the process runs; it must use the protocol of `penstock.engine.ipc.process`.
 
         on_end is called once, with the reason, however the process ends; no message comes after.
         """
