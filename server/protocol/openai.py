@@ -80,6 +80,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]  # 0 keeps the best token alon
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+BiasKey = Annotated[int, Field(strict=False)]  # JSON has only strings as keys
 TokenId = Annotated[int, Field(ge=0)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -115,7 +116,7 @@ class GenerationFields(Wire):
     top_p: Probability | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[int, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=1024)] | None = None
     user: str | None = None
     # Beyond OpenAI, under vLLM's names.
     top_k: int | None = Field(None, ge=-1, lt=2**31)
@@ -158,9 +159,6 @@ class GenerationFields(Wire):
 
         Raises as `parse` does.
         """
-        bias = values.get("logit_bias")
-        if isinstance(bias, dict):  # JSON has only strings as keys
-            values = values | {"logit_bias": {_as_id(key): bias[key] for key in bias}}
         return cls._checked(partial(cls.model_validate, values), num_bytes)
 
     @classmethod
@@ -456,10 +454,6 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
         if last.role != "assistant" or not last.content or last.tool_calls:
             message = "continue_final_message needs a last message of the assistant with some text"
             raise InvalidRequest(message, param="continue_final_message")
-
-
-def _as_id(key: object) -> object:
-    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 19 else key
 
 
 def _hint(name: str) -> str:

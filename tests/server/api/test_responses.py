@@ -312,6 +312,16 @@ def test_a_bad_field_is_refused_by_its_name(
     assert "messages[" not in error["message"] and "max_completion" not in error["message"]
 
 
+@pytest.mark.parametrize("key", ["5", "05", "+5", " 5", "5.0", "-5", "", "word", "٣", "9" * 30])
+def test_a_key_of_logit_bias_is_read_as_in_a_chat(server: RunningServer, key: str) -> None:
+    fields = {"logit_bias": {key: 1}, "temperature": 0}
+    chat = server.chat(**fields)
+    body = {"model": MODEL, "input": "Who are you?", "max_output_tokens": 8, "seed": 1} | fields
+    response = server.post(PATH, body)
+    assert response.status_code == chat.status_code
+    assert response.json()["error"] == chat.json().get("error")
+
+
 def test_tools_that_only_openai_runs_are_skipped(client: openai.OpenAI) -> None:
     tools = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]
     response = respond(client, tools=tools)
