@@ -495,7 +495,7 @@ def invalid_fields(
         return InvalidRequest(f"{param} is missing", param=param, code=code)
     last_name = next(part for part in reversed(path) if isinstance(part, str))
     is_branch = last_name in expected and first["type"].endswith("_type")
-    says = expected[last_name] if is_branch else _as_predicate(first["msg"])
+    says = expected[last_name] if is_branch else _as_predicate(first)
     return InvalidRequest(f"{param} {says}", param=param, code=code)
 
 
@@ -522,9 +522,20 @@ def _code_of(error: Mapping[str, Any]) -> str:
     return _CODES.get(kind, "invalid_value")
 
 
-def _as_predicate(message: str) -> str:
-    """ "Input should be a valid list" and its like, to go after the field's name."""
-    return re.sub(r"^(Input|List|String|Dictionary) ", "", message).replace(" after validation", "")
+# JSON's terms, where pydantic has Python's for values that were parsed before.
+_IN_JSON = {
+    "dict_type": "should be an object",
+    "model_type": "should be an object",
+    "list_type": "should be a valid array",
+}
+
+
+def _as_predicate(error: Mapping[str, Any]) -> str:
+    """ "Input should be a valid string" and its like, to go after the field's name."""
+    if error["type"] in _IN_JSON:
+        return _IN_JSON[error["type"]]
+    message = re.sub(r"^(Input|List|String|Dictionary) ", "", error["msg"])
+    return message.replace(" after validation", "")
 
 
 def _field_names(model: type[BaseModel]) -> set[str]:

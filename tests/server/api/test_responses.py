@@ -312,12 +312,22 @@ def test_a_bad_field_is_refused_by_its_name(
     assert "messages[" not in error["message"] and "max_completion" not in error["message"]
 
 
-@pytest.mark.parametrize("key", ["5", "05", "+5", " 5", "5.0", "-5", "", "word", "٣", "9" * 30])
-def test_a_key_of_logit_bias_is_read_as_in_a_chat(server: RunningServer, key: str) -> None:
-    fields = {"logit_bias": {key: 1}, "temperature": 0}
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"logit_bias": {key: 1}} for key in ("5", " 5", "5.0", "-5", "", "word", "9" * 30)),
+        {"logit_bias": []},
+        {"chat_template_kwargs": 5},
+        {"stop_token_ids": {}},
+        {"bad_words": ["a", 5]},
+    ],
+    ids=str,
+)
+def test_a_field_of_both_is_checked_as_in_a_chat(
+    server: RunningServer, fields: dict[str, Any]
+) -> None:
     chat = server.chat(**fields)
-    body = {"model": MODEL, "input": "Who are you?", "max_output_tokens": 8, "seed": 1} | fields
-    response = server.post(PATH, body)
+    response = server.post(PATH, {"model": MODEL, "input": "Hi", "max_output_tokens": 8} | fields)
     assert response.status_code == chat.status_code
     assert response.json()["error"] == chat.json().get("error")
 
