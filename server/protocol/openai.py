@@ -80,6 +80,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]  # 0 keeps the best token alon
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+BiasKey = Annotated[int, Field(strict=False)]  # JSON has only strings as keys
 TokenId = Annotated[int, Field(ge=0)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -115,7 +116,7 @@ class GenerationFields(Wire):
     top_p: Probability | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[int, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=1024)] | None = None
     user: str | None = None
     # Beyond OpenAI, under vLLM's names.
     top_k: int | None = Field(None, ge=-1, lt=2**31)
@@ -158,9 +159,6 @@ class GenerationFields(Wire):
 
         Raises as `parse` does.
         """
-        bias = values.get("logit_bias")
-        if isinstance(bias, dict):  # JSON has only strings as keys
-            values = values | {"logit_bias": {_as_id(key): bias[key] for key in bias}}
         return cls._checked(partial(cls.model_validate, values), num_bytes)
 
     @classmethod
@@ -458,10 +456,6 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
             raise InvalidRequest(message, param="continue_final_message")
 
 
-def _as_id(key: object) -> object:
-    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 19 else key
-
-
 def _hint(name: str) -> str:
     new_name = RENAMED.get(name)
     return f"use {new_name}" if new_name else HINTS.get(name, "leave it out")
@@ -501,7 +495,7 @@ def invalid_fields(
         return InvalidRequest(f"{param} is missing", param=param, code=code)
     last_name = next(part for part in reversed(path) if isinstance(part, str))
     is_branch = last_name in expected and first["type"].endswith("_type")
-    says = expected[last_name] if is_branch else _as_predicate(first["msg"])
+    says = expected[last_name] if is_branch else _as_predicate(first)
     return InvalidRequest(f"{param} {says}", param=param, code=code)
 
 
@@ -528,9 +522,20 @@ def _code_of(error: Mapping[str, Any]) -> str:
     return _CODES.get(kind, "invalid_value")
 
 
-def _as_predicate(message: str) -> str:
-    """ "Input should be a valid list" and its like, to go after the field's name."""
-    return re.sub(r"^(Input|List|String|Dictionary) ", "", message).replace(" after validation", "")
+# JSON's terms, where pydantic has Python's for values that were parsed before.
+_IN_JSON = {
+    "dict_type": "should be an object",
+    "model_type": "should be an object",
+    "list_type": "should be a valid array",
+}
+
+
+def _as_predicate(error: Mapping[str, Any]) -> str:
+    """ "Input should be a valid string" and its like, to go after the field's name."""
+    if error["type"] in _IN_JSON:
+        return _IN_JSON[error["type"]]
+    message = re.sub(r"^(Input|List|String|Dictionary) ", "", error["msg"])
+    return message.replace(" after validation", "")
 
 
 def _field_names(model: type[BaseModel]) -> set[str]:

@@ -344,7 +344,7 @@ def _check_arguments(call: FunctionCall, at: str) -> None:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from error
     if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{param} must be a JSON object", param=param)
+        raise InvalidRequest(f"{param} must contain a JSON object", param=param)
 
 
 def _chat_tool_call(call: FunctionCall) -> dict[str, Any]:

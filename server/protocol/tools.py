@@ -86,7 +86,7 @@ def call_for_template(call: ToolCall, param: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{field} is not valid JSON: {error}", param=field) from error
     if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{field} must be a JSON object", param=field)
+        raise InvalidRequest(f"{field} must contain a JSON object", param=field)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": call.type, "function": function}
 

@@ -76,5 +76,5 @@ HINTS = {
     "repeat_penalty": "use repetition_penalty",
     "return_prompt_text": "use return_token_ids and POST /detokenize",
     "thinking": "put enable_thinking in chat_template_kwargs",
-    "truncation_side": "this server keeps the end of the prompt; truncate it yourself otherwise",
+    "truncation_side": "this server keeps the end of the prompt; to keep its start, send only that",
 }

@@ -236,7 +236,7 @@ def _from_structured_outputs(fields: dict[str, Any]) -> Constraint:
     present = {key: each for key, each in fields.items() if each not in (None, False)}
     for key in present:
         if key not in _KINDS:
-            hint = f"this server supports {', '.join(_KINDS)}"
+            hint = f"use one of {', '.join(_KINDS)}"
             raise UnsupportedParameter(f"structured_outputs.{key[:64]}", hint)
     if len(present) != 1:
         message = f"structured_outputs needs exactly one of {', '.join(_KINDS)}"

@@ -312,6 +312,26 @@ def test_a_bad_field_is_refused_by_its_name(
     assert "messages[" not in error["message"] and "max_completion" not in error["message"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"logit_bias": {key: 1}} for key in ("5", " 5", "5.0", "-5", "", "word", "9" * 30)),
+        {"logit_bias": []},
+        {"chat_template_kwargs": 5},
+        {"stop_token_ids": {}},
+        {"bad_words": ["a", 5]},
+    ],
+    ids=str,
+)
+def test_a_field_of_both_is_checked_as_in_a_chat(
+    server: RunningServer, fields: dict[str, Any]
+) -> None:
+    chat = server.chat(**fields)
+    response = server.post(PATH, {"model": MODEL, "input": "Hi", "max_output_tokens": 8} | fields)
+    assert response.status_code == chat.status_code
+    assert response.json()["error"] == chat.json().get("error")
+
+
 def test_tools_that_only_openai_runs_are_skipped(client: openai.OpenAI) -> None:
     tools = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]
     response = respond(client, tools=tools)
