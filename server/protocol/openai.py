@@ -104,7 +104,7 @@ class GenerationFields(Wire):
 
     model_config = ConfigDict(extra="allow")  # kept to be looked through, see `_refuse_unsupported`
 
-    model: str
+    model: str | None = None  # the server has one
     n: int | None = Field(None, ge=1, le=MAX_N)
     max_tokens: int | None = Field(None, ge=1)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None

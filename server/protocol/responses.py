@@ -127,7 +127,7 @@ class ResponsesRequest(Wire):
 
     model_config = ConfigDict(extra="allow")  # kept to be checked
 
-    model: str
+    model: str | None = None
     input: str | Items | None = None
     instructions: str | None = None
     previous_response_id: str | None = None

@@ -80,7 +80,7 @@ def test_a_wrong_value_is_refused_with_the_fields_name(
 
 # As in OpenAI's API.
 CODES = [
-    ({"model": None}, "invalid_type"),
+    ({"model": 5}, "invalid_type"),
     ({"temperature": 3}, "decimal_above_max_value"),
     ({"top_p": -1}, "decimal_below_min_value"),
     ({"n": 0}, "integer_below_min_value"),

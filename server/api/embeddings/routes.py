@@ -63,7 +63,7 @@ class PooledFields(Wire):
         "mm_processor_kwargs": ({},),
     }
 
-    model: str
+    model: str | None = None
     user: str | None = None
     # Beyond OpenAI, under vLLM's names.
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
