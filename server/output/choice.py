@@ -44,7 +44,8 @@ class Choice:
         self._num_echoed = self._num_sent = len(echo)
         self._entries: list[LogprobEntry] = []  # of tokens whose text is held back
         self._echoed: Sequence[EchoedToken] = ()  # until they have been sent
-        self._shows_stop = False
+        # The logprobs are then those of all sampled ids, as the ids are.
+        self._shows_all = self._shows_stop = wants_token_ids
 
     def echo_logprobs(self, echoed: Sequence[EchoedToken]) -> None:
         """Call it before the first token. The token that ends the answer is then reported too:
@@ -89,7 +90,7 @@ class Choice:
                 self._parts += self._reader.feed(rest)
             text += rest
             reason = "stop" if self.has_stop_string else output.finish.reason.value
-            return self._finish(text, reason)
+            return self._finish(text, reason, output.finish.stop_token_id)
         if not text:
             return None
         self._num_sent += len(text)
@@ -130,15 +131,17 @@ class Choice:
         self.has_stop_string = self._scanner.has_stopped
         return text
 
-    def _finish(self, text: str, reason: str) -> OutputDelta:
+    def _finish(self, text: str, reason: str, stop_token_id: int | None = None) -> OutputDelta:
         if self._reader:
             self._parts += self._reader.end()
             if self._reader.has_calls and reason == "stop":
                 reason = "tool_calls"
         self.finish_reason = reason
         self._num_sent += len(text)
-        entries = self._take_entries() if self.has_stop_string else self._entries
-        return self._piece(text, entries, reason)
+        is_cut = self.has_stop_string and not self._shows_all
+        entries = self._take_entries() if is_cut else self._entries
+        ended_by = self.stop_string if self.has_stop_string else stop_token_id
+        return self._piece(text, entries, reason)._replace(ended_by=ended_by)
 
     def _take_entries(self) -> list[LogprobEntry]:
         """Those of the tokens whose text has been sent, at least in part."""

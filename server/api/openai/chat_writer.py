@@ -20,17 +20,19 @@ class ChatWriter(OpenAIWriter):
     ends_with_text = False
 
     def _choice(self, delta: OutputDelta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
-        if delta.parts is not None:
-            message = message_of(delta.parts)
+        message = message_of(delta.all_parts)
         has_logprobs = self._options.num_logprobs is not None
         choice = {
             "index": delta.choice,
             "message": message,
             "logprobs": self._logprobs(delta.logprobs) if has_logprobs else None,
-            "finish_reason": delta.finish_reason,
+            **self._ending(delta),
+            "token_ids": None,
         }
         return choice | self._delta_extras(delta, is_first=True)
+
+    def _body_nulls(self) -> dict[str, None]:
+        return {"prompt_logprobs": None, "prompt_token_ids": None}
 
     def _head_extras(self) -> dict[str, Any]:
         prompts = self._options.prompt_ids
@@ -53,13 +55,13 @@ class ChatWriter(OpenAIWriter):
         return {"content": content, "refusal": None}
 
     def _opening(self, index: int) -> dict[str, Any] | None:
-        return _chunk(index, {"role": "assistant", "content": ""}, None)
+        return _chunk(index, {"role": "assistant", "content": ""}) | {"finish_reason": None}
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         return b'{"index":%d,"delta":{"content":' % index, b"}"
 
-    def _closing(self, index: int, finish_reason: str) -> dict[str, Any]:
-        return _chunk(index, {}, finish_reason)
+    def _closing(self, index: int) -> dict[str, Any]:
+        return _chunk(index, {})
 
     def _part_events(self, delta: OutputDelta) -> bytes:
         """What is known of the tokens goes with the first."""
@@ -98,8 +100,8 @@ def logprob_content(
     ]
 
 
-def _chunk(index: int, delta: dict[str, str], finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+def _chunk(index: int, delta: dict[str, str]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None}
 
 
 def message_of(parts: Iterable[Part]) -> dict[str, Any]:
@@ -118,8 +120,7 @@ def message_of(parts: Iterable[Part]) -> dict[str, Any]:
                 calls[part.index]["function"]["arguments"] += part.text
     content = text or (None if calls or reasoning else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if reasoning:
-        message |= dict.fromkeys(_REASONING, reasoning)
+    message |= dict.fromkeys(_REASONING, reasoning or None)  # always there, as at vLLM
     if calls:
         message["tool_calls"] = calls
     return message

@@ -41,7 +41,10 @@ class CompletionWriter(OpenAIWriter):
             "index": delta.choice,
             "text": delta.text,
             "logprobs": None,
-            "finish_reason": delta.finish_reason,
+            **self._ending(delta),
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
+            "token_ids": None,
         }
         if self._options.num_logprobs is not None:
             choice["logprobs"] = self._logprobs(delta.logprobs, delta.echoed)
@@ -80,8 +83,8 @@ class CompletionWriter(OpenAIWriter):
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         return b'{"index":%d,"text":' % index, b""
 
-    def _closing(self, index: int, finish_reason: str) -> dict[str, Any]:
-        return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}
+    def _closing(self, index: int) -> dict[str, Any]:
+        return {"index": index, "text": "", "logprobs": None}
 
     def _part_events(self, delta: OutputDelta) -> bytes:
         raise AssertionError("a completion is plain text")

@@ -103,6 +103,7 @@ def _options(fields: GenerationFields, generation: Generation) -> AnswerOptions:
         prompt_logprobs=fields.prompt_logprobs,
         names_ids=bool(fields.return_tokens_as_token_ids),
         prompt_ids=prompt_ids if fields.return_token_ids else None,
+        stop_token_ids=frozenset(fields.stop_token_ids or ()),
         wants_usage=fields.wants_usage,
         has_running_usage=fields.wants_running_usage,
     )

@@ -58,6 +58,10 @@ def prompt_tokens(body: Json) -> int:
     return int(body["usage"]["prompt_tokens"])
 
 
+def _prompt_logprobs(body: Json) -> Any:
+    return body.get("prompt_logprobs") or body["choices"][0].get("prompt_logprobs")
+
+
 def has(*path: str | int) -> Effect:
     """The answer has something there that it has not without the field."""
 
@@ -113,9 +117,7 @@ BOTH: dict[str, Row] = {
         other_text,
         beside={"max_tokens": 120, "include_stop_str_in_output": True},
     ),
-    "prompt_logprobs": Row(
-        1, lambda a, b: "prompt_logprobs" in str(b) and "prompt_logprobs" not in str(a)
-    ),
+    "prompt_logprobs": Row(1, lambda a, b: bool(_prompt_logprobs(b)) and not _prompt_logprobs(a)),
     "return_token_ids": Row(True, has("choices", 0, "token_ids")),
     "bad_words": Row(["I", "there", "am"], other_text),
     "allowed_token_ids": Row([70, 71], lambda a, b: num_tokens(b) == 24 and other_text(a, b)),

@@ -4,9 +4,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 
-from tests.support.serving import MODEL, RunningServer, running_server
+from tests.support.serving import MODEL, RunningServer
 
 Json = dict[str, Any]
 USER = {"role": "user", "content": "Who are you?"}
@@ -26,8 +27,12 @@ BODIES: dict[str, Json] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as running:
+    running = RunningServer("--num-threads", "1")  # the demo model, whose answers have an end
+    try:
+        running.wait_until_ready()
         yield running
+    finally:
+        running.stop()
 
 
 def answered(server: RunningServer, path: str, **fields: Any) -> Json:
@@ -45,3 +50,77 @@ def test_a_request_that_names_no_model_is_answered_by_the_one_that_is_served(
         body = answered(server, path, **fields)
         assert body.get("model", MODEL) == MODEL
     assert server.post(path, BODIES[path] | {"model": "other"}).status_code == 404
+
+
+def test_members_that_vllm_always_sends_are_there_and_null(server: RunningServer) -> None:
+    chat = answered(server, "/v1/chat/completions")
+    choice = chat["choices"][0]
+    message = {"reasoning", "reasoning_content"} & choice["message"].keys()
+    assert [choice["message"][name] for name in message] == [None, None]
+    assert all(chat[name] is None for name in ("prompt_logprobs", "prompt_token_ids"))
+    assert choice["token_ids"] is choice["stop_reason"] is None
+    choice = answered(server, "/v1/completions")["choices"][0]
+    names = ("prompt_logprobs", "prompt_token_ids", "token_ids", "stop_reason")
+    assert [choice[name] for name in names] == [None] * 4
+
+
+def test_vllms_clients_read_the_answer_through_the_openai_client(server: RunningServer) -> None:
+    options: Any = {"api_key": "x", "max_retries": 0, "_strict_response_validation": True}
+    with openai.OpenAI(base_url=f"{server.url}/v1", **options) as client:
+        chat: Any = client.chat.completions.create(model="", messages=[USER], max_tokens=4)  # type: ignore[list-item]
+        assert chat.choices[0].message.reasoning is None
+        text: Any = client.completions.create(model="", prompt="Once", max_tokens=4)
+        assert text.choices[0].prompt_logprobs is None
+        card: Any = client.models.retrieve(MODEL)
+        assert card.root and card.parent is None and card.permission[0]["allow_sampling"]
+
+
+def ending(server: RunningServer, path: str, *, is_stream: bool, **fields: Any) -> Json:
+    """The choice of a body, or of a stream's last chunk."""
+    fields |= {"seed": 1}
+    if not is_stream:
+        choice: Json = answered(server, path, **fields)["choices"][0]
+        return choice
+    events = server.post(path, BODIES[path] | fields | {"stream": True}).text.split("\n\n")
+    choices: list[Json] = json.loads(events[-3].removeprefix("data: "))["choices"]
+    return choices[0]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_stop_reason_is_what_ended_the_answer(
+    server: RunningServer, path: str, is_stream: bool
+) -> None:
+    def how(**fields: Any) -> tuple[Any, ...]:
+        choice = ending(server, path, is_stream=is_stream, **fields)
+        return tuple(choice[name] for name in ("finish_reason", "stop_reason", "matched_stop"))
+
+    assert how() == ("length", None, None)
+    ids = answered(server, path, seed=1, return_token_ids=True)["choices"][0]["token_ids"]
+    assert how(stop_token_ids=[ids[2]]) == ("stop", ids[2], ids[2])
+    text = server.post("/detokenize", {"tokens": ids[2:3]}).json()["prompt"]
+    assert how(stop=["never", text]) == ("stop", text, text)
+    eos = server.post("/tokenize", {"prompt": "<|im_end|>"}).json()["tokens"][-1]
+    own_end = {"max_tokens": 9, "logit_bias": {str(eos): 100}, "temperature": 0}
+    assert how(**own_end) == ("stop", None, eos)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_returned_token_id_has_its_logprob(server: RunningServer, path: str) -> None:
+    """The id that ends the answer and those of a stop string too."""
+    ids = answered(server, path, seed=1, return_token_ids=True)["choices"][0]["token_ids"]
+    stop = server.post("/detokenize", {"tokens": ids[1:3]}).json()["prompt"]
+    logprobs = {"logprobs": True if "chat" in path else 0, "seed": 1, "return_token_ids": True}
+    for end in ({"stop_token_ids": [ids[2]]}, {"stop": stop}):
+        fields = BODIES[path] | logprobs | end
+        choice = server.post(path, fields).json()["choices"][0]
+        assert choice["token_ids"] == ids[:3]
+        assert num_logprobs(choice) == 3
+        events = server.post(path, fields | {"stream": True}).text.split("\n\n")[:-2]
+        chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+        assert sum(map(num_logprobs, chunks)) == 3
+
+
+def num_logprobs(choice: Json) -> int:
+    found = choice["logprobs"] or {}
+    return len(found.get("tokens") or found.get("content") or ())

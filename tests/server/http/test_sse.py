@@ -61,7 +61,8 @@ def test_text_and_finish_are_two_events(vocabulary: Vocabulary) -> None:
     content, finish = (chunk["choices"] for chunk in parsed(events))
     blank = {"index": 0, "logprobs": None}
     assert content == [blank | {"delta": {"content": "end"}, "finish_reason": None}]
-    assert finish == [blank | {"delta": {}, "finish_reason": "stop"}]
+    end = {"finish_reason": "stop", "stop_reason": None, "matched_stop": None}
+    assert finish == [blank | {"delta": {}} | end]
 
 
 def test_a_chunk_without_usage_says_so_only_where_usage_was_asked_for(
