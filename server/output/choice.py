@@ -7,7 +7,7 @@ from penstock.server.errors import GrammarFailed
 from penstock.server.output.delta import LogprobEntry, OutputDelta
 from penstock.server.output.detokenizer import StopScanner, TextDecoder
 from penstock.server.output.logprobs import EchoedToken
-from penstock.server.output.parts import AnswerReader, Part, merged
+from penstock.server.output.parts import AnswerReader, Part, TextPart, merged
 
 
 class Choice:
@@ -100,6 +100,7 @@ class Choice:
         return self._piece(text, entries, None)
 
     def _piece(self, text: str, entries: list[LogprobEntry], reason: str | None) -> OutputDelta:
+        num_new = len(text)
         if self._echo:
             text, self._echo = self._echo + text, ""
         echoed, self._echoed = self._echoed, ()
@@ -109,6 +110,8 @@ class Choice:
         if self._token_ids is not None:
             token_ids, self._token_ids = self._token_ids, []
         parts, self._parts = self._parts, []
+        if self._reader and len(text) > num_new:
+            parts = [TextPart(text[: len(text) - num_new]), *parts]
         sent = merged(parts) if self._reader else None
         return OutputDelta(self.index, text, entries, reason, token_ids, sent, echoed)
 

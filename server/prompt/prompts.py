@@ -73,6 +73,7 @@ async def chat_prompts(fields: ChatCompletionRequest, model: ServedModel) -> Pro
         token_ids=token_ids,
         max_tokens=max_tokens,
         are_whole=(not prompt.begun,),
+        echoes=(fields.echoed,) if fields.echoed else (),
         reasoning=reasoning_state(model.chat_format.reasoning, prompt.text, prompt.begun),
     )
 

@@ -17,6 +17,7 @@ from penstock.server.protocol.openai import (
     NEUTRAL,
     ChatCompletionRequest,
     Probability,
+    RequestName,
     Wire,
     invalid_fields,
 )
@@ -66,6 +67,10 @@ _NEUTRAL_HERE: dict[str, tuple[object, ...]] = {
     "image": ({},),
     "context_management": ([],),
     "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "truncation_side": ("left",),
 }
 # What a complaint about the chat completion is about here.
 _CHAT_TO_RESPONSES = {
@@ -145,6 +150,7 @@ class ResponsesRequest(Wire):
     top_p: Probability | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: list[Includable] | None = None
+    request_id: RequestName | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None  # has but the padding of events, which we never do
     store: bool | None = None

@@ -152,9 +152,6 @@ class ToolFields(BaseModel):
                 raise InvalidRequest(message, param=f"tools[{i}].function.name")
         if not names and self.tool_choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice requires tools", param="tool_choice")
-        if not names and self.parallel_tool_calls is not None:
-            message = "parallel_tool_calls requires tools"
-            raise InvalidRequest(message, param="parallel_tool_calls")
         if isinstance(self.tool_choice, NamedToolChoice):
             self._check_named(self.tool_choice, names)
 

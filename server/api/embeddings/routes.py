@@ -25,7 +25,7 @@ from penstock.server.api.embeddings.batch import pooled
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.pooling import normalized
 from penstock.server.prompt.generation_request import salted
-from penstock.server.prompt.limits import check_priority, check_prompt, too_long, truncated
+from penstock.server.prompt.limits import check_prompt, too_long, truncated
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import off_loop
 from penstock.server.protocol.openai import (
@@ -59,7 +59,6 @@ class PooledFields(Wire):
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "normalize": (True,),
         "use_activation": (True,),
-        "truncation_side": ("left",),
         "mm_processor_kwargs": ({},),
     }
 
@@ -67,6 +66,7 @@ class PooledFields(Wire):
     user: str | None = None
     # Beyond OpenAI, under vLLM's names.
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
@@ -187,7 +187,6 @@ async def _requests(
 ) -> list[Request]:
     """Raises InvalidRequest; `param` is the input that is at fault."""
     fields, model = received.fields, received.model
-    check_priority(fields.priority, model)
     _check_inputs(inputs)
     num_chars = sum(len(text) for text in inputs.values() if isinstance(text, str))
     adds_special = fields.add_special_tokens is not False
@@ -232,7 +231,7 @@ def _fitted(
 ) -> tuple[int, ...]:
     limit = model.info.max_model_len
     check_prompt(prompt, model.info.vocab_size, param)
-    prompt = truncated(prompt, fields.truncate_prompt_tokens, limit)
+    prompt = truncated(prompt, fields.truncate_prompt_tokens, limit, fields.truncation_side)
     if len(prompt) > limit:
         raise too_long(PromptTooLong(len(prompt), limit, has_answer=False), param)
     return prompt

@@ -20,7 +20,7 @@ class ChatWriter(OpenAIWriter):
     ends_with_text = False
 
     def _choice(self, delta: OutputDelta) -> dict[str, Any]:
-        message = message_of(delta.all_parts)
+        message = message_of(self._shown(delta.all_parts))
         has_logprobs = self._options.num_logprobs is not None
         choice = {
             "index": delta.choice,
@@ -40,6 +40,11 @@ class ChatWriter(OpenAIWriter):
 
     def _delta_extras(self, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
         return {"token_ids": delta.token_ids} if self._options.prompt_ids else {}
+
+    def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
+        if not self._options.hides_reasoning:
+            return parts
+        return [part for part in parts if not isinstance(part, ReasoningPart)]
 
     def _add_prompt_logprobs(
         self, body: dict[str, Any], prompts: list[list[PositionLogprobs]]
@@ -66,7 +71,7 @@ class ChatWriter(OpenAIWriter):
     def _part_events(self, delta: OutputDelta) -> bytes:
         """What is known of the tokens goes with the first."""
         assert delta.parts is not None
-        parts = [delta_of(part) for part in delta.parts]
+        parts = [delta_of(part) for part in self._shown(delta.parts)]
         if not parts and (delta.logprobs or delta.token_ids):
             parts = [{}]
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None

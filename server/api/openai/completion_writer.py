@@ -3,38 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.server.api.openai.writer import AnswerOptions, Head, OpenAIWriter
-from penstock.server.output.best_of import likeliest
-from penstock.server.output.delta import LogprobEntry, OutputDelta, Usage
-from penstock.server.output.detokenizer import Vocabulary
+from penstock.server.api.openai.writer import OpenAIWriter
+from penstock.server.output.delta import LogprobEntry, OutputDelta
 from penstock.server.output.logprobs import EchoedToken, PositionLogprobs, finite
 
 
 class CompletionWriter(OpenAIWriter):
-    """n: choices of each prompt in a body; the likeliest, if more were generated (`best_of`)."""
-
     object = "text_completion"
     chunk_object = "text_completion"
     ends_with_text = True
-
-    def __init__(
-        self,
-        head: Head,
-        vocabulary: Vocabulary,
-        options: AnswerOptions | None = None,
-        usage: Usage | None = None,
-        *,
-        n: int = 1,
-        num_sampled: int = 1,
-    ) -> None:
-        super().__init__(head, vocabulary, options, usage)
-        self._n = n
-        self._num_sampled = num_sampled
-
-    def content(self, deltas: list[OutputDelta], usage: Usage) -> dict[str, Any]:
-        if self._num_sampled > self._n:
-            deltas = likeliest(deltas, self._num_sampled, self._n)
-        return super().content(deltas, usage)
 
     def _choice(self, delta: OutputDelta) -> dict[str, Any]:
         choice = {
@@ -61,7 +38,7 @@ class CompletionWriter(OpenAIWriter):
         self, body: dict[str, Any], prompts: list[list[PositionLogprobs]]
     ) -> None:
         for choice in body["choices"]:
-            choice["prompt_logprobs"] = prompts[choice["index"] // self._n]
+            choice["prompt_logprobs"] = prompts[choice["index"] // self._options.n]
 
     def _logprobs(
         self, entries: list[LogprobEntry], echoed: Sequence[EchoedToken] = ()

@@ -58,8 +58,6 @@ class Completions:
             received.model.encoder.vocabulary,
             _options(fields, generation),
             generation.usage,
-            n=fields.n or 1,
-            num_sampled=fields.num_sampled,
         )
 
 
@@ -100,8 +98,12 @@ def _options(fields: GenerationFields, generation: Generation) -> AnswerOptions:
     prompt_ids = tuple(ids for ids in each_prompt for _ in range(fields.n or 1))
     return AnswerOptions(
         num_logprobs=fields.num_logprobs,
-        prompt_logprobs=fields.prompt_logprobs,
+        prompt_logprobs=fields.wanted_prompt_logprobs,
         names_ids=bool(fields.return_tokens_as_token_ids),
+        n=fields.n or 1,
+        num_sampled=fields.num_sampled,
+        hides_reasoning=isinstance(fields, ChatCompletionRequest)
+        and fields.include_reasoning is False,
         prompt_ids=prompt_ids if fields.return_token_ids else None,
         stop_token_ids=frozenset(fields.stop_token_ids or ()),
         wants_usage=fields.wants_usage,

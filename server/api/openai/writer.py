@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from penstock.server.errors import reply_to
+from penstock.server.output.best_of import likeliest
 from penstock.server.output.delta import LogprobEntry, OutputDelta, Usage
 from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.output.generation import Generation
@@ -43,7 +44,8 @@ class AnswerOptions:
     names_ids: a token in logprobs is named "token_id:5" (vLLM's form), so that two tokens of one
     spelling can be told apart. prompt_ids: each choice's prompt; None unless ids are wanted.
     stop_token_ids: those that the client named; any other id that ends an answer is the model's
-    own end.
+    own end. n: choices of each prompt in a body; the likeliest, if more were generated
+    (`best_of`). hides_reasoning: only what follows it is written.
     wants_usage: a stream ends with the usage. has_running_usage: every chunk has the usage so far.
     """
 
@@ -52,6 +54,9 @@ class AnswerOptions:
     names_ids: bool = False
     prompt_ids: tuple[tuple[int, ...], ...] | None = None
     stop_token_ids: frozenset[int] = frozenset()
+    n: int = 1
+    num_sampled: int = 1
+    hides_reasoning: bool = False
     wants_usage: bool = False
     has_running_usage: bool = False
 
@@ -138,6 +143,9 @@ class OpenAIWriter:
 
     def content(self, deltas: list[OutputDelta], usage: Usage) -> dict[str, Any]:
         """deltas: each choice as a whole."""
+        n, num_sampled = self._options.n, self._options.num_sampled
+        if num_sampled > n:
+            deltas = likeliest(deltas, num_sampled, n)
         choices = [self._choice(delta) for delta in deltas]
         return {
             **self._head.fields(self.object),

@@ -170,8 +170,8 @@ def test_a_repeated_text_finds_its_prefix_unless_another_salt_keeps_it_apart(
     assert hits[0] == hits[2] == 0 and hits[1] > 100
 
 
-def test_a_priority_that_nobody_heeds_is_refused(server: RunningServer) -> None:
-    assert refusal(server, input="a", priority=1)["param"] == "priority"
+def test_a_priority_is_accepted_under_first_come_first_served(server: RunningServer) -> None:
+    ask(server, input="a", priority=1)
 
 
 def test_another_model_is_not_found(server: RunningServer) -> None:

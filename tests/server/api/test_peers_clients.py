@@ -1,12 +1,17 @@
 """What clients of vLLM, SGLang and llama.cpp send and read without asking, on every API."""
 
+import contextlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from penstock.server.prompt.chat import encode_chat
+from penstock.server.protocol.openai import ChatCompletionRequest
+from tests.support.chatting import make_model
 from tests.support.serving import MODEL, RunningServer
 
 Json = dict[str, Any]
@@ -124,3 +129,63 @@ def test_every_returned_token_id_has_its_logprob(server: RunningServer, path: st
 def num_logprobs(choice: Json) -> int:
     found = choice["logprobs"] or {}
     return len(found.get("tokens") or found.get("content") or ())
+
+
+def test_a_synonym_may_stand_beside_an_equal_structured_outputs(server: RunningServer) -> None:
+    """As guidance sends both; its grammars are in llguidance's notation."""
+    grammar = '%llguidance {}\n\nstart: "xyz"'
+    for name, key, value in (("guided_grammar", "grammar", grammar), ("regex", "regex", "xyz")):
+        fields = {name: value, "structured_outputs": {key: value, "whitespace_pattern": None}}
+        assert answered(server, "/v1/completions", **fields)["choices"][0]["text"] == "xyz"
+
+
+def test_a_variable_that_the_template_does_not_know_is_reported_once() -> None:
+    with contextlib.ExitStack() as stack:
+        server = RunningServer("--scripted")
+        stack.callback(server.stop)
+        server.wait_until_ready()
+        for _ in range(2):
+            assert server.chat(chat_template_kwargs={"enable_thinking": True}).status_code == 200
+            assert server.chat(vllm_xargs={"a": 1}).status_code == 200
+        server.process.terminate()
+        _, log = server.exit_code()
+    assert log.count("'chat_template_kwargs.enable_thinking' in a request had no effect") == 1
+    assert log.count("'vllm_xargs' in a request had no effect") == 1
+
+
+def test_any_role_is_left_to_the_chat_template(server: RunningServer) -> None:
+    for role in ("critic", "function"):
+        messages = [USER, {"role": role, "name": "f", "content": "Yes."}]
+        assert answered(server, "/v1/chat/completions", messages=messages)["choices"]
+
+
+def test_documents_reach_a_template_that_knows_them(tmp_path: Path) -> None:
+    template = "{% for d in documents %}[{{ d.text }}]{% endfor %}{{ messages[0].content }}"
+    encoder = make_model(tmp_path, template).encoder
+    fields = {"messages": [USER], "documents": [{"text": "a fact"}]}
+    chat = ChatCompletionRequest.parse(json.dumps(fields).encode())
+    assert encode_chat(chat, encoder).text == f"[a fact]{USER['content']}"
+
+
+def test_prompt_logprobs_of_minus_one_are_the_most_that_are_served(server: RunningServer) -> None:
+    chat = answered(server, "/v1/chat/completions", prompt_logprobs=-1)
+    text = answered(server, "/v1/completions", prompt_logprobs=-1, prompt="Once upon a time")
+    for positions in (chat["prompt_logprobs"], text["choices"][0]["prompt_logprobs"]):
+        assert len(positions[1]) in (20, 21)
+
+
+def test_a_bias_for_what_is_no_token_id_is_refused_by_its_key(server: RunningServer) -> None:
+    for path in ("/v1/completions", "/v1/responses"):
+        response = server.post(path, BODIES[path] | {"logit_bias": {"5": 1, "abc": 1}})
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"] == "logit_bias"
+        assert "'abc'" in error["message"]
+
+
+def test_a_response_of_the_same_request_id_takes_the_place_of_the_first(
+    server: RunningServer,
+) -> None:
+    for text in ("a", "b"):
+        answered(server, "/v1/responses", input=text, request_id="twice")
+    items = server.get("/v1/responses/resp_twice/input_items").json()["data"]
+    assert items[0]["content"][0]["text"] == "b"

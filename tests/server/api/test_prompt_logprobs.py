@@ -226,7 +226,7 @@ def test_what_is_told_of_a_prompt_is_the_same_whatever_is_cached(server: Running
     [
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
     ],

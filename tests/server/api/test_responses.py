@@ -299,7 +299,7 @@ def test_nothing_can_be_cancelled_and_the_error_says_what_to_do(client: openai.O
         ({"conversation": "conv_1"}, "conversation"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"n": 2}, "n"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
         ({"logit_bias": {"999999999": 1}}, "logit_bias"),
         ({"truncation": "some"}, "truncation"),
     ],
