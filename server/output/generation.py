@@ -239,7 +239,8 @@ class Generation:
         if self.request.echoes_logprobs:
             assert output.logprobs is not None
             token_ids = self.request.requests[prompt].prompt_token_ids
-            echoed = echoed_tokens(self._vocabulary, token_ids, output.logprobs)
+            echo = self.request.echoes[prompt]
+            echoed = echoed_tokens(self._vocabulary, token_ids, output.logprobs, echo)
             for choice in self.choices[prompt * self.request.n : (prompt + 1) * self.request.n]:
                 choice.echo_logprobs(echoed)
 

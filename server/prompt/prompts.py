@@ -99,10 +99,11 @@ def _encoded(
 def _echoes(
     fields: CompletionRequest, token_ids: tuple[tuple[int, ...], ...], model: ServedModel
 ) -> tuple[str, ...]:
-    """Each prompt as the client sent it, or, if that was ids or was truncated, its ids' text."""
+    """Each prompt as the client sent it, or, if that was ids or was truncated, its ids' text, with
+    its special tokens."""
     return tuple(
         prompt
         if isinstance(prompt, str) and fields.truncate_prompt_tokens is None
-        else model.encoder.vocabulary.text_of(ids)
+        else model.encoder.vocabulary.text_of(ids, shows_special=True)
         for prompt, ids in zip(fields.prompts, token_ids, strict=True)
     )
