@@ -26,6 +26,7 @@ _PERMISSION: dict[str, object] = {
 
 
 @router.get("/v1/models")
+@router.get("/models", include_in_schema=False)  # llama.cpp's path
 async def models(request: Request) -> Response:
     service = service_of(request)
     model = service.model

@@ -11,7 +11,7 @@ from penstock.server.errors import InvalidApiKey
 # In the scope: the tenant that `Access` found.
 TENANT = "penstock.tenant"
 # Asked by what runs the server, which has no key: whether it lives, and whether to send traffic.
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/health", "/ping", "/ready")
 
 
 class Access:

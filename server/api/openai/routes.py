@@ -24,11 +24,13 @@ router = APIRouter()
 
 
 @router.post("/v1/completions")
+@router.post("/completions", include_in_schema=False)  # llama.cpp's path
 async def completions(request: Request) -> Response:
     return await answer_request(request, Completions())
 
 
 @router.post("/v1/chat/completions")
+@router.post("/chat/completions", include_in_schema=False)  # llama.cpp's path
 async def chat_completions(request: Request) -> Response:
     return await answer_request(request, ChatCompletions())
 
