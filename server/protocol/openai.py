@@ -7,7 +7,7 @@ change the answer are refused by name (`NEUTRAL`); all others are ignored.
 import re
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
@@ -103,6 +103,7 @@ class GenerationFields(Wire):
     """What both endpoints take."""
 
     model_config = ConfigDict(extra="allow")  # kept to be looked through, see `_refuse_unsupported`
+    served_extras: ClassVar[frozenset[str]] = frozenset()  # which `NEUTRAL` has for the other API
 
     model: str | None = None  # the server has one
     n: int | None = Field(None, ge=1, le=MAX_N)
@@ -231,7 +232,8 @@ class GenerationFields(Wire):
 
     def _refuse_unsupported(self) -> None:
         for name, value in (self.model_extra or {}).items():
-            if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
+            is_served = name in self.served_extras or name not in NEUTRAL
+            if not is_served and value is not None and value not in NEUTRAL[name]:
                 raise UnsupportedParameter(name, HINTS.get(name, "leave it out"))
             if name in UNUSED and value:
                 report_unused(name, "this server has no use for it")
@@ -336,7 +338,7 @@ class CompletionRequest(GenerationFields):
 
 
 # What an assistant's message may hold besides text and calls, and what to send instead.
-_OTHER_SPEECH = {"function_call": "use tool_calls", "audio": "send the transcript as text"}
+_OTHER_SPEECH = {"audio": "send the transcript as text"}
 
 
 class ContentPart(Wire):
@@ -367,10 +369,11 @@ class ChatMessage(Wire):
                 raise UnsupportedParameter(f"{param}.{name}", hint)
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message = {"role": role, "content": self._text(f"{param}.content")}
-        calls = self._calls(f"{param}.tool_calls")
+        calls = self._calls(f"{param}.tool_calls") or self._function_call(f"{param}.function_call")
+        call_id = _id_of_call(self.name) if self.role == "function" else self.tool_call_id
         optional = {
             "name": self.name,
-            "tool_call_id": self.tool_call_id,
+            "tool_call_id": call_id,
             "tool_calls": calls or None,
             "reasoning_content": self.reasoning_content or self.reasoning,
         }
@@ -381,6 +384,18 @@ class ChatMessage(Wire):
             raise InvalidRequest(f"{param} requires the role assistant", param=param)
         calls = enumerate(self.tool_calls or ())
         return [call_for_template(call, f"{param}[{i}]") for i, call in calls]
+
+    def _function_call(self, param: str) -> list[dict[str, Any]]:
+        """OpenAI's older form of a call: one, without an id."""
+        given = (self.model_extra or {}).get("function_call")
+        if given is None:
+            return []
+        try:
+            function = CalledFunction.model_validate(given)
+        except ValidationError as error:
+            raise invalid_fields(error, CalledFunction, at=param) from error
+        call = ToolCall(id=_id_of_call(function.name), function=function)
+        return [call_for_template(call, param)]
 
     def _text(self, param: str) -> str:
         if isinstance(self.content, list):
@@ -395,6 +410,11 @@ class ChatMessage(Wire):
         return text
 
 
+def _id_of_call(name: str | None) -> str:
+    """Of a call in the older form; its result has the function's name too."""
+    return f"call_{name}"
+
+
 def _text_of(part: ContentPart, param: str) -> str:
     if part.type == "refusal" and part.refusal is not None:
         return part.refusal
@@ -407,6 +427,8 @@ def _text_of(part: ContentPart, param: str) -> str:
 
 class ChatCompletionRequest(ToolFields, GenerationFields):
     """`POST /v1/chat/completions`."""
+
+    served_extras = frozenset(("functions", "function_call"))  # see `take_functions`
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -463,6 +485,7 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
         if self.top_logprobs and not self.logprobs:
             message = "top_logprobs requires logprobs: true"
             raise InvalidRequest(message, param="top_logprobs")
+        self.take_functions(self.model_extra or {})
         self.check_tools()
         if self.continue_final_message:
             self._check_continued()

@@ -131,7 +131,7 @@ def test_a_wrong_message_is_refused_with_its_place(
 
 UNSUPPORTED = [
     (COMPLETIONS, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-    (CHAT, {"functions": [{"name": "f"}]}),
+    (COMPLETIONS, {"functions": [{"name": "f"}]}),
     (CHAT, {"modalities": ["audio"]}),
     (CHAT, {"web_search_options": {}}),
     (COMPLETIONS, {"suffix": "end"}),

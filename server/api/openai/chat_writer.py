@@ -21,6 +21,8 @@ class ChatWriter(OpenAIWriter):
 
     def _choice(self, delta: OutputDelta) -> dict[str, Any]:
         message = message_of(self._shown(delta.all_parts))
+        if self._options.speaks_functions and (calls := message.pop("tool_calls", None)):
+            message["function_call"] = calls[0]["function"]
         has_logprobs = self._options.num_logprobs is not None
         choice = {
             "index": delta.choice,
@@ -71,7 +73,8 @@ class ChatWriter(OpenAIWriter):
     def _part_events(self, delta: OutputDelta) -> bytes:
         """What is known of the tokens goes with the first."""
         assert delta.parts is not None
-        parts = [delta_of(part) for part in self._shown(delta.parts)]
+        write = function_delta_of if self._options.speaks_functions else delta_of
+        parts = [write(part) for part in self._shown(delta.parts)]
         if not parts and (delta.logprobs or delta.token_ids):
             parts = [{}]
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
@@ -129,6 +132,14 @@ def message_of(parts: Iterable[Part]) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def function_delta_of(part: Part) -> dict[str, Any]:
+    """`delta_of` in OpenAI's older form, which has no ids."""
+    delta = delta_of(part)
+    if calls := delta.pop("tool_calls", None):
+        delta["function_call"] = calls[0]["function"]
+    return delta
 
 
 def delta_of(part: Part) -> dict[str, Any]:

@@ -104,6 +104,7 @@ def _options(fields: GenerationFields, generation: Generation) -> AnswerOptions:
         names_ids=bool(fields.return_tokens_as_token_ids),
         n=fields.n or 1,
         num_sampled=fields.num_sampled,
+        speaks_functions=isinstance(fields, ChatCompletionRequest) and fields.speaks_functions,
         hides_reasoning=isinstance(fields, ChatCompletionRequest)
         and fields.include_reasoning is False,
         prompt_ids=prompt_ids if fields.return_token_ids else None,

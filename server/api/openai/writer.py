@@ -45,7 +45,8 @@ class AnswerOptions:
     spelling can be told apart. prompt_ids: each choice's prompt; None unless ids are wanted.
     stop_token_ids: those that the client named; any other id that ends an answer is the model's
     own end. n: choices of each prompt in a body; the likeliest, if more were generated
-    (`best_of`). hides_reasoning: only what follows it is written.
+    (`best_of`). hides_reasoning: only what follows it is written. speaks_functions: a call is
+    written in OpenAI's older form, a `function_call`.
     wants_usage: a stream ends with the usage. has_running_usage: every chunk has the usage so far.
     """
 
@@ -57,6 +58,7 @@ class AnswerOptions:
     n: int = 1
     num_sampled: int = 1
     hides_reasoning: bool = False
+    speaks_functions: bool = False
     wants_usage: bool = False
     has_running_usage: bool = False
 
@@ -222,10 +224,15 @@ class OpenAIWriter:
         ended_by = delta.ended_by
         is_own = isinstance(ended_by, int) and ended_by not in self._options.stop_token_ids
         return {
-            "finish_reason": delta.finish_reason,
+            "finish_reason": self._finish_reason(delta),
             "stop_reason": None if is_own else ended_by,
             "matched_stop": ended_by,
         }
+
+    def _finish_reason(self, delta: OutputDelta) -> str | None:
+        if self._options.speaks_functions and delta.finish_reason == "tool_calls":
+            return "function_call"
+        return delta.finish_reason
 
     def _usage(self) -> bytes:
         if self._running_usage is None:

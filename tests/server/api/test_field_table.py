@@ -175,6 +175,15 @@ EFFECTS: dict[str, dict[str, Row]] = {
         "tool_choice": Row(
             "required", has("choices", 0, "message", "tool_calls"), {"tools": [TOOL]}
         ),
+        "functions": Row(
+            [TOOL["function"]],
+            lambda a, b: prompt_tokens(b) > prompt_tokens(a),
+        ),
+        "function_call": Row(
+            {"name": "f"},
+            has("choices", 0, "message", "function_call"),
+            {"functions": [TOOL["function"]]},
+        ),
         "parallel_tool_calls": Row(
             False,
             lambda a, b: len(b["choices"][0]["message"]["tool_calls"]) == 1,
@@ -249,8 +258,6 @@ REFUSED: dict[str, dict[str, Any]] = {
         "modalities": ["text", "audio"],
         "web_search_options": {},
         "moderation": {"model": "m"},
-        "functions": [{"name": "f"}],
-        "function_call": {"name": "f"},
         "chat_template": "{{ messages }}",
     },
     RESPONSES: {
@@ -316,7 +323,6 @@ HARMLESS_HERE: dict[str, dict[str, Any]] = {
         "reasoning_effort": "low",
         "chat_template_kwargs": {"enable_thinking": False},  # unknown to the demo's template
         "include_reasoning": False,  # of the demo model, which never reasons
-        "function_call": "auto",
         "parallel_tool_calls": False,
     },
     RESPONSES: {

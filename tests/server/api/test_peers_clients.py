@@ -11,7 +11,7 @@ import pytest
 
 from penstock.server.prompt.chat import encode_chat
 from penstock.server.protocol.openai import ChatCompletionRequest
-from tests.support.chatting import make_model
+from tests.support.chatting import QWEN, make_model
 from tests.support.serving import MODEL, RunningServer
 
 Json = dict[str, Any]
@@ -189,3 +189,40 @@ def test_a_response_of_the_same_request_id_takes_the_place_of_the_first(
         answered(server, "/v1/responses", input=text, request_id="twice")
     items = server.get("/v1/responses/resp_twice/input_items").json()["data"]
     assert items[0]["content"][0]["text"] == "b"
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": [1]}}}}
+
+
+def test_a_client_of_functions_is_answered_with_a_function_call(server: RunningServer) -> None:
+    fields = {"functions": [FUNCTION], "function_call": {"name": "f"}, "max_tokens": 60}
+    choice = answered(server, "/v1/chat/completions", **fields)["choices"][0]
+    call = choice["message"]["function_call"]
+    assert call["name"] == "f" and isinstance(json.loads(call["arguments"]), dict)
+    assert choice["finish_reason"] == "function_call" and "tool_calls" not in choice["message"]
+    body = BODIES["/v1/chat/completions"] | fields | {"stream": True, "temperature": 0}
+    events = server.post("/v1/chat/completions", body).text.split("\n\n")[:-2]
+    chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    calls = [c["delta"]["function_call"] for c in chunks if "function_call" in c["delta"]]
+    assert [call["name"] for call in calls if "name" in call] == ["f"]
+    assert isinstance(json.loads("".join(call["arguments"] for call in calls)), dict)
+    assert chunks[-1]["finish_reason"] == "function_call"
+
+
+def test_a_function_call_and_its_result_are_a_tool_call_to_the_template(tmp_path: Path) -> None:
+    model = make_model(tmp_path, QWEN)
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    tool_call = {"id": "call_f", "type": "function", "function": call}
+    older = [
+        *(USER, {"role": "assistant", "content": None, "function_call": call}),
+        {"role": "function", "name": "f", "content": "2"},
+    ]
+    newer = [
+        *(USER, {"role": "assistant", "content": None, "tool_calls": [tool_call]}),
+        {"role": "tool", "tool_call_id": "call_f", "name": "f", "content": "2"},
+    ]
+    texts = []
+    for messages in (older, newer):
+        body = json.dumps({"messages": messages}).encode()
+        texts.append(encode_chat(ChatCompletionRequest.parse(body), model.encoder).text)
+    assert texts[0] == texts[1] and "<tool_call>" in texts[0]
