@@ -27,7 +27,7 @@ from penstock.server.api.openai import routes as openai
 from penstock.server.api.responses import routes as responses
 from penstock.server.api.responses.store import ResponseStore
 from penstock.server.config import CorsConfig, ServeConfig, ServerConfig
-from penstock.server.errors import reply_to
+from penstock.server.errors import reply_to_unrouted
 from penstock.server.http.access import OPEN_PATHS, Access
 from penstock.server.http.connection import HttpProtocol
 from penstock.server.http.middleware import Middleware, route_path
@@ -99,7 +99,10 @@ def _cors_options(config: CorsConfig) -> dict[str, Any] | None:
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
-    return reply_to(error).response(route_path(request.scope))
+    path = route_path(request.scope)
+    assert isinstance(error, HTTPException)
+    is_preflight = "access-control-request-method" in request.headers
+    return reply_to_unrouted(error, path, is_preflight=is_preflight).response(path)
 
 
 def serve(config: ServeConfig) -> int:

@@ -242,6 +242,35 @@ def _retry_after(seconds: float) -> tuple[tuple[str, str], ...]:
     return (("Retry-After", str(math.ceil(seconds))),)
 
 
+# Parts of OpenAI's API that clients look for here.
+_APIS_NOT_SERVED = frozenset(
+    (
+        *("files", "uploads", "batches", "images", "audio", "videos", "realtime", "moderations"),
+        *("fine_tuning", "vector_stores", "assistants", "threads", "conversations", "containers"),
+        *("evals", "skills", "chatkit", "organization"),
+    )
+)
+
+
+def reply_to_unrouted(error: HTTPException, path: str, *, is_preflight: bool) -> ErrorReply:
+    """For what the router refuses, where the path says more than the error."""
+    reply = _reply_to_http(error)
+    version, _, rest = path.removeprefix("/").partition("/")
+    name = rest.partition("/")[0]
+    if error.status_code == 404 and version == "v1" and name in _APIS_NOT_SERVED:
+        text = (
+            f"this server does not serve the API under /v1/{name}; GET /docs lists what it serves"
+        )
+        return reply._replace(message=text)
+    if error.status_code == 405 and is_preflight:
+        text = (
+            "this server does not answer pages of other origins (CORS); "
+            "start it with --allowed-origins to allow them"
+        )
+        return reply._replace(message=text)
+    return reply
+
+
 def _reply_to_http(error: HTTPException) -> ErrorReply:
     """Errors of the router: no such path, or not with this method."""
     headers = tuple((error.headers or {}).items())

@@ -20,7 +20,6 @@ from penstock.engine.client import (
     load_grammars,
     resolve_model,
 )
-from penstock.scheduler.config import Policy
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request
 from penstock.server.config import ServeConfig
@@ -209,7 +208,6 @@ class Service:
             encoder=encoder,
             defaults=GenerationDefaults.load(Path(directory)),
             pooler=Pooler.load(Path(directory), self.config.server.pooler, info.hidden_size),
-            has_priorities=self.config.engine.scheduler.policy is Policy.PRIORITY,
             grammars=load_grammars(Path(directory), info, self.config.engine.load_format),
             chat_format=ChatFormat.detect(
                 encoder.template_source,

@@ -23,7 +23,7 @@ from penstock.server.service import Service
 
 class NamesModel(Protocol):
     @property
-    def model(self) -> str: ...
+    def model(self) -> str | None: ...
 
 
 Fields = TypeVar("Fields", bound=NamesModel)
@@ -68,8 +68,9 @@ async def body_of(http: Request) -> bytes:
     return await read_body(http, service_of(http).config.server.max_body_bytes)
 
 
-def check_model(model: ServedModel, name: str) -> None:
-    if name not in model.names:
+def check_model(model: ServedModel, name: str | None) -> None:
+    """Without a name, the one model that is served. Raises ModelNotFound."""
+    if name and name not in model.names:
         raise ModelNotFound(name, model.name)
 
 

@@ -1,4 +1,4 @@
-"""Routes for an operator's tools: `/health`, `/ready`, `/version`, `/metrics`."""
+"""Routes for an operator's tools: `/health` (`/ping`), `/ready`, `/version`, `/metrics`."""
 
 import asyncio
 import gzip
@@ -14,6 +14,8 @@ router = APIRouter()
 
 
 @router.get("/health")
+@router.get("/ping")  # SageMaker's path, and vLLM's, which may also be posted to
+@router.post("/ping", include_in_schema=False)
 async def health(request: Request) -> Response:
     """Alive: whether a restart would help."""
     service_of(request).check_health()

@@ -6,15 +6,31 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.server.api.common import check_model, json_response, service_of
-from penstock.server.prompt.model import ServedModel
+from penstock.server.service import Service
 
 router = APIRouter()
 
+# What OpenAI's cards once had, and vLLM's still have.
+_PERMISSION: dict[str, object] = {
+    "object": "model_permission",
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
+
 
 @router.get("/v1/models")
+@router.get("/models", include_in_schema=False)  # llama.cpp's path
 async def models(request: Request) -> Response:
-    model = service_of(request).model
-    cards = [_model_card(model, name) for name in model.names]
+    service = service_of(request)
+    model = service.model
+    cards = [_model_card(service, name) for name in model.names]
     # Anthropic's fields of a page
     page = {"has_more": False, "first_id": model.names[0], "last_id": model.names[-1]}
     return json_response({"object": "list", "data": cards, **page})
@@ -24,16 +40,23 @@ async def models(request: Request) -> Response:
 async def model(request: Request, name: str) -> Response:
     service = service_of(request)
     check_model(service.model, name)
-    return json_response(_model_card(service.model, name))
+    return json_response(_model_card(service, name))
 
 
-def _model_card(model: ServedModel, name: str) -> dict[str, object]:
-    """OpenAI's fields and Anthropic's, since the clients of both use this path."""
+def _model_card(service: Service, name: str) -> dict[str, object]:
+    """OpenAI's fields, vLLM's and Anthropic's, since the clients of all use this path.
+
+    root: the model that the server was started with, where vLLM's clients find its tokenizer.
+    """
+    model = service.model
     return {
         "id": name,
         "object": "model",
         "created": model.created_s,
         "owned_by": "penstock",
+        "root": service.config.engine.model,
+        "parent": None,
+        "permission": [_PERMISSION | {"id": f"modelperm-{name}", "created": model.created_s}],
         "max_model_len": model.info.max_model_len,
         "type": "model",
         "display_name": name,

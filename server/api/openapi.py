@@ -16,7 +16,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from penstock.server.api.common import json_response
-from penstock.server.api.embeddings.routes import EmbeddingRequest, ScoreRequest
+from penstock.server.api.embeddings.routes import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.server.api.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from penstock.server.errors import ANTHROPIC_PATH
 from penstock.server.protocol.anthropic import CountTokensRequest, MessagesRequest
@@ -74,6 +74,10 @@ _OPERATIONS = {
     "/score": _Operation(
         bodies=(ScoreRequest,), required=("id", "object", "model", "data", "usage")
     ),
+    **dict.fromkeys(
+        ("/rerank", "/v1/rerank", "/v2/rerank"),
+        _Operation(bodies=(RerankRequest,), required=("id", "model", "results", "usage")),
+    ),
     "/tokenize": _Operation(
         bodies=(TokenizeRequest, TokenizeChatRequest),
         required=("count", "max_model_len", "tokens", "token_strs"),
@@ -82,6 +86,7 @@ _OPERATIONS = {
     "/v1/models": _Operation(required=("object", "data")),
     "/v1/models/{name}": _Operation(required=("id", "object", "created", "owned_by")),
     "/health": _Operation(required=("status",)),
+    "/ping": _Operation(required=("status",)),
     "/ready": _Operation(required=("status",)),
     "/version": _Operation(required=("version",)),
 }
@@ -160,13 +165,16 @@ def _schema_of(app: FastAPI) -> dict[str, Any]:
     for body in ordered:
         _name_models(models["$defs"][body.__name__], app.state.service)
     errors = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
-    schema["components"] = {
-        "schemas": models["$defs"] | errors,
-        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-    }
+    schema["components"] = {"schemas": models["$defs"] | errors}
+    has_keys = bool(app.state.service.config.server.api_keys)
+    if has_keys:
+        scheme = {"key": {"type": "http", "scheme": "bearer"}}
+        schema["components"]["securitySchemes"] = scheme
     for path, methods in schema["paths"].items():
         for method, described in methods.items():
             _describe(described, path, method)
+            if not has_keys:
+                described.pop("security", None)
     return schema
 
 

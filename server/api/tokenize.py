@@ -41,7 +41,6 @@ class TokenizeRequest(_Fields):
 class TokenizeChatRequest(ChatCompletionRequest):
     """A conversation, as `/v1/chat/completions` would read the same fields."""
 
-    model: str = ""  # none has to be named
     return_token_strs: bool | None = None
 
 
@@ -97,8 +96,7 @@ def _has_messages(body: bytes) -> bool:
 
 def _checked(kind: type[Fields], body: bytes, request: Request) -> Fields:
     fields = kind.parse(body)
-    if fields.model:
-        check_model(service_of(request).model, fields.model)
+    check_model(service_of(request).model, fields.model)
     return fields
 
 

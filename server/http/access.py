@@ -11,7 +11,7 @@ from penstock.server.errors import InvalidApiKey
 # In the scope: the tenant that `Access` found.
 TENANT = "penstock.tenant"
 # Probes of an orchestrator, which has no key: is the server alive, and may it get traffic?
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/health", "/ping", "/ready")
 
 
 class Access:

@@ -29,7 +29,12 @@ DIRECT_SEND = "penstock.send"
 
 _MAX_REQUEST_ID_CHARS = 128
 # The paths outside /v1/ that need the model.
-_API_PATHS = frozenset({"/score", "/tokenize", "/detokenize"})
+_API_PATHS = frozenset(
+    (
+        *("/score", "/rerank", "/v2/rerank", "/tokenize", "/detokenize"),
+        *("/completions", "/chat/completions", "/embeddings", "/models"),  # llama.cpp's
+    )
+)
 
 
 class Middleware:

@@ -24,6 +24,8 @@ STEP_SECONDS = tuple(value / 10 for value in REQUEST_SECONDS if value <= 100)
 SIZES = tuple(float(1 << exponent) for exponent in range(18))
 # Up to a context of a million tokens.
 LENGTHS = tuple(float(1 << exponent) for exponent in range(21))
+# From none to more than is good.
+OCCURRENCES = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 # Prometheus's text writes numbers from this size on with exponents.
 _LEAST_EXPONENT = 1_000_000
 

@@ -24,6 +24,7 @@ from penstock.scheduler.types import RequestId, Started
 from penstock.server.observability.exposition import Renderer
 from penstock.server.observability.histograms import (
     LENGTHS,
+    OCCURRENCES,
     REQUEST_SECONDS,
     SIZES,
     STEP_SECONDS,
@@ -84,6 +85,7 @@ class Metrics:
         self.decode_time = Histogram(REQUEST_SECONDS)
         self.inference_time = Histogram(REQUEST_SECONDS)
         self.answers_per_prompt = Histogram(SIZES)
+        self.preemptions_per_answer = Histogram(OCCURRENCES)
         self.max_tokens = Histogram(LENGTHS)
         self.prompt_lengths = Histogram(LENGTHS)
         self._computed_lengths = Histogram(LENGTHS)
@@ -96,6 +98,7 @@ class Metrics:
         self._step_time = {kind: Histogram(STEP_SECONDS) for kind in StepClass}
         self._batch_size = Histogram(SIZES)
         self._step_tokens = Histogram(SIZES)
+        self._step_progress = Histogram(SIZES)
         self._times: dict[RequestId, RequestTimes] = {}
         self._prompt_tokens = 0
         self._cached_tokens = 0
@@ -165,7 +168,8 @@ class Metrics:
         self._stats, self._has_stats = report.stats, True
         for started in report.started:
             self._start(started)
-        self._generated_tokens += sum(map(len, map(_token_ids_of, report.outputs)))
+        num_generated = sum(map(len, map(_token_ids_of, report.outputs)))
+        self._generated_tokens += num_generated
         if not report.step:
             return
         work = report.work
@@ -173,6 +177,7 @@ class Metrics:
         self._step_time[kind].observe(report.step_s)
         self._batch_size.observe(work.num_sequences)
         self._step_tokens.observe(work.num_prefill_tokens + work.num_decode_tokens)
+        self._step_progress.observe(work.num_prefill_tokens + num_generated)
         self._prefill_tokens += work.num_prefill_tokens
         self._totals[kind].add(report.step_s, report.model_bytes, report.model_flops)
         self._recent.add(report, kind)
@@ -236,6 +241,7 @@ class Metrics:
                 "local_cache_hit": self._cached_tokens,
             },
             self._responses,
+            self.num_waiting,
         )
         return chain(with_vllm_names(self._own(), self._alias, self._model_name), theirs)
 
@@ -281,6 +287,14 @@ class Metrics:
             ),
             "batch_size_sequences": (self._batch_size, "Sequences in one step"),
             "step_tokens": (self._step_tokens, "Tokens in one step, of prompts and of answers"),
+            "step_progress_tokens": (
+                self._step_progress,
+                "Prompt tokens computed and answer tokens sampled in one step",
+            ),
+            "request_preemptions": (
+                self.preemptions_per_answer,
+                "How often an answer that the engine ended was preempted",
+            ),
             "request_prompt_tokens": (self.prompt_lengths, "Tokens of one accepted prompt"),
             "request_computed_prompt_tokens": (
                 self._computed_lengths,

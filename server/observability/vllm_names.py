@@ -35,7 +35,8 @@ _VLLM_NAMES = {
     "request_computed_prompt_tokens": "request_prefill_kv_computed_tokens",
     "request_answers": "request_params_n",
     "request_max_tokens": "request_params_max_tokens",
-    "step_tokens": "iteration_tokens_total",
+    "step_progress_tokens": "iteration_tokens_total",
+    "request_preemptions": "request_num_preemptions",
     "running_sequences": "num_requests_running",
     "waiting_sequences": "num_requests_waiting",
     "prompt_tokens": "prompt_tokens",
@@ -49,7 +50,7 @@ _VLLM_NAMES = {
 _VLLM_LABELS = {"outcome": "finished_reason"}
 _VLLM_VALUES = {"abandoned": "abort", "failed": "error"}  # of finished_reason
 # Requested by monitoring and not by clients; vLLM does not count these routes either.
-_NOT_COUNTED = frozenset({"/metrics", "/health", "/ready", "/version"})
+_NOT_COUNTED = frozenset({"/metrics", "/health", "/ping", "/ready", "/version"})
 _KV_BLOCKS = ("penstock_kv_used_blocks", "penstock_kv_idle_blocks", "penstock_kv_free_blocks")
 
 
@@ -98,6 +99,7 @@ def metrics_of_vllm_alone(
     model: ModelInfo | None,
     prompt_tokens: Mapping[str, float],
     responses: Mapping[HttpResponses, int],
+    num_waiting: int,
 ) -> Iterator[Metric]:
     """vLLM's metrics whose labels differ from ours. prompt_tokens: by source."""
     assert alias is MetricsAlias.VLLM, alias
@@ -110,6 +112,14 @@ def metrics_of_vllm_alone(
     for source, num_tokens in prompt_tokens.items():
         by_source.add_metric((*labels.values(), source), num_tokens)
     yield by_source
+    by_reason = GaugeMetricFamily(
+        "vllm:num_requests_waiting_by_reason",
+        "Sequences that wait in the queue, by reason: capacity, since nothing defers them here",
+        labels=(*labels, "reason"),
+    )
+    for reason, num in (("capacity", num_waiting), ("deferred", 0)):
+        by_reason.add_metric((*labels.values(), reason), num)
+    yield by_reason
     yield _http_requests(responses)
     if model:
         sizes = {"block_size": str(model.block_size), "num_gpu_blocks": str(model.num_blocks)}

@@ -7,7 +7,7 @@ from penstock.server.errors import GrammarFailed
 from penstock.server.output.delta import LogprobEntry, OutputDelta
 from penstock.server.output.detokenizer import StopScanner, TextDecoder
 from penstock.server.output.logprobs import EchoedToken
-from penstock.server.output.parts import AnswerReader, Part, merged
+from penstock.server.output.parts import AnswerReader, Part, TextPart, merged
 
 
 class Choice:
@@ -44,7 +44,8 @@ class Choice:
         self._num_echoed = self._num_sent = len(echo)
         self._entries: list[LogprobEntry] = []  # of tokens whose text is held back
         self._echoed: Sequence[EchoedToken] = ()  # until they have been sent
-        self._shows_stop = False
+        # The logprobs are then those of all sampled ids, as the ids are.
+        self._shows_all = self._shows_stop = wants_token_ids
 
     def echo_logprobs(self, echoed: Sequence[EchoedToken]) -> None:
         """Call it before the first token. The token that ends the answer is then reported too:
@@ -89,7 +90,7 @@ class Choice:
                 self._parts += self._reader.feed(rest)
             text += rest
             reason = "stop" if self.has_stop_string else output.finish.reason.value
-            return self._finish(text, reason)
+            return self._finish(text, reason, output.finish.stop_token_id)
         if not text:
             return None
         self._num_sent += len(text)
@@ -99,6 +100,7 @@ class Choice:
         return self._delta(text, entries, None)
 
     def _delta(self, text: str, entries: list[LogprobEntry], reason: str | None) -> OutputDelta:
+        num_new = len(text)
         if self._echo:
             text, self._echo = self._echo + text, ""
         echoed, self._echoed = self._echoed, ()
@@ -108,6 +110,8 @@ class Choice:
         if self._token_ids is not None:
             token_ids, self._token_ids = self._token_ids, []
         parts, self._parts = self._parts, []
+        if self._reader and len(text) > num_new:
+            parts = [TextPart(text[: len(text) - num_new]), *parts]
         sent = merged(parts) if self._reader else None
         return OutputDelta(self.index, text, entries, reason, token_ids, sent, echoed)
 
@@ -130,15 +134,17 @@ class Choice:
         self.has_stop_string = self._scanner.has_stopped
         return text
 
-    def _finish(self, text: str, reason: str) -> OutputDelta:
+    def _finish(self, text: str, reason: str, stop_token_id: int | None = None) -> OutputDelta:
         if self._reader:
             self._parts += self._reader.end()
             if self._reader.has_calls and reason == "stop":
                 reason = "tool_calls"
         self.finish_reason = reason
         self._num_sent += len(text)
-        entries = self._take_entries() if self.has_stop_string else self._entries
-        return self._delta(text, entries, reason)
+        is_cut = self.has_stop_string and not self._shows_all
+        entries = self._take_entries() if is_cut else self._entries
+        ended_by = self.stop_string if self.has_stop_string else stop_token_id
+        return self._delta(text, entries, reason)._replace(ended_by=ended_by)
 
     def _take_entries(self) -> list[LogprobEntry]:
         """Those of the tokens whose text has been sent, at least in part."""

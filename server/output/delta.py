@@ -24,7 +24,8 @@ class OutputDelta(NamedTuple):
     token_ids: empty unless the client asked for them; else all sampled ids, the stop token too.
     parts: what the text consists of, for an answer that may have calls or reasoning; else None.
     echoed: the prompt's tokens, in the first delta of an answer that begins with them and whose
-    logprobs are wanted.
+    logprobs are wanted. ended_by: the stop string or the token id that ended the answer, in its
+    last delta.
     """
 
     choice: int
@@ -34,6 +35,7 @@ class OutputDelta(NamedTuple):
     token_ids: Sequence[int] = ()
     parts: Sequence[Part] | None = None
     echoed: Sequence[EchoedToken] = ()
+    ended_by: str | int | None = None
 
     @property
     def all_parts(self) -> Sequence[Part]:
@@ -73,4 +75,6 @@ def joined(deltas: list[OutputDelta]) -> OutputDelta:
     if deltas[-1].parts is not None:
         parts = merged(part for delta in deltas for part in delta.parts or ())
     last, echoed = deltas[-1], deltas[0].echoed
-    return OutputDelta(last.choice, text, logprobs, last.finish_reason, token_ids, parts, echoed)
+    return OutputDelta(
+        *(last.choice, text, logprobs, last.finish_reason, token_ids, parts, echoed, last.ended_by)
+    )

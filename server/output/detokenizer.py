@@ -108,6 +108,9 @@ class Vocabulary:
         piece = self.pieces.get(token_id) or self._special.get(token_id, "")
         return piece if isinstance(piece, bytes) else piece.encode()
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
     def special_among(self, texts: Collection[str]) -> dict[int, str]:
         """The special tokens whose text is one of these: id -> text."""
         return {i: text for i, text in self._special.items() if text in texts}

@@ -239,7 +239,8 @@ class Generation:
         if self.request.echoes_logprobs:
             assert output.logprobs is not None
             token_ids = self.request.requests[prompt].prompt_token_ids
-            echoed = echoed_tokens(self._vocabulary, token_ids, output.logprobs)
+            echo = self.request.echoes[prompt]
+            echoed = echoed_tokens(self._vocabulary, token_ids, output.logprobs, echo)
             for choice in self.choices[prompt * self.request.n : (prompt + 1) * self.request.n]:
                 choice.echo_logprobs(echoed)
 
@@ -248,7 +249,9 @@ class Generation:
         self.usage.num_reasoning += choice.num_reasoning
         if output.index == 0:  # the other samples of a prompt share the blocks of the first
             self.usage.num_cached += output.num_cached_tokens
-        if not output.finish:  # a stop string: the engine does not know
+        if output.finish:
+            self._metrics.preemptions_per_answer.observe(output.finish.num_preemptions)
+        else:  # a stop string: the engine does not know
             self._engine.abort(output.request_id, output.index)
         if choice.num_tokens > 1:
             span_s = choice.last_token_s - choice.first_token_s

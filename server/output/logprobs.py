@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from penstock.scheduler.types import PromptLogprobs
@@ -33,14 +34,31 @@ def echoed_tokens(
     vocabulary: Vocabulary,
     token_ids: Sequence[int],
     prompt_logprobs: Sequence[PromptLogprobs],
+    echo: str,
 ) -> list[EchoedToken]:
-    """prompt_logprobs: of all tokens except the first."""
-    decoder = TextDecoder(vocabulary, is_whole=True)
+    """prompt_logprobs: of all tokens except the first. echo: the prompt's text, as it is echoed.
+
+    Special tokens have an offset of their own where the echo has their text.
+    """
+    decoder = TextDecoder(vocabulary, is_whole=True, shows_special=True)
+    num_added = _num_added(vocabulary, token_ids, echo)
     echoed = []
-    for token_id, logprobs in zip(token_ids, (None, *prompt_logprobs), strict=True):
-        decoder.feed(token_id)
+    for i, (token_id, logprobs) in enumerate(zip(token_ids, (None, *prompt_logprobs), strict=True)):
+        if i >= num_added:
+            decoder.feed(token_id)
         echoed.append(EchoedToken(token_id, logprobs, decoder.token_start))
     return echoed
+
+
+def _num_added(vocabulary: Vocabulary, token_ids: Sequence[int], echo: str) -> int:
+    """How many special tokens the tokenizer has put before the text: the echo lacks them."""
+    leading = list(takewhile(vocabulary.is_special, token_ids))
+    for num in range(len(leading) + 1):
+        if vocabulary.text_of(token_ids[num:], shows_special=True).startswith(echo):
+            return num
+    # The tokenizer has changed the text, for example its Unicode form.
+    is_added = (not echo.startswith(vocabulary.spelling(i).decode()) for i in leading)
+    return sum(takewhile(bool, is_added))
 
 
 def by_position(

@@ -9,6 +9,7 @@ from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.reasoning import format_of_template
 from penstock.server.prompt.tokenizer import ChatTemplate, ForeignTemplate, PromptEncoder
 from penstock.server.protocol.openai import ChatCompletionRequest
+from penstock.server.protocol.unused_fields import report_unused
 from penstock.server.tools.prompting import (
     Message,
     calls_as_text,
@@ -88,14 +89,17 @@ def _messages(fields: ChatCompletionRequest, template: AnyTemplate) -> list[Mess
 
 def _variables(fields: ChatCompletionRequest, template: AnyTemplate) -> dict[str, Any]:
     given = fields.chat_template_kwargs or {}
-    for name, value in given.items():
+    for name in given:
         param = f"chat_template_kwargs.{name}"
         if name in _OWN_VARIABLES:
             message = f"{param} is set by the server; use the field {name} of the request"
             raise InvalidRequest(message, param=param)
-        if value and not template.knows(name):
-            message = f"{param} has no effect: this model's chat template does not use {name!r}"
-            raise InvalidRequest(message, param=param)
+        if not template.knows(name):
+            report_unused(param, "this model's chat template does not use it")
+    if fields.documents and template.knows("documents"):
+        given = {"documents": fields.documents} | given
+    elif fields.documents:
+        report_unused("documents", "this model's chat template does not use them")
     return _reasoning_variables(fields, template) | given
 
 

@@ -1,7 +1,7 @@
 """What a prompt may be: long enough, short enough, and of ids that the model has."""
 
 from penstock.scheduler.errors import ContextTooLong, PenstockError, PromptTooLong
-from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.errors import InvalidRequest
 from penstock.server.prompt.model import ServedModel
 from penstock.server.protocol.openai import GenerationFields
 
@@ -41,20 +41,25 @@ def fit(
     limit, vocab_size, wanted = model.max_model_len, model.info.vocab_size, fields.wanted_max_tokens
     # What `truncate_prompt_tokens: -1` stands for: room is left for max_tokens.
     max_kept = max(1, limit - (1 if wanted is None else wanted))
-    kept = [truncated(prompt, fields.truncate_prompt_tokens, max_kept) for prompt in prompts]
+    num_kept, side = fields.truncate_prompt_tokens, fields.truncation_side
+    kept = [truncated(prompt, num_kept, max_kept, side) for prompt in prompts]
     for prompt in kept:
         check_prompt(prompt, vocab_size, param)
     return tuple(kept), tuple(_max_tokens(wanted, len(prompt), limit, param) for prompt in kept)
 
 
-def truncated(prompt: tuple[int, ...], num_kept: int | None, max_kept: int) -> tuple[int, ...]:
+def truncated(
+    prompt: tuple[int, ...], num_kept: int | None, max_kept: int, side: str | None = None
+) -> tuple[int, ...]:
     """The last tokens of a prompt whose client prefers truncation to an error.
 
     num_kept: its `truncate_prompt_tokens`; -1 stands for max_kept, None for the whole prompt.
+    side: where tokens are dropped; "right" keeps the first ones.
     """
     if num_kept is None:
         return prompt
-    return prompt[-(max_kept if num_kept < 0 else num_kept) :]
+    num_kept = max_kept if num_kept < 0 else num_kept
+    return prompt[:num_kept] if side == "right" else prompt[-num_kept:]
 
 
 def check_prompt(prompt: tuple[int, ...], vocab_size: int, param: str) -> None:
@@ -71,13 +76,6 @@ def check_fields(fields: GenerationFields, model: ServedModel) -> None:
         for token_id in getattr(fields, param) or ():
             if not 0 <= token_id < model.info.vocab_size:
                 raise unknown_id(param, token_id, model.info.vocab_size)
-    check_priority(fields.priority, model)
-
-
-def check_priority(priority: int | None, model: ServedModel) -> None:
-    if priority and not model.has_priorities:
-        hint = "start the server with --scheduling-policy priority, or leave it out"
-        raise UnsupportedParameter("priority", hint)
 
 
 def unknown_id(param: str, token_id: int, vocab_size: int) -> InvalidRequest:

@@ -13,8 +13,7 @@ from penstock.server.tools.chat_format import ChatFormat
 class ServedModel:
     """The first name is the one that answers carry.
 
-    grammars None: grammars are not compiled before the engine sees them. has_priorities: requests
-    are scheduled by their priority.
+    grammars None: grammars are not compiled before the engine sees them.
     """
 
     names: tuple[str, ...]
@@ -25,7 +24,6 @@ class ServedModel:
     chat_format: ChatFormat = field(default_factory=ChatFormat)
     grammars: Grammars | None = None
     pooler: Pooler = field(default_factory=Pooler)
-    has_priorities: bool = True
 
     @property
     def name(self) -> str:

@@ -73,6 +73,7 @@ async def chat_prompts(fields: ChatCompletionRequest, model: ServedModel) -> Pro
         token_ids=token_ids,
         max_tokens=max_tokens,
         are_whole=(not prompt.begun,),
+        echoes=(fields.echoed,) if fields.echoed else (),
         reasoning=reasoning_state(model.chat_format.reasoning, prompt.text, prompt.begun),
     )
 
@@ -98,10 +99,11 @@ def _encoded(
 def _echoes(
     fields: CompletionRequest, token_ids: tuple[tuple[int, ...], ...], model: ServedModel
 ) -> tuple[str, ...]:
-    """Each prompt as the client sent it, or, if that was ids or was truncated, its ids' text."""
+    """Each prompt as the client sent it, or, if that was ids or was truncated, its ids' text, with
+    its special tokens."""
     return tuple(
         prompt
         if isinstance(prompt, str) and fields.truncate_prompt_tokens is None
-        else model.encoder.vocabulary.text_of(ids)
+        else model.encoder.vocabulary.text_of(ids, shows_special=True)
         for prompt, ids in zip(fields.prompts, token_ids, strict=True)
     )

@@ -107,7 +107,7 @@ class CountTokensRequest(Wire):
 
     model_config = ConfigDict(extra="allow")  # kept to be looked through
 
-    model: str
+    model: str | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     system: str | Blocks | None = None
     tools: Blocks | None = None

@@ -7,11 +7,12 @@ change the answer are refused by name (`NEUTRAL`); all others are ignored.
 import re
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.protocol.structured_outputs import constraint_by_any_name
 from penstock.server.protocol.tools import (
     AllowedTool,
     AllowedTools,
@@ -25,7 +26,8 @@ from penstock.server.protocol.tools import (
     call_for_template,
 )
 from penstock.server.protocol.unsupported_fields import HINTS, NOT_SERVED
-from penstock.server.structured.constraint import RENAMED, Constraint, constraint_of
+from penstock.server.protocol.unused_fields import UNUSED, report_unused
+from penstock.server.structured.constraint import Constraint, constraint_of
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024  # each one costs memory for a table and time for every character
@@ -53,12 +55,10 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
     "moderation": (),
     "suffix": ("",),  # of a chat
-    **dict.fromkeys(RENAMED, ()),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "prompt_embeds": (),
     "logits_processors": ([],),
-    "documents": ([],),
 }
 
 # What a field may be, where pydantic's own words would list the branches of a union.
@@ -104,9 +104,11 @@ class GenerationFields(Wire):
     """What both endpoints take."""
 
     model_config = ConfigDict(extra="allow")  # kept to be looked through, see `_refuse_unsupported`
+    served_extras: ClassVar[frozenset[str]] = frozenset()  # which `NEUTRAL` has for the other API
 
-    model: str
+    model: str | None = None  # the server has one
     n: int | None = Field(None, ge=1, le=MAX_N)
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
     max_tokens: int | None = Field(None, ge=1)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
@@ -138,7 +140,8 @@ class GenerationFields(Wire):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: int | None = Field(None, ge=-1, le=MAX_LOGPROBS)  # -1: the most
     # One of these at most: see server/structured/constraint.py. The last two are llama.cpp's.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -184,7 +187,7 @@ class GenerationFields(Wire):
     @cached_property
     def num_sampled(self) -> int:
         """Answers to make of each prompt; more than `n` where the best are to be kept."""
-        return self.n or 1
+        return self.best_of or self.n or 1
 
     @cached_property
     def wants_usage(self) -> bool:
@@ -204,9 +207,14 @@ class GenerationFields(Wire):
         raise NotImplementedError
 
     @cached_property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """How many of the best tokens `prompt_logprobs` is to have."""
+        return MAX_LOGPROBS if self.prompt_logprobs == -1 else self.prompt_logprobs
+
+    @cached_property
     def num_prompt_logprobs(self) -> int | None:
         """As `SamplingParams.num_prompt_logprobs`."""
-        return self.prompt_logprobs
+        return self.wanted_prompt_logprobs
 
     @cached_property
     def num_logprobs_to_sample(self) -> int | None:
@@ -222,15 +230,22 @@ class GenerationFields(Wire):
 
     def _refuse_unsupported(self) -> None:
         for name, value in (self.model_extra or {}).items():
-            if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
-                raise UnsupportedParameter(name, _hint(name))
+            is_served = name in self.served_extras or name not in NEUTRAL
+            if not is_served and value is not None and value not in NEUTRAL[name]:
+                raise UnsupportedParameter(name, HINTS.get(name, "leave it out"))
+            if name in UNUSED and value:
+                report_unused(name, "this server has no use for it")
 
     @cached_property
     def constraint(self) -> Constraint | None:
         """What the answer must look like, or None for any text. Raises InvalidRequest."""
-        return constraint_of(
-            self.response_format, self.structured_outputs, self.grammar, self.json_schema
-        )
+
+        def make(structured_outputs: dict[str, Any] | None) -> Constraint | None:
+            return constraint_of(
+                self.response_format, structured_outputs, self.grammar, self.json_schema
+            )
+
+        return constraint_by_any_name(self.structured_outputs, self.model_extra or {}, make)
 
     def _check(self) -> None:
         """What concerns more than one field."""
@@ -247,6 +262,15 @@ class GenerationFields(Wire):
         if self.wanted_max_tokens is not None and (self.min_tokens or 0) > self.wanted_max_tokens:
             message = f"min_tokens must be at most max_tokens, {self.wanted_max_tokens}"
             raise InvalidRequest(message, param="min_tokens")
+        self._check_best_of()
+
+    def _check_best_of(self) -> None:
+        if self.num_sampled < (self.n or 1):
+            message = f"best_of must be at least n, {self.n}"
+            raise InvalidRequest(message, param="best_of")
+        if self.num_sampled > (self.n or 1) and self.stream:
+            message = "best_of cannot be combined with stream: true: the best is known at the end"
+            raise InvalidRequest(message, param="best_of")
 
 
 class CompletionRequest(GenerationFields):
@@ -260,7 +284,6 @@ class CompletionRequest(GenerationFields):
         | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    best_of: int | None = Field(None, ge=1, le=MAX_N)
     echo: bool | None = None
     max_tokens: int | None = Field(None, ge=0)  # 0: only what is reported of the prompt
     suffix: str | None = None
@@ -278,10 +301,6 @@ class CompletionRequest(GenerationFields):
         return self.logprobs
 
     @cached_property
-    def num_sampled(self) -> int:
-        return self.best_of or self.n or 1
-
-    @cached_property
     def echoes_logprobs(self) -> bool:
         """Whether the logprobs begin with the prompt's."""
         return bool(self.echo) and self.logprobs is not None
@@ -289,12 +308,11 @@ class CompletionRequest(GenerationFields):
     @cached_property
     def num_prompt_logprobs(self) -> int | None:
         if self.echoes_logprobs:
-            return max(self.logprobs or 0, self.prompt_logprobs or 0)
-        return self.prompt_logprobs
+            return max(self.logprobs or 0, self.wanted_prompt_logprobs or 0)
+        return self.wanted_prompt_logprobs
 
     def _check(self) -> None:
         super()._check()
-        self._check_best_of()
         if len(self.prompts) > MAX_PROMPTS:
             message = f"prompt has {len(self.prompts)} prompts, more than the {MAX_PROMPTS} allowed"
             raise InvalidRequest(message, param="prompt")
@@ -316,17 +334,9 @@ class CompletionRequest(GenerationFields):
         if "\0" in suffix:
             raise _nul("suffix")
 
-    def _check_best_of(self) -> None:
-        if self.num_sampled < (self.n or 1):
-            message = f"best_of must be at least n, {self.n}"
-            raise InvalidRequest(message, param="best_of")
-        if self.num_sampled > (self.n or 1) and self.stream:
-            message = "best_of cannot be combined with stream: true: the best is known at the end"
-            raise InvalidRequest(message, param="best_of")
-
 
 # What an assistant's message may hold besides text and calls, and what to send instead.
-_OTHER_SPEECH = {"function_call": "use tool_calls", "audio": "send the transcript as text"}
+_OTHER_SPEECH = {"audio": "send the transcript as text"}
 
 
 class ContentPart(Wire):
@@ -340,7 +350,7 @@ class ContentPart(Wire):
 class ChatMessage(Wire):
     model_config = ConfigDict(extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(min_length=1, max_length=64)]  # templates may know others
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -350,16 +360,18 @@ class ChatMessage(Wire):
     refusal: str | None = None
 
     def for_template(self, param: str) -> dict[str, Any]:
-        """As chat templates know it. "developer" is OpenAI's newer word for "system"."""
+        """As chat templates know it. "developer" is OpenAI's newer word for "system", "function"
+        the older one for "tool"."""
         for name, hint in _OTHER_SPEECH.items():
             if (self.model_extra or {}).get(name):
                 raise UnsupportedParameter(f"{param}.{name}", hint)
-        role = "system" if self.role == "developer" else self.role
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message = {"role": role, "content": self._text(f"{param}.content")}
-        calls = self._calls(f"{param}.tool_calls")
+        calls = self._calls(f"{param}.tool_calls") or self._function_call(f"{param}.function_call")
+        call_id = _id_of_call(self.name) if self.role == "function" else self.tool_call_id
         optional = {
             "name": self.name,
-            "tool_call_id": self.tool_call_id,
+            "tool_call_id": call_id,
             "tool_calls": calls or None,
             "reasoning_content": self.reasoning_content or self.reasoning,
         }
@@ -370,6 +382,18 @@ class ChatMessage(Wire):
             raise InvalidRequest(f"{param} requires the role assistant", param=param)
         calls = enumerate(self.tool_calls or ())
         return [call_for_template(call, f"{param}[{i}]") for i, call in calls]
+
+    def _function_call(self, param: str) -> list[dict[str, Any]]:
+        """OpenAI's older form of a call: one, without an id."""
+        given = (self.model_extra or {}).get("function_call")
+        if given is None:
+            return []
+        try:
+            function = CalledFunction.model_validate(given)
+        except ValidationError as error:
+            raise invalid_fields(error, CalledFunction, at=param) from error
+        call = ToolCall(id=_id_of_call(function.name), function=function)
+        return [call_for_template(call, param)]
 
     def _text(self, param: str) -> str:
         if isinstance(self.content, list):
@@ -382,6 +406,11 @@ class ChatMessage(Wire):
         if "\0" in text:
             raise _nul(param)
         return text
+
+
+def _id_of_call(name: str | None) -> str:
+    """Of a call in the older form; its result has the function's name too."""
+    return f"call_{name}"
 
 
 def _text_of(part: ContentPart, param: str) -> str:
@@ -397,6 +426,8 @@ def _text_of(part: ContentPart, param: str) -> str:
 class ChatCompletionRequest(ToolFields, GenerationFields):
     """`POST /v1/chat/completions`."""
 
+    served_extras = frozenset(("functions", "function_call"))  # see `take_functions`
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -406,6 +437,9 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
     thinking_token_budget: int | None = Field(None, ge=-1)  # vLLM's; -1: no limit
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None  # for templates that know them
+    echo: bool | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -426,6 +460,13 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
         return self.add_generation_prompt is not False and not self.continue_final_message
 
     @cached_property
+    def echoed(self) -> str:
+        """The last message, if the answer is to begin with it: as at vLLM, one of its own role."""
+        last = self.for_template[-1]
+        is_own = last["role"] == "assistant" or not self.adds_generation_prompt
+        return str(last["content"]) if self.echo and is_own else ""
+
+    @cached_property
     def for_template(self) -> list[dict[str, Any]]:
         return [m.for_template(f"messages[{i}]") for i, m in enumerate(self.messages)]
 
@@ -442,6 +483,7 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
         if self.top_logprobs and not self.logprobs:
             message = "top_logprobs requires logprobs: true"
             raise InvalidRequest(message, param="top_logprobs")
+        self.take_functions(self.model_extra or {})
         self.check_tools()
         if self.continue_final_message:
             self._check_continued()
@@ -454,11 +496,6 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
         if last.role != "assistant" or not last.content or last.tool_calls:
             message = "continue_final_message needs a last message of the assistant with some text"
             raise InvalidRequest(message, param="continue_final_message")
-
-
-def _hint(name: str) -> str:
-    new_name = RENAMED.get(name)
-    return f"use {new_name}" if new_name else HINTS.get(name, "leave it out")
 
 
 def _nul(param: str) -> InvalidRequest:
@@ -485,7 +522,14 @@ def invalid_fields(
         detail = first["msg"].removeprefix("Invalid JSON: ")
         return InvalidRequest(f"the body is not valid JSON: {detail}", code="invalid_json")
     names = _field_names(model)
-    path = [part for part in first["loc"] if isinstance(part, int) or part in names]
+    place = first["loc"]
+    if place[:1] == ("logit_bias",):  # whose keys the path holds too
+        place = place[:1]
+        if first["loc"][2:] == ("[key]",):
+            key = str(first["loc"][1])[:64]
+            message = f"logit_bias has the key {key!r}; its keys must be token ids"
+            return InvalidRequest(message, param="logit_bias", code=_code_of(first))
+    path = [part for part in place if isinstance(part, int) or part in names]
     if not path:
         return InvalidRequest("the body must be a JSON object", code="invalid_json")
     steps = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)

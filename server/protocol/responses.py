@@ -7,6 +7,7 @@ and as we answered, because that is what the store keeps and gives back.
 
 import contextlib
 import json
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
@@ -17,6 +18,7 @@ from penstock.server.protocol.openai import (
     NEUTRAL,
     ChatCompletionRequest,
     Probability,
+    RequestName,
     Wire,
     invalid_fields,
 )
@@ -26,6 +28,7 @@ from penstock.server.protocol.translation import (
     checked,
     renamed_errors,
 )
+from penstock.server.protocol.unused_fields import report_unused
 
 Item = dict[str, Any]
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -66,7 +69,20 @@ _NEUTRAL_HERE: dict[str, tuple[object, ...]] = {
     "image": ({},),
     "context_management": ([],),
     "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "truncation_side": ("left",),
 }
+# Run by OpenAI's own servers, or known to its models; Codex sends some with every request.
+_HOSTED_TOOLS = frozenset(
+    (
+        *("web_search", "web_search_preview", "file_search", "code_interpreter", "mcp", "custom"),
+        *("computer", "computer_use", "computer_use_preview", "image_generation", "tool_search"),
+        *("local_shell", "shell", "apply_patch", "namespace"),
+    )
+)
+_DATE = re.compile(r"_\d{4}_\d{2}_\d{2}$")
 # What a complaint about the chat completion is about here.
 _CHAT_TO_RESPONSES = {
     "messages": "input",
@@ -127,7 +143,7 @@ class ResponsesRequest(Wire):
 
     model_config = ConfigDict(extra="allow")  # kept to be checked
 
-    model: str
+    model: str | None = None
     input: str | Items | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -145,6 +161,7 @@ class ResponsesRequest(Wire):
     top_p: Probability | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: list[Includable] | None = None
+    request_id: RequestName | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None  # has but the padding of events, which we never do
     store: bool | None = None
@@ -183,6 +200,7 @@ class ResponsesRequest(Wire):
         if fields.input is None and fields.previous_response_id is None:
             message = "input is missing; it may be left out only with a previous_response_id"
             raise InvalidRequest(message, param="input", code="missing_required_parameter")
+        fields._check_tools()
         return fields
 
     @property
@@ -192,9 +210,19 @@ class ResponsesRequest(Wire):
             return [{"type": "message", "role": "user", "content": self.input}]
         return self.input or []
 
+    def _check_tools(self) -> None:
+        """Reports the tools that are skipped. Raises UnsupportedParameter for unknown ones."""
+        for i, tool in enumerate(self.tools or ()):
+            kind = str(tool.get("type"))[:64]
+            if _DATE.sub("", kind) in _HOSTED_TOOLS:
+                report_unused(f"a tool of the type {kind}", "this server runs no tools")
+            elif kind != "function":
+                param = f"tools[{i}].type"
+                raise UnsupportedParameter(f"{param} {kind!r}", "send tools of the type function")
+
     @property
     def functions(self) -> list[Item]:
-        """The tools that we can serve. Others are skipped: Codex always sends some."""
+        """The tools that we can serve. Hosted ones are skipped: Codex always sends some."""
         return [tool for tool in self.tools or () if tool.get("type") == "function"]
 
     def chat_fields(self, history: list[Item], items: list[Item]) -> dict[str, Any]:

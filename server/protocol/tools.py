@@ -1,10 +1,11 @@
 """What a chat request says of functions that the model may call, as it comes over the wire."""
 
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 
@@ -91,12 +92,57 @@ def call_for_template(call: ToolCall, param: str) -> dict[str, Any]:
     return {"id": call.id, "type": call.type, "function": function}
 
 
+_TOOLS = TypeAdapter(Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)])
+
+
+def _choice_of(choice: object, names: list[str]) -> ToolChoice | None:
+    """The `tool_choice` that a `function_call` means. Raises InvalidRequest."""
+    if choice is None or choice == "auto":
+        return None
+    if choice == "none":
+        return "none"
+    name = choice.get("name") if isinstance(choice, dict) else None
+    if name not in names:
+        message = 'function_call must be "none", "auto", or an object with the name of a function'
+        raise InvalidRequest(message, param="function_call")
+    return NamedToolChoice(type="function", function=FunctionChoice(name=str(name)))
+
+
 class ToolFields(BaseModel):
     """A chat request's fields about tools, and what they come to."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    _speaks_functions: bool = PrivateAttr(False)
+
+    @property
+    def speaks_functions(self) -> bool:
+        """Whether the client knows only OpenAI's older form, a `function_call`."""
+        return self._speaks_functions
+
+    def take_functions(self, extra: Mapping[str, Any]) -> None:
+        """OpenAI's older `functions` and `function_call`, as tools. Raises InvalidRequest."""
+        given, choice = extra.get("functions"), extra.get("function_call")
+        if not given:
+            if choice not in (None, "none", "auto"):
+                raise InvalidRequest("function_call requires functions", param="function_call")
+            return
+        if self.tools:
+            raise InvalidRequest("functions cannot be combined with tools", param="functions")
+        try:
+            tools = [{"type": "function", "function": function} for function in given]
+            self.tools = _TOOLS.validate_python(tools)
+        except (ValidationError, TypeError) as error:
+            message = "functions must be a list of functions, each with a name, as in tools"
+            raise InvalidRequest(message, param="functions") from error
+        names = [tool.function.name for tool in self.tools if tool.function]
+        if len(set(names)) < len(names):
+            message = "functions has two of one name; give each its own"
+            raise InvalidRequest(message, param="functions")
+        self.tool_choice = _choice_of(choice, names)
+        self.parallel_tool_calls = False
+        self._speaks_functions = True
 
     @cached_property
     def usable_tools(self) -> list[Tool]:
@@ -152,9 +198,6 @@ class ToolFields(BaseModel):
                 raise InvalidRequest(message, param=f"tools[{i}].function.name")
         if not names and self.tool_choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice requires tools", param="tool_choice")
-        if not names and self.parallel_tool_calls is not None:
-            message = "parallel_tool_calls requires tools"
-            raise InvalidRequest(message, param="parallel_tool_calls")
         if isinstance(self.tool_choice, NamedToolChoice):
             self._check_named(self.tool_choice, names)
 

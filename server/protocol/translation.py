@@ -10,6 +10,8 @@ from pydantic import ValidationError
 
 from penstock.server.errors import InvalidRequest
 from penstock.server.protocol.openai import Wire, invalid_fields
+from penstock.server.protocol.unused_fields import UNUSED
+from penstock.server.structured.constraint import RENAMED
 
 # Fields of chat completions that mean the same in the other APIs, which do not have them.
 SHARED_FIELDS = frozenset(
@@ -18,7 +20,7 @@ SHARED_FIELDS = frozenset(
         *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
         *("include_stop_str_in_output", "allowed_token_ids", "skip_special_tokens", "priority"),
         *("cache_salt", "chat_template", "chat_template_kwargs", "thinking_token_budget"),
-        "spaces_between_special_tokens",
+        *("spaces_between_special_tokens", "structured_outputs", *RENAMED, *UNUSED),
     )
 )
 

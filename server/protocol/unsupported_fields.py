@@ -7,11 +7,8 @@ not here: it is accepted, as is any unknown field.
 # Field -> the values that change nothing.
 NOT_SERVED: dict[str, tuple[object, ...]] = {
     # vLLM's.
-    "best_of": (1,),  # of a chat, as is the next
-    "echo": (False,),
     "early_stopping": (False,),
     "ec_transfer_params": ({},),
-    "include_reasoning": (True,),
     "kv_transfer_params": ({},),
     "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
@@ -21,8 +18,6 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
     "thinking_token_budget": (-1,),
-    "truncation_side": ("left",),
-    "vllm_xargs": ({},),
     "watermarking": (False,),
     # SGLang's.
     "custom_logit_processor": ("",),
@@ -76,5 +71,4 @@ HINTS = {
     "repeat_penalty": "use repetition_penalty",
     "return_prompt_text": "use return_token_ids and POST /detokenize",
     "thinking": "put enable_thinking in chat_template_kwargs",
-    "truncation_side": "this server keeps the end of the prompt; to keep its start, send only that",
 }

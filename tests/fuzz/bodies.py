@@ -78,6 +78,13 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
         {"messages": _CONVERSATION, "tools": [_TOOL], "tool_choice": "auto", "max_tokens": 8},
         {
             "messages": _CONVERSATION[:2],
+            "functions": [{"name": "f", "parameters": {"type": "object"}}],
+            "function_call": {"name": "f"},
+            "max_tokens": 8,
+        },
+        {"messages": _CONVERSATION, "guided_choice": ["a", "b"], "echo": True, "max_tokens": 4},
+        {
+            "messages": _CONVERSATION[:2],
             "tools": [_TOOL],
             "tool_choice": {"type": "function", "function": {"name": "f"}},
             "parallel_tool_calls": False,
@@ -153,7 +160,11 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
         {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 8, "user": "u"},
         {"input": [[1, 2]], "encoding_format": "float"},
     ],
-    "/v1/score": [{"text_1": "a", "text_2": ["b", "c"]}],
+    "/v1/score": [
+        {"text_1": "a", "text_2": ["b", "c"]},
+        {"queries": ["a"], "documents": ["b", "c"]},
+    ],
+    "/rerank": [{"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}],
     "/tokenize": [
         {"prompt": "a b", "add_special_tokens": True, "return_token_strs": True},
         {"messages": _CONVERSATION, "tools": [_TOOL]},

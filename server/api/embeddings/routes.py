@@ -1,4 +1,5 @@
-"""`/v1/embeddings`, as OpenAI has it, and vLLM's `/v1/score`: how alike two texts are."""
+"""`/v1/embeddings`, as OpenAI has it, vLLM's `/v1/score`: how alike two texts are, and the
+`/rerank` of Cohere and Jina: which documents are most like a query."""
 
 import asyncio
 import base64
@@ -24,7 +25,7 @@ from penstock.server.api.common import Received, json_response, receive, unless_
 from penstock.server.api.embeddings.batch import pooled
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.pooling import normalized
-from penstock.server.prompt.limits import check_priority, check_prompt, too_long, truncated
+from penstock.server.prompt.limits import check_prompt, too_long, truncated
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import off_loop
 from penstock.server.prompt.request_builder import salted
@@ -45,6 +46,9 @@ _EXPECTED = {
     "input": "must be a string, a list of strings, a list of token ids, or a list of such lists",
     "text_1": "must be a string or a list of strings",
     "text_2": "must be a string or a list of strings",
+    "queries": "must be a string or a list of strings",
+    "query": "must be a string or an object with a text",
+    "documents": "must be a list of strings or of objects with a text",
 }
 
 Texts = str | Annotated[list[str], Field(fail_fast=True)]
@@ -59,14 +63,14 @@ class PooledFields(Wire):
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "normalize": (True,),
         "use_activation": (True,),
-        "truncation_side": ("left",),
         "mm_processor_kwargs": ({},),
     }
 
-    model: str
+    model: str | None = None
     user: str | None = None
     # Beyond OpenAI, under vLLM's names.
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
@@ -113,21 +117,48 @@ class EmbeddingRequest(PooledFields):
 
 
 class ScoreRequest(PooledFields):
-    """`POST /v1/score`: one text with each of the others, or as many pairs as there are."""
+    """`POST /v1/score`: one text with each of the others, or as many pairs as there are.
 
-    text_1: Texts
-    text_2: Texts
+    The texts have two pairs of names, both vLLM's.
+    """
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        fields = super().parse(body)
+        first, second = fields._names
+        for name in ("text_1", "text_2", "queries", "documents"):
+            given = getattr(fields, name)
+            if given is None and name in (first, second):
+                message, code = f"{name} is missing", "missing_required_parameter"
+                raise InvalidRequest(message, param=name, code=code)
+            if given is not None and name not in (first, second):
+                message = f"{name} cannot be combined with {first} and {second}"
+                raise InvalidRequest(message, param=name)
+        return fields
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        is_search = self.text_1 is None and self.text_2 is None and (self.queries or self.documents)
+        return ("queries", "documents") if is_search else ("text_1", "text_2")
 
     @property
     def inputs(self) -> dict[str, str | list[int]]:
-        return self._texts("text_1") | self._texts("text_2")
+        first, second = self._names
+        return self._texts(first) | self._texts(second)
 
     def pairs(self) -> list[tuple[int, int]]:
         """Of indices into the inputs. Raises InvalidRequest where they are not of one number."""
-        num_1, num_2 = len(self._texts("text_1")), len(self._texts("text_2"))
+        first, second = self._names
+        num_1, num_2 = len(self._texts(first)), len(self._texts(second))
         if num_1 not in (1, num_2):
-            message = f"text_1 has {num_1} texts and text_2 {num_2}; send one, or as many as text_2"
-            raise InvalidRequest(message, param="text_1")
+            message = f"{first} has {num_1} texts and {second} {num_2}"
+            message = f"{message}; send one, or as many as {second}"
+            raise InvalidRequest(message, param=first)
         return [(0 if num_1 == 1 else i, num_1 + i) for i in range(num_2)]
 
     def _texts(self, name: str) -> dict[str, str | list[int]]:
@@ -135,7 +166,48 @@ class ScoreRequest(PooledFields):
         return {name: given} if isinstance(given, str) else _numbered(name, given)
 
 
+class TextObject(Wire):
+    text: str
+
+
+class RerankRequest(PooledFields):
+    """`POST /rerank`, in the shape of Cohere, Jina and vLLM."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **PooledFields.neutral,
+        "max_tokens_per_doc": (4096,),
+        "rank_fields": (["text"],),
+    }
+
+    query: str | TextObject
+    documents: Annotated[list[str | TextObject], Field(fail_fast=True)]
+    top_n: int | None = Field(None, ge=0)  # 0: all, as at vLLM
+    return_documents: bool | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [_text_of(document) for document in self.documents]
+
+    @property
+    def inputs(self) -> dict[str, str | list[int]]:
+        return {"query": _text_of(self.query)} | _numbered("documents", self.texts)
+
+    def results(self, scores: list[float]) -> list[dict[str, Any]]:
+        """The best first; of equal ones the first."""
+        texts = self.texts
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])
+        results = [{"index": i, "relevance_score": scores[i]} for i in best[: self.top_n or None]]
+        if self.return_documents is False:
+            return results
+        return [result | {"document": {"text": texts[int(result["index"])]}} for result in results]
+
+
+def _text_of(value: str | TextObject) -> str:
+    return value if isinstance(value, str) else value.text
+
+
 @router.post("/v1/embeddings")
+@router.post("/embeddings", include_in_schema=False)  # llama.cpp's path
 async def embeddings(http: HttpRequest) -> Response:
     received = await receive(http, EmbeddingRequest.parse)
     fields, model = received.fields, received.model
@@ -176,6 +248,30 @@ async def score(http: HttpRequest) -> Response:
     return await unless_disconnected(http, answer())
 
 
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
+@router.post("/rerank")
+async def rerank(http: HttpRequest) -> Response:
+    received = await receive(http, RerankRequest.parse)
+    fields, model = received.fields, received.model
+
+    def vector(state: bytes) -> "array[float]":
+        return normalized(model.pooler.embedding(state))
+
+    async def answer() -> Response:
+        model.pooler.check(None)
+        requests = await _requests(received, fields.inputs)
+        query, *documents = await pooled(received.service, requests, vector)
+        pairs = [(0, i) for i in range(1, len(documents) + 1)]
+        scores = await asyncio.to_thread(_scores, [query, *documents], pairs)
+        results = fields.results([score["score"] for score in scores])
+        body = _body("rerank", fields, model, [], requests)
+        del body["data"]
+        return json_response(body | {"results": results})
+
+    return await unless_disconnected(http, answer())
+
+
 def _numbered(name: str, items: Sequence[Any]) -> dict[str, Any]:
     if not items:
         raise InvalidRequest(f"{name} is empty; send at least one text", param=name)
@@ -187,7 +283,6 @@ async def _requests(
 ) -> list[Request]:
     """Raises InvalidRequest; `param` is the input that is at fault."""
     fields, model = received.fields, received.model
-    check_priority(fields.priority, model)
     _check_inputs(inputs)
     num_chars = sum(len(text) for text in inputs.values() if isinstance(text, str))
     adds_special = fields.add_special_tokens is not False
@@ -232,7 +327,7 @@ def _fitted(
 ) -> tuple[int, ...]:
     limit = model.info.max_model_len
     check_prompt(prompt, model.info.vocab_size, param)
-    prompt = truncated(prompt, fields.truncate_prompt_tokens, limit)
+    prompt = truncated(prompt, fields.truncate_prompt_tokens, limit, fields.truncation_side)
     if len(prompt) > limit:
         raise too_long(PromptTooLong(len(prompt), limit, has_answer=False), param)
     return prompt

@@ -20,17 +20,21 @@ class ChatWriter(OpenAIWriter):
     ends_with_text = False
 
     def _choice(self, delta: OutputDelta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
-        if delta.parts is not None:
-            message = message_of(delta.parts)
+        message = message_of(self._shown(delta.all_parts))
+        if self._options.speaks_functions and (calls := message.pop("tool_calls", None)):
+            message["function_call"] = calls[0]["function"]
         has_logprobs = self._options.num_logprobs is not None
         choice = {
             "index": delta.choice,
             "message": message,
             "logprobs": self._logprobs(delta.logprobs) if has_logprobs else None,
-            "finish_reason": delta.finish_reason,
+            **self._ending(delta),
+            "token_ids": None,
         }
         return choice | self._delta_extras(delta, is_first=True)
+
+    def _body_nulls(self) -> dict[str, None]:
+        return {"prompt_logprobs": None, "prompt_token_ids": None}
 
     def _head_extras(self) -> dict[str, Any]:
         prompts = self._options.prompt_ids
@@ -38,6 +42,11 @@ class ChatWriter(OpenAIWriter):
 
     def _delta_extras(self, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
         return {"token_ids": delta.token_ids} if self._options.prompt_ids else {}
+
+    def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
+        if not self._options.hides_reasoning:
+            return parts
+        return [part for part in parts if not isinstance(part, ReasoningPart)]
 
     def _add_prompt_logprobs(
         self, body: dict[str, Any], prompts: list[list[PositionLogprobs]]
@@ -53,18 +62,19 @@ class ChatWriter(OpenAIWriter):
         return {"content": content, "refusal": None}
 
     def _opening(self, index: int) -> dict[str, Any] | None:
-        return _chunk(index, {"role": "assistant", "content": ""}, None)
+        return _chunk(index, {"role": "assistant", "content": ""}) | {"finish_reason": None}
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         return b'{"index":%d,"delta":{"content":' % index, b"}"
 
-    def _closing(self, index: int, finish_reason: str) -> dict[str, Any]:
-        return _chunk(index, {}, finish_reason)
+    def _closing(self, index: int) -> dict[str, Any]:
+        return _chunk(index, {})
 
     def _part_events(self, delta: OutputDelta) -> bytes:
         """The ids and logprobs of the tokens are in the first event."""
         assert delta.parts is not None
-        parts = [delta_of(part) for part in delta.parts]
+        write = function_delta_of if self._options.speaks_functions else delta_of
+        parts = [write(part) for part in self._shown(delta.parts)]
         if not parts and (delta.logprobs or delta.token_ids):
             parts = [{}]
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
@@ -98,8 +108,8 @@ def logprob_content(
     ]
 
 
-def _chunk(index: int, delta: dict[str, str], finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+def _chunk(index: int, delta: dict[str, str]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None}
 
 
 def message_of(parts: Iterable[Part]) -> dict[str, Any]:
@@ -118,11 +128,18 @@ def message_of(parts: Iterable[Part]) -> dict[str, Any]:
                 calls[part.index]["function"]["arguments"] += part.text
     content = text or (None if calls or reasoning else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if reasoning:
-        message |= dict.fromkeys(_REASONING, reasoning)
+    message |= dict.fromkeys(_REASONING, reasoning or None)  # always there, as at vLLM
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def function_delta_of(part: Part) -> dict[str, Any]:
+    """`delta_of` in OpenAI's older form, which has no ids."""
+    delta = delta_of(part)
+    if calls := delta.pop("tool_calls", None):
+        delta["function_call"] = calls[0]["function"]
+    return delta
 
 
 def delta_of(part: Part) -> dict[str, Any]:

@@ -3,45 +3,25 @@
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.server.api.openai.writer import AnswerOptions, Head, OpenAIWriter
-from penstock.server.output.best_of import likeliest
-from penstock.server.output.delta import LogprobEntry, OutputDelta, Usage
-from penstock.server.output.detokenizer import Vocabulary
+from penstock.server.api.openai.writer import OpenAIWriter
+from penstock.server.output.delta import LogprobEntry, OutputDelta
 from penstock.server.output.logprobs import EchoedToken, PositionLogprobs, finite
 
 
 class CompletionWriter(OpenAIWriter):
-    """n: choices of each prompt in a body; the likeliest, if more were generated (`best_of`)."""
-
     object = "text_completion"
     chunk_object = "text_completion"
     ends_with_text = True
-
-    def __init__(
-        self,
-        head: Head,
-        vocabulary: Vocabulary,
-        options: AnswerOptions | None = None,
-        usage: Usage | None = None,
-        *,
-        n: int = 1,
-        num_sampled: int = 1,
-    ) -> None:
-        super().__init__(head, vocabulary, options, usage)
-        self._n = n
-        self._num_sampled = num_sampled
-
-    def content(self, deltas: list[OutputDelta], usage: Usage) -> dict[str, Any]:
-        if self._num_sampled > self._n:
-            deltas = likeliest(deltas, self._num_sampled, self._n)
-        return super().content(deltas, usage)
 
     def _choice(self, delta: OutputDelta) -> dict[str, Any]:
         choice = {
             "index": delta.choice,
             "text": delta.text,
             "logprobs": None,
-            "finish_reason": delta.finish_reason,
+            **self._ending(delta),
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
+            "token_ids": None,
         }
         if self._options.num_logprobs is not None:
             choice["logprobs"] = self._logprobs(delta.logprobs, delta.echoed)
@@ -58,7 +38,7 @@ class CompletionWriter(OpenAIWriter):
         self, body: dict[str, Any], prompts: list[list[PositionLogprobs]]
     ) -> None:
         for choice in body["choices"]:
-            choice["prompt_logprobs"] = prompts[choice["index"] // self._n]
+            choice["prompt_logprobs"] = prompts[choice["index"] // self._options.n]
 
     def _logprobs(
         self, entries: list[LogprobEntry], echoed: Sequence[EchoedToken] = ()
@@ -80,8 +60,8 @@ class CompletionWriter(OpenAIWriter):
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         return b'{"index":%d,"text":' % index, b""
 
-    def _closing(self, index: int, finish_reason: str) -> dict[str, Any]:
-        return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}
+    def _closing(self, index: int) -> dict[str, Any]:
+        return {"index": index, "text": "", "logprobs": None}
 
     def _part_events(self, delta: OutputDelta) -> bytes:
         raise AssertionError("a completion is plain text")

@@ -24,11 +24,13 @@ router = APIRouter()
 
 
 @router.post("/v1/completions")
+@router.post("/completions", include_in_schema=False)  # llama.cpp's path
 async def completions(request: Request) -> Response:
     return await answer_request(request, Completions())
 
 
 @router.post("/v1/chat/completions")
+@router.post("/chat/completions", include_in_schema=False)  # llama.cpp's path
 async def chat_completions(request: Request) -> Response:
     return await answer_request(request, ChatCompletions())
 
@@ -58,8 +60,6 @@ class Completions:
             received.model.encoder.vocabulary,
             _options(fields, generation),
             generation.usage,
-            n=fields.n or 1,
-            num_sampled=fields.num_sampled,
         )
 
 
@@ -100,9 +100,15 @@ def _options(fields: GenerationFields, generation: Generation) -> AnswerOptions:
     prompt_ids = tuple(ids for ids in each_prompt for _ in range(fields.n or 1))
     return AnswerOptions(
         num_logprobs=fields.num_logprobs,
-        prompt_logprobs=fields.prompt_logprobs,
+        prompt_logprobs=fields.wanted_prompt_logprobs,
         names_ids=bool(fields.return_tokens_as_token_ids),
+        n=fields.n or 1,
+        num_sampled=fields.num_sampled,
+        speaks_functions=isinstance(fields, ChatCompletionRequest) and fields.speaks_functions,
+        hides_reasoning=isinstance(fields, ChatCompletionRequest)
+        and fields.include_reasoning is False,
         prompt_ids=prompt_ids if fields.return_token_ids else None,
+        stop_token_ids=frozenset(fields.stop_token_ids or ()),
         wants_usage=fields.wants_usage,
         has_running_usage=fields.wants_running_usage,
     )

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from penstock.server.errors import reply_to
+from penstock.server.output.best_of import likeliest
 from penstock.server.output.delta import LogprobEntry, OutputDelta, Usage
 from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.output.generation import Generation
@@ -42,6 +43,10 @@ class AnswerOptions:
     num_logprobs, prompt_logprobs: how many of the best tokens to report; None for no logprobs.
     names_ids: a token in logprobs is named "token_id:5" (vLLM's form), so that two tokens of one
     spelling can be told apart. prompt_ids: each choice's prompt; None unless ids are wanted.
+    stop_token_ids: those that the client named; any other id that ends an answer is the model's
+    own end. n: choices of each prompt in a body; the likeliest, if more were generated
+    (`best_of`). hides_reasoning: only what follows it is written. speaks_functions: a call is
+    written in OpenAI's older form, a `function_call`.
     wants_usage: a stream ends with the usage. has_running_usage: every chunk has the usage so far.
     """
 
@@ -49,6 +54,11 @@ class AnswerOptions:
     prompt_logprobs: int | None = None
     names_ids: bool = False
     prompt_ids: tuple[tuple[int, ...], ...] | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    n: int = 1
+    num_sampled: int = 1
+    hides_reasoning: bool = False
+    speaks_functions: bool = False
     wants_usage: bool = False
     has_running_usage: bool = False
 
@@ -99,8 +109,8 @@ class OpenAIWriter:
         """What stands before and after the JSON string of a chunk's text."""
         raise NotImplementedError
 
-    def _closing(self, index: int, finish_reason: str) -> dict[str, Any]:
-        """A choice's last chunk, if it has no text."""
+    def _closing(self, index: int) -> dict[str, Any]:
+        """A choice's last chunk without its end, if it has no text."""
         raise NotImplementedError
 
     def _part_events(self, delta: OutputDelta) -> bytes:
@@ -109,6 +119,10 @@ class OpenAIWriter:
 
     def _head_extras(self) -> dict[str, Any]:
         """Of a body, or of a stream's openings, besides the choices."""
+        return {}
+
+    def _body_nulls(self) -> dict[str, None]:
+        """Members that vLLM's bodies always have, so that its clients read them unasked."""
         return {}
 
     def _delta_extras(self, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
@@ -131,11 +145,15 @@ class OpenAIWriter:
 
     def content(self, deltas: list[OutputDelta], usage: Usage) -> dict[str, Any]:
         """deltas: each choice as a whole."""
+        n, num_sampled = self._options.n, self._options.num_sampled
+        if num_sampled > n:
+            deltas = likeliest(deltas, num_sampled, n)
         choices = [self._choice(delta) for delta in deltas]
         return {
             **self._head.fields(self.object),
             "choices": choices,
             "usage": usage_fields(usage),
+            **self._body_nulls(),
             **self._head_extras(),
         }
 
@@ -173,10 +191,10 @@ class OpenAIWriter:
                 logprobs += b"," + encode(extras)[1:-1]
             events = before + encode(delta.text) + after + logprobs
             if reason and self.ends_with_text:
-                return events + self._ended(reason)
+                return events + self._ended(delta)
             events += self._unended()
         if reason:
-            events += self._event(encode(self._closing(delta.choice, reason)))
+            events += self._event(encode(self._closing(delta.choice) | self._ending(delta)))
         return events
 
     def end(self, usage: Usage) -> bytes:
@@ -197,8 +215,24 @@ class OpenAIWriter:
             return self._plain_unended
         return b',"finish_reason":null}]' + self._usage() + b"}\n\n"
 
-    def _ended(self, reason: str) -> bytes:
-        return b',"finish_reason":' + encode(reason) + b"}]" + self._usage() + b"}\n\n"
+    def _ended(self, delta: OutputDelta) -> bytes:
+        return b"," + encode(self._ending(delta))[1:] + b"]" + self._usage() + b"}\n\n"
+
+    def _ending(self, delta: OutputDelta) -> dict[str, Any]:
+        """How a choice ended. stop_reason is vLLM's: null at the model's own end, whose token
+        SGLang's matched_stop has."""
+        ended_by = delta.ended_by
+        is_own = isinstance(ended_by, int) and ended_by not in self._options.stop_token_ids
+        return {
+            "finish_reason": self._finish_reason(delta),
+            "stop_reason": None if is_own else ended_by,
+            "matched_stop": ended_by,
+        }
+
+    def _finish_reason(self, delta: OutputDelta) -> str | None:
+        if self._options.speaks_functions and delta.finish_reason == "tool_calls":
+            return "function_call"
+        return delta.finish_reason
 
     def _usage(self) -> bytes:
         if self._running_usage is None:

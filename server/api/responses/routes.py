@@ -1,5 +1,6 @@
 """`/v1/responses`: OpenAI's newer API, where the server may remember the conversation."""
 
+import contextlib
 import secrets
 from contextlib import AbstractContextManager
 from typing import Any
@@ -80,7 +81,7 @@ class Responses:
         generation: Generation,
     ) -> ResponseWriter:
         fields, model = received.fields, received.model
-        response_id = f"resp_{secrets.token_hex(24)}"
+        response_id = f"resp_{fields.request_id or secrets.token_hex(24)}"
 
         def keep(response: Item) -> None:
             if fields.store is not False:
@@ -90,6 +91,8 @@ class Responses:
                     output_items=msgspec.json.encode(response["output"]),
                     history=self._history,
                 )
+                with contextlib.suppress(ResponseNotFound):  # an earlier one of this request_id
+                    self._store.delete(received.tenant, response_id)
                 self._store.put(received.tenant, response_id, stored)
 
         sampling = generation.request.requests[0].sampling

@@ -170,8 +170,58 @@ def test_a_repeated_text_finds_its_prefix_unless_another_salt_keeps_it_apart(
     assert hits[0] == hits[2] == 0 and hits[1] > 100
 
 
-def test_a_priority_is_refused_under_first_come_first_served(server: RunningServer) -> None:
-    assert refusal(server, input="a", priority=1)["param"] == "priority"
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_rerank_orders_the_documents_by_their_scores(server: RunningServer, path: str) -> None:
+    documents = ["a dragon", {"text": "Once upon a time"}, "a cat"]
+    texts = ["a dragon", "Once upon a time", "a cat"]
+    fields = {"query": "Once upon a time", "documents": documents}
+    scores = server.post("/score", {"queries": fields["query"], "documents": texts}).json()["data"]
+    body = server.post(path, fields).json()
+    results = body["results"]
+    assert results[0]["index"] == 1 and results[0]["relevance_score"] == pytest.approx(1.0)
+    assert [r["relevance_score"] for r in results] == sorted(
+        (score["score"] for score in scores), reverse=True
+    )
+    assert all(r["document"] == {"text": texts[r["index"]]} for r in results)
+    assert body["usage"]["total_tokens"] > 0 and body["model"] == MODEL
+    few = server.post(path, fields | {"top_n": 2, "return_documents": False}).json()["results"]
+    assert few == [{k: r[k] for k in ("index", "relevance_score")} for r in results[:2]]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/rerank", {"documents": ["a"]}, "query"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["a", ""]}, "documents[1]"),
+        ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
+        ("/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": 7}, None),
+        ("/score", {"queries": ["a", "b"], "documents": ["a"]}, "queries"),
+        ("/score", {"queries": "a"}, "documents"),
+        ("/score", {"text_1": "a"}, "text_2"),
+        ("/score", {"text_1": "a", "text_2": "b", "queries": "c"}, "queries"),
+        ("/score", {}, "text_1"),
+    ],
+)
+def test_a_wrong_rerank_or_score_is_refused_by_its_field(
+    server: RunningServer, path: str, fields: dict[str, Any], param: str | None
+) -> None:
+    response = server.post(path, fields)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == (param or "max_tokens_per_doc")
+
+
+def test_queries_and_documents_are_texts_by_other_names(server: RunningServer) -> None:
+    names = (
+        {"queries": ["a", "b"], "documents": ["c", "d"]},
+        {"text_1": ["a", "b"], "text_2": ["c", "d"]},
+    )
+    first, second = (server.post("/score", fields).json()["data"] for fields in names)
+    assert first == second and len(first) == 2
+
+
+def test_a_priority_is_accepted_under_first_come_first_served(server: RunningServer) -> None:
+    ask(server, input="a", priority=1)
 
 
 def test_another_model_is_not_found(server: RunningServer) -> None:

@@ -58,6 +58,10 @@ def prompt_tokens(body: Json) -> int:
     return int(body["usage"]["prompt_tokens"])
 
 
+def _prompt_logprobs(body: Json) -> Any:
+    return body.get("prompt_logprobs") or body["choices"][0].get("prompt_logprobs")
+
+
 def has(*path: str | int) -> Effect:
     """The answer has something there that it has not without the field."""
 
@@ -113,9 +117,7 @@ BOTH: dict[str, Row] = {
         other_text,
         beside={"max_tokens": 120, "include_stop_str_in_output": True},
     ),
-    "prompt_logprobs": Row(
-        1, lambda a, b: "prompt_logprobs" in str(b) and "prompt_logprobs" not in str(a)
-    ),
+    "prompt_logprobs": Row(1, lambda a, b: bool(_prompt_logprobs(b)) and not _prompt_logprobs(a)),
     "return_token_ids": Row(True, has("choices", 0, "token_ids")),
     "bad_words": Row(["I", "there", "am"], other_text),
     "allowed_token_ids": Row([70, 71], lambda a, b: num_tokens(b) == 24 and other_text(a, b)),
@@ -123,6 +125,15 @@ BOTH: dict[str, Row] = {
     "request_id": Row("mine", lambda a, b: b["id"].endswith("-mine")),
     "structured_outputs": Row({"regex": "[ab]{3}"}, lambda a, b: set(text(b)) <= set("ab")),
     "grammar": Row('root ::= "xyz"', lambda a, b: text(b) == "xyz"),
+    "guided_json": Row(SCHEMA, lambda a, b: text(b).replace(" ", "") == '{"a":1}'),
+    "guided_regex": Row("[ab]{3}", lambda a, b: set(text(b)) <= set("ab")),
+    "guided_choice": Row(["xyz"], lambda a, b: text(b) == "xyz"),
+    "guided_grammar": Row('root ::= "xyz"', lambda a, b: text(b) == "xyz"),
+    "guided_json_object": Row(True, lambda a, b: text(b)[0] == "{"),
+    "regex": Row("[ab]{3}", lambda a, b: set(text(b)) <= set("ab")),
+    "ebnf": Row('root ::= "xyz"', lambda a, b: text(b) == "xyz"),
+    "best_of": Row(4, lambda a, b: num_tokens(b) > num_tokens(a), beside=SAMPLED),
+    "truncation_side": Row("right", other_text, beside={"truncate_prompt_tokens": 3}),
     "json_schema": Row(SCHEMA, lambda a, b: text(b).replace(" ", "") == '{"a":1}'),
 }
 
@@ -140,7 +151,6 @@ EFFECTS: dict[str, dict[str, Row]] = {
     | {
         "prompt": Row("The cat", other_text),
         "cache_salt": Row("s", is_not_cached, beside={"prompt": "Once upon a time " * 20}),
-        "best_of": Row(4, lambda a, b: num_tokens(b) > num_tokens(a), beside=SAMPLED),
         "echo": Row(True, lambda a, b: text(b) == "Once upon a time" + text(a)),
         "logprobs": Row(2, lambda a, b: len(b["choices"][0]["logprobs"]["top_logprobs"][0]) >= 2),
         "add_special_tokens": Row(False, lambda a, b: prompt_tokens(b) <= prompt_tokens(a)),
@@ -165,10 +175,24 @@ EFFECTS: dict[str, dict[str, Row]] = {
         "tool_choice": Row(
             "required", has("choices", 0, "message", "tool_calls"), {"tools": [TOOL]}
         ),
+        "functions": Row(
+            [TOOL["function"]],
+            lambda a, b: prompt_tokens(b) > prompt_tokens(a),
+        ),
+        "function_call": Row(
+            {"name": "f"},
+            has("choices", 0, "message", "function_call"),
+            {"functions": [TOOL["function"]]},
+        ),
         "parallel_tool_calls": Row(
             False,
             lambda a, b: len(b["choices"][0]["message"]["tool_calls"]) == 1,
             {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200},
+        ),
+        "echo": Row(
+            True,
+            lambda a, b: text(b) == "I am" + text(a),
+            beside={"messages": [*WHO, {"role": "assistant", "content": "I am"}]},
         ),
         "add_generation_prompt": Row(False, lambda a, b: prompt_tokens(b) < prompt_tokens(a)),
         "continue_final_message": Row(
@@ -209,6 +233,9 @@ EFFECTS: dict[str, dict[str, Row]] = {
             beside={"include": ["message.output_text.logprobs"]},
         ),
         "metadata": Row({"a": "b"}, has("metadata")),
+        "request_id": Row("mine", lambda a, b: b["id"] == "resp_mine"),
+        "structured_outputs": Row({"choice": ["xyz"]}, lambda a, b: text(b) == "xyz"),
+        "guided_choice": Row(["xyz"], lambda a, b: text(b) == "xyz"),
     },
 }
 
@@ -222,10 +249,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     COMPLETIONS: {
         "suffix": "end",
         "prompt_embeds": "AAAA",
-        "guided_json": {},
-        "guided_regex": "a",
-        "guided_choice": ["a"],
-        "guided_grammar": "a",
         "tools": [TOOL],
         "chat_template": "x",
         "thinking_token_budget": 5,
@@ -235,12 +258,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "modalities": ["text", "audio"],
         "web_search_options": {},
         "moderation": {"model": "m"},
-        "functions": [{"name": "f"}],
-        "function_call": {"name": "f"},
-        "documents": [{"title": "t", "text": "x"}],
         "chat_template": "{{ messages }}",
-        "best_of": 2,
-        "echo": True,
     },
     RESPONSES: {
         "background": True,
@@ -259,20 +277,16 @@ REFUSED_BY_BOTH: dict[str, Any] = {
     "length_penalty": 0.5,
     "early_stopping": True,
     "logits_processors": ["x"],
-    "truncation_side": "right",
     "logprob_token_ids": [1],
     "watermarking": True,
     "repetition_detection": {"max_pattern_size": 3},
     "kv_transfer_params": {"a": 1},
     "ec_transfer_params": {"a": 1},
-    "vllm_xargs": {"a": 1},
     "return_prompt_text": True,
     "return_token_offsets": True,
     "routed_experts_prompt_start": 1,
-    "include_reasoning": False,
     "mm_processor_kwargs": {"a": 1},
     "media_io_kwargs": {"a": {}},
-    "priority": 1,  # under first come, first served
     "repeat_penalty": 1.2,
     "n_predict": 5,
     "max_new_tokens": 5,
@@ -280,7 +294,6 @@ REFUSED_BY_BOTH: dict[str, Any] = {
     "lora_path": "x",
     "mirostat": 2,
     "enable_thinking": False,
-    "ebnf": "x",
 }
 
 # Accepted, since they cannot change the answer: a provider's accounting, hints for its caches, the
@@ -298,6 +311,9 @@ HARMLESS: dict[str, Any] = {
     "session_id": "s",
     "stream_interval": 4,
     "return_mm_kwargs": True,
+    "documents": [{"title": "t", "text": "x"}],  # for templates of other models
+    "vllm_xargs": {"a": 1},  # for plugins of vLLM
+    "priority": 1,  # under first come, first served
 }
 HARMLESS_HERE: dict[str, dict[str, Any]] = {
     COMPLETIONS: {},
@@ -305,7 +321,9 @@ HARMLESS_HERE: dict[str, dict[str, Any]] = {
         "prediction": {"type": "content", "content": "I am"},
         "verbosity": "low",
         "reasoning_effort": "low",
-        "chat_template_kwargs": {},  # of the demo model's template, which has no variables
+        "chat_template_kwargs": {"enable_thinking": False},  # unknown to the demo's template
+        "include_reasoning": False,  # of the demo model, which never reasons
+        "parallel_tool_calls": False,
     },
     RESPONSES: {
         "stream_options": {"include_obfuscation": False},

@@ -11,6 +11,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from penstock.scheduler.types import PromptLogprobs
+from penstock.server.output.detokenizer import Vocabulary
+from penstock.server.output.logprobs import echoed_tokens
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL, RunningServer
 
@@ -70,6 +73,35 @@ def test_text_offset_is_where_each_echoed_token_begins(server: RunningServer) ->
     assert len(logprobs["tokens"]) == len(IDS) + 5
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         assert choice["text"][offset:].startswith(token)
+
+
+SPECIAL_TEXT = "<|im_start|>user\nHi<|im_end|>\n"
+
+
+def test_text_offset_counts_the_special_tokens_of_the_prompt(server: RunningServer) -> None:
+    for prompt in (SPECIAL_TEXT, TOKENIZER.encode(SPECIAL_TEXT).ids):
+        choice = choice_of(server, prompt=prompt, echo=True, logprobs=0, max_tokens=3)
+        logprobs = choice["logprobs"]
+        assert choice["text"].startswith(SPECIAL_TEXT)
+        assert logprobs["text_offset"][:2] == [0, len("<|im_start|>")]
+        num_prompt = len(logprobs["tokens"]) - 3  # an answer's special tokens are not shown
+        for token, offset in zip(
+            logprobs["tokens"][:num_prompt], logprobs["text_offset"], strict=False
+        ):
+            assert choice["text"][offset:].startswith(token)
+
+
+def test_a_token_that_the_tokenizer_adds_takes_no_room_in_the_echo() -> None:
+    vocabulary = Vocabulary(TOKENIZER)
+    ids = TOKENIZER.encode(SPECIAL_TEXT).ids
+    bos = ids[0]
+    unknown = [PromptLogprobs(-1.0, 1, ())] * len(ids)
+    added = echoed_tokens(vocabulary, (bos, *ids), unknown, SPECIAL_TEXT)
+    sent = echoed_tokens(vocabulary, ids, unknown[1:], SPECIAL_TEXT)
+    assert [token.offset for token in added] == [0, *(token.offset for token in sent)]
+    # A text that the tokenizer changes, here by its Unicode form.
+    changed = echoed_tokens(vocabulary, (bos, *ids[1:4]), unknown[:3], "u\u0308ser")
+    assert [token.offset for token in changed][:2] == [0, 0]
 
 
 def test_the_answer_after_an_echo_has_the_logprobs_that_it_has_alone(
@@ -226,7 +258,7 @@ def test_prompt_outputs_are_the_same_whatever_is_cached(server: RunningServer) -
     [
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
     ],

@@ -299,7 +299,7 @@ def test_nothing_can_be_cancelled_and_the_error_explains_what_to_do(client: open
         ({"conversation": "conv_1"}, "conversation"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"n": 2}, "n"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
         ({"logit_bias": {"999999999": 1}}, "logit_bias"),
         ({"truncation": "some"}, "truncation"),
     ],
@@ -332,8 +332,30 @@ def test_a_field_of_both_is_checked_as_in_a_chat(
     assert response.json()["error"] == chat.json().get("error")
 
 
+def test_a_tool_of_an_unknown_type_is_refused_by_name(server: RunningServer) -> None:
+    for tool in ({"type": "nonsense"}, {"name": "f"}):
+        error = refusal(server, tools=[{"type": "web_search"}, tool])
+        assert error["param"] == "tools[1].type" and str(tool.get("type")) in error["message"]
+
+
+@pytest.mark.parametrize("max_output_tokens", [4, 16])
+def test_what_openais_schema_requires_of_a_response_is_always_there(
+    server: RunningServer, max_output_tokens: int
+) -> None:
+    fields = {"model": MODEL, "input": "Hi", "max_output_tokens": max_output_tokens}
+    bodies = [server.post("/v1/responses", fields).json()]
+    text = server.post("/v1/responses", fields | {"stream": True}).text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    bodies += [event["response"] for event in events if "response" in event]
+    assert len(bodies) == 4
+    for body in bodies:
+        assert {"error", "instructions", "incomplete_details"} <= body.keys()
+        assert body["error"] is body["instructions"] is None
+
+
 def test_tools_that_only_openai_runs_are_skipped(client: openai.OpenAI) -> None:
-    tools = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]
+    tools = [{"type": kind} for kind in ("web_search", "web_search_2025_08_26", "local_shell")]
+    tools += [{"type": "custom", "name": "apply_patch"}]
     response = respond(client, tools=tools)
     assert response.output_text and response.tools == []
 

@@ -118,5 +118,6 @@ def test_every_route_is_in_the_schema_with_its_body_and_its_errors(server: Runni
         )
     fields = schema["components"]["schemas"]["CompletionRequest"]["properties"]
     assert {"prompt", "max_tokens", "min_tokens", "best_of", "echo"} <= set(fields)
+    assert schema["paths"]["/rerank"]["post"]["requestBody"]
     assert "422" not in server.get("/openapi.json").text
     assert "/openapi.json" in server.get("/docs").text

@@ -15,7 +15,7 @@ from penstock.server.cli import main
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
 
 ORIGIN = "https://pages.example"
-OPEN_PATHS = ["/health", "/ready"]
+OPEN_PATHS = ["/health", "/ping", "/ready"]
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 50_000}
 
 
@@ -188,3 +188,11 @@ def test_a_flag_that_cannot_be_is_one_sentence_and_exit_code_2(
 ) -> None:
     assert main(["serve", *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_schema_asks_for_a_key_only_where_the_server_does(server: RunningServer) -> None:
+    """The other server has no key."""
+    schema = server.get("/openapi.json", headers=with_key("first")).json()
+    assert schema["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
+    with running_server() as plain:
+        assert "security" not in plain.get("/openapi.json").text.lower()

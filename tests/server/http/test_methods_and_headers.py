@@ -52,6 +52,36 @@ def test_errors_of_all_other_routes_are_openais(server: RunningServer, prefix: s
     assert all(set(answer.json()) == {"error"} for answer in answers)
 
 
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches/b-1", "/v1/audio/speech"])
+def test_an_api_that_is_not_served_is_a_404_that_says_so(server: RunningServer, path: str) -> None:
+    answer = server.post(path, {})
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
+    api = "/".join(path.split("/")[:3])
+    assert f"does not serve the API under {api}" in answer.json()["error"]["message"]
+
+
+def test_a_preflight_without_cors_names_the_flag(server: RunningServer) -> None:
+    headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    answer = httpx.options(server.url + COMPLETIONS, headers=headers)
+    assert answer.status_code == 405
+    assert "--allowed-origins" in answer.json()["error"]["message"]
+    assert "--allowed" not in httpx.options(server.url + COMPLETIONS).text
+
+
+def test_the_paths_of_llama_cpp_and_of_sagemaker_are_served(server: RunningServer) -> None:
+    message = [{"role": "user", "content": "Hi"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/completions": {"prompt": "Once", "max_tokens": 3},
+        "/chat/completions": {"messages": message, "max_tokens": 3},
+        "/embeddings": {"input": "Once"},
+        "/ping": {},
+    }
+    for path, body in bodies.items():
+        assert server.post(path, body).status_code == 200
+    assert server.get("/models").json() == server.get("/v1/models").json()
+    assert server.get("/ping").status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics"])
 def test_head_is_get_without_the_body(server: RunningServer, path: str) -> None:
     answer = httpx.head(server.url + path)

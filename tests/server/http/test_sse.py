@@ -61,7 +61,8 @@ def test_text_and_finish_are_two_events(vocabulary: Vocabulary) -> None:
     content, finish = (chunk["choices"] for chunk in parsed(events))
     blank = {"index": 0, "logprobs": None}
     assert content == [blank | {"delta": {"content": "end"}, "finish_reason": None}]
-    assert finish == [blank | {"delta": {}, "finish_reason": "stop"}]
+    end = {"finish_reason": "stop", "stop_reason": None, "matched_stop": None}
+    assert finish == [blank | {"delta": {}} | end]
 
 
 def test_chunks_have_a_null_usage_only_if_usage_was_requested(

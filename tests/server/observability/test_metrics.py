@@ -408,7 +408,7 @@ _HISTOGRAMS = {
     "request_prefill_kv_computed_tokens": "request_computed_prompt_tokens",
     "request_prompt_tokens": "request_prompt_tokens",
     "request_generation_tokens": "request_generated_tokens",
-    "iteration_tokens_total": "step_tokens",
+    "iteration_tokens_total": "step_progress_tokens",
 }
 _PLAIN = {
     "num_requests_running": "running_sequences",
@@ -434,6 +434,12 @@ def test_metrics_under_vllms_names_have_the_same_values(server: RunningServer) -
     for theirs, ours in _PLAIN.items():
         assert scrape.full(f"vllm:{theirs}", **labels) == scrape(ours), theirs
         assert f"vllm:{theirs}" in scrape.names
+    assert scrape.full("vllm:request_num_preemptions_count", **labels) == scrape(
+        "request_preemptions_count"
+    )
+    for reason in ("capacity", "deferred"):
+        waiting = "vllm:num_requests_waiting_by_reason"
+        assert scrape.full(waiting, reason=reason, **labels) == 0 and waiting in scrape.names
     for reason, outcome in _OUTCOMES.items():
         shown = scrape.full("vllm:request_success_total", finished_reason=reason, **labels)
         assert shown == scrape("requests_total", outcome=outcome)

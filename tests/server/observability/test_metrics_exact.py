@@ -123,6 +123,26 @@ def test_several_prompts_are_one_request_with_an_answer_each(
     )
 
 
+def test_the_steps_of_vllms_metric_add_up_to_the_prompt_and_the_answer(
+    server: RunningServer,
+) -> None:
+    """The last token of an answer too, which no step reads."""
+    name = "vllm:iteration_tokens_total_sum"
+    labels = {"model_name": MODEL, "engine": "0"}
+    before = Scrape.of(server).full(name, **labels)
+    server.complete(prompt=_ids(70, 9), max_tokens=5, ignore_eos=True)
+    server.wait_until_idle()
+    assert Scrape.of(server).full(name, **labels) - before == 9 + 5
+
+
+def test_an_answer_that_was_not_preempted_is_counted_as_that(server: RunningServer) -> None:
+    before = Scrape.of(server).buckets("penstock_request_preemptions")
+    server.complete(prompt=_ids(80, 4), max_tokens=3, n=2, ignore_eos=True)
+    server.wait_until_idle()
+    after = Scrape.of(server).buckets("penstock_request_preemptions")
+    assert after[0.0] - before[0.0] == 2
+
+
 def test_an_answer_of_one_token_has_no_time_per_output_token(server: RunningServer) -> None:
     grown = _increases(server, lambda: server.complete(prompt=_ids(50, 4), max_tokens=1))
     expected = _answers(prompts=1, prompt_tokens=4, n=1, tokens=1, max_tokens=1)

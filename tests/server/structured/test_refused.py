@@ -98,7 +98,11 @@ def if_then(i: int) -> dict[str, Any]:
         ({"grammar": 'root ::= "a'}, "grammar"),
         ({"grammar": "nonsense"}, "grammar"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema"),
-        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_json": {}, "structured_outputs": {"regex": "a"}}, "guided_json"),
+        ({"ebnf": 'root ::= "a"', "guided_grammar": 'root ::= "b"'}, "ebnf"),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, "regex"),
     ],
 )
 def test_an_invalid_constraint_is_refused_by_its_name(
@@ -109,10 +113,9 @@ def test_an_invalid_constraint_is_refused_by_its_name(
         assert answer.json()["error"]["param"] == param, answer.text
 
 
-def test_the_refusal_of_an_older_name_gives_the_new_one(server: RunningServer) -> None:
-    for name, new_name in (("guided_regex", "regex"), ("guided_choice", "choice")):
-        message = server.chat(**{name: "a"}).json()["error"]["message"]
-        assert f"use structured_outputs.{new_name}" in message
+def test_the_refusal_of_an_older_name_keeps_to_that_name(server: RunningServer) -> None:
+    message = server.chat(guided_choice="a").json()["error"]["message"]
+    assert "guided_choice must be a list" in message and "structured_outputs" not in message
 
 
 @pytest.mark.parametrize(
