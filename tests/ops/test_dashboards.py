@@ -54,6 +54,8 @@ _NOT_SHOWN = {
     "penstock_request_computed_prompt_tokens": "the shares are shown; vLLM's dashboards use it",
     "penstock_request_answers": "mostly 1; vLLM's dashboards use it",
     "penstock_request_max_tokens": "generated tokens are shown; vLLM's dashboards use it",
+    "penstock_request_preemptions": "preemptions are shown; vLLM's dashboards use it",
+    "penstock_step_progress_tokens": "step_tokens is shown; vLLM's dashboards use it",
     "penstock_engine_process_virtual_memory_bytes": "mostly the GPU's address space, not memory",
     "penstock_engine_process_start_time_seconds": "the same as the server process's",
     "penstock_engine_process_open_fds": "it opens only its socket",
