@@ -3,7 +3,6 @@
 Importing it loads neither torch nor what is slow to load: `penstock --help` passes through here.
 """
 
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,24 +49,27 @@ __all__ = [  # noqa: RUF022  # in groups
     "resolve_model",  # from a path or hub id to a directory
     "load_dummy_tokenizer",  # for dummy weights without a tokenizer
     # Structured output.
-    "Grammars",  # compiles grammars for one model
-    "load_grammars",  # makes one
+    "GrammarCompiler",  # compiles grammars for one model
+    "load_grammar_compiler",  # makes one
 ]
 
 
-class Grammars(Protocol):
+class GrammarCompiler(Protocol):
     """Compiles grammars in llguidance's notation for one model's tokenizer."""
 
-    def compile(self, grammar: str) -> "Future[Any]":
-        """Compiles in another thread; the future fails with BadGrammar."""
+    def compile(self, grammar: str) -> Any:
+        """Compiles here and now, as the engine will; it may take any time and memory, or end the
+        process. Raises BadGrammar."""
         ...
 
 
-def load_grammars(directory: Path, model: ModelInfo, load_format: LoadFormat) -> Grammars:
+def load_grammar_compiler(
+    directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...], load_format: LoadFormat
+) -> GrammarCompiler:
     """Reads nothing yet: the first grammar loads the tokenizer."""
-    from penstock.engine.sampling.grammar import Grammars
+    from penstock.engine.sampling.grammar import GrammarCompiler
 
-    return Grammars.of_model(directory, model.vocab_size, model.eos_token_ids, load_format)
+    return GrammarCompiler.of_model(directory, vocab_size, eos_token_ids, load_format)
 
 
 def resolve_model(model: str) -> Path:

@@ -47,8 +47,9 @@ class SamplingParams:
     seed, together with the position, determines the random numbers, so that they do not depend on
     the other rows of the batch; the server draws one where the client gave none.
     grammar: what the output must match, in llguidance's notation, or None for any text. The server
-    has compiled it once, so it does compile. grammar_to_the_end: end-of-sequence ids are sampled
-    only where the grammar allows nothing else.
+    has compiled it once, so it does compile. grammar_bytes: about what it takes in memory once it
+    is compiled. grammar_to_the_end: end-of-sequence ids are sampled only where the grammar allows
+    nothing else.
     """
 
     max_tokens: int
@@ -68,6 +69,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     grammar: str | None = None
+    grammar_bytes: int = 0
     grammar_to_the_end: bool = False
 
 

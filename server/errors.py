@@ -73,6 +73,16 @@ class GrammarFailed(InvalidRequest):
         )
 
 
+class GrammarQueueFull(PenstockError):
+    """No process could compile this grammar: others took all the time, or the processes failed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this server is compiling the grammars of other requests; try again in "
+            f"{RETRY_SOON_S} s"
+        )
+
+
 class ModelNotFound(PenstockError):
     def __init__(self, model: str, served: str) -> None:
         super().__init__(
@@ -214,6 +224,9 @@ def reply_to(error: Exception) -> ErrorReply:
         case QueueFull():
             headers = _retry_after(error.retry_after_s)
             return ErrorReply(429, "rate_limit_error", message, None, "queue_full", headers)
+        case GrammarQueueFull():
+            headers = _retry_after(RETRY_SOON_S)
+            return ErrorReply(429, "rate_limit_error", message, None, "grammar_queue_full", headers)
         case NotServing():
             headers = _retry_after(RETRY_SOON_S) + (_CLOSE if error.is_ending else ())
             return ErrorReply(503, _UNAVAILABLE, message, None, None, headers)

@@ -17,7 +17,6 @@ from penstock.engine.client import (
     EngineState,
     LogFormat,
     OutputStream,
-    load_grammars,
     resolve_model,
 )
 from penstock.scheduler.errors import PenstockError
@@ -32,6 +31,7 @@ from penstock.server.output.generation_request import GenerationRequest
 from penstock.server.output.pooling import Pooler
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
+from penstock.server.structured.grammar_checker import GrammarChecker
 from penstock.server.tools.chat_format import ChatFormat
 
 logger = logging.getLogger("penstock")
@@ -130,6 +130,8 @@ class Service:
 
     async def close(self) -> None:
         """Ends the engine; open requests get an error."""
+        if self._model and self._model.grammars:
+            await self._model.grammars.close()
         if self._engine:
             await self._engine.close()
 
@@ -208,7 +210,7 @@ class Service:
             encoder=encoder,
             defaults=GenerationDefaults.load(Path(directory)),
             pooler=Pooler.load(Path(directory), self.config.server.pooler, info.hidden_size),
-            grammars=load_grammars(Path(directory), info, self.config.engine.load_format),
+            grammars=GrammarChecker(directory, info, self.config.engine.load_format),
             chat_format=ChatFormat.detect(
                 encoder.template_source,
                 self.config.server.tool_call_parser,

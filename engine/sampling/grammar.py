@@ -1,13 +1,13 @@
 """The ids that a constrained row may have next: llguidance grammars, compiled for one tokenizer.
 
-`Grammars` compiles in other threads and caches the latest; the server uses one to reject grammars
-that do not compile, the engine another to make its matchers. `GrammarTable` has a matcher for each
-constrained slot of an executor.
+`GrammarCompiler` compiles. `Grammars` compiles in other threads and caches the latest.
+`GrammarTable` has a matcher for each constrained slot of an executor.
 
-Compilation is bounded by fuel (`_LIMITS`) and needs no deadline: none of the grammars made to blow
-it up took 0.5 s on one core, and llguidance releases the GIL meanwhile. Work at run time is bounded
-by fuel per step; a matcher that runs out of it fails, and its sequence ends with
-`FinishReason.ERROR`.
+Fuel (`_LIMITS`) does not bound a compilation: that of `a{4000000000}` takes all memory, and that of
+a thousand chained rules overflows a stack of 1 MiB. So the server first compiles each grammar in a
+process with limits, and sends the engine only what compiled there. llguidance releases the GIL
+meanwhile. Work at run time is bounded by fuel per step; a matcher that runs out of it fails, and
+its sequence ends with `FinishReason.ERROR`.
 
 Imports no torch, because the server imports it.
 """
@@ -41,26 +41,22 @@ _LIMITS = LLParserLimits(
 )
 # The size of the cache. A large compiled grammar has some 10 MB, an ordinary one 100 kB.
 _MAX_CACHED = 128
-_MAX_CACHED_CHARS = 4 << 20
+_MAX_CACHED_BYTES = 256 << 20
 _NUM_COMPILERS = 2
+# Eight times what the server's checker compiles with, so that no accepted grammar overflows it.
+_STACK_BYTES = 16 << 20
 _REASONING_MARKERS = ("<think>", "</think>", "<seed:think>", "</seed:think>", "[THINK]", "[/THINK]")
 # Mask words from which on several threads are used: 8 rows of 128,000 ids.
 _MIN_PARALLEL_WORDS = 1 << 15
 
 
-class Grammars:
-    """Compiled grammars of one model, at most `_MAX_CACHED`. Use it from one thread."""
+class GrammarCompiler:
+    """Compiles grammars for one model's tokenizer, which the first of them loads."""
 
-    def __init__(
-        self, load_tokenizer: Callable[[], LLTokenizer], eos_token_ids: tuple[int, ...]
-    ) -> None:
-        self.eos_token_ids = eos_token_ids
+    def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
         self._load_tokenizer = load_tokenizer
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
-        self._num_chars = 0
-        self._pool = ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="grammar")
 
     @classmethod
     def of_model(
@@ -69,26 +65,12 @@ class Grammars:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         load_format: LoadFormat = LoadFormat.AUTO,
-    ) -> "Grammars":
+    ) -> "GrammarCompiler":
         """vocab_size: the model's, which may exceed the tokenizer's. Reads no files yet."""
-        load = partial(load_tokenizer, directory, vocab_size, eos_token_ids, load_format)
-        return cls(load, eos_token_ids)
+        return cls(partial(load_tokenizer, directory, vocab_size, eos_token_ids, load_format))
 
-    def compile(self, grammar: str) -> "Future[LLMatcher]":
-        """A matcher in its initial state, to be copied before use; fails with BadGrammar."""
-        future = self._compiled.get(grammar)
-        if future is None:
-            future = self._pool.submit(self._compile, grammar)
-            self._compiled[grammar] = future
-            self._num_chars += len(grammar)
-            while len(self._compiled) > _MAX_CACHED or self._num_chars > _MAX_CACHED_CHARS:
-                if len(self._compiled) == 1:
-                    break
-                self._num_chars -= len(self._compiled.popitem(last=False)[0])
-        self._compiled.move_to_end(grammar)
-        return future
-
-    def _compile(self, grammar: str) -> LLMatcher:
+    def compile(self, grammar: str) -> LLMatcher:
+        """A matcher in its initial state, whose first mask is computed. Raises BadGrammar."""
         try:
             return self._checked(grammar)
         except BadGrammar:
@@ -109,6 +91,63 @@ class Grammars:
         if matcher.is_error():
             raise BadGrammar(_first_line(matcher.get_error()))
         return matcher
+
+
+class _Cached(NamedTuple):
+    future: "Future[LLMatcher]"
+    num_bytes: int
+
+
+class Grammars:
+    """Compiled grammars of one model: at most `_MAX_CACHED`, and `_MAX_CACHED_BYTES` but for the
+    latest. Use it from one thread."""
+
+    def __init__(self, compiler: GrammarCompiler, eos_token_ids: tuple[int, ...]) -> None:
+        self.eos_token_ids = eos_token_ids
+        self._compiler = compiler
+        self._compiled: OrderedDict[str, _Cached] = OrderedDict()
+        self._num_bytes = 0
+        self._pool = ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="grammar")
+
+    @classmethod
+    def of_model(
+        cls,
+        directory: Path,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        load_format: LoadFormat = LoadFormat.AUTO,
+    ) -> "Grammars":
+        """See `GrammarCompiler.of_model`."""
+        compiler = GrammarCompiler.of_model(directory, vocab_size, eos_token_ids, load_format)
+        return cls(compiler, eos_token_ids)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._compiled)
+
+    def compile(self, grammar: str, num_bytes: int = 0) -> "Future[LLMatcher]":
+        """A matcher in its initial state, to be copied before use; fails with BadGrammar.
+
+        num_bytes: what the compiled grammar takes, beside its text.
+        """
+        cached = self._compiled.get(grammar)
+        if cached is None:
+            cached = _Cached(self._submit(grammar), num_bytes + len(grammar))
+            self._compiled[grammar] = cached
+            self._num_bytes += cached.num_bytes
+            while len(self._compiled) > _MAX_CACHED or self._num_bytes > _MAX_CACHED_BYTES:
+                if len(self._compiled) == 1:
+                    break
+                self._num_bytes -= self._compiled.popitem(last=False)[1].num_bytes
+        self._compiled.move_to_end(grammar)
+        return cached.future
+
+    def _submit(self, grammar: str) -> "Future[LLMatcher]":
+        previous = threading.stack_size(_STACK_BYTES)  # of the thread that this may start
+        try:
+            return self._pool.submit(self._compiler.compile, grammar)
+        finally:
+            threading.stack_size(previous)
 
 
 def load_tokenizer(
@@ -188,7 +227,7 @@ class GrammarTable:
         """Starts compiling what `assign` will need; None if there is nothing to wait for."""
         if sampling.grammar is None:
             return None
-        future = self._grammars.compile(sampling.grammar)
+        future = self._grammars.compile(sampling.grammar, sampling.grammar_bytes)
         return None if future.done() and not future.exception() else future
 
     def assign(self, assignment: SlotAssignment) -> None:
@@ -202,7 +241,8 @@ class GrammarTable:
             return
         # Compiled when the request arrived, though the cache may have evicted it since.
         try:
-            matcher = self._grammars.compile(sampling.grammar).result().deep_copy()
+            compiled = self._grammars.compile(sampling.grammar, sampling.grammar_bytes)
+            matcher = compiled.result().deep_copy()
         except BadGrammar:
             self._failed.add(slot)
             return

@@ -32,24 +32,26 @@ class Grammar(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """grammar None: any text. make_reader, markup: see `GenerationRequest`."""
+    """grammar None: any text. grammar_bytes: what it takes in memory once it is compiled.
+    make_reader, markup: see `GenerationRequest`."""
 
     grammar: Grammar | None = None
+    grammar_bytes: int = 0
     make_reader: Callable[[], AnswerReader] | None = None
     markup: Mapping[int, str] = field(default_factory=dict)
 
 
 async def constrain(fields: GenerationFields, prompts: Prompts, model: ServedModel) -> AnswerFormat:
-    """Compiles the grammar, if there is one. Raises InvalidRequest; `param` is its field."""
+    """Compiles the grammar, if there is one. Raises InvalidRequest, whose `param` is its field, and
+    GrammarQueueFull."""
     grammar = await _answer_grammar(fields)
     if not isinstance(fields, ChatCompletionRequest):
-        await _check(grammar, model)
-        return AnswerFormat(grammar=grammar)
+        return AnswerFormat(grammar=grammar, grammar_bytes=await _check(grammar, model))
     grammar = await _with_calls(grammar, fields, model)
     grammar, reasoning = _with_reasoning(grammar, fields, prompts.reasoning, model)
-    await _check(grammar, model)
+    num_bytes = await _check(grammar, model)
     if make_reader(fields, model.chat_format, make_splitter(reasoning)) is None:
-        return AnswerFormat(grammar=grammar)
+        return AnswerFormat(grammar=grammar, grammar_bytes=num_bytes)
 
     def make_answer_reader() -> AnswerReader:
         reader = make_reader(fields, model.chat_format, make_splitter(reasoning))
@@ -57,7 +59,9 @@ async def constrain(fields: GenerationFields, prompts: Prompts, model: ServedMod
         return reader
 
     markup = model.encoder.vocabulary.special_among(MARKUP)
-    return AnswerFormat(grammar=grammar, make_reader=make_answer_reader, markup=markup)
+    return AnswerFormat(
+        grammar=grammar, grammar_bytes=num_bytes, make_reader=make_answer_reader, markup=markup
+    )
 
 
 async def _answer_grammar(fields: GenerationFields) -> Grammar | None:
@@ -106,6 +110,8 @@ def _with_reasoning(
     return Grammar(text, grammar.param if grammar else BUDGET_FIELD), reasoning
 
 
-async def _check(grammar: Grammar | None, model: ServedModel) -> None:
-    if grammar and model.grammars:
-        await check_grammar(model.grammars, grammar.text, grammar.param)
+async def _check(grammar: Grammar | None, model: ServedModel) -> int:
+    """The bytes of the compiled grammar."""
+    if not grammar or not model.grammars:
+        return 0
+    return await check_grammar(model.grammars, grammar.text, grammar.param)

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from penstock.engine.client import Grammars, ModelInfo
+from penstock.engine.client import ModelInfo
 from penstock.server.observability.version import version
 from penstock.server.output.pooling import Pooler
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
+from penstock.server.structured.grammar_checker import GrammarChecker
 from penstock.server.tools.chat_format import ChatFormat
 
 
@@ -22,7 +23,7 @@ class ServedModel:
     encoder: PromptEncoder
     defaults: GenerationDefaults
     chat_format: ChatFormat = field(default_factory=ChatFormat)
-    grammars: Grammars | None = None
+    grammars: GrammarChecker | None = None
     pooler: Pooler = field(default_factory=Pooler)
 
     @property

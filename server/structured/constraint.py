@@ -8,7 +8,6 @@ with a message, not a silently weaker grammar.
 A grammar is a string here. `check_grammar` compiles it, as the engine does later.
 """
 
-import asyncio
 import json
 from collections.abc import Callable
 from functools import partial
@@ -17,14 +16,14 @@ from typing import Any, NamedTuple, NoReturn
 from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
-from penstock.engine.client import BadGrammar, Grammars
+from penstock.engine.client import BadGrammar
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.structured.grammar_checker import GrammarChecker
 from penstock.server.structured.json_schema import enforceable
+from penstock.server.structured.limits import check_lark, check_regex, check_schema
 
 MAX_GRAMMAR_CHARS = 1 << 20
 MAX_GBNF_CHARS = 1 << 16  # translated in Python, about 4 us per character
-# Only reached on an overloaded machine: compiling is bounded by llguidance's fuel.
-COMPILE_DEADLINE_S = 5.0
 # Between the tokens of a JSON text: nothing, a space, or one or two newlines with indentation. With
 # more freedom a model may write whitespace forever. Source: llama.cpp's `space` rule.
 _WHITESPACE = r"( |\n{1,2}[ \t]{0,20})?"
@@ -60,6 +59,7 @@ def json_schema_grammar(
         raise ValueError(
             f"it has {len(text)} characters, more than the {MAX_GRAMMAR_CHARS} allowed"
         )
+    check_schema(schema)
     enforced = enforceable(schema, is_lenient=is_lenient)
     return grammar_of_schema(enforced, whitespace=whitespace, is_lenient=is_lenient)
 
@@ -73,11 +73,15 @@ def grammar_of_schema(
 
 
 def regex_grammar(regex: str) -> str:
-    """The texts that the regex matches completely; anchors around it change nothing."""
+    """The texts that the regex matches completely; anchors around it change nothing.
+
+    Raises ValueError.
+    """
     regex = regex.removeprefix("^")
     num_backslashes = len(regex[:-1]) - len(regex[:-1].rstrip("\\"))
     if regex.endswith("$") and num_backslashes % 2 == 0:
         regex = regex[:-1]
+    check_regex(regex)
     return LLMatcher.grammar_from_regex(regex)
 
 
@@ -92,13 +96,15 @@ def gbnf_grammar(text: str) -> str:
     if len(text) > MAX_GBNF_CHARS:
         raise ValueError(f"it has {len(text)} characters, more than the {MAX_GBNF_CHARS} allowed")
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(text))
+        lark = any_to_lark(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except (
         Exception
     ) as error:  # the translator raises plain Exception, and IndexError at the end of the text
         raise ValueError(str(error)) from error
+    check_lark(lark)
+    return LLMatcher.grammar_from_lark(lark)
 
 
 def structural_tag_grammar(value: dict[str, Any] | str) -> str:
@@ -125,6 +131,7 @@ def _tag(structure: dict[str, Any], triggers: list[str]) -> StructTag:
     trigger = next(each for each in triggers if each and begin.startswith(each))
     if not (isinstance(schema, dict) and isinstance(end, str)):
         raise TypeError
+    check_schema(schema)
     schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
     return StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
 
@@ -152,16 +159,13 @@ def constraint_of(
     return found[0] if found else None
 
 
-async def check_grammar(grammars: Grammars, grammar: str, param: str) -> None:
-    """Compiles it in a thread, with a deadline. Raises InvalidRequest."""
+async def check_grammar(checker: GrammarChecker, grammar: str, param: str) -> int:
+    """Compiles it in another process; returns the bytes that the compiled grammar takes. Raises
+    InvalidRequest and GrammarQueueFull."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         _refuse(param, f"it has more than {MAX_GRAMMAR_CHARS} characters")
-    compiling = asyncio.wrap_future(grammars.compile(grammar))
     try:
-        # Shielded, since other requests may wait for the same compilation.
-        await asyncio.wait_for(asyncio.shield(compiling), COMPILE_DEADLINE_S)
-    except TimeoutError:
-        _refuse(param, f"it took more than {COMPILE_DEADLINE_S:.0f} s; simplify it")
+        return await checker.check(grammar)
     except BadGrammar as error:
         _refuse(param, str(error))
 

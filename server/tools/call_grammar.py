@@ -8,6 +8,7 @@ from penstock.server.errors import InvalidRequest
 from penstock.server.protocol.tools import FunctionSpec, ToolFields
 from penstock.server.structured.constraint import grammar_of_schema, json_schema_grammar
 from penstock.server.structured.lark import nested
+from penstock.server.structured.limits import check_schema
 from penstock.server.tools.native_grammar import (
     WHITESPACE,
     begins_as_json,
@@ -24,6 +25,8 @@ def call_grammar(fields: ToolFields, form: ToolFormat | None, special: Mapping[s
     the special tokens that spell markup.
     """
     try:
+        for function in fields.functions:
+            check_schema(function.parameters or {})
         if form and uses_native_format(form, fields):
             schemas = {function.name: _arguments_schema(function) for function in fields.to_call}
             max_calls = fields.max_required_calls

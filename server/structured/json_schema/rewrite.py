@@ -304,7 +304,7 @@ def _other_than_arrays(schema: dict[str, Any]) -> list[Schema]:
 
 
 def _optional(schema: dict[str, Any]) -> list[str]:
-    required = schema.get("required", ())
+    required = frozenset(schema.get("required", ()))
     declared: dict[str, Schema] = schema.get("properties", {})
     return [name for name, each in declared.items() if name not in required and each is not False]
 

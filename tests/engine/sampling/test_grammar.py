@@ -77,6 +77,19 @@ def test_masks_from_several_threads_are_the_same(
     assert allowed(table_with(grammars, schema)) == inline
 
 
+def test_the_cache_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.sampling.grammar._MAX_CACHED_BYTES", 10_000)
+    cache = Grammars.of_model(DEMO_MODEL, VOCAB_SIZE, EOS)
+    futures = [cache.compile(f'start: "{i}"', 3000) for i in range(9)]
+    assert cache.num_cached == 3
+    assert cache.compile('start: "8"', 3000) is futures[8]
+    assert cache.compile('start: "0"', 3000) is not futures[0]
+    cache.compile('start: "x"', 20_000)  # too large for it, so it is alone
+    assert cache.num_cached == 1
+    for future in futures:
+        future.result()
+
+
 def test_an_optional_end_can_be_put_off(grammars: Grammars) -> None:
     table = table_with(grammars, AB, 67)
     assert set(EOS) < set(allowed(table))

@@ -126,8 +126,8 @@ def allows(grammars: Grammars, schema: dict[str, Any], value: Any) -> bool:
 
 
 def accepts(grammars: Grammars, matcher: LLMatcher, value: Any) -> bool:
-    assert grammars._tokenizer
-    ids = grammars._tokenizer.tokenize_str(json.dumps(value, ensure_ascii=False))
+    assert grammars._compiler._tokenizer
+    ids = grammars._compiler._tokenizer.tokenize_str(json.dumps(value, ensure_ascii=False))
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
