@@ -15,7 +15,7 @@ import pytest
 from tests.support.serving import MODEL, RunningServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-DETOKENIZE = "/detokenize"
+DETOKENIZE, RESPONSES = "/detokenize", "/v1/responses"
 HELLO = {"role": "user", "content": "Who are you?"}
 MAX_STALL_S = 5.0
 
@@ -36,6 +36,14 @@ def completion(**fields: Any) -> bytes:
 
 def chat(**fields: Any) -> bytes:
     return json.dumps({"model": MODEL, "messages": [HELLO], "max_tokens": 4} | fields).encode()
+
+
+def conversation() -> bytes:
+    """Calls since the last question, which are what truncation drops last."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "x" * 40}
+    items = [HELLO, *[call, result] * 15_000]
+    return json.dumps({"model": MODEL, "input": items, "truncation": "auto"}).encode()
 
 
 def schema(text: str) -> bytes:
@@ -113,6 +121,7 @@ CASES: dict[str, tuple[str, bytes, float, int | None]] = {
         8,
         None,
     ),
+    "30,000 calls of a response": (RESPONSES, conversation(), 8, 200),
     "a template that never ends": (CHAT, chat(chat_template=FOR_EVER), 15, 400),
     "a template that fills memory": (CHAT, chat(chat_template="{{ 'a' * 10 ** 11 }}"), 15, 400),
     "a template of parentheses": (CHAT, chat(chat_template="{{ " + "(" * 9_000), 15, 400),
