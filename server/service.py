@@ -156,6 +156,11 @@ class Service:
             message = f"{self._engine.num_open} answers are open, no step for {silence_s:.0f} s"
             raise NotServing(message, is_ending=False)
 
+    def check_room(self, num_answers: int) -> None:
+        """Raises QueueFull or RequestRefused where `submit_generation` would: before the work."""
+        assert self._engine
+        self._engine.check_room(num_answers)
+
     def submit_generation(self, request: GenerationRequest) -> Generation:
         """Submits; raises QueueFull or EngineFailed. The caller closes the generation."""
         assert self._engine

@@ -57,6 +57,7 @@ def nested(depth: int) -> str:
 
 
 MANY = b"[" + b"5," * 14_999_999 + b"5]"
+BAD_WORDS = [f"{i} of which there is so much " * 9 for i in range(100)]
 NUMBERS = {str(i): 1 for i in range(65_536)}
 FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
 
@@ -122,6 +123,25 @@ CASES: dict[str, tuple[str, bytes, float, int | None]] = {
         None,
     ),
     "30,000 calls of a response": (RESPONSES, conversation(), 8, 200),
+    "bad words of 2,048 prompts": (
+        COMPLETIONS,
+        completion(prompt=["Once"] * 2_048, bad_words=BAD_WORDS),
+        5,
+        400,
+    ),
+    "bad words of 1,000 prompts": (
+        COMPLETIONS,
+        completion(prompt=["Once"] * 1_000, bad_words=BAD_WORDS),
+        5,
+        400,
+    ),
+    "allowed ids of 1,000 prompts": (
+        COMPLETIONS,
+        completion(prompt=["Once"] * 1_000, allowed_token_ids=[*range(4_000)] * 60),
+        5,
+        400,
+    ),
+    "more answers than fit": (COMPLETIONS, completion(prompt=["Once"] * 2_048), 5, 400),
     "a template that never ends": (CHAT, chat(chat_template=FOR_EVER), 15, 400),
     "a template that fills memory": (CHAT, chat(chat_template="{{ 'a' * 10 ** 11 }}"), 15, 400),
     "a template of parentheses": (CHAT, chat(chat_template="{{ " + "(" * 9_000), 15, 400),
