@@ -26,7 +26,8 @@ from penstock.server.output.generation import Generation, collected
 from penstock.server.output.request import GenerationRequest
 from penstock.server.prompt.constraints import constrain
 from penstock.server.prompt.generation_request import build_generation_request
-from penstock.server.prompt.prompts import Prompts, off_loop
+from penstock.server.prompt.off_loop import off_loop
+from penstock.server.prompt.prompts import Prompts
 from penstock.server.protocol.openai import GenerationFields
 
 logger = logging.getLogger("penstock")

@@ -16,7 +16,8 @@ from penstock.server.api.responses.truncation import MAX_ITEMS, with_what_fits
 from penstock.server.api.responses.writer import ResponseWriter, response_head
 from penstock.server.errors import InvalidRequest, ResponseNotFound, UnsupportedParameter
 from penstock.server.output.generation import Generation
-from penstock.server.prompt.prompts import Prompts, chat_prompts, off_loop
+from penstock.server.prompt.off_loop import off_loop
+from penstock.server.prompt.prompts import Prompts, chat_prompts
 from penstock.server.protocol.openai import ChatCompletionRequest, GenerationFields
 from penstock.server.protocol.responses import (
     Item,

@@ -16,6 +16,7 @@ from tests.support.serving import MODEL, RunningServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DETOKENIZE, RESPONSES = "/detokenize", "/v1/responses"
+TOKENIZE, EMBEDDINGS = "/tokenize", "/v1/embeddings"
 HELLO = {"role": "user", "content": "Who are you?"}
 MAX_STALL_S = 5.0
 
@@ -44,6 +45,10 @@ def conversation() -> bytes:
     result = {"type": "function_call_output", "call_id": "c", "output": "x" * 40}
     items = [HELLO, *[call, result] * 15_000]
     return json.dumps({"model": MODEL, "input": items, "truncation": "auto"}).encode()
+
+
+def tool(description: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "description": description}}
 
 
 def schema(text: str) -> bytes:
@@ -142,6 +147,27 @@ CASES: dict[str, tuple[str, bytes, float, int | None]] = {
         400,
     ),
     "more answers than fit": (COMPLETIONS, completion(prompt=["Once"] * 2_048), 5, 400),
+    "30 MB cut to 5 tokens": (
+        COMPLETIONS,
+        completion(prompt="ab " * 10_000_000, truncate_prompt_tokens=5),
+        5,
+        200,
+    ),
+    "30 MB that nothing divides": (
+        COMPLETIONS,
+        completion(prompt="ab" * 15_000_000, truncate_prompt_tokens=5),
+        5,
+        400,
+    ),
+    "a tool of 30 MB": (CHAT, chat(tools=[tool("ab " * 10_000_000)]), 8, 400),
+    "a suffix of 30 MB": (COMPLETIONS, completion(suffix="ab " * 10_000_000), 5, 400),
+    "30 MB to count": (TOKENIZE, completion(prompt="ab " * 10_000_000), 5, 400),
+    "30 MB to embed": (
+        EMBEDDINGS,
+        json.dumps({"model": MODEL, "input": "a " * 15_000_000}).encode(),
+        5,
+        400,
+    ),
     "a template that never ends": (CHAT, chat(chat_template=FOR_EVER), 15, 400),
     "a template that fills memory": (CHAT, chat(chat_template="{{ 'a' * 10 ** 11 }}"), 15, 400),
     "a template of parentheses": (CHAT, chat(chat_template="{{ " + "(" * 9_000), 15, 400),
