@@ -5,6 +5,7 @@ One life each: where the process has ended, another `EngineProcess` starts the n
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -27,6 +28,8 @@ from penstock.engine.messages import (
     StepReport,
     ToEngine,
 )
+
+logger = logging.getLogger(__name__)
 
 # Messages that are read before the event loop runs anything else. Where the server has fallen
 # behind, each stream then sends the tokens of several steps in one event, which is how it catches
@@ -143,6 +146,14 @@ class EngineProcess:
         self._directory.cleanup()
 
     async def _read(self) -> None:
+        try:
+            await self._read_messages()
+        except Exception as error:
+            # Without its messages the process is of no use: it ends as one that failed.
+            logger.exception("a message of the engine cannot be read")
+            self._end(f"a message of the engine cannot be read: {type(error).__name__}: {error}")
+
+    async def _read_messages(self) -> None:
         while True:
             self._receive(await self._socket.recv())
             with contextlib.suppress(zmq.Again):
