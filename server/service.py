@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+from typing import TextIO
 
 from penstock.engine.client import (
     EngineClient,
@@ -123,10 +125,12 @@ class Service:
         if self.state in (State.DRAINING, State.DEAD):
             return
         self.state = State.DRAINING
-        await self._until_idle(self.config.server.shutdown_timeout_s)
-        await self.close()
-        await self._until_idle(_LAST_WORDS_S)
-        self._end(EXIT_DRAINED if self.state is State.DRAINING else EXIT_ENGINE_DIED)
+        try:
+            await self._until_idle(self.config.server.shutdown_timeout_s)
+            await self.close()
+            await self._until_idle(_LAST_WORDS_S)
+        finally:
+            self._end(EXIT_DRAINED if self.state is State.DRAINING else EXIT_ENGINE_DIED)
 
     async def close(self) -> None:
         """Ends the engine; open requests get an error."""
@@ -156,6 +160,11 @@ class Service:
         if silence_s > _STALL_S:
             message = f"{self._engine.num_open} answers are open, no step for {silence_s:.0f} s"
             raise NotServing(message, is_ending=False)
+
+    def check_room(self, num_answers: int) -> None:
+        """Raises QueueFull or RequestRefused where `submit_generation` would: before the work."""
+        assert self._engine
+        self._engine.check_room(num_answers)
 
     def submit_generation(self, request: GenerationRequest) -> Generation:
         """Submits; raises QueueFull or EngineFailed. The caller closes the generation."""
@@ -241,13 +250,15 @@ class Service:
         if self.state is State.DRAINING and code == EXIT_CANNOT_START:
             return  # a signal ended it before it could start
         self.state = State.DEAD
-        if self.config.server.log_format is LogFormat.JSON:
-            logger.error("%s", message)
-        else:
-            print(f"penstock: error: {message}", file=sys.stderr, flush=True)
-        await self._until_idle(_LAST_WORDS_S)
-        await self.close()
-        self._end(code)
+        try:
+            if self.config.server.log_format is LogFormat.JSON:
+                logger.error("%s", message)
+            else:
+                _print(f"penstock: error: {message}", sys.stderr)
+            await self._until_idle(_LAST_WORDS_S)
+            await self.close()
+        finally:
+            self._end(code)
 
     async def _until_idle(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -275,9 +286,18 @@ class Service:
         if model.encoder.has_chat_template:
             path = "/v1/chat/completions"
             body = '"messages": [{"role": "user", "content": "Who are you?"}]'
-        print(
+        _print(
             f"{what}\n\n"
             f"  curl {url}{path} {key}-H 'Content-Type: application/json' \\\n"
             f'    -d \'{{"model": "{model.name}", {body}}}\'\n',
-            flush=True,
+            sys.stdout,
         )
+
+
+def _print(text: str, file: TextIO) -> None:
+    """Nobody may read what is printed any more: that ends nothing."""
+    try:
+        print(text, file=file, flush=True)
+    except OSError:
+        with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), file.fileno())  # for what is buffered, and what follows

@@ -43,11 +43,6 @@ class EngineClient:
         return self._streams.num_open
 
     @property
-    def max_open(self) -> int:
-        """How many answers may run and wait together."""
-        return self._streams.max_open
-
-    @property
     def last_report(self) -> StepReport | None:
         return self._last_report
 
@@ -67,12 +62,17 @@ class EngineClient:
         """Ends the process. Requests that are still open get EngineFailed."""
         await self._process.close()
 
+    def check_room(self, num_answers: int) -> None:
+        """Raises QueueFull if this many answers would not be accepted now; RequestRefused if there
+        is never room for them."""
+        self._streams.check_room(num_answers)
+
     def submit(self, request: Request) -> OutputStream:
         """Sends the request at once; its stream gives its outputs, in order, as they arrive.
 
         An item is all outputs that have arrived, so a slow reader gets few large items; the
         iteration ends after the last final output. Cancelling it, or `aclose`, aborts the request.
-        Raises QueueFull, EngineFailed, or RequestRefused for an n above max_open. While it runs,
+        Raises QueueFull, EngineFailed, or RequestRefused for an n without room. While it runs,
         the iterator raises EngineFailed if the engine dies, RequestRefused if the engine does not
         accept the request.
         """

@@ -6,6 +6,7 @@ not work (another system, or before it is set) its standard input ends. Its last
 parent says why it ends.
 """
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -139,7 +140,8 @@ def _end(pipe: Pipe, why: str, code: int) -> NoReturn:
     """Exits at once: what Python frees and waits for at its exit may hang on a GPU that failed."""
     pipe.send(Failed(why))
     pipe.close()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # where nobody reads it any more
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -142,20 +142,21 @@ class OpenStreams:
         """Answers that have not ended, running and waiting together."""
         return self._num_open
 
-    @property
-    def max_open(self) -> int:
-        return self._max_open
-
-    def submit(self, request: Request) -> OutputStream:
-        """Sends the request and returns its stream. Raises QueueFull, or RequestRefused for an n
-        above max_open."""
-        if request.n > self._max_open:
+    def check_room(self, num_answers: int) -> None:
+        """Raises RequestRefused for more answers than may ever be open, QueueFull for more than may
+        be opened now."""
+        if num_answers > self._max_open:
             raise RequestRefused(
-                f"n is {request.n}; this server holds at most {self._max_open} answers"
+                f"the request needs {num_answers} answers, and this server holds at most "
+                f"{self._max_open}; send fewer prompts at a time, or a lower n"
             )
-        if self._num_open + request.n > self._max_open:
+        if self._num_open + num_answers > self._max_open:
             num_queued = max(0, self._num_open - self._max_num_seqs)
             raise QueueFull(num_queued, self._retry_after_s())
+
+    def submit(self, request: Request) -> OutputStream:
+        """Sends the request and returns its stream. Raises as `check_room`."""
+        self.check_room(request.n)
         stream = OutputStream(self, request)
         self._streams[request.id] = stream
         self._num_open += request.n
@@ -214,9 +215,11 @@ class OpenStreams:
             stream.notify()
 
     def _count_ended(self, request_id: RequestId, stream: OutputStream, num_before: int) -> None:
-        """Some answers of a stream have ended."""
-        self._num_open -= num_before - stream.num_open
-        self._ended_at_s.append(time.monotonic())
+        """Some answers of a stream have ended, or none: an answer that was aborted has a final
+        output too, which may arrive while others of its request run."""
+        num_ended = num_before - stream.num_open
+        self._num_open -= num_ended
+        self._ended_at_s.extend([time.monotonic()] * num_ended)
         if not stream.num_open:
             del self._streams[request_id]
 

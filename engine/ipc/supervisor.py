@@ -6,6 +6,7 @@ It knows no requests. To start the engine again after its process has ended, mak
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,8 @@ from penstock.engine.messages import (
     ToEngine,
 )
 from penstock.engine.model_info import ModelInfo
+
+logger = logging.getLogger(__name__)
 
 # Messages that are read before the event loop runs anything else. Where the server has fallen
 # behind, each stream then sends the tokens of several steps in one event, which is how it catches
@@ -144,6 +147,14 @@ class EngineProcess:
         self._directory.cleanup()
 
     async def _read(self) -> None:
+        try:
+            await self._read_messages()
+        except Exception as error:
+            # Without its messages the process is of no use: it ends as one that failed.
+            logger.exception("a message of the engine cannot be read")
+            self._end(f"a message of the engine cannot be read: {type(error).__name__}: {error}")
+
+    async def _read_messages(self) -> None:
         while True:
             self._receive(await self._socket.recv())
             with contextlib.suppress(zmq.Again):

@@ -243,6 +243,10 @@ class _Fields:
 
 def _family(fields: _Fields) -> str:
     architectures = fields.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
+        raise InvalidModel(
+            f"{fields.path}: 'architectures' must be a list of names, not {architectures!r}"
+        )
     family_of = {family.architecture: name for name, family in _FAMILIES.items()}
     for name in architectures:
         if name in family_of:
@@ -414,14 +418,20 @@ def _check_layer_types(fields: _Fields, kind: str) -> None:
 
 def _eos_token_ids(config: _Fields, generation_config: Path) -> tuple[int, ...]:
     """Every id that ends the output: from generation_config.json, or else from config.json."""
-    ids = None
+    ids, path = None, generation_config
     if generation_config.exists():
         ids = _Fields(generation_config).get("eos_token_id")
     if ids is None:
-        ids = config.get("eos_token_id")
+        ids, path = config.get("eos_token_id"), config.path
     if ids is None:
         return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+    each = ids if isinstance(ids, list) else [ids]
+    for token_id in each:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise InvalidModel(
+                f"{path}: 'eos_token_id' must be a token id or a list of them, not {ids!r}"
+            )
+    return tuple(each)
 
 
 class _Family(NamedTuple):

@@ -25,6 +25,7 @@ from penstock.server.output.delta import OutputDelta
 from penstock.server.output.generation import Generation, collected
 from penstock.server.output.generation_request import GenerationRequest
 from penstock.server.prompt.constraints import constrain
+from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts
 from penstock.server.prompt.request_builder import build_generation_request
 from penstock.server.protocol.openai import GenerationFields
@@ -44,6 +45,16 @@ class Writer(EventWriter, Protocol):
 
 
 Fields = TypeVar("Fields", bound=NamesModel)
+
+
+class WantsAnswers(NamesModel, Protocol):
+    @property
+    def num_answers(self) -> int:
+        """To all prompts of the request together."""
+        ...
+
+
+AnswerFields = TypeVar("AnswerFields", bound=WantsAnswers)
 
 
 class TextApi(Protocol[Fields]):
@@ -66,7 +77,7 @@ class TextApi(Protocol[Fields]):
     ) -> Writer: ...
 
 
-async def answer_request(http: Request, api: TextApi[Fields]) -> Response:
+async def answer_request(http: Request, api: TextApi[AnswerFields]) -> Response:
     """Received, authenticated (by the middleware), parsed, checked; the response does the rest."""
     return TextResponse(api, await receive(http, api.parse))
 
@@ -79,21 +90,22 @@ async def prepare(
     with api.error_names(received):
         fields, prompts = await api.render(received)
         answer_format = await constrain(fields, prompts, model)
-        request = build_generation_request(
-            fields,
-            prompts,
-            answer_format,
-            model,
+        build = partial(
+            build_generation_request,
+            prompts=prompts,
+            answer=answer_format,
+            model=model,
             tenant=received.tenant,
             arrival_s=received.arrival_s,
         )
+        request = await off_loop(build, fields, fields.num_bad_word_chars)
     return fields, request
 
 
 class TextResponse(Response):
     """Prepares, submits, and streams or collects; all of it ends when the client disconnects."""
 
-    def __init__(self, api: TextApi[Fields], received: Received[Fields]) -> None:
+    def __init__(self, api: TextApi[AnswerFields], received: Received[AnswerFields]) -> None:
         super().__init__()
         self._api = api
         self._received = received
@@ -109,6 +121,7 @@ class TextResponse(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         api, received, service = self._api, self._received, self._received.service
+        service.check_room(received.fields.num_answers)
         fields, request = await prepare(api, received)
         generation = service.submit_generation(request)
         try:

@@ -1,6 +1,7 @@
 """`/tokenize` and `/detokenize`, in vLLM's shapes: what a prompt is to the model, and back."""
 
 import asyncio
+from functools import partial
 from typing import Annotated, Self, TypeVar
 
 import msgspec
@@ -11,7 +12,9 @@ from starlette.responses import Response
 from penstock.server.api.common import body_of, check_model, json_response, service_of
 from penstock.server.errors import InvalidRequest
 from penstock.server.prompt.chat import chat_prompt
+from penstock.server.prompt.limits import check_could_fit
 from penstock.server.prompt.model import ServedModel
+from penstock.server.prompt.off_loop import off_loop
 from penstock.server.protocol.openai import ChatCompletionRequest, TokenId, Wire, invalid_fields
 from penstock.server.tools.prompting import check_servable
 
@@ -63,10 +66,12 @@ async def tokenize(request: Request) -> Response:
     if _has_messages(body):
         fields = chat = _checked(TokenizeChatRequest, body, request)
         check_servable(chat, model.chat_format)
-        ids = (await chat_prompt(chat, model.encoder)).token_ids
+        ids = (await chat_prompt(chat, model)).token_ids
     else:
         fields = text = _checked(TokenizeRequest, body, request)
-        ids = await asyncio.to_thread(_encode, text, model)
+        num_chars = len(text.prompt)
+        check_could_fit(model, "prompt", num_chars=num_chars)
+        ids = await off_loop(partial(_encode, model=model), text, num_chars)
     names_tokens = bool(fields.return_token_strs)
     content = await asyncio.to_thread(_body, ids, model, names_tokens)
     return Response(content, media_type="application/json")

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from penstock.engine.client import EngineClient, OutputStream, RequestRefused
+from penstock.engine.client import EngineClient, OutputStream
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import PromptOutput, RequestOutput
 from penstock.server.errors import RequestTimedOut
@@ -55,15 +55,7 @@ class Generation:
     def submit(self) -> None:
         """Submits all prompts to the engine, or none. Raises QueueFull, EngineFailed, or, for more
         answers than the server can ever hold, RequestRefused."""
-        num_answers, limit = (
-            sum(request.n for request in self.request.requests),
-            self._engine.max_open,
-        )
-        if num_answers > limit:
-            raise RequestRefused(
-                f"the request needs {num_answers} answers, and this server holds at most {limit}; "
-                "send fewer prompts at a time, or a lower n"
-            )
+        self._engine.check_room(sum(request.n for request in self.request.requests))
         try:
             for request in self.request.requests:
                 self._streams.append(self._engine.submit(request))

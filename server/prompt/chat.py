@@ -3,10 +3,14 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.reasoning import format_of_template
+from penstock.server.prompt import limits
+from penstock.server.prompt.model import ServedModel
+from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.tokenizer import ChatTemplate, ForeignTemplate, PromptEncoder
 from penstock.server.protocol.openai import ChatCompletionRequest
 from penstock.server.protocol.unused_fields import report_unused
@@ -27,8 +31,6 @@ _OWN_VARIABLES = frozenset(
 AnyTemplate = ChatTemplate | ForeignTemplate
 # Few, so that slow templates leave the other cores free.
 _FOREIGN_TEMPLATES = ThreadPoolExecutor(max_workers=2, thread_name_prefix="template")
-# Tokenizing a conversation this short takes less time than handing it to a thread.
-_INLINE_BYTES = 2000
 
 # Appended to a message that is to be continued, to find its end again: the message's own text may
 # occur in what the template writes after it. A template that strips the final space would strip
@@ -48,32 +50,41 @@ class ChatPrompt:
     begun: str
 
 
-async def chat_prompt(fields: ChatCompletionRequest, encoder: PromptEncoder) -> ChatPrompt:
-    """`encode_chat`, in a thread unless it is quick. Raises InvalidRequest."""
+async def chat_prompt(fields: ChatCompletionRequest, model: ServedModel) -> ChatPrompt:
+    """Renders and tokenizes, in threads unless that is quick. Raises InvalidRequest."""
+    encoder = model.encoder
+    text, begun = await _rendered_chat(fields, encoder)
+    if fields.truncate_prompt_tokens is None:
+        limits.check_could_fit(model, "messages", num_chars=len(text))
+        part = text
+    else:
+        part = limits.part_that_fits(text, model, "messages", fields.truncation_side)
+    adds_special = bool(fields.add_special_tokens)
+    encode = partial(encoder.encode_rendered, add_special_tokens=adds_special)
+    token_ids = await off_loop(encode, part, len(part))
+    limits.check_cut(token_ids, model, "messages", num_chars=len(text), num_kept=len(part))
+    return ChatPrompt(text=text, token_ids=token_ids, begun=begun)
+
+
+async def _rendered_chat(fields: ChatCompletionRequest, encoder: PromptEncoder) -> tuple[str, str]:
     if fields.chat_template is not None:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_FOREIGN_TEMPLATES, encode_chat, fields, encoder)
-    if fields.num_bytes <= _INLINE_BYTES:
-        return encode_chat(fields, encoder)
-    return await asyncio.to_thread(encode_chat, fields, encoder)
+        return await loop.run_in_executor(_FOREIGN_TEMPLATES, render_chat, fields, encoder)
+    return await off_loop(partial(render_chat, encoder=encoder), fields, fields.num_bytes)
 
 
-def encode_chat(fields: ChatCompletionRequest, encoder: PromptEncoder) -> ChatPrompt:
-    """Raises InvalidRequest. Takes as long as the text is long."""
+def render_chat(fields: ChatCompletionRequest, encoder: PromptEncoder) -> tuple[str, str]:
+    """The text, and the part of the answer that it ends with. Raises InvalidRequest."""
     template = encoder.chat_template(fields.chat_template)
     variables = _variables(fields, template)
     messages = _messages(fields, template)
     if fields.functions and template.knows("tools"):
         variables["tools"] = template_tools(fields.usable_tools)
     variables["add_generation_prompt"] = fields.adds_generation_prompt
-    begun = messages[-1]["content"] if fields.continue_final_message else ""
-    if fields.continue_final_message:
-        text = _left_open(_rendered(template, _marked(messages), variables), begun)
-    else:
-        text = _rendered(template, messages, variables)
-    adds_special = bool(fields.add_special_tokens)
-    token_ids = encoder.encode_rendered(text, add_special_tokens=adds_special)
-    return ChatPrompt(text=text, token_ids=token_ids, begun=begun)
+    if not fields.continue_final_message:
+        return _rendered(template, messages, variables), ""
+    begun = messages[-1]["content"]
+    return _left_open(_rendered(template, _marked(messages), variables), begun), begun
 
 
 def _messages(fields: ChatCompletionRequest, template: AnyTemplate) -> list[Message]:

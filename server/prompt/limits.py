@@ -1,10 +1,17 @@
 """What a prompt may be: long enough, short enough, and of ids that the model has."""
 
+import re
+from typing import TypeVar
+
 from penstock.scheduler.errors import ContextTooLong, PenstockError, PromptTooLong
 from penstock.server.errors import InvalidRequest
 from penstock.server.prompt.model import ServedModel
 from penstock.server.protocol.openai import GenerationFields
 
+Text = TypeVar("Text", str, list[int], str | list[int])
+
+# A space before a word ends the word before it in every tokenizer: it belongs to what follows.
+_BETWEEN_WORDS = re.compile(r"(?<=[^\W_]) (?=[^\W_])")
 # OpenAI's default for completions; a chat's is what the context has left.
 _COMPLETION_MAX_TOKENS = 16
 
@@ -28,6 +35,38 @@ def check_could_fit(
                 f"{model.max_model_len} tokens can hold; shorten it"
             )
             raise InvalidRequest(message, param=param, code="context_length_exceeded")
+
+
+def part_that_fits(text: Text, model: ServedModel, param: str, side: str | None) -> Text:
+    """The end of a text that is truncated to some of its last tokens: all that can matter of it.
+
+    side: where tokens are dropped; "right" keeps the beginning. What is not text, or is short, is
+    returned as it is. The rest of a long text is cut off between two words, where no token spans,
+    and so far from the kept tokens that the context holds no more tokens than remain: so their ids
+    are those that the whole text has. Raises InvalidRequest for a long text without such a place.
+    See also `check_cut`.
+    """
+    limit = model.max_prompt_chars
+    if not isinstance(text, str) or len(text) <= 2 * limit:
+        return text
+    first = limit if side == "right" else len(text) - 2 * limit
+    between = _BETWEEN_WORDS.search(text, first, first + limit)
+    if between is None:
+        check_could_fit(model, param, num_chars=len(text))
+    assert between
+    return text[: between.start()] if side == "right" else text[between.start() :]
+
+
+def check_cut(
+    ids: tuple[int, ...], model: ServedModel, param: str, *, num_chars: int, num_kept: int
+) -> None:
+    """Raises InvalidRequest if a text that `part_that_fits` cut has fewer tokens than expected.
+
+    A tokenizer may make one token of any number of characters that it does not know. num_chars,
+    num_kept: of the text, before and after.
+    """
+    if num_kept < num_chars and len(ids) <= model.max_model_len:
+        check_could_fit(model, param, num_chars=num_chars)
 
 
 def fit(

@@ -1,27 +1,19 @@
 """Renders and tokenizes: the prompts of a request, as token ids that fit the model."""
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from penstock.server.output.reasoning import ReasoningState, reasoning_state
 from penstock.server.prompt import limits
 from penstock.server.prompt.chat import chat_prompt
 from penstock.server.prompt.model import ServedModel
+from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.tokenizer import PromptEncoder
 from penstock.server.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
 )
 from penstock.server.tools.prompting import check_servable
-
-# Tokenizing a text this short takes less time than handing it to a thread.
-_INLINE_CHARS = 2000
-
-T = TypeVar("T")
-Ids = TypeVar("Ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +34,18 @@ class Prompts:
 
 async def completion_prompts(fields: CompletionRequest, model: ServedModel) -> Prompts:
     """Raises InvalidRequest."""
-    texts = [prompt for prompt in fields.prompts if isinstance(prompt, str)]
-    num_chars = sum(map(len, texts))
+    given, suffix_chars = fields.prompts, len(fields.suffix or "")
     if fields.truncate_prompt_tokens is None:
-        limits.check_could_fit(model, "prompt", num_chars=max(map(len, texts), default=0))
-    encode = partial(_encoded, fields, model.encoder)
-    tokenized = await off_loop(encode, fields.prompts, num_chars + len(fields.suffix or ""))
+        for prompt in given:
+            if isinstance(prompt, str):
+                limits.check_could_fit(model, "prompt", num_chars=len(prompt) + suffix_chars)
+    else:
+        side = fields.truncation_side
+        given = [limits.part_that_fits(prompt, model, "prompt", side) for prompt in given]
+    num_chars = sum(len(prompt) + suffix_chars for prompt in given if isinstance(prompt, str))
+    tokenized = await off_loop(partial(_encoded, fields, model.encoder), given, num_chars)
+    for text, cut, ids in zip(fields.prompts, given, tokenized, strict=True):
+        limits.check_cut(ids, model, "prompt", num_chars=len(text), num_kept=len(cut))
     pieces = model.encoder.vocabulary.pieces
     are_whole = tuple(not any(i in pieces for i in prompt) for prompt in tokenized)
     token_ids, max_tokens = limits.fit(tokenized, fields, model, "prompt")
@@ -66,7 +64,7 @@ async def chat_prompts(fields: ChatCompletionRequest, model: ServedModel) -> Pro
     if fields.truncate_prompt_tokens is None:
         num_chars, num_messages = fields.num_content_chars, len(fields.messages)
         limits.check_could_fit(model, "messages", num_chars=num_chars, num_messages=num_messages)
-    prompt = await chat_prompt(fields, model.encoder)
+    prompt = await chat_prompt(fields, model)
     token_ids, max_tokens = limits.fit([prompt.token_ids], fields, model, "messages")
     return Prompts(
         param="messages",
@@ -76,13 +74,6 @@ async def chat_prompts(fields: ChatCompletionRequest, model: ServedModel) -> Pro
         echoes=(fields.echoed,) if fields.echoed else (),
         reasoning=reasoning_state(model.chat_format.reasoning, prompt.text, prompt.begun),
     )
-
-
-async def off_loop(encode: Callable[[T], Ids], text: T, num_chars: int) -> Ids:
-    """In a thread, unless it takes less time than that."""
-    if num_chars <= _INLINE_CHARS:
-        return encode(text)
-    return await asyncio.to_thread(encode, text)
 
 
 def _encoded(

@@ -22,6 +22,8 @@ MAX_WALL_S = 8.0  # where the machine has much else to do
 MAX_MEMORY_BYTES = 512 << 20
 MAX_TEXT_CHARS = 1 << 24
 
+_NEEDED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
+
 
 class TemplateFailed(Exception):
     """The template is not valid, refuses its variables, or asks for too much; in a sentence."""
@@ -39,7 +41,7 @@ def render(source: str, variables: dict[str, Any]) -> str:
             input=task.encode(),
             capture_output=True,
             timeout=MAX_WALL_S,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+            env=_environment(),
             check=False,
         )
     except subprocess.TimeoutExpired as error:
@@ -52,6 +54,12 @@ def render(source: str, variables: dict[str, Any]) -> str:
         raise TemplateFailed(answer["error"])
     text: str = answer["text"]
     return text
+
+
+def _environment() -> dict[str, str]:
+    """No more than the interpreter needs: keys and tokens of the server are none of it."""
+    needed = {name: os.environ[name] for name in _NEEDED_VARIABLES if name in os.environ}
+    return needed | {"PYTHONPATH": str(Path(__file__).parents[3])}
 
 
 def _render_here(task: dict[str, Any]) -> dict[str, str]:

@@ -35,7 +35,14 @@ class GenerationDefaults:
 
     @classmethod
     def load(cls, directory: Path) -> "GenerationDefaults":
-        values = _read_json(directory / "generation_config.json")
+        """Raises InvalidConfig for a value of the wrong type."""
+        path = directory / "generation_config.json"
+        values = _read_json(path)
+        for name in cls.__slots__:
+            kinds = int if name == "top_k" else (int, float)
+            value = values.get(name)
+            if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+                raise InvalidConfig(f"{path}: {name!r} must be a number, not {value!r}")
         return cls(**{name: values.get(name) for name in cls.__slots__})
 
 

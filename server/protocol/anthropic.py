@@ -4,7 +4,7 @@ Fields that a chat completion has too are checked there; errors then name the fi
 """
 
 import contextlib
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
@@ -177,6 +177,8 @@ class CountTokensRequest(Wire):
 
 class MessagesRequest(CountTokensRequest):
     """`POST /v1/messages`."""
+
+    num_answers: ClassVar[int] = 1
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None

@@ -36,6 +36,8 @@ MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
+# Ids of allowed_token_ids, or characters of bad_words, over all prompts: each is held for each.
+MAX_SAMPLING_LISTS = 1 << 20
 MAX_REQUEST_ID_CHARS = 128
 
 # Known but not supported: field -> the values that change nothing. OpenAI's first, then those that
@@ -190,6 +192,15 @@ class GenerationFields(Wire):
         return self.best_of or self.n or 1
 
     @cached_property
+    def num_answers(self) -> int:
+        """To all prompts of the request together."""
+        return self.num_sampled
+
+    @cached_property
+    def num_bad_word_chars(self) -> int:
+        return sum(map(len, self.bad_words or ()))
+
+    @cached_property
     def wants_usage(self) -> bool:
         """Whether a stream is to end with a chunk that has the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -301,6 +312,10 @@ class CompletionRequest(GenerationFields):
         return self.logprobs
 
     @cached_property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.num_sampled
+
+    @cached_property
     def echoes_logprobs(self) -> bool:
         """Whether the logprobs begin with the prompt's."""
         return bool(self.echo) and self.logprobs is not None
@@ -316,12 +331,26 @@ class CompletionRequest(GenerationFields):
         if len(self.prompts) > MAX_PROMPTS:
             message = f"prompt has {len(self.prompts)} prompts, more than the {MAX_PROMPTS} allowed"
             raise InvalidRequest(message, param="prompt")
+        self._check_lists(len(self.prompts))
         if not self.prompts or any(prompt == [] for prompt in self.prompts):
             raise InvalidRequest("prompt is empty; it needs at least one token", param="prompt")
         if any(isinstance(prompt, str) and "\0" in prompt for prompt in self.prompts):
             raise _nul("prompt")
         if self.suffix:
             self._check_suffix(self.suffix)
+
+    def _check_lists(self, num_prompts: int) -> None:
+        sizes = {
+            "bad_words": (self.num_bad_word_chars, "characters"),
+            "allowed_token_ids": (len(self.allowed_token_ids or ()), "ids"),
+        }
+        for param, (size, unit) in sizes.items():
+            if size * num_prompts > MAX_SAMPLING_LISTS:
+                message = (
+                    f"{param} has {size} {unit} for each of {num_prompts} prompts, more than "
+                    f"{MAX_SAMPLING_LISTS} in all; send fewer prompts at a time"
+                )
+                raise InvalidRequest(message, param=param)
 
     def _check_suffix(self, suffix: str) -> None:
         """Whether the model can fill in at all is known to server/prompt/infill.py."""

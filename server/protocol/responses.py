@@ -8,7 +8,7 @@ and as we answered, because that is what the store keeps and gives back.
 import contextlib
 import json
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
@@ -140,6 +140,8 @@ class FunctionCallOutput(Wire):
 
 class ResponsesRequest(Wire):
     """`POST /v1/responses`."""
+
+    num_answers: ClassVar[int] = 1
 
     model_config = ConfigDict(extra="allow")  # kept to be checked
 
@@ -273,7 +275,7 @@ def names_of_responses(
     fields: ResponsesRequest,
 ) -> contextlib.AbstractContextManager[None]:
     """Within it, errors of chat completions name the fields of this API."""
-    served = [id(tool) for tool in fields.functions]
+    served = {id(tool) for tool in fields.functions}
     indexes = [i for i, tool in enumerate(fields.tools or ()) if id(tool) in served]
     return renamed_errors(_CHAT_TO_RESPONSES, indexes)
 

@@ -25,9 +25,16 @@ from penstock.server.api.common import Received, json_response, receive, unless_
 from penstock.server.api.embeddings.batch import pooled
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.pooling import normalized
-from penstock.server.prompt.limits import check_prompt, too_long, truncated
+from penstock.server.prompt.limits import (
+    check_could_fit,
+    check_cut,
+    check_prompt,
+    part_that_fits,
+    too_long,
+    truncated,
+)
 from penstock.server.prompt.model import ServedModel
-from penstock.server.prompt.prompts import off_loop
+from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.request_builder import salted
 from penstock.server.protocol.openai import (
     CacheSalt,
@@ -284,10 +291,13 @@ async def _requests(
     """Raises InvalidRequest; `param` is the input that is at fault."""
     fields, model = received.fields, received.model
     _check_inputs(inputs)
-    num_chars = sum(len(text) for text in inputs.values() if isinstance(text, str))
+    given = {param: _shortened(text, fields, model, param) for param, text in inputs.items()}
+    num_chars = sum(len(text) for text in given.values() if isinstance(text, str))
     adds_special = fields.add_special_tokens is not False
     encode = partial(model.encoder.encode_all, add_special_tokens=adds_special)
-    prompts = await off_loop(encode, list(inputs.values()), num_chars)
+    prompts = await off_loop(encode, list(given.values()), num_chars)
+    for (param, text), ids in zip(inputs.items(), prompts, strict=True):
+        check_cut(ids, model, param, num_chars=len(text), num_kept=len(given[param]))
     own_id = secrets.token_hex(12)
     return [
         Request(
@@ -301,6 +311,17 @@ async def _requests(
         )
         for i, (param, prompt) in enumerate(zip(inputs, prompts, strict=True))
     ]
+
+
+def _shortened(
+    text: str | list[int], fields: PooledFields, model: ServedModel, param: str
+) -> str | list[int]:
+    """Without what truncation cuts off in any case. Raises InvalidRequest for what cannot fit."""
+    if fields.truncate_prompt_tokens is not None:
+        return part_that_fits(text, model, param, fields.truncation_side)
+    if isinstance(text, str):
+        check_could_fit(model, param, num_chars=len(text))
+    return text
 
 
 def _check_inputs(inputs: dict[str, str | list[int]]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import secrets
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,10 +13,11 @@ from starlette.responses import Response
 from penstock.server.api.common import Received, json_response, receive, tenant_of_request
 from penstock.server.api.pipeline import answer_request, prepare
 from penstock.server.api.responses.store import ResponseStore, StoredResponse, items_of
-from penstock.server.api.responses.truncation import with_what_fits
+from penstock.server.api.responses.truncation import MAX_ITEMS, with_what_fits
 from penstock.server.api.responses.writer import ResponseWriter, response_head
 from penstock.server.errors import InvalidRequest, ResponseNotFound, UnsupportedParameter
 from penstock.server.output.generation import Generation
+from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts, chat_prompts
 from penstock.server.protocol.openai import ChatCompletionRequest, GenerationFields
 from penstock.server.protocol.responses import (
@@ -58,17 +60,21 @@ class Responses:
     ) -> tuple[ChatCompletionRequest, Prompts]:
         fields, model = received.fields, received.model
         self._history = self._conversation_before(received)
-        past, items = items_of(self._history), fields.input_items
         history_bytes = sum(map(len, self._history))
+        num_bytes = fields.num_bytes + history_bytes
+        past, items = await off_loop(items_of, self._history, history_bytes), fields.input_items
 
         async def render(
             past: list[Item], items: list[Item]
         ) -> tuple[ChatCompletionRequest, Prompts]:
-            chat = chat_request(fields, past, items, history_bytes=history_bytes)
+            _check_num_items(past, items)
+            make = partial(chat_request, fields, past, history_bytes=history_bytes)
+            chat = await off_loop(make, items, num_bytes)
             return chat, await chat_prompts(chat, model)
 
         if fields.truncation == "auto":
-            return await with_what_fits(past, items, render)
+            max_messages = model.max_model_len
+            return await with_what_fits(past, items, render, max_messages=max_messages)
         return await render(past, items)
 
     def error_names(self, received: Received[ResponsesRequest]) -> AbstractContextManager[None]:
@@ -194,6 +200,14 @@ def _as_listed(item: Item) -> Item:
         part: Item = {"type": "output_text" if is_output else "input_text", "text": item["content"]}
         listed["content"] = [part | ({"annotations": []} if is_output else {})]
     return listed
+
+
+def _check_num_items(past: list[Item], items: list[Item]) -> None:
+    if (num_items := len(past) + len(items)) > MAX_ITEMS:
+        message = f"input has {num_items} items with those before it, more than {MAX_ITEMS}"
+        raise InvalidRequest(
+            f"{message}; shorten the conversation", param="input", code="context_length_exceeded"
+        )
 
 
 def _store(request: Request) -> ResponseStore:

@@ -40,37 +40,71 @@ def items_of(parts: tuple[bytes, ...]) -> list[dict[str, Any]]:
     return [item for part in parts for item in msgspec.json.decode(part)]
 
 
+class _Shelf:
+    """What one tenant has stored, the least recently used first."""
+
+    def __init__(self) -> None:
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.num_bytes = 0
+
+    def remove(self, response_id: str) -> None:
+        self.num_bytes -= self.responses.pop(response_id).num_bytes
+
+
 class ResponseStore:
-    """Responses by tenant and id: what one API key stored no other finds."""
+    """Responses by tenant and id: what one API key stored no other finds or evicts.
+
+    Room is made by the tenant that takes the largest share of it, so that each one keeps at least
+    an equal share, and one alone may fill the store.
+    """
 
     def __init__(self, *, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
-        self.num_bytes = 0
+        self._shelves: dict[str, _Shelf] = {}
 
     def __len__(self) -> int:
-        return len(self._responses)
+        return sum(len(shelf.responses) for shelf in self._shelves.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shelf.num_bytes for shelf in self._shelves.values())
 
     def put(self, tenant: str, response_id: str, response: StoredResponse) -> None:
         """One that is larger than the whole store is not kept, and evicts nothing."""
         if response.num_bytes > self._max_bytes or not self._max_count:
             return
-        self._responses[tenant, response_id] = response
-        self.num_bytes += response.num_bytes
-        while len(self._responses) > self._max_count or self.num_bytes > self._max_bytes:
-            _, evicted = self._responses.popitem(last=False)
-            self.num_bytes -= evicted.num_bytes
+        shelf = self._shelves.setdefault(tenant, _Shelf())
+        shelf.responses[response_id] = response
+        shelf.num_bytes += response.num_bytes
+        while len(self) > self._max_count or self.num_bytes > self._max_bytes:
+            # Of equal shares it is the one that needs the room.
+            largest = max(self._shelves, key=lambda name: (self._share(name), name == tenant))
+            shelf = self._shelves[largest]
+            shelf.remove(next(iter(shelf.responses)))
+            self._forget_empty(largest)
 
     def get(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises ResponseNotFound."""
-        response = self._responses.get((tenant, response_id))
-        if response is None:
+        shelf = self._shelves.get(tenant)
+        if shelf is None or response_id not in shelf.responses:
             raise ResponseNotFound(response_id)
-        self._responses.move_to_end((tenant, response_id))
-        return response
+        shelf.responses.move_to_end(response_id)
+        return shelf.responses[response_id]
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Raises ResponseNotFound."""
-        self.num_bytes -= self.get(tenant, response_id).num_bytes
-        del self._responses[tenant, response_id]
+        self.get(tenant, response_id)
+        self._shelves[tenant].remove(response_id)
+        self._forget_empty(tenant)
+
+    def _share(self, tenant: str) -> float:
+        """Of the limit that is exceeded: the number of responses, or their bytes."""
+        shelf = self._shelves[tenant]
+        if len(self) > self._max_count:
+            return len(shelf.responses) / self._max_count
+        return shelf.num_bytes / self._max_bytes
+
+    def _forget_empty(self, tenant: str) -> None:
+        if not self._shelves[tenant].responses:
+            del self._shelves[tenant]

@@ -1,6 +1,8 @@
 """`truncation: auto` of /v1/responses: which items of a long conversation are dropped."""
 
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable
+from itertools import chain
 from typing import Any, TypeVar
 
 from penstock.server.errors import InvalidRequest
@@ -8,31 +10,41 @@ from penstock.server.errors import InvalidRequest
 Item = dict[str, Any]
 T = TypeVar("T")
 
+# Of a conversation: one of this many takes a second to check, and is checked once for each try.
+MAX_ITEMS = 1 << 14
+
 
 async def with_what_fits(
-    past: list[Item], items: list[Item], render: Callable[[list[Item], list[Item]], Awaitable[T]]
+    past: list[Item],
+    items: list[Item],
+    render: Callable[[list[Item], list[Item]], Awaitable[T]],
+    *,
+    max_messages: int,
 ) -> T:
     """The result of `render` for the conversation with the fewest items dropped that fits.
 
     past, items: of earlier responses and of this request. render: raises InvalidRequest with the
     code context_length_exceeded for what does not fit. So does this if the last question alone is
-    too long.
+    too long. max_messages: conversations with more than this never fit, and are not rendered.
     """
     whole = past + items
     units = droppable(whole)
+    dropped_with = {i: number for number, unit in enumerate(units) for i in unit}
 
     async def render_without(num_dropped: int) -> T:
-        dropped = frozenset[int]().union(*units[:num_dropped])
-        kept_past = [item for i, item in enumerate(past) if i not in dropped]
-        kept = [item for i, item in enumerate(items, len(past)) if i not in dropped]
-        return await render(kept_past, kept)
+        kept = [i for i in range(len(whole)) if dropped_with.get(i, num_dropped) >= num_dropped]
+        num_past = bisect_left(kept, len(past))
+        return await render(
+            [whole[i] for i in kept[:num_past]], [whole[i] for i in kept[num_past:]]
+        )
 
+    low, high = _least_dropped(whole, units, max_messages), len(units)
     try:
-        return await render_without(0)
+        return await render_without(low)
     except InvalidRequest as error:
-        if not _is_too_long(error) or not units:
+        if not _is_too_long(error) or low == high:
             raise
-    low, high = 1, len(units)
+    low += 1
     best = await render_without(high)
     while low < high:
         middle = (low + high) // 2
@@ -44,6 +56,22 @@ async def with_what_fits(
                 raise
             low = middle + 1
     return best
+
+
+def _least_dropped(items: list[Item], units: list[frozenset[int]], max_messages: int) -> int:
+    """How many units at least are dropped. What users say and what functions return are messages of
+    their own, while other items may share one."""
+    num_items, num_messages = len(items), sum(map(_is_message, items))
+    for number, unit in enumerate(units):
+        if num_items <= MAX_ITEMS and num_messages <= max_messages:
+            return number
+        num_items -= len(unit)
+        num_messages -= sum(_is_message(items[i]) for i in unit)
+    return len(units)
+
+
+def _is_message(item: Item) -> bool:
+    return _is_question(item) or item.get("type") == "function_call_output"
 
 
 def _is_too_long(error: InvalidRequest) -> bool:
@@ -64,14 +92,16 @@ def droppable(items: list[Item]) -> list[frozenset[int]]:
         if not _is_rule(item):
             units[-1].append(i)
     steps: list[list[int]] = [[]]
+    has_result = False  # whether the last step does
     for i in range(last + 1, len(items)):
-        is_next = items[i].get("type") not in _OUTPUTS and _has_result(items, steps[-1])
-        if is_next:
+        is_result = items[i].get("type") in _OUTPUTS
+        if has_result and not is_result:
             steps.append([])
+            has_result = False
         if not _is_rule(items[i]):
             steps[-1].append(i)
-    whole = [*units, *steps[:-1]]
-    return [_with_results(items, unit) for unit in whole if unit]
+            has_result |= is_result
+    return _with_results(items, [unit for unit in (*units, *steps[:-1]) if unit])
 
 
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
@@ -85,16 +115,18 @@ def _is_rule(item: Item) -> bool:
     return item.get("role") in ("system", "developer")
 
 
-def _has_result(items: list[Item], unit: list[int]) -> bool:
-    return any(items[i].get("type") in _OUTPUTS for i in unit)
-
-
-def _with_results(items: list[Item], unit: list[int]) -> frozenset[int]:
-    """And the results of its calls, wherever they are."""
-    calls = {items[i].get("call_id") for i in unit if str(items[i].get("type")).endswith("_call")}
-    results = (
-        i
-        for i, item in enumerate(items)
-        if item.get("type") in _OUTPUTS and item.get("call_id") in calls
-    )
-    return frozenset((*unit, *results))
+def _with_results(items: list[Item], units: list[list[int]]) -> list[frozenset[int]]:
+    """And the results of their calls, wherever they are. No item is in two units."""
+    results: dict[str, list[int]] = {}
+    for i, item in enumerate(items):
+        if item.get("type") in _OUTPUTS:
+            results.setdefault(str(item.get("call_id")), []).append(i)
+    taken: set[int] = set()
+    whole = []
+    for unit in units:
+        calls = [items[i] for i in unit if str(items[i].get("type")).endswith("_call")]
+        # Taken out: many calls may have the id of the same results.
+        found = (results.pop(str(call.get("call_id")), ()) for call in calls)
+        whole.append(frozenset(chain(unit, *found)) - taken)
+        taken |= whole[-1]
+    return whole

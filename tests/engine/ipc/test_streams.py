@@ -45,7 +45,7 @@ async def test_a_request_is_sent_and_its_outputs_reach_its_own_stream() -> None:
 async def test_answers_count_until_their_final_output_and_the_limit_holds() -> None:
     streams = Streams()
     streams.submit(make_request("a", 3, n=3))
-    with pytest.raises(RequestRefused, match="at most 4 answers"):
+    with pytest.raises(RequestRefused, match="at most 4;"):
         streams.submit(make_request("b", 3, n=5))
     with pytest.raises(QueueFull, match="1 requests are waiting"):
         streams.submit(make_request("b", 3, n=2))
@@ -53,7 +53,7 @@ async def test_answers_count_until_their_final_output_and_the_limit_holds() -> N
     streams.push([output("a", 7, index=1, is_last=True)])
     assert streams.num_open == 2
     streams.submit(make_request("b", 3, n=2))
-    assert streams.num_open == streams.max_open == 4
+    assert streams.num_open == 4
 
 
 async def test_the_time_to_retry_after_follows_from_how_often_answers_end() -> None:
@@ -65,6 +65,16 @@ async def test_the_time_to_retry_after_follows_from_how_often_answers_end() -> N
     assert streams._retry_after_s() == 10
     with pytest.raises(QueueFull, match="in 10 s"):
         streams.submit(make_request("e", 3))
+
+
+async def test_an_answer_that_a_stop_string_ended_counts_once() -> None:
+    streams = Streams()
+    streams.submit(make_request("a", 3, n=3))
+    streams.abort(RequestId("a"), 0)
+    streams.push([output("a", 7, index=0, is_last=True)])  # of the engine, on its way until now
+    assert (streams.num_open, len(streams._ended_at_s)) == (2, 1)
+    streams.abort(RequestId("a"))
+    assert (streams.num_open, len(streams._ended_at_s)) == (0, 3)
 
 
 async def test_an_abort_is_sent_and_outputs_on_their_way_are_dropped() -> None:

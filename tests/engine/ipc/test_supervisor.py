@@ -52,6 +52,22 @@ async def test_it_reports_what_the_engine_sends_from_ready_to_closed() -> None:
     assert not life.socket_directory.exists()
 
 
+async def test_a_message_that_cannot_be_taken_ends_it_as_a_dead_process() -> None:
+    life = Life()
+    process = life.process
+
+    def fail(_: object) -> None:
+        raise ValueError("what is this?")
+
+    process._on_message = fail
+    await process.start()
+    process.send(Submit(make_request("a", 5, max_tokens=1)))
+    why = await asyncio.wait_for(process.wait_dead(), 10)
+    assert "what is this?" in why and life.ends == [why]
+    assert process.state is EngineState.DEAD
+    await process.close()
+
+
 async def test_a_killed_process_is_reported_once_with_its_code() -> None:
     life = Life()
     await life.process.start()

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.server.prompt.chat import encode_chat
+from penstock.server.prompt.chat import render_chat
 from penstock.server.protocol.openai import ChatCompletionRequest
 from tests.support.chatting import QWEN, make_model
 from tests.support.serving import MODEL, RunningServer
@@ -164,7 +164,7 @@ def test_documents_reach_a_template_that_knows_them(tmp_path: Path) -> None:
     encoder = make_model(tmp_path, template).encoder
     fields = {"messages": [USER], "documents": [{"text": "a fact"}]}
     chat = ChatCompletionRequest.parse(json.dumps(fields).encode())
-    assert encode_chat(chat, encoder).text == f"[a fact]{USER['content']}"
+    assert render_chat(chat, encoder)[0] == f"[a fact]{USER['content']}"
 
 
 def test_prompt_logprobs_of_minus_one_are_the_most_that_are_served(server: RunningServer) -> None:
@@ -224,5 +224,5 @@ def test_a_function_call_and_its_result_are_a_tool_call_to_the_template(tmp_path
     texts = []
     for messages in (older, newer):
         body = json.dumps({"messages": messages}).encode()
-        texts.append(encode_chat(ChatCompletionRequest.parse(body), model.encoder).text)
+        texts.append(render_chat(ChatCompletionRequest.parse(body), model.encoder)[0])
     assert texts[0] == texts[1] and "<tool_call>" in texts[0]

@@ -262,6 +262,22 @@ def test_a_store_holds_no_more_bytes_than_it_may() -> None:
         store.get("", "r19")
 
 
+def test_what_one_key_stores_evicts_nothing_of_another() -> None:
+    store = ResponseStore(max_count=4, max_bytes=60_000)
+    store.put("a", "first", stored(3_000))
+    for i in range(20):
+        store.put("b", f"r{i}", stored(10))
+    store.put("b", "large", stored(24_000))
+    assert store.get("a", "first").num_bytes and len(store) <= 4
+    with pytest.raises(ResponseNotFound):
+        store.get("b", "r0")
+    for i in range(4):
+        store.put("a", f"r{i}", stored(10))
+    assert store.get("b", "large") and len(store) == 4, "nor does the other in return"
+    with pytest.raises(ResponseNotFound):
+        store.get("a", "first")
+
+
 def test_input_tokens_are_counted_without_an_answer(
     server: RunningServer, client: openai.OpenAI
 ) -> None:

@@ -15,7 +15,8 @@ import pytest
 from tests.support.serving import MODEL, RunningServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-DETOKENIZE = "/detokenize"
+DETOKENIZE, RESPONSES = "/detokenize", "/v1/responses"
+TOKENIZE, EMBEDDINGS = "/tokenize", "/v1/embeddings"
 HELLO = {"role": "user", "content": "Who are you?"}
 MAX_STALL_S = 5.0
 
@@ -38,6 +39,18 @@ def chat(**fields: Any) -> bytes:
     return json.dumps({"model": MODEL, "messages": [HELLO], "max_tokens": 4} | fields).encode()
 
 
+def conversation() -> bytes:
+    """Calls since the last question, which are what truncation drops last."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "x" * 40}
+    items = [HELLO, *[call, result] * 15_000]
+    return json.dumps({"model": MODEL, "input": items, "truncation": "auto"}).encode()
+
+
+def tool(description: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "description": description}}
+
+
 def schema(text: str) -> bytes:
     """A chat held to a schema that is given as text, since json.dumps cannot nest so deep."""
     form = f'{{"type":"json_schema","json_schema":{{"name":"n","schema":{text}}}}}'
@@ -49,6 +62,7 @@ def nested(depth: int) -> str:
 
 
 MANY = b"[" + b"5," * 14_999_999 + b"5]"
+BAD_WORDS = [f"{i} of which there is so much " * 9 for i in range(100)]
 NUMBERS = {str(i): 1 for i in range(65_536)}
 FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
 
@@ -112,6 +126,47 @@ CASES: dict[str, tuple[str, bytes, float, int | None]] = {
         schema(json.dumps({"enum": [f"v{i}" for i in range(100_000)]})),
         8,
         None,
+    ),
+    "30,000 calls of a response": (RESPONSES, conversation(), 8, 200),
+    "bad words of 2,048 prompts": (
+        COMPLETIONS,
+        completion(prompt=["Once"] * 2_048, bad_words=BAD_WORDS),
+        5,
+        400,
+    ),
+    "bad words of 1,000 prompts": (
+        COMPLETIONS,
+        completion(prompt=["Once"] * 1_000, bad_words=BAD_WORDS),
+        5,
+        400,
+    ),
+    "allowed ids of 1,000 prompts": (
+        COMPLETIONS,
+        completion(prompt=["Once"] * 1_000, allowed_token_ids=[*range(4_000)] * 60),
+        5,
+        400,
+    ),
+    "more answers than fit": (COMPLETIONS, completion(prompt=["Once"] * 2_048), 5, 400),
+    "30 MB cut to 5 tokens": (
+        COMPLETIONS,
+        completion(prompt="ab " * 10_000_000, truncate_prompt_tokens=5),
+        5,
+        200,
+    ),
+    "30 MB that nothing divides": (
+        COMPLETIONS,
+        completion(prompt="ab" * 15_000_000, truncate_prompt_tokens=5),
+        5,
+        400,
+    ),
+    "a tool of 30 MB": (CHAT, chat(tools=[tool("ab " * 10_000_000)]), 8, 400),
+    "a suffix of 30 MB": (COMPLETIONS, completion(suffix="ab " * 10_000_000), 5, 400),
+    "30 MB to count": (TOKENIZE, completion(prompt="ab " * 10_000_000), 5, 400),
+    "30 MB to embed": (
+        EMBEDDINGS,
+        json.dumps({"model": MODEL, "input": "a " * 15_000_000}).encode(),
+        5,
+        400,
     ),
     "a template that never ends": (CHAT, chat(chat_template=FOR_EVER), 15, 400),
     "a template that fills memory": (CHAT, chat(chat_template="{{ 'a' * 10 ** 11 }}"), 15, 400),

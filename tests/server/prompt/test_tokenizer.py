@@ -1,6 +1,8 @@
 """Prompts to ids: the same ids as transformers would give, and its chat templates' own words."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.errors import InvalidRequest
+from penstock.server.prompt import sandboxed_template
 from penstock.server.prompt.tokenizer import ChatTemplate, GenerationDefaults, PromptEncoder
 from tests.support.paths import ROOT
 
@@ -115,3 +118,18 @@ def _model(directory: Path, **settings: object) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
+
+
+def test_a_clients_template_is_rendered_without_the_servers_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, str] = {}
+
+    def run(*_: object, env: dict[str, str], **__: object) -> object:
+        given.update(env)
+        return subprocess.CompletedProcess([], 0, stdout=b'{"text": "done"}')
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("PENSTOCK_API_KEY", "secret")
+    assert sandboxed_template.render("{{ x }}", {"x": 1}) == "done"
+    assert given["PATH"] == os.environ["PATH"] and "secret" not in given.values()

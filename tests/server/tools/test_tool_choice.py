@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from penstock.server.api.openai.chat_writer import message_of
-from penstock.server.api.responses.truncation import droppable, with_what_fits
+from penstock.server.api.responses.truncation import MAX_ITEMS, droppable, with_what_fits
 from penstock.server.errors import InvalidRequest
 from penstock.server.protocol.responses import (
     ResponsesRequest,
@@ -241,6 +242,34 @@ def test_parallel_calls_are_dropped_with_all_their_results() -> None:
     assert droppable(items) == [{1, 2, 3, 4}]
 
 
+def test_what_is_dropped_of_30_000_items_is_found_in_time() -> None:
+    same_id = [item for _ in range(15_000) for item in call("1")]
+    started_s = time.monotonic()
+    units = droppable([turn("a")[0], *same_id])
+    calls_alone = droppable([turn("a")[0], *same_id[::2], *same_id[1::2], *call("2")])
+    assert time.monotonic() - started_s < 5
+    assert sum(map(len, units)) == len(set().union(*units)) == 30_000 - 1
+    assert calls_alone == [set(range(1, 30_001))]
+
+
+def test_a_conversation_of_too_many_items_is_not_even_rendered() -> None:
+    past = [item for _ in range(MAX_ITEMS) for item in turn("x")]
+    sizes = []
+
+    async def render(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> int:
+        sizes.append(len(before) + len(now))
+        return sizes[-1]
+
+    def kept(max_messages: int) -> int:
+        return asyncio.run(
+            with_what_fits(past, turn("last")[:1], render, max_messages=max_messages)
+        )
+
+    assert kept(1_000_000) == MAX_ITEMS - 1
+    assert kept(50) == 49 * 2 + 1
+    assert len(sizes) == 2
+
+
 def test_a_lone_question_has_nothing_to_drop() -> None:
     assert droppable(turn("a")[:1]) == []
 
@@ -254,7 +283,7 @@ def test_no_more_is_dropped_than_needed_and_a_question_that_never_fits_is_refuse
                 raise InvalidRequest("too long", code="context_length_exceeded")
             return [item["content"] for item in before + now]
 
-        return asyncio.run(with_what_fits(past, turn("last")[:1], count))
+        return asyncio.run(with_what_fits(past, turn("last")[:1], count, max_messages=100))
 
     assert len(kept(17)) == 17
     assert kept(16)[0] == "b" and len(kept(16)) == 15
