@@ -234,13 +234,15 @@ def test_another_key_finds_nothing(server: RunningServer, client: openai.OpenAI)
         other.responses.retrieve(mine.id)
 
 
-def test_a_full_store_evicts_the_least_recently_used_response(client: openai.OpenAI) -> None:
-    first, second, third = (respond(client).id for _ in range(3))
-    client.responses.retrieve(first)
-    respond(client)
-    assert client.responses.retrieve(first) and client.responses.retrieve(third)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(second)
+def test_a_full_store_evicts_the_least_recently_used_response() -> None:
+    # A server of its own: what other keys have stored takes a share of the room.
+    with running_server("--max-stored-responses", "3") as server, client_of(server) as client:
+        first, second, third = (respond(client).id for _ in range(3))
+        client.responses.retrieve(first)
+        respond(client)
+        assert client.responses.retrieve(first) and client.responses.retrieve(third)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(second)
 
 
 def stored(num_bytes: int) -> StoredResponse:
