@@ -4,10 +4,10 @@ Fields that a chat completion has too are checked there; errors then name the fi
 """
 
 import contextlib
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import Field
 
 from penstock.server.errors import InvalidRequest, ThreadUnsupported, UnsupportedParameter
 from penstock.server.protocol.openai import (
@@ -16,10 +16,10 @@ from penstock.server.protocol.openai import (
     Probability,
     StopString,
     Wire,
-    invalid_fields,
 )
 from penstock.server.protocol.translation import (
     SHARED_FIELDS,
+    TranslatedRequest,
     check_numbers,
     checked,
     renamed_errors,
@@ -102,10 +102,8 @@ class OutputConfig(Wire):
     format: dict[str, Any] | None = None
 
 
-class CountTokensRequest(Wire):
+class CountTokensRequest(TranslatedRequest):
     """`POST /v1/messages/count_tokens`: what makes the prompt."""
-
-    model_config = ConfigDict(extra="allow")  # kept to be looked through
 
     model: str | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
@@ -115,34 +113,19 @@ class CountTokensRequest(Wire):
     output_config: OutputConfig | None = None
     thinking: ThinkingConfig | None = None
 
-    _num_bytes: int = PrivateAttr(0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the body."""
-        return self._num_bytes
-
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Raises InvalidRequest or UnsupportedParameter."""
-        try:
-            fields = cls.model_validate_json(body)
-        except ValidationError as error:
-            raise invalid_fields(error, cls) from error
-        fields._num_bytes = len(body)
+    def _check(self) -> None:
         check_numbers(
-            fields.messages and [m.content for m in fields.messages],
-            fields.tools,
-            fields.model_extra,
+            self.messages and [m.content for m in self.messages],
+            self.tools,
+            self.model_extra,
         )
-        for name, value in (fields.model_extra or {}).items():
+        for name, value in (self.model_extra or {}).items():
             if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
                 raise UnsupportedParameter(name)
-        if (fields.model_extra or {}).get("thread") is not None:
+        if (self.model_extra or {}).get("thread") is not None:
             raise ThreadUnsupported
-        if fields.thinking and fields.thinking.type == "disabled":
-            fields.thinking.check_disabled()
-        return fields
+        if self.thinking and self.thinking.type == "disabled":
+            self.thinking.check_disabled()
 
     def chat_fields(self) -> dict[str, Any]:
         messages = _system_messages(self.system)
@@ -177,8 +160,6 @@ class CountTokensRequest(Wire):
 
 class MessagesRequest(CountTokensRequest):
     """`POST /v1/messages`."""
-
-    num_answers: ClassVar[int] = 1
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None

@@ -8,9 +8,9 @@ and as we answered, because that is what the store keeps and gives back.
 import contextlib
 import json
 import re
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import Field
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.protocol.openai import (
@@ -20,10 +20,10 @@ from penstock.server.protocol.openai import (
     Probability,
     RequestName,
     Wire,
-    invalid_fields,
 )
 from penstock.server.protocol.translation import (
     SHARED_FIELDS,
+    TranslatedRequest,
     check_numbers,
     checked,
     renamed_errors,
@@ -138,12 +138,8 @@ class FunctionCallOutput(Wire):
     output: str | Annotated[list[InputPart], Field(fail_fast=True)]
 
 
-class ResponsesRequest(Wire):
+class ResponsesRequest(TranslatedRequest):
     """`POST /v1/responses`."""
-
-    num_answers: ClassVar[int] = 1
-
-    model_config = ConfigDict(extra="allow")  # kept to be checked
 
     model: str | None = None
     input: str | Items | None = None
@@ -175,35 +171,20 @@ class ResponsesRequest(Wire):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
-    _num_bytes: int = PrivateAttr(0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the body."""
-        return self._num_bytes
-
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
-        try:
-            fields = cls.model_validate_json(body)
-        except ValidationError as error:
-            raise invalid_fields(error, cls) from error
-        fields._num_bytes = len(body)
+    def _check(self) -> None:
         check_numbers(
-            fields.input,
-            fields.tools,
-            fields.tool_choice,
-            fields.text and fields.text.format,
-            fields.model_extra,
+            self.input,
+            self.tools,
+            self.tool_choice,
+            self.text and self.text.format,
+            self.model_extra,
         )
-        for name, value in (fields.model_extra or {}).items():
+        for name, value in (self.model_extra or {}).items():
             _check_extra(name, value)
-        if fields.input is None and fields.previous_response_id is None:
+        if self.input is None and self.previous_response_id is None:
             message = "input is missing; it may be left out only with a previous_response_id"
             raise InvalidRequest(message, param="input", code="missing_required_parameter")
-        fields._check_tools()
-        return fields
+        self._check_tools()
 
     @property
     def input_items(self) -> list[Item]:

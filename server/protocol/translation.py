@@ -3,10 +3,10 @@
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import msgspec
-from pydantic import ValidationError
+from pydantic import ConfigDict, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest
 from penstock.server.protocol.openai import Wire, invalid_fields
@@ -23,6 +23,34 @@ SHARED_FIELDS = frozenset(
         *("spaces_between_special_tokens", "structured_outputs", *RENAMED, *UNUSED),
     )
 )
+
+
+class TranslatedRequest(Wire):
+    """A request of an API that is served as chat completions."""
+
+    model_config = ConfigDict(extra="allow")  # kept to be checked
+    num_answers: ClassVar[int] = 1
+    _num_bytes: int = PrivateAttr(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the body."""
+        return self._num_bytes
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
+        try:
+            fields = cls.model_validate_json(body)
+        except ValidationError as error:
+            raise invalid_fields(error, cls) from error
+        fields._num_bytes = len(body)
+        fields._check()
+        return fields
+
+    def _check(self) -> None:
+        """What chat completions do not check. Raises InvalidRequest or UnsupportedParameter."""
+        raise NotImplementedError
 
 
 def check_numbers(*values: object) -> None:
