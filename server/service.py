@@ -134,10 +134,12 @@ class Service:
 
     async def close(self) -> None:
         """Ends the engine; open requests get an error."""
-        if self._model and self._model.grammars:
-            await self._model.grammars.close()
-        if self._engine:
-            await self._engine.close()
+        try:
+            if self._model and self._model.grammars:
+                await self._model.grammars.close()
+        finally:
+            if self._engine:
+                await self._engine.close()
 
     def check_serving(self) -> None:
         """Raises NotServing unless new requests are accepted."""
