@@ -41,6 +41,8 @@ logger = logging.getLogger("penstock")
 # With open requests, a step longer than this counts as stuck. Long, because a large prompt on a CPU
 # takes minutes, and a server that is killed because its start is slow never serves.
 _STALL_S = 120.0
+# A process that shows no sign of life for this long gets no further traffic. It shows one a second.
+_UNHEARD_S = 10.0
 # Time for open requests to receive the error before the process ends too.
 _LAST_WORDS_S = 5.0
 
@@ -152,12 +154,25 @@ class Service:
                 "the engine has ended, and the server is shutting down", is_ending=True
             )
 
+    def check_ready(self) -> None:
+        """Raises NotServing unless new requests are accepted, and would be answered."""
+        self.check_serving()
+        self._check_running(_UNHEARD_S)
+
     def check_health(self) -> None:
         """Raises NotServing unless the engine is alive, and has stepped recently if it has work."""
         if self.state is State.STARTING or self._engine is None:
             raise NotServing("the model is still loading", is_ending=False)
         if self._engine.state is not EngineState.READY:
             raise NotServing("the engine is not running", is_ending=True)
+        self._check_running(_STALL_S)
+
+    def _check_running(self, max_unheard_s: float) -> None:
+        """Raises NotServing for a process that is stopped, or in whose steps something hangs."""
+        assert self._engine
+        if self._engine.silence_s > max_unheard_s:
+            message = f"the engine process has not run for {self._engine.silence_s:.0f} s"
+            raise NotServing(message, is_ending=False)
         silence_s = self._silence_s()
         if silence_s > _STALL_S:
             message = f"{self._engine.num_open} answers are open, no step for {silence_s:.0f} s"

@@ -38,6 +38,11 @@ class EngineClient:
         return self._process.pid
 
     @property
+    def silence_s(self) -> float:
+        """See `EngineProcess.silence_s`."""
+        return self._process.silence_s
+
+    @property
     def num_open(self) -> int:
         """Answers that have not ended, running and waiting together: `n` of each request."""
         return self._streams.num_open

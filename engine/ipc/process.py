@@ -1,5 +1,5 @@
-"""The engine process: `python -m penstock.engine.ipc.process ENDPOINT < config`.
-`penstock.engine.ipc.client` starts it.
+"""The engine process: `python -m penstock.engine.ipc.process ENDPOINT HEARTBEAT < config`.
+`penstock.engine.ipc.client` starts it. HEARTBEAT: the descriptor of a pipe.
 
 It dies with its parent, in two ways: the kernel kills it (PR_SET_PDEATHSIG), and where that does
 not work (another system, or before it is set) its standard input ends. Its last message to the
@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 BuildExecutor = Callable[[EngineConfig], Executor]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_HEARTBEAT_INTERVAL_S = 1.0
 
 
 class Pipe:
@@ -125,6 +127,7 @@ def main(build: BuildExecutor = build_executor) -> None:
     try:
         config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
         threading.Thread(target=_exit_at_end_of_input, daemon=True).start()
+        threading.Thread(target=_beat, args=(int(sys.argv[2]),), daemon=True).start()
         logs.configure(config.log_level, config.log_format)
         serve(config, pipe, build)
     except PenstockError as error:
@@ -157,6 +160,15 @@ def _exit_at_end_of_input() -> None:
     while sys.stdin.buffer.read(1):
         pass
     os._exit(0)
+
+
+def _beat(pipe: int) -> None:
+    """Shows the server that this process runs, whatever its steps take."""
+    os.set_blocking(pipe, False)
+    while True:
+        with contextlib.suppress(OSError):  # a server that is stopped reads nothing
+            os.write(pipe, b".")
+        time.sleep(_HEARTBEAT_INTERVAL_S)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import sys
-import tempfile
+import time
 from collections.abc import Callable
 from enum import StrEnum
 
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 # behind, each stream then sends the tokens of several steps in one event, which is how it catches
 # up.
 _MAX_MESSAGES_AT_ONCE = 32
-_SOCKET_NAME = "engine"
 _LAST_MESSAGE_S = 0.1  # from the end of the process to the arrival of what it sent before
 
 
@@ -73,6 +73,8 @@ class EngineProcess:
         self._info: ModelInfo | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._beats: int | None = None  # the pipe from which the process's heartbeat is read
+        self._last_beat_s = time.monotonic()
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._dead: asyncio.Future[str] | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -96,32 +98,50 @@ class EngineProcess:
             return None
         return self._process.pid
 
+    @property
+    def silence_s(self) -> float:
+        """Since the process last showed that it runs, which it does every second, whatever its
+        steps take: a process that is stopped, or gets no processor, does not."""
+        return time.monotonic() - self._last_beat_s
+
     async def start(self) -> ModelInfo:
         """Starts the process and returns when it is ready. Raises EngineFailed."""
-        self._directory = _socket_directory()
         loop = asyncio.get_running_loop()
         self._ready, self._dead = loop.create_future(), loop.create_future()
-        endpoint = f"ipc://{self._directory.name}/{_SOCKET_NAME}"
+        # An abstract socket has no file that a killed process could leave behind.
+        endpoint = f"ipc://@penstock-{secrets.token_hex(16)}"
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)  # no limit in flight; do not wait at the end
-        self._socket.bind(endpoint)
         # The same socket without asyncio, to read what has arrived at no further cost.
         self._arrived: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        self._process = await asyncio.create_subprocess_exec(
+        self._beats, beats_of_engine = os.pipe()
+        loop.add_reader(self._beats, self._on_beat)
+        try:
+            self._process = await self._spawn(endpoint, beats_of_engine)
+        finally:
+            os.close(beats_of_engine)
+        # No file mode protects an abstract socket, so the kernel lets only this process connect.
+        self._socket.setsockopt(zmq.IPC_FILTER_PID, self._process.pid)
+        self._socket.bind(endpoint)  # before the process, which starts slowly, tries to connect
+        assert self._process.stdin
+        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        return await self._ready
+
+    async def _spawn(self, endpoint: str, beats: int) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # a folder named engine where the server was started must not be taken for ours
             "-m",
             self._module,
             endpoint,
+            str(beats),
             stdin=asyncio.subprocess.PIPE,
+            pass_fds=(beats,),
             # Threads that spin while they wait take the core that the server needs.
             env={"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ),
         )
-        assert self._process.stdin
-        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
-        return await self._ready
 
     def send(self, message: ToEngine) -> None:
         # No high-water mark, so this never blocks; the future is done when it returns.
@@ -133,7 +153,7 @@ class EngineProcess:
         return await self._dead
 
     async def close(self) -> None:
-        """Ends the process and removes its socket."""
+        """Ends the process and closes its sockets."""
         self._end("the server is shutting down", is_expected=True)
         if not self._process:
             return
@@ -144,7 +164,7 @@ class EngineProcess:
                 self._process.kill()  # it holds nothing that must be saved
             await self._process.wait()
         self._socket.close()
-        self._directory.cleanup()
+        self._stop_beats()
 
     async def _read(self) -> None:
         try:
@@ -174,6 +194,19 @@ class EngineProcess:
         else:
             self._on_message(message)
 
+    def _on_beat(self) -> None:
+        assert self._beats is not None
+        if os.read(self._beats, 1 << 10):
+            self._last_beat_s = time.monotonic()
+        else:
+            self._stop_beats()  # the process has ended
+
+    def _stop_beats(self) -> None:
+        if self._beats is not None:
+            asyncio.get_running_loop().remove_reader(self._beats)
+            os.close(self._beats)
+            self._beats = None
+
     async def _watch(self) -> None:
         """The process may end without a `Failed` message: killed for memory, or by a signal."""
         assert self._process
@@ -197,21 +230,3 @@ class EngineProcess:
             self._ready.set_exception(EngineFailed(why))
         if self._dead and not self._dead.done() and not is_expected:
             self._dead.set_result(why)
-
-
-def _socket_directory() -> "tempfile.TemporaryDirectory[str]":
-    """The directory of the engine's socket. Raises EngineFailed."""
-    try:
-        directory = tempfile.TemporaryDirectory(prefix="penstock-")
-    except OSError as error:
-        raise EngineFailed(
-            f"the directory for the engine's socket cannot be made ({error}); make room in /tmp, "
-            "or set TMPDIR to a writable directory"
-        ) from error
-    if len(os.fsencode(f"{directory.name}/{_SOCKET_NAME}")) > zmq.IPC_PATH_MAX_LEN:
-        directory.cleanup()
-        raise EngineFailed(
-            f"{directory.name} is too long a path for the engine's socket; set TMPDIR to a shorter "
-            "one, such as /tmp"
-        )
-    return directory

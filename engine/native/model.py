@@ -6,14 +6,17 @@ directory; if that cannot be written, it is compiled at every start. Without a c
 in torch.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
+import time
 from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
 from pathlib import Path
 
@@ -33,6 +36,9 @@ _PATH = "the compiled CPU step"
 _FEATURES = {"tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
 _SOURCE = Path(__file__).with_name("step.cpp")
 _COMPILE = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-c")
+_SCRATCH = "compiling-"
+_COMPILER_TIMEOUT_S = 120
+_STALE_S = 3 * _COMPILER_TIMEOUT_S  # both calls of the compiler, and a reserve
 
 
 class _Linear(Structure):
@@ -245,7 +251,8 @@ def _compiled(cache: Path) -> Path:
     if library.exists():
         return library
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+    _remove_stale(cache)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache) as scratch:
         built, linked = Path(scratch, "native.o"), Path(scratch, "native.so")
         _run_compiler(compiler, *_COMPILE, str(_SOURCE), "-o", str(built))
         # Linked without -fopenmp: the OpenMP calls then resolve to the runtime that torch has
@@ -255,9 +262,19 @@ def _compiled(cache: Path) -> Path:
     return library
 
 
+def _remove_stale(cache: Path) -> None:
+    """What processes left that were killed while they compiled."""
+    for scratch in cache.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):  # another process removes it at the same time
+            if time.time() - scratch.stat().st_mtime > _STALE_S:
+                shutil.rmtree(scratch)
+
+
 def _run_compiler(*command: str) -> None:
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S
+        )
     except OSError as error:
         raise subprocess.SubprocessError(str(error)) from None
 

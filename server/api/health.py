@@ -25,7 +25,7 @@ async def health(request: Request) -> Response:
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """Whether traffic should come."""
-    service_of(request).check_serving()
+    service_of(request).check_ready()
     return json_response({"status": "ready"})
 
 

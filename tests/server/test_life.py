@@ -193,6 +193,31 @@ def test_an_engine_that_dies_during_a_drain_makes_the_exit_code_not_zero() -> No
         assert code == 1 and "the engine ended" in errors
 
 
+@pytest.mark.parametrize("victim", ["server", "engine"])
+def test_nothing_is_left_after_sigkill(
+    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with running_server() as server:
+        engine = engine_pid(server)
+        os.kill(engine if victim == "engine" else server.process.pid, signal.SIGKILL)
+        server.process.wait(30)
+        wait_until(lambda: not Path(f"/proc/{engine}").exists(), timeout_s=30)
+        assert not list(tmp_path.iterdir())
+
+
+def test_the_server_is_not_ready_while_the_engine_process_is_stopped() -> None:
+    with running_server() as server:
+        engine = engine_pid(server)
+        os.kill(engine, signal.SIGSTOP)
+        wait_until(lambda: server.get("/ready").status_code == 503, timeout_s=30)
+        assert "has not run" in server.get("/ready").json()["error"]["message"]
+        assert server.get("/health").status_code == 200  # a restart is not due yet
+        os.kill(engine, signal.SIGCONT)
+        wait_until(lambda: server.get("/ready").status_code == 200, timeout_s=30)
+        assert server.complete().status_code == 200
+
+
 def engine_pid(server: RunningServer) -> int:
     pid = server.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -189,17 +188,3 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-@pytest.mark.parametrize("name", ["x" * 100, "not_there"])
-async def test_a_temporary_directory_of_no_use_is_a_sentence_that_names_the_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Too long a path for a socket, and one in which nothing can be made."""
-    directory = tmp_path / name
-    if name != "not_there":
-        directory.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    with pytest.raises(EngineFailed, match="TMPDIR"):
-        await EngineClient(config()).start()
-    assert not directory.is_dir() or not list(directory.iterdir())

@@ -1,11 +1,14 @@
 """The life of an engine process, without a stream: started, ready, stepping, ended."""
 
 import asyncio
+import contextlib
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
@@ -27,10 +30,6 @@ class Life:
         self.ends: list[str] = []
         self.process = EngineProcess(config, MODULE, self.messages.put_nowait, self.ends.append)
 
-    @property
-    def socket_directory(self) -> Path:
-        return Path(self.process._directory.name)
-
 
 async def test_it_reports_what_the_engine_sends_from_ready_to_closed() -> None:
     life = Life()
@@ -49,7 +48,6 @@ async def test_it_reports_what_the_engine_sends_from_ready_to_closed() -> None:
     await process.close()
     assert process.state is EngineState.DEAD and process.pid is None
     assert life.ends == ["the server is shutting down"]
-    assert not life.socket_directory.exists()
 
 
 async def test_a_message_that_cannot_be_taken_ends_it_as_a_dead_process() -> None:
@@ -77,7 +75,6 @@ async def test_a_killed_process_is_reported_once_with_its_code() -> None:
     assert "code -9" in why and life.process.state is EngineState.DEAD
     await life.process.close()
     assert life.ends == [why]
-    assert not life.socket_directory.exists()
 
 
 async def test_a_process_that_cannot_start_is_reported_with_its_own_reason() -> None:
@@ -94,3 +91,51 @@ async def test_another_process_starts_where_one_has_ended() -> None:
         await life.process.start()
         assert life.process.state is EngineState.READY
         await life.process.close()
+
+
+async def test_a_stopped_process_falls_silent_and_is_heard_again_when_it_continues() -> None:
+    life = Life()
+    await life.process.start()
+    assert life.process.pid is not None
+    os.kill(life.process.pid, signal.SIGSTOP)
+    await asyncio.wait_for(_until(lambda: life.process.silence_s > 2.5), 30)
+    os.kill(life.process.pid, signal.SIGCONT)
+    await asyncio.wait_for(_until(lambda: life.process.silence_s < 1), 30)
+    await life.process.close()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+async def test_no_other_process_can_connect_to_the_engines_socket() -> None:
+    life = Life()
+    await life.process.start()
+    [name] = _abstract_sockets()
+    intruder: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    intruder.connect(f"ipc://{name}")
+    intruder.send(b"not a message of the engine")
+    await asyncio.sleep(0.5)
+    assert life.process.state is EngineState.READY
+    intruder.close(linger=0)
+    await life.process.close()
+
+
+def _abstract_sockets() -> set[str]:
+    """Those on which a server of this process listens."""
+    text = Path("/proc/net/unix").read_text(encoding="utf-8")
+    ours = set(_open_files())
+    rows = (line.split() for line in text.splitlines()[1:])
+    named = ((row[6], row[7]) for row in rows if len(row) > 7)
+    return {
+        name
+        for inode, name in named
+        if name.startswith("@penstock-") and f"socket:[{inode}]" in ours
+    }
+
+
+def _open_files() -> Iterator[str]:
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            yield str(link.readlink())

@@ -1,6 +1,8 @@
 """The compiled step: optional, and cached if possible."""
 
 import logging
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -22,17 +24,23 @@ def test_without_a_compiler_a_warning_is_logged_and_nothing_fails(
     assert "install g++" in caplog.text
 
 
-@pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize("cache", ["a file", None])
-def test_without_a_cache_directory_the_library_is_compiled_for_this_start_alone(
-    cache: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It copies what was compiled before."""
     library = load_library()
     assert library
     compiler = tmp_path / "quick-c++"
     compiler.write_text(f'#!/bin/sh\nfor last; do :; done\ncp "{library._name}" "$last"\n')
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
+
+
+@pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
+@pytest.mark.usefixtures("_quick_compiler")
+@pytest.mark.parametrize("cache", ["a file", None])
+def test_without_a_cache_directory_the_library_is_compiled_for_this_start_alone(
+    cache: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if cache:
         (tmp_path / cache).touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
@@ -47,6 +55,23 @@ def test_without_a_cache_directory_the_library_is_compiled_for_this_start_alone(
     made = load_library.__wrapped__()
     assert made and made.penstock_step_float32
     assert not Path(made._name).exists()
+
+
+@pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
+@pytest.mark.usefixtures("_quick_compiler")
+def test_what_a_killed_compilation_left_is_removed_by_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "penstock"
+    left, running = cache / "compiling-left", cache / "compiling-running"
+    for directory in (left, running):
+        directory.mkdir(parents=True)
+        (directory / "native.o").touch()
+    an_hour_ago_s = time.time() - 3600
+    os.utime(left, (an_hour_ago_s, an_hour_ago_s))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_library.__wrapped__()
+    assert not left.exists() and running.exists()
 
 
 @pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
