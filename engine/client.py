@@ -18,7 +18,10 @@ from penstock.engine.errors import BadGrammar, EngineFailed, QueueFull, RequestR
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.streams import OutputStream
 from penstock.engine.ipc.supervisor import EngineState
+from penstock.engine.log_writer import flush_all as flush_logs
 from penstock.engine.logs import configure as configure_logs
+from penstock.engine.logs import fields as log_fields
+from penstock.engine.logs import printable, say
 from penstock.engine.messages import StepReport
 from penstock.engine.model_info import ModelInfo
 
@@ -39,7 +42,12 @@ __all__ = [  # noqa: RUF022  # in groups
     "Dtype",  # --dtype
     "LoadFormat",  # --load-format
     "LogFormat",  # --log-format
-    "configure_logs",  # both processes write their logs alike
+    # Logs, which both processes write alike.
+    "configure_logs",  # sets level, format and the current request's id
+    "log_fields",  # what a line has beside its message
+    "printable",  # escapes control characters
+    "say",  # prints a line for a person
+    "flush_logs",  # before os._exit
     # Errors, whose messages are sentences for a client or an operator.
     "EngineFailed",  # the engine could not start, or ended
     "QueueFull",  # more answers are waiting than may; has the time to retry after

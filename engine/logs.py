@@ -1,45 +1,136 @@
-"""How both processes write their logs: to stderr, as text or as JSON."""
+"""How both processes write their logs: to stderr, as text or as JSON.
+
+A record may carry fields beside its message: `logger.info("...", extra=fields(route=...))`. They
+stay fields in JSON, and follow the message as name=value in text. The field request_id, or else
+`configure`'s function, names the request that a line is about.
+"""
 
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from typing import TextIO
 
 import msgspec
 
 from penstock.engine.config import LogFormat
+from penstock.engine.log_writer import writer_to
 
-_TEXT = "%(asctime)s %(levelname)s %(message)s"
+_FIELDS = "penstock_fields"  # of a record
+_ID = "request_id"
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:/+@{}")
+
+RequestId = Callable[[], str | None]
 
 
-def configure(
-    level: str, form: LogFormat, request_id: Callable[[], str | None] = lambda: None
-) -> None:
+def configure(level: str, form: LogFormat, request_id: RequestId = lambda: None) -> None:
     """request_id: returns the id of the request being served where the line is written, or None."""
-    handler = logging.StreamHandler()
-    is_json = form is LogFormat.JSON
-    handler.setFormatter(JsonFormatter(request_id) if is_json else logging.Formatter(_TEXT))
+    handler = _Handler(sys.stderr.fileno())
+    handler.use(JsonFormatter(request_id) if form is LogFormat.JSON else TextFormatter(request_id))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.captureWarnings(capture=is_json)  # else they would be lines of plain text
+    logging.captureWarnings(capture=True)
+
+
+def fields(**values: object) -> dict[str, object]:
+    """For `extra` of a logging call."""
+    return {_FIELDS: values}
+
+
+def say(text: str, file: TextIO) -> None:
+    """Prints for a person. If nobody reads it, that ends nothing and stops nothing."""
+    writer_to(file.fileno()).write(f"{text}\n")
+
+
+def printable(text: str) -> str:
+    """Without characters that would control a terminal or forge a line: those are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else _escaped(each) for each in text)
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, [request id], message, fields. Further lines of a message are indented."""
+
+    def __init__(self, request_id: RequestId = lambda: None) -> None:
+        super().__init__()
+        self._request_id = request_id
+
+    def format(self, record: logging.LogRecord) -> str:
+        values = dict(_fields_of(record))
+        request_id = values.pop(_ID, None) or self._request_id()
+        parts = [self.formatTime(record), record.levelname]
+        parts += [f"[{_value(request_id)}]"] if request_id else []
+        parts.append(record.getMessage())
+        parts += [f"{name}={_value(value)}" for name, value in values.items() if value is not None]
+        text = " ".join(parts)
+        if record.exc_info:
+            text += f"\n{self.formatException(record.exc_info)}"
+        return "\n    ".join(map(printable, text.split("\n")))
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, message; request_id and exception where there is
-    one."""
+    """One object a line: time, level, logger, message, and the record's fields; request_id and
+    exception where there is one."""
 
-    def __init__(self, request_id: Callable[[], str | None] = lambda: None) -> None:
+    def __init__(self, request_id: RequestId = lambda: None) -> None:
         super().__init__()
         self._request_id = request_id
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC)
-        entry = {
+        entry: dict[str, object] = {
             "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _printable_lines(record.getMessage()),
         }
         if request_id := self._request_id():
-            entry["request_id"] = request_id
+            entry[_ID] = request_id
         if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = _printable_lines(self.formatException(record.exc_info))
+        entry |= _fields_of(record)
         return msgspec.json.encode(entry).decode()
+
+
+class _Handler(logging.Handler):
+    """Formats where the line is logged, which knows the request; writes in another thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._writer = writer_to(descriptor)
+
+    def use(self, formatter: logging.Formatter) -> None:
+        self.setFormatter(formatter)
+        self._writer.describe_dropped(self._dropped)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._writer.write(f"{self.format(record)}\n")
+        except Exception:
+            self.handleError(record)
+
+    def _dropped(self, num: int) -> str:
+        text = "%d lines of the log were dropped, because nothing read it fast enough"
+        record = logging.LogRecord("penstock", logging.WARNING, "", 0, text, (num,), None)
+        return f"{self.format(record)}\n"
+
+
+def _fields_of(record: logging.LogRecord) -> Mapping[str, object]:
+    found: Mapping[str, object] = getattr(record, _FIELDS, {})
+    return found
+
+
+def _value(value: object) -> str:
+    """As name=value shows it: in quotes where it could be read as something else."""
+    if isinstance(value, str):
+        is_plain = value and _PLAIN.issuperset(value)
+        return value if is_plain else msgspec.json.encode(value).decode()
+    return msgspec.json.encode(value).decode()
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from penstock.engine.client import configure_logs
+from penstock.engine.client import configure_logs, flush_logs
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.api import health, models, openapi, page, tokenize
 from penstock.server.api.anthropic import routes as anthropic
@@ -139,6 +139,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     def on_signal(number: int) -> None:
         if draining:
             # A second signal ends it at once. The engine ends with this process.
+            flush_logs()
             os._exit(128 + number)
         draining.append(asyncio.create_task(service.drain()))
 
@@ -151,6 +152,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     if service.tracer:
         service.tracer.close()
     if code == EXIT_DRAINED and not service.is_loaded:
+        flush_logs()
         os._exit(code)  # else Python would wait for the loading thread, perhaps in a long download
     return code
 

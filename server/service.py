@@ -4,14 +4,12 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TextIO
 
 from penstock.engine.client import (
     EngineClient,
@@ -20,6 +18,7 @@ from penstock.engine.client import (
     LogFormat,
     OutputStream,
     resolve_model,
+    say,
 )
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request
@@ -271,7 +270,7 @@ class Service:
             if self.config.server.log_format is LogFormat.JSON:
                 logger.error("%s", message)
             else:
-                _print(f"penstock: error: {message}", sys.stderr)
+                say(f"penstock: error: {message}", sys.stderr)
             await self._until_idle(_LAST_WORDS_S)
             await self.close()
         finally:
@@ -303,18 +302,9 @@ class Service:
         if model.encoder.has_chat_template:
             path = "/v1/chat/completions"
             body = '"messages": [{"role": "user", "content": "Who are you?"}]'
-        _print(
+        say(
             f"{what}\n\n"
             f"  curl {url}{path} {key}-H 'Content-Type: application/json' \\\n"
             f'    -d \'{{"model": "{model.name}", {body}}}\'\n',
             sys.stdout,
         )
-
-
-def _print(text: str, file: TextIO) -> None:
-    """Nobody may read what is printed any more: that ends nothing."""
-    try:
-        print(text, file=file, flush=True)
-    except OSError:
-        with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), file.fileno())  # for what is buffered, and what follows

@@ -25,6 +25,7 @@ import zmq
 from penstock.engine import logs
 from penstock.engine.config import EngineConfig
 from penstock.engine.executor import Executor
+from penstock.engine.log_writer import flush_all
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Failed, FromEngine, Ready, ToEngine
 from penstock.scheduler.errors import PenstockError
@@ -143,8 +144,7 @@ def _end(pipe: Pipe, why: str, code: int) -> NoReturn:
     """Exits at once: what Python frees and waits for at its exit may hang on a GPU that failed."""
     pipe.send(Failed(why))
     pipe.close()
-    with contextlib.suppress(OSError):  # where nobody reads it any more
-        sys.stderr.flush()
+    flush_all()
     os._exit(code)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.engine.executors.scripted import scripted_info
-from penstock.engine.logs import JsonFormatter
+from penstock.engine.logs import JsonFormatter, TextFormatter, fields
 from penstock.engine.messages import StepReport
 from penstock.scheduler.stats import NO_WORK, AttentionWork, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, RequestOutput
@@ -50,6 +50,24 @@ def test_a_json_line_contains_the_request_id_and_the_exception() -> None:
         request_id.reset(token)
     assert entry["request_id"] == "req-7"
     assert entry["exception"].endswith("ValueError: no such thing")
+
+
+def test_fields_stay_fields_in_json_and_follow_the_message_in_text() -> None:
+    extra = fields(request_id="req-7", route="/v1/x", tokens=3, error=None, odd='a b="c"')
+    entry = json.loads(JsonFormatter().format(_record(**extra)))
+    assert entry["request_id"] == "req-7" and entry["tokens"] == 3 and entry["error"] is None
+    line = TextFormatter().format(_record(msg="done", args=(), **extra))
+    assert line.endswith(r'INFO [req-7] done route=/v1/x tokens=3 odd="a b=\"c\""')
+
+
+@pytest.mark.parametrize("form", [TextFormatter, JsonFormatter])
+def test_no_control_character_reaches_a_line_and_no_message_begins_a_second_one(
+    form: type[logging.Formatter],
+) -> None:
+    hostile = "a\x1b[2J\x85\u202eb\r\n2026-01-01 INFO forged"
+    lines = form().format(_record(args=(hostile,))).split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert all(line.startswith("    ") for line in lines[1:])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,78 @@
+"""`LineWriter`: lines to a file descriptor from a thread of its own, so that no writer ever waits.
+
+Whoever reads the log may stop reading: a pipe holds 64 KiB, and a write to a full one blocks. Then
+lines wait here, and further ones are dropped and counted. It knows nothing of levels and formats.
+"""
+
+import atexit
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from functools import cache
+
+_MAX_WAITING = 4096
+# How long the end of the process may wait for what is not written yet.
+_LAST_LINES_S = 1.0
+_writers: "weakref.WeakSet[LineWriter]" = weakref.WeakSet()
+
+
+class LineWriter:
+    """The lines of one descriptor, in order."""
+
+    def __init__(self, descriptor: int, max_waiting: int = _MAX_WAITING) -> None:
+        self._descriptor = descriptor
+        self._waiting: queue.Queue[str] = queue.Queue(max_waiting)
+        self._num_dropped = 0
+        self._describe_dropped: Callable[[int], str] = "{} lines were dropped\n".format
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+        _writers.add(self)
+
+    def describe_dropped(self, describe: Callable[[int], str]) -> None:
+        """describe: makes the line that says how many were dropped."""
+        self._describe_dropped = describe
+
+    def write(self, text: str) -> None:
+        """Never waits. text: ends with a newline."""
+        try:
+            self._waiting.put_nowait(text)
+        except queue.Full:
+            self._num_dropped += 1
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until what was given so far is written, for at most this long."""
+        with self._waiting.all_tasks_done:
+            self._waiting.all_tasks_done.wait_for(
+                lambda: not self._waiting.unfinished_tasks, timeout_s
+            )
+
+    def _run(self) -> None:
+        while True:
+            self._write(self._waiting.get())
+            if self._num_dropped and self._waiting.empty():
+                num_dropped, self._num_dropped = self._num_dropped, 0
+                self._write(self._describe_dropped(num_dropped))
+            self._waiting.task_done()
+
+    def _write(self, text: str) -> None:
+        # Without Python's buffer, whose lock would be held by a thread that waits for its reader.
+        data = text.encode(errors="backslashreplace")
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError:
+            pass  # nobody reads it any more, or the disk is full: that ends nothing
+
+
+@cache
+def writer_to(descriptor: int) -> LineWriter:
+    """The one that this process has for the descriptor."""
+    return LineWriter(descriptor)
+
+
+@atexit.register
+def flush_all() -> None:
+    """Before the process ends; `os._exit` does not call it."""
+    for writer in list(_writers):
+        writer.flush(_LAST_LINES_S)
