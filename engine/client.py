@@ -24,6 +24,7 @@ from penstock.engine.logs import fields as log_fields
 from penstock.engine.logs import printable, say
 from penstock.engine.messages import StepReport
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.request_ids import new_request_id
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,6 +33,7 @@ __all__ = [  # noqa: RUF022  # in groups
     # The engine process and its requests.
     "EngineClient",  # starts the process, submits requests
     "EngineState",  # starting, ready or dead
+    "new_request_id",  # from the HTTP request's id
     "OutputStream",  # the outputs of one request
     "ModelInfo",  # the loaded model: sizes, limits, device, peaks
     "StepReport",  # what one step computed, for metrics

@@ -6,8 +6,7 @@ stay fields in JSON, and follow the message as name=value in text. The field req
 """
 
 import logging
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -16,8 +15,9 @@ import msgspec
 from penstock.engine.config import LogFormat
 from penstock.engine.log_writer import writer_to
 
-_FIELDS = "penstock_fields"  # of a record
+_FIELDS, _IN_MESSAGE = "penstock_fields", "penstock_in_message"  # attributes of a record
 _ID = "request_id"
+_STDERR = 2
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:/+@{}")
 
 RequestId = Callable[[], str | None]
@@ -25,15 +25,15 @@ RequestId = Callable[[], str | None]
 
 def configure(level: str, form: LogFormat, request_id: RequestId = lambda: None) -> None:
     """request_id: returns the id of the request being served where the line is written, or None."""
-    handler = _Handler(sys.stderr.fileno())
+    handler = _Handler(_STDERR)
     handler.use(JsonFormatter(request_id) if form is LogFormat.JSON else TextFormatter(request_id))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(capture=True)
 
 
-def fields(**values: object) -> dict[str, object]:
-    """For `extra` of a logging call."""
-    return {_FIELDS: values}
+def fields(*, in_message: Collection[str] = (), **values: object) -> dict[str, object]:
+    """For `extra` of a logging call. in_message: those that the message has already."""
+    return {_FIELDS: values, _IN_MESSAGE: in_message}
 
 
 def say(text: str, file: TextIO) -> None:
@@ -61,7 +61,12 @@ class TextFormatter(logging.Formatter):
         parts = [self.formatTime(record), record.levelname]
         parts += [f"[{_value(request_id)}]"] if request_id else []
         parts.append(record.getMessage())
-        parts += [f"{name}={_value(value)}" for name, value in values.items() if value is not None]
+        told = getattr(record, _IN_MESSAGE, ())
+        parts += [
+            f"{name}={_value(value)}"
+            for name, value in values.items()
+            if value is not None and value is not False and name not in told
+        ]
         text = " ".join(parts)
         if record.exc_info:
             text += f"\n{self.formatException(record.exc_info)}"

@@ -3,18 +3,23 @@
 Read `EngineLoop.step` first: it is the whole engine in five lines.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
+from penstock.engine import logs
 from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.messages import Abort, Refused, StepReport, ToEngine
+from penstock.engine.request_ids import caller_of
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import NO_WORK, StepWork, work_of
-from penstock.scheduler.types import Request, RequestOutput
+from penstock.scheduler.types import Request, RequestId, RequestOutput
+
+logger = logging.getLogger(__name__)
 
 # How long to wait before looking again while work is waiting: for its batch to be due (static and
 # dynamic batching), or for a grammar to be compiled.
@@ -62,8 +67,13 @@ class EngineLoop:
 
     def run(self) -> None:
         """Steps until the executor or the inbox raises."""
-        while True:
-            self.step()
+        try:
+            while True:
+                self.step()
+        except Exception:
+            for request_id in self._scheduler.running_ids:
+                _log(logging.ERROR, request_id, "it ran in the step that failed")
+            raise
 
     def step(self) -> None:
         """One step. It waits for commands only when there is nothing to run or to collect."""
@@ -83,6 +93,7 @@ class EngineLoop:
         aborted = []
         for command in self._inbox.receive(self._receive_timeout_s()):
             if isinstance(command, Abort):
+                _log(logging.DEBUG, command.request_id, "aborted")
                 self._add_prepared(to_abort=command)
                 aborted += self._scheduler.abort(command.request_id, command.index)
             else:
@@ -95,7 +106,7 @@ class EngineLoop:
         try:
             future = self._executor.prepare(request)
         except PenstockError as error:
-            self._send(Refused(request.id, str(error)))
+            self._refuse(request, error)
             return
         if future is None:
             self._add(request)
@@ -107,8 +118,13 @@ class EngineLoop:
             if prepared:
                 prepared.result()
             self._scheduler.add(request)
+            _log(logging.DEBUG, request.id, "accepted")
         except PenstockError as error:
-            self._send(Refused(request.id, str(error)))
+            self._refuse(request, error)
+
+    def _refuse(self, request: Request, error: PenstockError) -> None:
+        _log(logging.DEBUG, request.id, "refused")
+        self._send(Refused(request.id, str(error)))
 
     def _add_prepared(self, to_abort: Abort | None = None) -> None:
         """Adds the requests whose preparation is done, and the one to abort even if it is not: then
@@ -170,3 +186,9 @@ class EngineLoop:
                 model_flops=0,
             )
         )
+
+
+def _log(level: int, request_id: RequestId, what: str) -> None:
+    if logger.isEnabledFor(level):
+        ids = logs.fields(request_id=caller_of(request_id), engine_id=request_id)
+        logger.log(level, "engine: %s", what, extra=ids)

@@ -179,6 +179,12 @@ class Scheduler:
         return len(self._decoding) + len(self._prefilling)
 
     @property
+    def running_ids(self) -> list[RequestId]:
+        """Of the requests that have a running sequence."""
+        running = (*self._decoding, *self._prefilling)
+        return list(dict.fromkeys(sequence.request.id for sequence in running))
+
+    @property
     def num_waiting(self) -> int:
         """Sequences without a slot, including those that wait for their answer 0 to fork."""
         return len(self._waiting) + sum(len(others) for others in self._samples.values())

@@ -29,7 +29,7 @@ from penstock.server.api.responses.store import ResponseStore
 from penstock.server.config import CorsConfig, ServeConfig, ServerConfig
 from penstock.server.errors import reply_to_unrouted
 from penstock.server.http.access import OPEN_PATHS, Access
-from penstock.server.http.connection import HttpProtocol
+from penstock.server.http.connection import REQUEST_LOG, HttpProtocol
 from penstock.server.http.middleware import Middleware, route_path
 from penstock.server.observability.request_context import request_id
 from penstock.server.observability.version import version
@@ -47,10 +47,10 @@ def build_app(service: Service) -> FastAPI:
     """The app. Its lifespan starts the engine in the background, so the port answers at once."""
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, object]]:
         running = asyncio.create_task(service.run())
         try:
-            yield
+            yield {REQUEST_LOG: service.request_log}
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

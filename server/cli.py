@@ -96,6 +96,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             has_page=not options.no_ui,
             log_level=options.log_level,
             log_format=LogFormat(options.log_format),
+            log_requests=options.log_requests,
             metrics_alias=MetricsAlias(options.metrics_alias) if options.metrics_alias else None,
             otlp_traces_endpoint=options.otlp_traces_endpoint,
         ),
@@ -457,6 +458,13 @@ def _add_log_flags(group: "argparse._ArgumentGroup") -> None:
         "--log-format",
         LogFormat,
         "format of the log; json is one object per line, for log collectors",
+    )
+    flag(
+        "--log-requests",
+        "--enable-log-requests",
+        action="store_true",
+        help="log a line for each request, without any of its text: ids, status, tokens and times "
+        "(default: only at --log-level debug)",
     )
     flag(
         "--metrics-alias",

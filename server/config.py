@@ -39,7 +39,8 @@ class ServerConfig:
     api_keys empty: no key is needed. root_path: the path under which a proxy publishes the server.
     request_timeout_s None: no limit. chat_template None: the model's own. tool_call_parser,
     reasoning_parser: a name, "none", or None to detect it from the chat template. has_page: whether
-    a page is served at `/`. metrics_alias: a server under whose names /metrics is shown too.
+    a page is served at `/`. log_requests: a line for each request at info rather than debug.
+    metrics_alias: a server under whose names /metrics is shown too.
     otlp_traces_endpoint: a URL that traces are sent to, or None for no traces.
     """
 
@@ -65,6 +66,7 @@ class ServerConfig:
     has_page: bool = True
     log_level: str = "info"
     log_format: LogFormat = LogFormat.TEXT
+    log_requests: bool = False
     metrics_alias: MetricsAlias | None = None
     otlp_traces_endpoint: str | None = None
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from penstock.engine.client import EngineFailed, QueueFull, RequestRefused
 from penstock.scheduler.errors import PenstockError
-from penstock.server.observability.request_context import request_id
+from penstock.server.observability.request_context import request_entry, request_id
 
 # Retry-After where nothing better is known: while the model loads, or while the server drains.
 RETRY_SOON_S = 2
@@ -180,6 +180,11 @@ class ErrorReply(NamedTuple):
         return Response(body, self.status, headers, media_type="application/json")
 
     @property
+    def name(self) -> str:
+        """What clients can act on."""
+        return self.code or self.type
+
+    @property
     def _is_final(self) -> bool:
         """Whether the same request would get the same error again."""
         return 400 <= self.status < 500 and self.status not in (408, 429)
@@ -237,6 +242,12 @@ def reply_to(error: Exception) -> ErrorReply:
         case _:
             text = "internal error of the server; its log has the details under this x-request-id"
             return ErrorReply(500, "server_error", text, None, "internal_error")
+
+
+def note_error(error: Exception) -> None:
+    """For the line of the current task's request in the log."""
+    if entry := request_entry.get():
+        entry.error = reply_to(error).name
 
 
 def malformed_http(status: int, message: str, code: str) -> ErrorReply:

@@ -25,8 +25,11 @@ from penstock.scheduler.types import Request
 from penstock.server.config import ServeConfig
 from penstock.server.errors import NotServing
 from penstock.server.observability.activity import Activity
+from penstock.server.observability.ended_request import EndedRequest
 from penstock.server.observability.metrics import Metrics
-from penstock.server.observability.tracing import RequestTrace, Tracer
+from penstock.server.observability.request_context import request_entry
+from penstock.server.observability.request_log import RequestLog
+from penstock.server.observability.tracing import Tracer
 from penstock.server.output.generation import Generation
 from penstock.server.output.generation_request import GenerationRequest
 from penstock.server.output.pooling import Pooler
@@ -73,6 +76,7 @@ class Service:
             config.server.served_model_names[0], alias=config.server.metrics_alias
         )
         endpoint = config.server.otlp_traces_endpoint
+        self.request_log = RequestLog(is_at_info=config.server.log_requests)
         self.tracer = Tracer.to_endpoint(endpoint) if endpoint else None
         self.state = State.STARTING
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -195,14 +199,25 @@ class Service:
             vocabulary,
             self.metrics,
             timeout_s,
-            self.trace(),
+            self.on_end(),
         )
         generation.submit()
         return generation
 
-    def trace(self) -> RequestTrace | None:
-        """Of the HTTP request in whose task this is called, where there are traces."""
-        return self.tracer.begin(self.model.name) if self.tracer else None
+    def on_end(self) -> Callable[[EndedRequest], None] | None:
+        """To be called when the HTTP request in whose task this is called has ended; None if nobody
+        wants to know."""
+        entry = request_entry.get()
+        trace = self.tracer.begin(self.model.name) if self.tracer else None
+        if entry is None:
+            return trace.end if trace else None
+
+        def end(request: EndedRequest) -> None:
+            entry.ended = request
+            if trace:
+                trace.end(request)
+
+        return end
 
     def submit(self, request: Request) -> OutputStream:
         """Straight to the engine; raises QueueFull or EngineFailed. The caller closes the stream,

@@ -17,6 +17,7 @@ from penstock.server.http.disconnect import (
     ClientDisconnected,
     until_disconnect,
 )
+from penstock.server.observability.request_context import note_client_gone, request_id
 from penstock.server.prompt.model import ServedModel
 from penstock.server.service import Service
 
@@ -33,13 +34,14 @@ Fields_co = TypeVar("Fields_co", bound=NamesModel, covariant=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received(Generic[Fields_co]):
     """A request that was read, parsed and checked. tenant: whose cache and stored responses it may
-    use. arrival_s: in time.monotonic()."""
+    use. arrival_s: in time.monotonic(). http_id: its X-Request-Id."""
 
     service: Service
     model: ServedModel
     fields: Fields_co
     tenant: str
     arrival_s: float
+    http_id: str
 
 
 async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[Fields]:
@@ -50,7 +52,14 @@ async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[F
     service, arrival_s, tenant = service_of(http), time.monotonic(), tenant_of_request(http)
     fields, model = parse(await body_of(http)), service.model
     check_model(model, fields.model)
-    return Received(service=service, model=model, fields=fields, tenant=tenant, arrival_s=arrival_s)
+    return Received(
+        service=service,
+        model=model,
+        fields=fields,
+        tenant=tenant,
+        arrival_s=arrival_s,
+        http_id=request_id.get() or "",
+    )
 
 
 def service_of(http: Request) -> Service:
@@ -79,6 +88,7 @@ async def unless_disconnected(http: Request, answer: Coroutine[Any, Any, Respons
     try:
         return await until_disconnect(http.receive, answer)
     except ClientDisconnected:
+        note_client_gone()
         return Response(status_code=CLIENT_DISCONNECTED)
 
 

@@ -4,7 +4,6 @@ Read `answer_request` and `TextResponse` first: they are the whole trip, for eve
 """
 
 import asyncio
-import logging
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol, TypeVar
@@ -21,6 +20,7 @@ from penstock.server.http.disconnect import (
 )
 from penstock.server.http.middleware import DIRECT_SEND
 from penstock.server.http.sse import EventStream, EventWriter
+from penstock.server.observability.request_context import note_client_gone
 from penstock.server.output.delta import OutputDelta
 from penstock.server.output.generation import Generation, collected
 from penstock.server.output.generation_request import GenerationRequest
@@ -29,8 +29,6 @@ from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts
 from penstock.server.prompt.request_builder import build_generation_request
 from penstock.server.protocol.openai import GenerationFields
-
-logger = logging.getLogger("penstock")
 
 # The tokens whose logprobs an answer reports: more of them are written in a thread.
 _MAX_LOGPROBS_ON_LOOP = 1000
@@ -97,6 +95,7 @@ async def prepare(
             model=model,
             tenant=received.tenant,
             arrival_s=received.arrival_s,
+            http_id=received.http_id,
         )
         request = await off_loop(build, fields, fields.num_bad_word_chars)
     return fields, request
@@ -115,7 +114,7 @@ class TextResponse(Response):
         try:
             await until_disconnect(receive, self._answer(scope, receive, send))
         except ClientDisconnected:
-            logger.debug("the client disconnected")
+            note_client_gone()
             if not self._has_started:
                 await Response(status_code=CLIENT_DISCONNECTED)(scope, receive, send)
 

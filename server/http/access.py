@@ -30,20 +30,33 @@ class Access:
         """Keeps one key's cached prefixes and stored responses from another's; "" without a key.
         The key cannot be read from it. Raises InvalidApiKey.
         """
-        # From OpenAI's header, `Authorization: Bearer KEY`, or from Anthropic's, `x-api-key`.
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        bearer = token.strip() if scheme.lower() == "bearer" else ""
-        key = bearer or headers.get("x-api-key", "")
+        key = _key(headers)
         if self._digests and not self._is_open(path):
             given = _digest(key.encode("latin-1"))  # the bytes that were sent
             # Every one is compared, so that the time does not reveal which was right.
             if not sum(hmac.compare_digest(given, digest) for digest in self._digests):
                 raise InvalidApiKey(is_given=bool(key))
-        return hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
+        return _tenant(key)
 
     def _is_open(self, path: str) -> bool:
         is_asset = self._open_prefix is not None and path.startswith(self._open_prefix)
         return path in self._open_paths or is_asset
+
+
+def claimed_tenant(headers: Headers) -> str:
+    """As `Access.tenant`, whether the key is right or not: for the log."""
+    return _tenant(_key(headers))
+
+
+def _key(headers: Headers) -> str:
+    """From OpenAI's header, `Authorization: Bearer KEY`, or from Anthropic's, `x-api-key`."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    return bearer or headers.get("x-api-key", "")
+
+
+def _tenant(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
 
 
 def _digest(key: bytes) -> bytes:

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from penstock.server.errors import ErrorReply, malformed_http, too_many_connections
+from penstock.server.observability.request_log import RequestEntry
 
 logger = logging.getLogger("penstock")
 
@@ -27,6 +28,8 @@ MAX_HEAD_BYTES = 512 << 10
 # From the connection, or the request's first byte, to the end of its headers. Longer than load
 # balancers keep connections open that they opened in advance.
 HEAD_TIMEOUT_S = 75.0
+# In the state that the app's lifespan makes: the log of requests.
+REQUEST_LOG = "request_log"
 # Files left for the server itself while connections take all others.
 SPARE_FILES = 32
 _WARN_EVERY_S = 60.0
@@ -134,11 +137,14 @@ class HttpProtocol(HttpToolsProtocol):
                 cycle.message_event.set()
 
     def _write(self, reply: ErrorReply) -> None:
+        request_id = f"req-{secrets.token_hex(12)}"
+        if log := self.app_state.get(REQUEST_LOG):
+            log.write(RequestEntry(id=request_id, status=reply.status, error=reply.name))
         headers = {
             "content-type": "application/json",
             "content-length": str(len(reply.body)),
             "connection": "close",
-            "x-request-id": f"req-{secrets.token_hex(12)}",
+            "x-request-id": request_id,
         } | dict(reply.headers)
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.transport.write(STATUS_LINE[reply.status] + lines.encode() + b"\r\n" + reply.body)

@@ -14,10 +14,16 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.scheduler.errors import PenstockError
-from penstock.server.errors import ANTHROPIC_PATH, reply_to
-from penstock.server.http.access import TENANT, Access
+from penstock.server.errors import ANTHROPIC_PATH, note_error, reply_to
+from penstock.server.http.access import TENANT, Access, claimed_tenant
 from penstock.server.observability.metrics import NO_HANDLER
-from penstock.server.observability.request_context import request_id, trace_headers
+from penstock.server.observability.request_context import (
+    note_client_gone,
+    request_entry,
+    request_id,
+    trace_headers,
+)
+from penstock.server.observability.request_log import RequestEntry
 from penstock.server.observability.tracing import TRACE_HEADERS
 from penstock.server.service import Service
 
@@ -50,12 +56,28 @@ class Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":
+        method = scope["method"]
+        if method == "HEAD":
             scope = {**scope, "method": "GET"}  # uvicorn sends no body to it
         headers = Headers(scope=scope)
         scope[DIRECT_SEND] = send
         outgoing = _Outgoing(scope, send, self._service, _request_id(headers))
         request_id.set(outgoing.request_id)
+        if not self._service.request_log.is_wanted:
+            await self._serve(scope, receive, outgoing, headers)
+            return
+        entry = RequestEntry(id=outgoing.request_id, method=method, path=scope["path"])
+        request_entry.set(entry)
+        try:
+            await self._serve(scope, receive, outgoing, headers)
+        finally:
+            entry.route, entry.status = outgoing.route, outgoing.status
+            entry.key = scope.get(TENANT) or claimed_tenant(headers)
+            self._service.request_log.write(entry)
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, outgoing: "_Outgoing", headers: Headers
+    ) -> None:
         if self._service.tracer:
             trace_headers.set({name: headers.get(name, "") for name in TRACE_HEADERS})
         path = route_path(scope)
@@ -67,7 +89,7 @@ class Middleware:
                     self._service.check_serving()
                 await self._app(scope, receive, outgoing)
             except ClientDisconnect:
-                pass  # while it sent its body: there is no client to answer, and nothing to report
+                note_client_gone()  # while it sent its body: there is no client to answer
             except Exception as error:
                 await self._answer(error, scope, receive, outgoing)
 
@@ -75,8 +97,9 @@ class Middleware:
         self, error: Exception, scope: Scope, receive: Receive, outgoing: "_Outgoing"
     ) -> None:
         if not isinstance(error, PenstockError):
-            logger.error("request %s failed", outgoing.request_id, exc_info=error)
-        if not outgoing.has_started:
+            logger.error("the request failed", exc_info=error)
+        note_error(error)
+        if outgoing.status is None:
             await reply_to(error).response(route_path(scope))(scope, receive, outgoing)
 
 
@@ -86,14 +109,14 @@ class _Outgoing:
     def __init__(self, scope: Scope, send: Send, service: Service, request_id: str) -> None:
         self._scope = scope
         self.request_id = request_id
-        self.has_started = False
+        self.status: int | None = None
         self._send = send
         self._service = service
         self._received_s = time.monotonic()
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.has_started = True
+            self.status = message["status"]
             self._count(message["status"])
             raw = list(message.get("headers", ()))  # a copy: all streams share one list
             message = {**message, "headers": raw}
@@ -106,9 +129,14 @@ class _Outgoing:
             headers["openai-processing-ms"] = str(round(elapsed_ms))
         await self._send(message)
 
+    @property
+    def route(self) -> str | None:
+        """None if it was refused before, or no route matches."""
+        route = self._scope.get("route")
+        return route.path if route else None
+
     def _count(self, status: int) -> None:
-        route = self._scope.get("route")  # none if it was refused before, or no route matches
-        handler = route.path if route else NO_HANDLER
+        handler = self.route or NO_HANDLER
         self._service.metrics.on_response(handler, self._scope["method"], status)
 
 

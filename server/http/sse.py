@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from starlette.types import Message, Send
 
 from penstock.scheduler.errors import PenstockError
+from penstock.server.errors import note_error
 from penstock.server.output.delta import OutputDelta, Usage
 from penstock.server.output.generation import Generation
 
@@ -89,8 +90,9 @@ class EventStream:
         try:
             last = await self._send_deltas()
         except Exception as error:
+            note_error(error)
             if not isinstance(error, PenstockError):
-                logger.exception("request %s failed", self._generation.request.id)
+                logger.exception("the request failed")
             last = self._writer.failure(error)
         finally:
             pinger.cancel()

@@ -8,12 +8,11 @@ Attributes follow OpenTelemetry's semantic conventions for generative AI.
 import os
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.types import SamplingParams
-from penstock.server.observability.request_context import trace_headers
+from penstock.server.observability.ended_request import EndedRequest
+from penstock.server.observability.request_context import request_id, trace_headers
 from penstock.server.observability.version import version
 
 if TYPE_CHECKING:  # an optional dependency of --otlp-traces-endpoint
@@ -25,30 +24,6 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 _DEFAULT_PATH = "/v1/traces"
 # How long shutdown waits for unsent spans.
 _CLOSE_TIMEOUT_S = 3.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedRequest:
-    """What is known of an HTTP request when it has ended.
-
-    operation: a `gen_ai.operation.name` of the conventions. sampling: None if nothing is sampled.
-    Times are in time.monotonic(), None for what did not happen; of several answers, started_s and
-    first_token_s are the earliest and last_token_s is the latest.
-    """
-
-    id: str
-    operation: str
-    sampling: SamplingParams | None
-    num_choices: int
-    arrival_s: float
-    started_s: float | None
-    first_token_s: float | None
-    last_token_s: float | None
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-    finish_reasons: tuple[str, ...]
-    outcome: str
 
 
 class Tracer:
@@ -85,9 +60,16 @@ class Tracer:
 
     def begin(self, model_name: str) -> "RequestTrace":
         """For the HTTP request whose task calls this."""
-        return RequestTrace(self, model_name, trace_headers.get() or {})
+        return RequestTrace(self, model_name, trace_headers.get() or {}, request_id.get())
 
-    def record(self, request: TracedRequest, model_name: str, headers: dict[str, str]) -> None:
+    def record(
+        self,
+        request: EndedRequest,
+        model_name: str,
+        headers: dict[str, str],
+        http_id: str | None,
+    ) -> None:
+        """http_id: of the HTTP request, as its answer's X-Request-Id gives it."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -100,6 +82,8 @@ class Tracer:
         )
         if span.is_recording():
             span.set_attributes(_attributes(request, model_name))
+            if http_id:
+                span.set_attribute("penstock.request_id", http_id)
             if request.outcome == "failed":
                 span.set_status(Status(StatusCode.ERROR))
             self._record_phases(request, end_s, set_span_in_context(span))
@@ -111,7 +95,7 @@ class Tracer:
         sending.start()
         sending.join(_CLOSE_TIMEOUT_S)
 
-    def _record_phases(self, request: TracedRequest, end_s: float, context: Any) -> None:
+    def _record_phases(self, request: EndedRequest, end_s: float, context: Any) -> None:
         """Each phase ends where the next begins, and the last one with the last token, or the
         request if there was none."""
         phases = [("queue", request.arrival_s)]
@@ -129,16 +113,19 @@ class Tracer:
 class RequestTrace:
     """The trace of one HTTP request, recorded when the request ends."""
 
-    def __init__(self, tracer: Tracer, model_name: str, headers: dict[str, str]) -> None:
+    def __init__(
+        self, tracer: Tracer, model_name: str, headers: dict[str, str], http_id: str | None
+    ) -> None:
         self._tracer = tracer
         self._model_name = model_name
         self._headers = headers
+        self._http_id = http_id
 
-    def end(self, request: TracedRequest) -> None:
-        self._tracer.record(request, self._model_name, self._headers)
+    def end(self, request: EndedRequest) -> None:
+        self._tracer.record(request, self._model_name, self._headers, self._http_id)
 
 
-def _attributes(request: TracedRequest, model_name: str) -> dict[str, Any]:
+def _attributes(request: EndedRequest, model_name: str) -> dict[str, Any]:
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": request.operation,
         "gen_ai.provider.name": "penstock",
@@ -159,9 +146,8 @@ def _attributes(request: TracedRequest, model_name: str) -> dict[str, Any]:
             "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
             "gen_ai.response.finish_reasons": request.finish_reasons,
         }
-    if request.first_token_s is not None:
-        ttft_s = request.first_token_s - request.arrival_s
-        attributes["gen_ai.response.time_to_first_chunk"] = ttft_s
+    if request.ttft_s is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = request.ttft_s
     if request.outcome == "failed":
         attributes["error.type"] = "server_error"
     return attributes

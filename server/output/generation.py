@@ -12,8 +12,8 @@ from penstock.engine.client import EngineClient, OutputStream
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import PromptOutput, RequestOutput
 from penstock.server.errors import RequestTimedOut
+from penstock.server.observability.ended_request import EndedRequest
 from penstock.server.observability.metrics import Metrics, RequestTimes
-from penstock.server.observability.tracing import RequestTrace, TracedRequest
 from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta, Usage, coalesced, joined
 from penstock.server.output.detokenizer import StopScanner, TextDecoder, Vocabulary
@@ -31,12 +31,12 @@ class Generation:
         vocabulary: Vocabulary,
         metrics: Metrics,
         timeout_s: float | None = None,
-        trace: RequestTrace | None = None,
+        on_end: Callable[[EndedRequest], None] | None = None,
     ) -> None:
-        """timeout_s: from the request's arrival to its last token. trace: completed at the end."""
+        """timeout_s: from the request's arrival to its last token. on_end: called in `close`."""
         self.request = request
         self._timeout_s = timeout_s
-        self._trace = trace
+        self._on_end = on_end
         self.usage = Usage(sum(len(request.prompt_token_ids) for request in request.requests))
         self._engine = engine
         self._metrics = metrics
@@ -143,13 +143,15 @@ class Generation:
         self._metrics.outcomes[self._outcome] += 1
         if self._outcome in ("stop", "length"):
             self._metrics.latency.observe(time.monotonic() - self.request.arrival_s)
-        if self._trace:
-            self._trace.end(self._traced())
+        if self._on_end:
+            self._on_end(self._ended())
 
-    def _traced(self) -> TracedRequest:
+    def _ended(self) -> EndedRequest:
+        span_s = sum(choice.last_token_s - choice.first_token_s for choice in self.choices)
+        num_gaps = sum(max(0, choice.num_tokens - 1) for choice in self.choices)
         begun = [choice for choice in self.choices if choice.num_tokens]
         started = [self.started_s(choice) for choice in self.choices]
-        return TracedRequest(
+        return EndedRequest(
             id=self.request.id,
             operation="text_completion" if self.request.id.startswith("cmpl") else "chat",
             sampling=self.request.requests[0].sampling,
@@ -158,6 +160,7 @@ class Generation:
             started_s=min((s for s in started if s is not None), default=None),
             first_token_s=min((choice.first_token_s for choice in begun), default=None),
             last_token_s=max((choice.last_token_s for choice in begun), default=None),
+            tpot_s=span_s / num_gaps if num_gaps else None,
             num_prompt_tokens=self.usage.num_prompt,
             num_cached_tokens=self.usage.num_cached,
             num_output_tokens=self.usage.num_completion,

@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TypeVar
 
 # What is done with a text this short takes less time than handing it to a thread.
@@ -51,7 +52,7 @@ class LongTexts:
             loop.call_soon_threadsafe(self._end, num_chars)
 
         # Not when the request is cancelled: its thread runs to the end.
-        running = self._threads.submit(work, text)
+        running = self._threads.submit(copy_context().run, work, text)  # what it logs has an id
         running.add_done_callback(end)
         return await asyncio.wrap_future(running)
 

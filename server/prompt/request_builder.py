@@ -4,7 +4,8 @@ import secrets
 from dataclasses import replace
 from typing import TypeVar
 
-from penstock.scheduler.types import Request, RequestId, SamplingParams
+from penstock.engine.client import new_request_id
+from penstock.scheduler.types import Request, SamplingParams
 from penstock.server.errors import InvalidRequest
 from penstock.server.output.detokenizer import StopStrings
 from penstock.server.output.generation_request import GenerationRequest
@@ -31,15 +32,18 @@ def build_generation_request(
     *,
     tenant: str,
     arrival_s: float,
+    http_id: str,
 ) -> GenerationRequest:
-    """Raises InvalidRequest for bad_words and allowed_token_ids that the model cannot follow."""
+    """http_id: of the HTTP request.
+
+    Raises InvalidRequest for bad_words and allowed_token_ids that the model cannot follow.
+    """
     kind = "chatcmpl" if isinstance(fields, ChatCompletionRequest) else "cmpl"
-    own_id = secrets.token_hex(12)  # the engine's: two clients may send the same request_id
     sampling = _sampling(fields, answer, model)
     cache_salt = salted(tenant, fields.cache_salt)
     requests = tuple(
         Request(
-            id=RequestId(f"{kind}-{own_id}-{i}"),
+            id=new_request_id(http_id),
             prompt_token_ids=token_ids,
             sampling=replace(sampling, max_tokens=max_tokens),
             arrival_s=arrival_s,
@@ -47,12 +51,10 @@ def build_generation_request(
             priority=fields.priority or 0,
             cache_salt=cache_salt,
         )
-        for i, (token_ids, max_tokens) in enumerate(
-            zip(prompts.token_ids, prompts.max_tokens, strict=True)
-        )
+        for token_ids, max_tokens in zip(prompts.token_ids, prompts.max_tokens, strict=True)
     )
     return GenerationRequest(
-        id=f"{kind}-{fields.request_id or own_id}",
+        id=f"{kind}-{fields.request_id or secrets.token_hex(12)}",
         requests=requests,
         are_whole=prompts.are_whole,
         n=fields.num_sampled,

@@ -129,7 +129,9 @@ async def prepared(
     else:
         prompts = await completion_prompts(fields, model)
     answer = await constrain(fields, prompts, model)
-    return build_generation_request(fields, prompts, answer, model, tenant="", arrival_s=0.0)
+    return build_generation_request(
+        fields, prompts, answer, model, tenant="", arrival_s=0.0, http_id="req"
+    )
 
 
 def prompt_of(model: ServedModel, **fields: Any) -> str:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -84,6 +85,10 @@ class RunningServer:
         with self._errors as errors:
             errors.seek(0)
             return code, errors.read()
+
+    def log(self) -> str:
+        """What it has written to stderr until now."""
+        return Path(f"/proc/self/fd/{self._errors.fileno()}").read_text(encoding="utf-8")
 
     def stop(self) -> None:
         if self.process.poll() is None:

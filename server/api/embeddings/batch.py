@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 from penstock.engine.client import OutputStream, QueueFull
 from penstock.scheduler.types import Request
 from penstock.server.errors import RequestTimedOut
+from penstock.server.observability.ended_request import EndedRequest
 from penstock.server.observability.metrics import RequestTimes
-from penstock.server.observability.tracing import TracedRequest
 from penstock.server.service import Service
 
 # How often a running request checks whether the queue has a place again.
@@ -32,7 +32,7 @@ async def pooled(
     When it is cancelled, or one prompt fails, the others are aborted.
     """
     batch = _Batch(service, requests, read)
-    trace = service.trace()
+    on_end = service.on_end()
     metrics, arrival_s = service.metrics, requests[0].arrival_s
     outcome = "abandoned"  # until something else happens
     try:
@@ -47,8 +47,8 @@ async def pooled(
             raise
         finally:
             metrics.outcomes[outcome] += 1
-            if trace:
-                trace.end(batch.traced(outcome))
+            if on_end:
+                on_end(batch.ended(outcome))
     finally:
         await batch.close()
 
@@ -98,10 +98,10 @@ class _Batch(Generic[T]):
             raise errors.exceptions[0] from None
         return [self._results[index] for index in range(len(self._requests))]
 
-    def traced(self, outcome: str) -> TracedRequest:
+    def ended(self, outcome: str) -> EndedRequest:
         first = self._requests[0]
         started_s = [times.started_s[0] for times in self._times]
-        return TracedRequest(
+        return EndedRequest(
             id=first.id,
             operation="embeddings",
             sampling=None,
@@ -110,6 +110,7 @@ class _Batch(Generic[T]):
             started_s=min((s for s in started_s if s is not None), default=None),
             first_token_s=None,
             last_token_s=None,
+            tpot_s=None,
             num_prompt_tokens=sum(len(request.prompt_token_ids) for request in self._requests),
             num_cached_tokens=0,
             num_output_tokens=0,

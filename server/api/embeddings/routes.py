@@ -19,8 +19,9 @@ from fastapi import Request as HttpRequest
 from pydantic import ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
+from penstock.engine.client import new_request_id
 from penstock.scheduler.errors import PromptTooLong
-from penstock.scheduler.types import Request, RequestId, SamplingParams
+from penstock.scheduler.types import Request, SamplingParams
 from penstock.server.api.common import Received, json_response, receive, unless_disconnected
 from penstock.server.api.embeddings.batch import pooled
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
@@ -298,10 +299,9 @@ async def _requests(
     prompts = await off_loop(encode, list(given.values()), num_chars)
     for (param, text), ids in zip(inputs.items(), prompts, strict=True):
         check_cut(ids, model, param, num_chars=len(text), num_kept=len(given[param]))
-    own_id = secrets.token_hex(12)
     return [
         Request(
-            id=RequestId(f"embd-{own_id}-{i}"),
+            id=new_request_id(received.http_id),
             prompt_token_ids=_fitted(prompt, fields, model, param),
             sampling=_NO_ANSWER,
             arrival_s=received.arrival_s,
@@ -309,7 +309,7 @@ async def _requests(
             cache_salt=salted(received.tenant, fields.cache_salt),
             pooling=model.pooler.pooling,
         )
-        for i, (param, prompt) in enumerate(zip(inputs, prompts, strict=True))
+        for param, prompt in zip(inputs, prompts, strict=True)
     ]
 
 

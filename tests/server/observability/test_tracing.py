@@ -100,7 +100,7 @@ def server(collector: Collector) -> Iterator[RunningServer]:
 def test_a_request_is_a_span_of_the_clients_trace_with_its_phases(
     server: RunningServer, collector: Collector
 ) -> None:
-    headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_SPAN_ID}-01"}
+    headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_SPAN_ID}-01", "x-request-id": "ours"}
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 20, "n": 2, "temperature": 0.5}
     body |= {"top_p": 0.75, "top_k": 20}
     answer = server.post("/v1/completions", body | {"ignore_eos": True}, headers=headers).json()
@@ -136,6 +136,7 @@ def test_a_request_is_a_span_of_the_clients_trace_with_its_phases(
         "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.response.finish_reasons": ["length", "length"],
         "penstock.outcome": "length",
+        "penstock.request_id": "ours",
     }
 
 
