@@ -5,14 +5,19 @@ lines wait here, and further ones are dropped and counted. It knows nothing of l
 """
 
 import atexit
+import contextlib
 import os
 import queue
+import select
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 _MAX_WAITING = 4096
+_MAX_AT_ONCE = 64
+_GATHER_S = 0.01
 # How long the end of the process may wait for what is not written yet.
 _LAST_LINES_S = 1.0
 _writers: "weakref.WeakSet[LineWriter]" = weakref.WeakSet()
@@ -49,11 +54,20 @@ class LineWriter:
 
     def _run(self) -> None:
         while True:
-            self._write(self._waiting.get())
+            lines = [self._waiting.get()]
+            # Under load many lines share one turn of this thread, which would otherwise compete
+            # with the one that serves for every line.
+            time.sleep(_GATHER_S)
+            with contextlib.suppress(queue.Empty):
+                while len(lines) < _MAX_AT_ONCE:
+                    lines.append(self._waiting.get_nowait())
+            for group in _grouped(lines):
+                self._write(group)
             if self._num_dropped and self._waiting.empty():
                 num_dropped, self._num_dropped = self._num_dropped, 0
                 self._write(self._describe_dropped(num_dropped))
-            self._waiting.task_done()
+            for _ in lines:
+                self._waiting.task_done()
 
     def _write(self, text: str) -> None:
         # Without Python's buffer, whose lock would be held by a thread that waits for its reader.
@@ -63,6 +77,17 @@ class LineWriter:
                 data = data[os.write(self._descriptor, data) :]
         except OSError:
             pass  # nobody reads it any more, or the disk is full: that ends nothing
+
+
+def _grouped(lines: list[str]) -> Iterator[str]:
+    """Joined as far as a pipe takes them in one piece, between the lines of another process."""
+    group = ""
+    for line in lines:
+        if group and len((group + line).encode(errors="backslashreplace")) > select.PIPE_BUF:
+            yield group
+            group = ""
+        group += line
+    yield group
 
 
 @cache
