@@ -29,7 +29,7 @@ from penstock.server.api.responses.store import ResponseStore
 from penstock.server.config import CorsConfig, ServeConfig, ServerConfig
 from penstock.server.errors import reply_to_unrouted
 from penstock.server.http.access import OPEN_PATHS, Access
-from penstock.server.http.connection import REQUEST_LOG, HttpProtocol
+from penstock.server.http.connection import REQUEST_LOG, HttpProtocol, backlog
 from penstock.server.http.middleware import Middleware, route_path
 from penstock.server.observability.request_context import request_id
 from penstock.server.observability.version import version
@@ -37,7 +37,7 @@ from penstock.server.service import EXIT_DRAINED, Service
 
 # After the last request has ended, connections that are kept alive are given no more than this.
 _CLOSE_TIMEOUT_S = 3
-_BACKLOG = 2048
+_MAX_BACKLOG = 2048
 # Between two requests of a connection. Load balancers keep theirs for 60 s: a server that closes
 # earlier closes during the next request, which they report as a 502.
 _KEEP_ALIVE_S = 75
@@ -130,6 +130,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
             log_level="error",  # malformed HTTP gets an answer, and no line in the log
             ssl_keyfile=config.server.ssl_keyfile,
             ssl_certfile=config.server.ssl_certfile,
+            backlog=_num_backlog(),
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )
@@ -186,10 +187,18 @@ def _allow_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _num_backlog() -> int:
+    """For the limit of open files that this process has now."""
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_BACKLOG if max_files == resource.RLIM_INFINITY else backlog(max_files)
+
+
 def _listen(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return socket.create_server((config.host, config.port), family=family, backlog=_BACKLOG)
+        return socket.create_server(
+            (config.host, config.port), family=family, backlog=_num_backlog()
+        )
     except OSError as error:
         raise InvalidConfig(
             f"cannot listen on {config.host}:{config.port} ({error.strerror}); "

@@ -1,8 +1,8 @@
 """uvicorn's HTTP parser, with our error format for bytes that are not HTTP.
 
 It also closes connections whose headers are too large or too slow, and answers with 503 when the
-process may open no more files: uvicorn would buffer the former without limit, and drop the latter
-without a response.
+process may soon open no more files: uvicorn would buffer the former without limit, and drop the
+latter without a response.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from penstock.server.errors import ErrorReply, malformed_http, too_many_connections
+from penstock.server.http.access import OPEN_PATHS
 from penstock.server.observability.request_log import RequestEntry
 
 logger = logging.getLogger("penstock")
@@ -30,9 +31,25 @@ MAX_HEAD_BYTES = 512 << 10
 HEAD_TIMEOUT_S = 75.0
 # In the state that the app's lifespan makes: the log of requests.
 REQUEST_LOG = "request_log"
-# Files left for the server itself while connections take all others.
-SPARE_FILES = 32
+# Of connections beyond the limit: those that say nothing must not keep a probe out.
+SPARE_HEAD_TIMEOUT_S = 1.0
+# A connection that has been idle for less may be about to send its next request.
+_MIN_IDLE_S = 0.5
+_MAKE_ROOM_EVERY_S = 0.1
 _WARN_EVERY_S = 60.0
+
+
+def spare_files(max_files: int) -> int:
+    """Left for the server itself, for probes, and for saying no, while connections take all others.
+
+    What arrives at once, `backlog`, is half of them: so it never finds none.
+    """
+    return max(64, min(max_files // 8, 4096))
+
+
+def backlog(max_files: int) -> int:
+    """Connections that wait to be accepted; the client's kernel tries again for further ones."""
+    return spare_files(max_files) // 2
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -42,31 +59,63 @@ class HttpProtocol(HttpToolsProtocol):
     _num_head_bytes = 0
     _cycles: tuple[RequestResponseCycle, ...] = ()  # requests that are not answered yet
     _head_timer: asyncio.TimerHandle | None = None
-    _max_files: int | None = None  # the limit of open files, if it is reached
-    _warned_s = -_WARN_EVERY_S  # shared by all connections
+    _max_files: int | None = None  # the limit of open files, if it is nearly reached
+    _idle_since_s = 0.0
+    # Shared by all connections.
+    _warned_s = -_WARN_EVERY_S
+    _made_room_s = -_MAKE_ROOM_EVERY_S
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._idle_since_s = time.monotonic()
         max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # The kernel assigns the lowest free number.
         number = transport.get_extra_info("socket").fileno()
-        if max_files != resource.RLIM_INFINITY and number >= max_files - SPARE_FILES:
+        num_left = max_files - number
+        if max_files != resource.RLIM_INFINITY and num_left <= spare_files(max_files):
             self._max_files = max_files
+            self.timeout_keep_alive = 0
             self._warn(max_files)
+            self._make_room(spare_files(max_files))
+            if num_left <= backlog(max_files):
+                self.loop.call_soon(transport.abort)  # else the next could not be accepted
         self._await_head()
+
+    def _make_room(self, num: int) -> None:
+        """Closes the connections that have been idle for the longest."""
+        now_s = time.monotonic()
+        if now_s - HttpProtocol._made_room_s < _MAKE_ROOM_EVERY_S:
+            return
+        HttpProtocol._made_room_s = now_s
+        idle = [
+            each
+            for each in self.connections
+            if isinstance(each, HttpProtocol) and each.is_idle_since(now_s - _MIN_IDLE_S)
+        ]
+        for each in sorted(idle, key=lambda each: each._idle_since_s)[:num]:
+            each.transport.close()
+
+    def is_idle_since(self, time_s: float) -> bool:
+        """It serves no request, and none has begun."""
+        is_busy = self._num_head_bytes or any(not c.response_complete for c in self._cycles)
+        return not is_busy and self._idle_since_s <= time_s
 
     def _warn(self, max_files: int) -> None:
         now_s = time.monotonic()
         if now_s - HttpProtocol._warned_s >= _WARN_EVERY_S:
             HttpProtocol._warned_s = now_s
             logger.warning(
-                "connections get status 503: this process may open %d files (ulimit -n); raise it",
+                "too many connections: new ones get status 503 and idle ones are closed, because "
+                "this process may open %d files; allow it %d or more (ulimit -n, nofile)",
                 max_files,
+                2 * max_files,
             )
 
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._end_head)
+            is_spare = self._max_files is not None
+            timeout_s = SPARE_HEAD_TIMEOUT_S if is_spare else HEAD_TIMEOUT_S
+            self._head_timer = self.loop.call_later(timeout_s, self._end_head)
 
     def _stop_waiting(self) -> None:
         if self._head_timer is not None:
@@ -87,7 +136,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(malformed_http(408, message, "request_timeout"))
 
     def data_received(self, data: bytes) -> None:
-        if self._max_files is not None:
+        if self._max_files is not None and not _is_probe(data):
             self._refuse(too_many_connections(self._max_files))
             return
         super().data_received(data)
@@ -109,6 +158,10 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         unanswered = (cycle for cycle in self._cycles if not cycle.response_complete)
         self._cycles = (*unanswered, self.cycle)
+
+    def on_response_complete(self) -> None:
+        self._idle_since_s = time.monotonic()
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -148,3 +201,10 @@ class HttpProtocol(HttpToolsProtocol):
         } | dict(reply.headers)
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.transport.write(STATUS_LINE[reply.status] + lines.encode() + b"\r\n" + reply.body)
+
+
+def _is_probe(data: bytes) -> bool:
+    """Whether a request that begins so asks for a path that an orchestrator asks for, perhaps under
+    a --root-path."""
+    target = data.partition(b" ")[2].partition(b" ")[0].partition(b"?")[0]
+    return target.decode("latin-1").endswith(OPEN_PATHS)

@@ -24,14 +24,15 @@ _START_TIMEOUT_S = 120.0  # the first start compiles engine/native, on a busy ma
 class RunningServer:
     """A `penstock serve` process, and requests to it."""
 
-    def __init__(self, *flags: str, port: int | None = None) -> None:
+    def __init__(self, *flags: str, port: int | None = None, prefix: tuple[str, ...] = ()) -> None:
+        """prefix: a command that runs the server."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "penstock", "serve", "--port", str(self.port), *flags]
         # Not a pipe: unread, it would be full at 64 KiB and block a server that writes more.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            command,
+            [*prefix, *command],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
@@ -98,8 +99,12 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(*flags: str, is_ready: bool = True) -> Iterator[RunningServer]:
-    server = RunningServer("--scripted", "--max-model-len", str(MAX_MODEL_LEN), *flags)
+def running_server(
+    *flags: str, is_ready: bool = True, prefix: tuple[str, ...] = ()
+) -> Iterator[RunningServer]:
+    """prefix: see `RunningServer`."""
+    length = ("--max-model-len", str(MAX_MODEL_LEN))
+    server = RunningServer("--scripted", *length, *flags, prefix=prefix)
     try:
         if is_ready:
             server.wait_until_ready()

@@ -1,10 +1,12 @@
 """Many connections, and slow ones: what they cost, and which errors they get."""
 
 import asyncio
+import contextlib
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 
+import httpx
 import pytest
 import uvicorn
 from starlette.requests import Request
@@ -13,37 +15,64 @@ from uvicorn.server import ServerState
 from penstock.server.errors import BodyTooSlow, reply_to
 from penstock.server.http import body, connection
 from penstock.server.http.body import read_body
-from penstock.server.http.connection import SPARE_FILES, HttpProtocol
+from penstock.server.http.connection import HttpProtocol, spare_files
 from tests.support.serving import RunningServer, running_server, wait_until
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-NUM_FILES = 100
+NUM_FILES = 256
 
 
-@pytest.fixture(scope="module")
+COMPLETION = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+
+
+@pytest.fixture
 def cramped() -> Iterator[RunningServer]:
     """A server that may open few files."""
-    with running_server() as server:
-        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (NUM_FILES, NUM_FILES))
+    with running_server(prefix=("prlimit", f"--nofile={NUM_FILES}:{NUM_FILES}")) as server:
         yield server
 
 
+def connected(server: RunningServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
 def test_a_connection_beyond_the_limit_of_open_files_gets_a_503(cramped: RunningServer) -> None:
-    address = "127.0.0.1", cramped.port
-    connections = [
-        socket.create_connection(address, timeout=10) for _ in range(NUM_FILES - SPARE_FILES)
-    ]
-    try:
-        connections[0].sendall(HEALTH)
-        connections[-1].sendall(HEALTH)
-        assert connections[0].recv(1 << 12).startswith(b"HTTP/1.1 200 ")
-        refused = connections[-1].recv(1 << 12)
+    with contextlib.ExitStack() as stack:
+        for _ in range(NUM_FILES - spare_files(NUM_FILES)):
+            connection = stack.enter_context(connected(cramped))
+            connection.sendall(COMPLETION[:-2])  # its body does not come, so it is never idle
+        refused = connection.recv(1 << 12)
         assert refused.startswith(b"HTTP/1.1 503 ") and b"\r\nRetry-After: " in refused
-        assert b"100 files" in refused and b"too_many_connections" in refused
-    finally:
-        for connection in connections:
-            connection.close()
-    wait_until(lambda: cramped.get("/health").status_code == 200)
+        assert b"256 files" in refused and b"too_many_connections" in refused
+    wait_until(lambda: cramped.complete().status_code == 200)
+    wait_until(lambda: "allow it 512 or more" in cramped.log())
+
+
+def test_health_answers_while_more_clients_are_connected_than_files_may_be_open(
+    cramped: RunningServer,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * NUM_FILES):
+            stack.enter_context(connected(cramped))  # and says nothing
+        # Not after HEAD_TIMEOUT_S, when the server closes connections without a request.
+        wait_until(lambda: _status(cramped, "/health") == 200, timeout_s=15)
+        assert cramped.log().count("too many connections") == 1
+
+
+def test_idle_connections_make_room_for_new_ones(cramped: RunningServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(NUM_FILES - spare_files(NUM_FILES)):
+            connection = stack.enter_context(connected(cramped))
+            connection.sendall(HEALTH)
+            assert connection.recv(1 << 12)
+        wait_until(lambda: _status(cramped, "/v1/models") == 200, timeout_s=15)
+
+
+def _status(server: RunningServer, path: str) -> int:
+    try:
+        return server.get(path).status_code
+    except httpx.TransportError:
+        return 0
 
 
 def test_the_server_may_open_all_the_files_that_its_hard_limit_lets_it() -> None:
