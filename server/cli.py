@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `penstock bench` and `penstock top`."""
+"""The command line: `penstock serve`, `penstock health`, `penstock bench` and `penstock top`."""
 
 import argparse
 import json
@@ -22,6 +22,7 @@ from penstock.scheduler.errors import InvalidConfig, PenstockError
 from penstock.scheduler.types import Pooling
 from penstock.server.config import MIB, CorsConfig, PoolerConfig, ServeConfig, ServerConfig
 from penstock.server.flag_values import ENVIRONMENT_PREFIX, FlagParser, set_defaults, size
+from penstock.server.health_check import check, flags_of_container
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.observability.version import version
 from penstock.server.output.reasoning import ReasoningFormat
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return top(arguments[1:])
     parser, serve_flags = _parsers()
     try:
+        if arguments[:1] == ["health"]:
+            return _health(arguments[1:])
         set_defaults(serve_flags, os.environ, _config_file(arguments))
         options = parser.parse_args(arguments)
         config = _config(options)
@@ -61,6 +64,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return _EXIT_USAGE
+
+
+def _health(arguments: list[str]) -> int:
+    """The server's address comes from the same flags, variables and file as the server has."""
+    parser = FlagParser(
+        prog="penstock health",
+        description="Asks a server on this machine for /health; the exit code is 0 if it is "
+        "healthy. It takes the flags of penstock serve, by default those of the container.",
+    )
+    add_serve_flags(parser)
+    arguments = arguments or flags_of_container()
+    set_defaults(parser, os.environ, _config_file(arguments))
+    options = parser.parse_args(arguments)
+    return check(options.host, options.port, has_tls=bool(options.ssl_certfile))
 
 
 def _config(options: argparse.Namespace) -> ServeConfig:
@@ -145,6 +162,7 @@ def _parsers() -> tuple[FlagParser, FlagParser]:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model over HTTP")
     add_serve_flags(serve)
+    commands.add_parser("health", help="ask a server on this machine whether it is healthy")
     commands.add_parser("bench", help="measure a server under load; see penstock bench --help")
     commands.add_parser("top", help="watch a server in the terminal; see penstock top --help")
     return parser, serve

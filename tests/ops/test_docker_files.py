@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from tests.support.serving import MODEL
 
 DOCKER = ROOT / "docker"
 CHART, MANIFESTS = DOCKER / "helm" / "penstock", DOCKER / "k8s"
+BASE = MANIFESTS / "base"
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+IMAGES = {"gpu": f"penstock:{VERSION}", "cpu": f"penstock:{VERSION}-cpu"}
 _INSTALL = "install the tools of these tests: pip install -e '.[ops]'"
 _SHUTDOWN_TIMEOUT_S = ServerConfig(served_model_names=("any",)).shutdown_timeout_s
 # Defined by operators installed in a cluster, so Kubernetes' own schema does not have them.
@@ -108,38 +113,89 @@ def test_compose_names_match_prometheus_and_grafana() -> None:
 
 
 def test_kubernetes_accepts_every_manifest(tmp_path: Path) -> None:
-    documents = [d for file in sorted(MANIFESTS.glob("*.yaml")) for d in _documents(file)]
+    files = sorted([*MANIFESTS.glob("*.yaml"), *BASE.glob("*.yaml")])
+    documents = [d for file in files for d in _documents(file)]
     objects = [d for d in documents if "apiVersion" in d and d["kind"] != "Kustomization"]
     assert len(objects) == 7
     _validate(objects, tmp_path)
 
 
 def test_kubernetes_rejects_an_unknown_field(tmp_path: Path) -> None:
-    deployment = _documents(MANIFESTS / "deployment.yaml")[0]
+    deployment = _documents(BASE / "deployment.yaml")[0]
     deployment["spec"]["replica"] = 1
     with pytest.raises(AssertionError, match="replica"):
         _validate([deployment], tmp_path)
 
 
-def test_kustomize_builds_the_manifests(tmp_path: Path) -> None:
-    yaml = pytest.importorskip("yaml", reason=_INSTALL)
-    kubectl = _tool("kubectl", "install kubectl 1.27 or later")
-    objects = list(yaml.safe_load_all(_output(kubectl, "kustomize", str(MANIFESTS))))
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+def test_kustomize_builds_each_overlay(overlay: str, tmp_path: Path) -> None:
+    objects = _built(overlay)
     _validate(objects, tmp_path)
-    deployment = next(o for o in objects if o["kind"] == "Deployment")
-    container = deployment["spec"]["template"]["spec"]["containers"][0]
-    assert container["image"] == "penstock:0.1.0"
+    assert len(objects) == 5
+    pod = _one(objects, "Deployment")["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert container["image"] == IMAGES[overlay]
+    limits = container["resources"]["limits"]
+    assert ("nvidia.com/gpu" in limits, "tolerations" in pod) == (overlay == "gpu",) * 2
+    assert ("cpu" in limits) == (overlay == "cpu")
+
+
+def test_no_service_puts_variables_into_the_pod_that_the_server_would_read_as_flags() -> None:
+    """Kubernetes sets PENSTOCK_PORT=tcp://... for a Service named penstock."""
+    for deployment in (_one(_built("gpu"), "Deployment"), _one(_rendered({}), "Deployment")):
+        assert deployment["spec"]["template"]["spec"]["enableServiceLinks"] is False
+
+
+def test_every_file_names_the_images_by_the_version_of_the_project() -> None:
+    files = [
+        *DOCKER.rglob("*"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+        ROOT / "Makefile",
+    ]
+    named = {
+        (file.relative_to(ROOT), image)
+        for file in files
+        if file.is_file()
+        for image in re.findall(
+            r"(?:-t|image:|:/cache) (penstock(?::[\w.-]+)?)\b", file.read_text(encoding="utf-8")
+        )
+    }
+    wrong = {each for each in named if each[1] not in (*IMAGES.values(), "penstock")}
+    wrong |= {each for each in named if each[1] == "penstock" and each[0].suffix != ".yaml"}
+    assert len(named) >= 6 and not wrong, wrong
+    compose = _documents(DOCKER / "compose.yaml")[0]["services"]
+    assert {name: compose[f"penstock-{name}"]["image"] for name in IMAGES} == IMAGES
+    chart = _documents(CHART / "Chart.yaml")[0]
+    assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
+    for dockerfile in _dockerfiles():
+        assert f'ARG VERSION="{VERSION}"' in Path(dockerfile).read_text(encoding="utf-8")
+
+
+def test_the_charts_image_follows_whether_there_are_gpus() -> None:
+    for values, image in (({}, IMAGES["gpu"]), (_cpu_values(), IMAGES["cpu"])):
+        pod = _one(_rendered(values), "Deployment")["spec"]["template"]["spec"]
+        assert pod["containers"][0]["image"] == image
+
+
+def test_the_charts_values_for_cpus_are_those_of_the_overlay(tmp_path: Path) -> None:
+    objects = _rendered(_cpu_values())
+    _validate(objects, tmp_path)
+    chart = _one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    [overlay] = _one(_built("cpu"), "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert chart["resources"] == overlay["resources"]
+    assert chart["args"] == ["--shutdown-timeout=30"]
 
 
 def test_the_manifests_grace_period_covers_a_drain() -> None:
-    pod = _documents(MANIFESTS / "deployment.yaml")[0]["spec"]["template"]["spec"]
+    pod = _documents(BASE / "deployment.yaml")[0]["spec"]["template"]["spec"]
     before = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] > before + _SHUTDOWN_TIMEOUT_S
 
 
 def test_a_first_download_is_not_a_failed_rollout() -> None:
     for spec in (
-        _documents(MANIFESTS / "deployment.yaml")[0]["spec"],
+        _documents(BASE / "deployment.yaml")[0]["spec"],
         _one(_rendered({"startupSeconds": 7200}), "Deployment")["spec"],
     ):
         probe = spec["template"]["spec"]["containers"][0]["startupProbe"]
@@ -168,7 +224,7 @@ def test_the_charts_monitor_sends_the_servers_key() -> None:
 
 def test_the_charts_policy_allows_extra_egress() -> None:
     out = [{"ports": [{"port": 4318, "protocol": "TCP"}]}]
-    plain = _documents(MANIFESTS / "networkpolicy.yaml")[0]["spec"]
+    plain = _documents(BASE / "networkpolicy.yaml")[0]["spec"]
     for extra in ([], out):
         policy = _one(_rendered({"networkPolicy": {"extraEgress": extra}}), "NetworkPolicy")
         assert policy["spec"]["egress"] == plain["egress"] + extra
@@ -189,7 +245,7 @@ def test_helm_renders_what_kubernetes_accepts(values: dict[str, Any], tmp_path: 
 def test_the_chart_renders_the_pod_of_the_manifests() -> None:
     deployment = next(o for o in _rendered({}) if o["kind"] == "Deployment")
     chart = deployment["spec"]["template"]["spec"]
-    plain = _documents(MANIFESTS / "deployment.yaml")[0]["spec"]["template"]["spec"]
+    plain = _one(_built("gpu"), "Deployment")["spec"]["template"]["spec"]
     ours, theirs = chart["containers"][0], plain["containers"][0]
     for key in ("ports", "resources", "securityContext", "lifecycle", "volumeMounts"):
         assert ours[key] == theirs[key], key
@@ -229,6 +285,17 @@ def test_helm_lint_reports_nothing() -> None:
     info = 1  # the only one of Helm's severities below a warning
     assert not report["errors"], report
     assert all(message["severity"] == info for message in report["messages"]), report
+
+
+def _built(overlay: str) -> list[dict[str, Any]]:
+    """What `kubectl apply -k` would apply."""
+    yaml = pytest.importorskip("yaml", reason=_INSTALL)
+    kubectl = _tool("kubectl", "install kubectl 1.27 or later")
+    return list(yaml.safe_load_all(_output(kubectl, "kustomize", str(MANIFESTS / overlay))))
+
+
+def _cpu_values() -> dict[str, Any]:
+    return _documents(CHART / "values-cpu.yaml")[0]
 
 
 def _rendered(values: dict[str, Any]) -> list[dict[str, Any]]:

@@ -19,5 +19,6 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
 {{- define "penstock.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- $tag := gt (int .Values.gpus) 0 | ternary .Chart.AppVersion (printf "%s-cpu" .Chart.AppVersion) -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default $tag }}
 {{- end -}}
