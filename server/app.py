@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from penstock.engine.client import configure_logs, flush_logs
 from penstock.scheduler.errors import InvalidConfig
-from penstock.server.api import health, models, openapi, page, tokenize
+from penstock.server.api import health, models, openapi, openapi_page, page, tokenize
 from penstock.server.api.anthropic import routes as anthropic
 from penstock.server.api.embeddings import routes as embeddings
 from penstock.server.api.openai import routes as openai
@@ -68,7 +68,17 @@ def build_app(service: Service) -> FastAPI:
         max_count=service.config.server.max_stored_responses,
         max_bytes=service.config.server.max_stored_response_bytes,
     )
-    for module in (openai, responses, anthropic, embeddings, tokenize, models, health, openapi):
+    for module in (
+        openai,
+        responses,
+        anthropic,
+        embeddings,
+        tokenize,
+        models,
+        health,
+        openapi,
+        openapi_page,
+    ):
         app.include_router(module.router)
     if service.config.server.has_page:
         app.include_router(page.router)

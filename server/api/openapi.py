@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs`: the routes as they are, with the bodies that they parse themselves.
+"""`/openapi.json`: the routes as they are, with the bodies that they parse themselves.
 
 Routes read raw bytes, because a refusal has to be OpenAI's error object with a sentence; so FastAPI
 knows nothing of their fields, and what it would guess of answers and errors is not true. This
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -139,13 +138,6 @@ _ANTHROPIC_ERROR = {
 @router.get("/openapi.json")
 async def openapi(request: Request) -> Response:
     return json_response(schema_of(request.app))
-
-
-@router.get("/docs")
-async def docs(request: Request) -> Response:
-    """Swagger's page, which a browser with a way to the internet can show."""
-    url = f"{request.scope.get('root_path', '')}/openapi.json"
-    return get_swagger_ui_html(openapi_url=url, title="Penstock")
 
 
 def schema_of(app: FastAPI) -> dict[str, Any]:

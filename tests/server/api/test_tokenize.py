@@ -1,5 +1,6 @@
 """`/tokenize`, `/detokenize`, and the schema that says so."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,4 +121,15 @@ def test_every_route_is_in_the_schema_with_its_body_and_its_errors(server: Runni
     assert {"prompt", "max_tokens", "min_tokens", "best_of", "echo"} <= set(fields)
     assert schema["paths"]["/rerank"]["post"]["requestBody"]
     assert "422" not in server.get("/openapi.json").text
-    assert "/openapi.json" in server.get("/docs").text
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_a_page_that_shows_the_schema_loads_nothing_from_elsewhere(
+    server: RunningServer, path: str
+) -> None:
+    response = server.get(path)
+    assert "default-src 'none'; script-src 'self';" in response.headers["content-security-policy"]
+    loaded = re.findall(r'(?:src|href)="(?!data:)([^"]*)"', response.text)
+    assert len(loaded) >= 2 and not any(":" in url or url.startswith("/") for url in loaded)
+    assert all(server.get(f"/{url}").status_code == 200 for url in loaded)
+    assert server.get("/docs/nothing.js").status_code == 404
