@@ -465,6 +465,10 @@ def _sum(by_class: dict[StepClass, Totals]) -> Totals:
     return total
 
 
+# The peak is that of memory.
+_ABOVE_ONE = {"bandwidth": "; above 1 where a model fits in the processor's cache, which is faster"}
+
+
 def _utilization(
     resource: str, unit: str, peaks: dict[str, float | None], rates: dict[str, float]
 ) -> Iterator[Metric]:
@@ -478,7 +482,7 @@ def _utilization(
     ratio_family = GaugeMetricFamily(
         f"penstock_model_{resource}_utilization_ratio",
         f"Share of the hardware's peak {resource} that the steps of the last {WINDOW_S} seconds "
-        "had to use while they ran; 0 if no step ran",
+        f"had to use while they ran; 0 if no step ran{_ABOVE_ONE.get(resource, '')}",
         labels=["class", "peak"],
     )
     for source, peak in peaks.items():

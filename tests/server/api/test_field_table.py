@@ -364,6 +364,12 @@ def test_no_field_of_the_openai_client_is_unknown_to_these_tables(path: str) -> 
 CLIENT = httpx.Client(timeout=30)  # one, since a new one for each request takes most of the time
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _client_closed_at_the_end() -> Iterator[None]:
+    yield
+    CLIENT.close()
+
+
 def post(server: RunningServer, path: str, fields: Json) -> httpx.Response:
     return CLIENT.post(server.url + path, json={"model": MODEL} | BASE[path] | fields)
 
