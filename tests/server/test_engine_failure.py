@@ -56,6 +56,7 @@ async def test_a_step_that_fails_ends_the_process_with_its_cause_in_the_log(
     assert process is not None and await asyncio.wait_for(process.wait(), 10) == 1
     log = capfd.readouterr().err
     assert "Traceback" in log and "and how to debug that" in log
+    assert "[a] engine: it ran in the step that failed" in log
     await client.close()
 
 
