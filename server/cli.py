@@ -24,6 +24,7 @@ from penstock.server.observability.version import version
 from penstock.server.serve_flags import API_KEY_VARIABLE, DEMO_NAMES, add_serve_flags
 
 _EXIT_USAGE = 2  # as argparse exits
+_EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from penstock.server.app import serve
 
         return serve(config)
+    except KeyboardInterrupt:  # before the server has its own answer to it
+        return _EXIT_INTERRUPTED
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return _EXIT_USAGE
