@@ -7,8 +7,12 @@ PYTHON ?= python3
 PORT ?= 8000
 MODEL ?=
 BIN := .venv/bin
-# torch is installed first and alone, so that everything else uses the pinned build.
-TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+# The build of torch: cpu, cuda, or auto, which is cpu where there is no NVIDIA device. Given, it replaces
+# the one that is installed: make serve TORCH=cuda. TORCH_INDEX has CPU builds; empty, only the indexes
+# that pip is configured with are asked.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 
 .PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops dashboard dashboard-picture check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu docs clean
 
@@ -106,10 +110,16 @@ bench-gpu: .venv/installed-dev
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Penstock needs Python 3.11 or later; name one with PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install $(TORCH)
+	$(INSTALL_TORCH)
+	@touch $@ $(if $(TORCH),.venv/torch-$(TORCH))
+
+# torch is installed first and alone, so that everything else uses the pinned build.
+.venv/torch-%: | .venv/made
+	@rm -f .venv/torch-*
+	$(INSTALL_TORCH)
 	@touch $@
 
-.venv/installed: pyproject.toml .venv/made
+.venv/installed: pyproject.toml .venv/made $(if $(TORCH),.venv/torch-$(TORCH))
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
