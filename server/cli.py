@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `penstock bench` and `penstock top`."""
+"""The command line: `penstock serve`, and the first word of every other command."""
 
 import argparse
 import os
@@ -38,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from penstock.loadtest.top.cli import main as top
 
         return top(arguments[1:])
+    if arguments[:1] == ["chat"]:
+        from penstock.loadtest.chat.cli import main as chat
+
+        return chat(arguments[1:])
     parser, serve_flags = _parsers()
     try:
         set_defaults(serve_flags, os.environ, _config_file(arguments))
@@ -137,6 +141,7 @@ def _parsers() -> tuple[FlagParser, FlagParser]:
     add_serve_flags(serve)
     commands.add_parser("bench", help="measure a server under load; see penstock bench --help")
     commands.add_parser("top", help="watch a server in the terminal; see penstock top --help")
+    commands.add_parser("chat", help="chat with a served model; see penstock chat --help")
     return parser, serve
 
 

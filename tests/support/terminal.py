@@ -8,6 +8,7 @@ import select
 import struct
 import subprocess
 import termios
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Self
@@ -46,9 +47,10 @@ class Terminal:
         os.write(self.main_fd, key)
 
     def read(self, seconds: float = 0.05) -> str:
-        """What it has written, and writes in the next moment."""
+        """What it has written, and writes in the next moment; of what never pauses, a second's."""
         new = b""
-        while select.select([self.main_fd], [], [], seconds)[0]:
+        deadline_s = time.monotonic() + 1
+        while time.monotonic() < deadline_s and select.select([self.main_fd], [], [], seconds)[0]:
             new += os.read(self.main_fd, 65536)
         self.output += new.decode("utf-8", "replace")
         return self.output
