@@ -42,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from penstock.loadtest.chat.cli import main as chat
 
         return chat(arguments[1:])
+    if arguments[:1] == ["completion"]:
+        from penstock.server.completion import main as completion
+
+        return completion(arguments[1:], _parsers()[0])
     parser, serve_flags = _parsers()
     try:
         set_defaults(serve_flags, os.environ, _config_file(arguments))
@@ -142,6 +146,7 @@ def _parsers() -> tuple[FlagParser, FlagParser]:
     commands.add_parser("bench", help="measure a server under load; see penstock bench --help")
     commands.add_parser("top", help="watch a server in the terminal; see penstock top --help")
     commands.add_parser("chat", help="chat with a served model; see penstock chat --help")
+    commands.add_parser("completion", help="print a script that completes commands in a shell")
     return parser, serve
 
 
