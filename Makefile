@@ -143,7 +143,7 @@ bench-gpu: .venv/installed-dev
 	@touch $@
 
 .venv/installed: pyproject.toml .venv/made $(if $(TORCH),.venv/torch-$(TORCH))
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --editable .
 	@touch $@
 
 .venv/installed-dev: .venv/installed
