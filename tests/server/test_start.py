@@ -166,7 +166,8 @@ def test_a_second_signal_says_that_it_ends_the_server_at_once() -> None:
         running_server() as server,
         httpx.stream("POST", server.url + "/v1/completions", json=_LONG) as stream,
     ):
-        next(stream.iter_raw())
+        parts = stream.iter_raw()
+        next(parts)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: "drain: SIGTERM" in server.errors())
         server.process.send_signal(signal.SIGTERM)
