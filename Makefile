@@ -7,10 +7,14 @@ PYTHON ?= python3
 PORT ?= 8000
 MODEL ?=
 BIN := .venv/bin
-# torch is installed first and alone, so that everything else uses the pinned build.
-TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+# The build of torch: cpu, cuda, or auto, which is cpu where there is no NVIDIA device. Given, it replaces
+# the one that is installed: make serve TORCH=cuda. TORCH_INDEX has CPU builds; empty, only the indexes
+# that pip is configured with are asked.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops dashboard dashboard-picture check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops test-release version dist images dashboard dashboard-picture check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -51,6 +55,29 @@ OPS ?= tests/ops
 test-ops: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[ops]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OPS)
+
+# Builds the sdist and the wheel, installs it into a fresh environment and serves from there. PYTHONS names
+# other Pythons to do so with, whose dependencies are then downloaded.
+test-release: .venv/installed-dev
+	OMP_NUM_THREADS=1 TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.release $(PYTHONS)
+
+# Writes the version of pyproject.toml wherever else it stands.
+version: .venv/installed-dev
+	$(BIN)/python -m tests.release.version --write
+
+dist: .venv/installed-dev
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
+# IMAGE:VERSION for NVIDIA GPUs and IMAGE:VERSION-cpu for CPUs. DOCKER=podman builds them with podman.
+DOCKER ?= docker
+IMAGE ?= penstock
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+LABELS = --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD)
+images:
+	$(DOCKER) build -f docker/Dockerfile -t $(IMAGE):$(VERSION) $(LABELS) .
+	$(DOCKER) build -f docker/Dockerfile.cpu -t $(IMAGE):$(VERSION)-cpu $(LABELS) \
+		--build-arg TORCH_INDEX="$(TORCH_INDEX)" .
 
 # Writes the Grafana dashboard after a change in configs/grafana/dashboard.py.
 dashboard: .venv/installed
@@ -106,11 +133,17 @@ bench-gpu: .venv/installed-dev
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Penstock needs Python 3.11 or later; name one with PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install $(TORCH)
+	$(INSTALL_TORCH)
+	@touch $@ $(if $(TORCH),.venv/torch-$(TORCH))
+
+# torch is installed first and alone, so that everything else uses the pinned build.
+.venv/torch-%: | .venv/made
+	@rm -f .venv/torch-*
+	$(INSTALL_TORCH)
 	@touch $@
 
-.venv/installed: pyproject.toml .venv/made
-	$(BIN)/python -m pip install --quiet --editable .
+.venv/installed: pyproject.toml .venv/made $(if $(TORCH),.venv/torch-$(TORCH))
+	$(BIN)/python -m pip install --editable .
 	@touch $@
 
 .venv/installed-dev: .venv/installed
@@ -118,4 +151,4 @@ bench-gpu: .venv/installed-dev
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -18,9 +18,11 @@ from penstock.engine.errors import BadGrammar, EngineFailed, QueueFull, RequestR
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.streams import OutputStream
 from penstock.engine.ipc.supervisor import EngineState
+from penstock.engine.logs import CLEAR_LINE, is_terminal
 from penstock.engine.logs import configure as configure_logs
 from penstock.engine.messages import StepReport
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.phases import LoadProgress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,6 +33,7 @@ __all__ = [  # noqa: RUF022  # in groups
     "EngineState",  # starting, ready or dead
     "OutputStream",  # the outputs of one request
     "ModelInfo",  # the loaded model: sizes, limits, device, peaks
+    "LoadProgress",  # the phase of the start, and how far it is
     "StepReport",  # what one step computed, for metrics
     # Settings.
     "EngineConfig",  # all of them
@@ -40,6 +43,8 @@ __all__ = [  # noqa: RUF022  # in groups
     "LoadFormat",  # --load-format
     "LogFormat",  # --log-format
     "configure_logs",  # both processes write their logs alike
+    "is_terminal",  # whether a line on it may be drawn again
+    "CLEAR_LINE",  # what begins such a line
     # Errors, whose messages are sentences for a client or an operator.
     "EngineFailed",  # the engine could not start, or ended
     "QueueFull",  # more answers are waiting than may; has the time to retry after

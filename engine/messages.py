@@ -3,6 +3,7 @@
 import msgspec
 
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.phases import LoadProgress
 from penstock.scheduler.stats import SchedulerStats, StepWork
 from penstock.scheduler.types import Request, RequestId, RequestOutput, Started
 
@@ -60,4 +61,4 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Submit | Abort
-FromEngine = Ready | Failed | Refused | StepReport
+FromEngine = LoadProgress | Ready | Failed | Refused | StepReport

@@ -18,7 +18,13 @@ from torch import Tensor
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import AttentionBackend, EngineConfig
 from penstock.engine.executor import check_no_adapter, device_copies
-from penstock.engine.executors.loading import Ledger, Phases, choose_dtype, describe, weight_source
+from penstock.engine.executors.loading import (
+    Ledger,
+    choose_dtype,
+    describe,
+    reading,
+    weight_source,
+)
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
 from penstock.engine.memory.kv_pool import KVPool, size_cpu_pool
@@ -35,6 +41,7 @@ from penstock.engine.models.layers.linear import PackedLinear, PlainLinear, can_
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.model import NativeModel, check_features, load_library
+from penstock.engine.phases import Phases
 from penstock.engine.sampling.grammar import Grammars, GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import Sampler
@@ -52,13 +59,13 @@ _BANDWIDTH_PROBE_BYTES = 256 * 2**20
 class CpuExecutor:
     """See `penstock.engine.executor.Executor`."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path) -> None:
+    def __init__(self, config: EngineConfig, model_dir: Path, phases: Phases | None = None) -> None:
         if config.attention_backend is not AttentionBackend.AUTO:
             raise InvalidConfig(
                 f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
                 "on the CPU, which has one implementation of attention; leave the flag out"
             )
-        phases = Phases()
+        phases = phases or Phases()
         self._dtype = choose_dtype(config.dtype, _CPU)
         # One core is left to the server process.
         num_threads = config.num_threads or max(1, num_cores() - 1)
@@ -76,16 +83,17 @@ class CpuExecutor:
             block_bytes=block_bytes,
         )
         available = available_memory_bytes()
-        with phases.timed("compile"):
+        with phases.timed("compile", "loading the step that is compiled for this processor"):
             library = _library_for(model)
-        with phases.timed("weights"), torch.inference_mode():
+        what = reading(weight_bytes, self._dtype)
+        with phases.timed("weights", what, total=weight_bytes), torch.inference_mode():
             # The threads that read are Python's; each of torch's calls inside them uses one.
             torch.set_num_threads(1)
             self._model: Model
             empty = self._empty(in_arena=library is not None)
             self._model = llama = LlamaModel(
                 model,
-                weight_source(config.load_format, model_dir, empty),
+                weight_source(config.load_format, model_dir, empty, phases),
                 PackedLinear if can_pack(_CPU) and library is None else PlainLinear,
                 gathered_attention,
                 max_model_len=size.max_model_len,
@@ -93,16 +101,16 @@ class CpuExecutor:
                 num_load_threads=num_threads,
             )
             torch.set_num_threads(num_threads)
-        with phases.timed("kv_pool"):
+        with phases.timed("kv_pool", "allocating the pool of keys and values"):
             self._pool = KVPool(model.kv_shape, size.num_blocks, block_size, self._dtype, _CPU)
             if library is not None:
                 try:
                     self._model = NativeModel(library, llama, self._pool, num_threads)
                 except UnsupportedWeightFormat as error:
                     _warn_of_torch(error)
-        with phases.timed("bandwidth"):
+        with phases.timed("bandwidth", "measuring how fast memory is read"):
             measured = read_bandwidth(_BANDWIDTH_PROBE_BYTES)
-        with phases.timed("flops"):
+        with phases.timed("flops", "measuring how fast matrices are multiplied"):
             flops = matmul_flops(self._dtype)
 
         max_num_seqs = config.scheduler.max_num_seqs

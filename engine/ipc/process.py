@@ -26,12 +26,13 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.executor import Executor
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Failed, FromEngine, Ready, ToEngine
+from penstock.engine.phases import Phases
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-BuildExecutor = Callable[[EngineConfig], Executor]
+BuildExecutor = Callable[[EngineConfig, Phases], Executor]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -49,6 +50,7 @@ class Pipe:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
     def send(self, message: FromEngine) -> None:
+        """Called by one thread at a time; `Phases` sees to it while several threads load."""
         self._socket.send(self._encoder.encode(message))
 
     def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
@@ -68,7 +70,7 @@ class Pipe:
         zmq.Context.instance().term()
 
 
-def build_executor(config: EngineConfig) -> Executor:
+def build_executor(config: EngineConfig, phases: Phases) -> Executor:
     """The executor of this config, its model loaded. Raises PenstockError."""
     if config.scripted:
         from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
@@ -87,20 +89,22 @@ def build_executor(config: EngineConfig) -> Executor:
         )
         table = GrammarTable(grammars, config.scheduler.max_num_seqs, info.vocab_size)
         return ScriptedExecutor(info, grammars=table, step_s=config.scripted_step_s)
-    from penstock.engine.executors.loading import choose_device
+    with phases.timed("import", "importing torch"):
+        from penstock.engine.executors.loading import choose_device
 
-    if choose_device(config.device).type == "cuda":
+        device = choose_device(config.device)
+    if device.type == "cuda":
         from penstock.engine.executors.cuda.setup import build_cuda_executor
 
-        return build_cuda_executor(config, Path(config.model))
+        return build_cuda_executor(config, Path(config.model), phases=phases)
     from penstock.engine.executors.cpu import CpuExecutor
 
-    return CpuExecutor(config, Path(config.model))
+    return CpuExecutor(config, Path(config.model), phases)
 
 
 def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
     """Loads, sends `Ready`, and steps until the process is ended from outside or by an error."""
-    executor = build(config)
+    executor = build(config, Phases(pipe.send))
     info = executor.info
     scheduler = Scheduler(
         config.scheduler,

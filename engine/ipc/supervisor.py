@@ -29,6 +29,7 @@ from penstock.engine.messages import (
     ToEngine,
 )
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.phases import LoadProgress
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class EngineProcess:
         self,
         config: EngineConfig,
         module: str,
-        on_message: Callable[[StepReport | Refused], None],
+        on_message: Callable[[LoadProgress | StepReport | Refused], None],
         on_end: Callable[[str], None],
     ) -> None:
         """module: what the process runs; it must use the protocol of `penstock.engine.ipc.process`.
@@ -115,6 +116,9 @@ class EngineProcess:
             self._module,
             endpoint,
             stdin=asyncio.subprocess.PIPE,
+            # A group of its own: a terminal's Ctrl-C does not reach it, and it can be ended with
+            # the compiler that it may have started.
+            start_new_session=True,
             # Threads that spin while they wait take the core that the server needs.
             env={"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ),
         )
@@ -139,12 +143,16 @@ class EngineProcess:
             return
         for task in self._tasks:
             task.cancel()
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()  # it holds nothing that must be saved
-            await self._process.wait()
+        self.kill()
+        await self._process.wait()
         self._socket.close()
         self._directory.cleanup()
+
+    def kill(self) -> None:
+        """Ends the process and those it started, now; it holds nothing that must be saved."""
+        if self._process and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _read(self) -> None:
         try:

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.server.config import ServerConfig
 from penstock.server.observability.metrics import Metrics
+from tests.release.version import version
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL
 
@@ -128,7 +129,7 @@ def test_kustomize_builds_the_manifests(tmp_path: Path) -> None:
     _validate(objects, tmp_path)
     deployment = next(o for o in objects if o["kind"] == "Deployment")
     container = deployment["spec"]["template"]["spec"]["containers"][0]
-    assert container["image"] == "penstock:0.1.0"
+    assert container["image"] == f"penstock:{version()}"
 
 
 def test_the_manifests_grace_period_covers_a_drain() -> None:

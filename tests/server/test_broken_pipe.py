@@ -7,8 +7,9 @@ from typing import TextIO
 import pytest
 
 from penstock.engine.config import EngineConfig
+from penstock.server.announcement import print_line
 from penstock.server.config import ServeConfig, ServerConfig
-from penstock.server.service import EXIT_ENGINE_DIED, Service, State, _print
+from penstock.server.service import EXIT_ENGINE_DIED, Service, State
 from tests.support.paths import DEMO_MODEL
 from tests.support.serving import MODEL
 
@@ -46,11 +47,11 @@ async def test_what_fails_while_it_ends_does_not_keep_it_from_ending() -> None:
 
     service.close = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError):
-        await service.drain()
+        await service.drain("SIGTERM")
     assert service.over.done()
 
 
 def test_what_is_printed_to_a_closed_pipe_is_dropped_from_then_on() -> None:
     with unread_pipe() as pipe:
-        _print("one", pipe)
-        _print("two", pipe)
+        print_line("one", pipe)
+        print_line("two", pipe)

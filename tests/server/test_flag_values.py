@@ -6,9 +6,10 @@ import pytest
 
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server import cli
-from penstock.server.cli import add_serve_flags, main
+from penstock.server.cli import main
 from penstock.server.config import ServeConfig
 from penstock.server.flag_values import VLLM_FLAGS, FlagParser, set_defaults, size
+from penstock.server.serve_flags import add_serve_flags
 
 
 @pytest.fixture

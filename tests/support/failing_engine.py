@@ -10,6 +10,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.ipc.process import build_executor, main
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.phases import Phases
 from penstock.scheduler.types import Request, SampledTokens, ScheduledBatch
 
 MESSAGE = "CUDA error: an illegal memory access was encountered"
@@ -43,8 +44,8 @@ class FailsInItsThirdStep:
         return _Failed() if self._num_steps >= 3 else self._executor.execute(batch)
 
 
-def build(config: EngineConfig) -> Executor:
-    return FailsInItsThirdStep(build_executor(config))
+def build(config: EngineConfig, phases: Phases) -> Executor:
+    return FailsInItsThirdStep(build_executor(config, phases))
 
 
 if __name__ == "__main__":

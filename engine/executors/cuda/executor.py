@@ -9,7 +9,7 @@ Only `LaunchedStep.wait` waits for the device, for the ids that it copies out; a
 grammar or logprobs does, because the host needs the ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -147,11 +147,12 @@ class CudaExecutor:
         return self._grammars.compile(request.sampling)
 
     @torch.inference_mode()
-    def capture(self) -> None:
+    def capture(self, on_captured: Callable[[], None] = lambda: None) -> None:
         """Captures the graphs of all batch sizes, some 20 ms each, so that no request waits for
-        one."""
-        self._chunk_graphs.capture()
-        self._graphs.capture((size, mode) for size in reversed(self._sizes) for mode in GRAPH_MODES)
+        one. Calls back after each."""
+        self._chunk_graphs.capture(on_captured)
+        keys = ((size, mode) for size in reversed(self._sizes) for mode in GRAPH_MODES)
+        self._graphs.capture(keys, on_captured)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LaunchedStep:

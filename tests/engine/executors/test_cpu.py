@@ -13,6 +13,7 @@ from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.ipc.process import build_executor
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.native.model import load_library
+from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate, Tier
 from tests.support.paths import STORIES
@@ -256,4 +257,4 @@ def test_a_context_beyond_the_models_is_refused(tiny: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused(tiny: Path) -> None:
     with pytest.raises(InvalidConfig, match="use --device cpu"):
-        build_executor(engine_config(tiny, device=Device.CUDA))
+        build_executor(engine_config(tiny, device=Device.CUDA), Phases())
