@@ -44,8 +44,8 @@ _CARDS = (
 )
 
 
-def html_report(summary: Summary, figures: list[Figure], text: str) -> str:
-    """text: the terminal's output, which the page repeats."""
+def html_report(summary: Summary, figures: list[Figure], text: str, notes: list[str]) -> str:
+    """text: the terminal's output, which the page repeats. notes: why it may be misleading."""
     title = f"{summary['model_id']}: load test of {summary['date']}"
     cards = "".join(_card(summary.get(key), label, digits) for key, label, digits in _CARDS)
     drawn = "".join(_figure(figure) for figure in figures)
@@ -53,7 +53,7 @@ def html_report(summary: Summary, figures: list[Figure], text: str) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{CSS}</style></head><body>"
-        f"<h1>{escape(title)}</h1><p>{escape(_workload(summary))}</p>{_failures(summary)}"
+        f"<h1>{escape(title)}</h1><p>{escape(_workload(summary))}</p>{_notes(summary, notes)}"
         f'<div class="cards">{cards}</div><h2>Figures</h2><div class="grid">{drawn}</div>'
         f"<h2>Terminal output</h2><pre>{escape(text)}</pre>"
         f"<h2>All numbers</h2><table>{_rows(summary)}</table></body></html>\n"
@@ -67,10 +67,13 @@ def _workload(summary: Summary) -> str:
     )
 
 
-def _failures(summary: Summary) -> str:
-    """Each reason and its count; empty without failures."""
+def _notes(summary: Summary, notes: list[str]) -> str:
+    """Each reason of failures and its count, and the other notes."""
     reasons = summary.get("failure_reasons") or {}
-    return "".join(f"<p>{num} failed: {escape(reason)}</p>" for reason, num in reasons.items())
+    lines = [f"{num} failed: {reason}" for reason, num in reasons.items()]
+    failures = [f"{num} x {reason}" for reason, num in reasons.items()]
+    lines += [note for note in notes if note not in failures]
+    return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 
 def _card(value: object, label: str, digits: int) -> str:

@@ -43,7 +43,7 @@ class ReportConfig:
     """What the report shows, with vLLM's names. goodput_ms: the limit of each metric."""
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
-    percentiles: tuple[float, ...] = (90.0, 99.0)
+    percentiles: tuple[float, ...] = (90.0, 95.0, 99.0)
     goodput_ms: dict[str, float] | None = None
 
 
@@ -140,6 +140,7 @@ def summarize(replay: Replay, config: ReportConfig) -> Summary:
         "duration": duration,
         "completed": len(done),
         "failed": len(replay.failed),
+        "is_interrupted": replay.is_interrupted,
         "rejected": sum(result.status == 429 for result in replay.failed),
         "failure_reasons": dict(_reasons(replay).most_common(MAX_REASONS)),
         "uncounted": sum(not result.is_counted for result in done),
@@ -236,10 +237,11 @@ def render(summary: Summary, config: ReportConfig) -> str:
     return "\n".join([*lines, "=" * 50])
 
 
-def report_warnings(replay: Replay, *, has_due_times: bool) -> list[str]:
+def report_warnings(replay: Replay, *, has_due_times: bool, cache_advice: str) -> list[str]:
     """Why the report may be misleading: failures, and the client's own limits.
 
     has_due_times: whether requests had arrival times that nothing was allowed to delay.
+    cache_advice: what prompts in the server's prefix cache mean for this workload.
     """
     counts = _reasons(replay)
     lines = [f"{count} x {error}" for error, count in counts.most_common(MAX_REASONS)]
@@ -252,8 +254,7 @@ def report_warnings(replay: Replay, *, has_due_times: bool) -> list[str]:
         )
     if (cached := _cached_share(replay)) > _NOTABLE_CACHED_SHARE:
         lines.append(
-            f"{cached:.0%} of the prompt tokens were in the server's prefix cache: prompts that it "
-            "has seen cost less (another --seed, or none, makes new ones)"
+            f"{cached:.0%} of the prompt tokens were in the server's prefix cache: {cache_advice}"
         )
     if replay.client_cpu_share > 0.8:
         lines.append(
