@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from penstock.loadtest.bench.compare import main as compare
 from penstock.loadtest.bench.config import (
     BenchConfig,
     bench_config,
@@ -47,6 +48,8 @@ def main(argv: list[str]) -> int:
 
     With --sweep, 0 if a rate met the SLO.
     """
+    if argv[:1] == ["compare"]:
+        return compare(argv[1:])
     if argv[:1] == ["serve"]:  # as `vllm bench serve` is typed
         argv = argv[1:]
     try:

@@ -55,18 +55,19 @@ _COMMON = frozenset(
     }
 )
 _DESCRIPTION = """\
-Measure any OpenAI-compatible server with the flags of vllm bench serve. OPENAI_API_KEY is sent to
-the server if it is set.
+Measure any OpenAI-compatible server, with the flags of vllm bench serve.
+OPENAI_API_KEY is sent to it if that is set.
 
   penstock bench --num-prompts 64 --max-concurrency 16
-  penstock bench --request-rate 4 --goodput ttft:200 tpot:50 --report out.html"""
+  penstock bench --request-rate 4 --goodput ttft:200 tpot:50 --report out.html
+  penstock bench compare before.json after.json"""
 
 
 def make_parser() -> BenchParser:
     parser = BenchParser(
         _COMMON,
         prog="penstock bench",
-        usage="penstock bench [flags]",
+        usage="penstock bench [flags]\n       penstock bench compare FILE FILE [...] [--html FILE]",
         description=_DESCRIPTION,
         epilog="penstock bench --help-all describes every flag.",
     )
@@ -100,8 +101,8 @@ def _add_server(parser: BenchParser) -> None:
         "--endpoint-type",
         choices=[*BACKENDS],
         metavar="NAME",
-        help="openai for /v1/completions (the default), openai-chat for /v1/chat/completions; "
-        f"other names of these two: {', '.join(each for each in BACKENDS if 'openai' not in each)}",
+        help=f"the default, openai, is {COMPLETIONS}, and openai-chat {CHAT}; other names: "
+        f"{', '.join(each for each in BACKENDS if 'openai' not in each)}",
     )
     add("--endpoint", metavar="PATH", help=f"default: {COMPLETIONS}, or {CHAT} for chat")
     add(
@@ -335,8 +336,7 @@ def _add_sweep(parser: BenchParser) -> None:
     add(
         "--sweep",
         action="store_true",
-        help="search for the highest request rate that meets --goodput, from --request-rate, or 1, "
-        "by doubling, then by bisection; the rate sets the number of prompts",
+        help="search for the highest request rate that meets --goodput, from --request-rate, or 1",
     )
     add(
         "--sweep-goodput-ratio",

@@ -99,8 +99,12 @@ def _name(args: argparse.Namespace, document: Summary) -> str:
 
 def show(args: argparse.Namespace, summary: Summary, text: str) -> None:
     """On stdout: the text, or with --json the summary as one line."""
+    show_text(msgspec.json.encode(summary).decode() if args.json else text)
+
+
+def show_text(text: str) -> None:
     try:
-        print(msgspec.json.encode(summary).decode() if args.json else text, flush=True)
+        print(text, flush=True)
     except BrokenPipeError:  # `penstock bench | head -3` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -119,24 +123,25 @@ def write(
     """
     if args.save_result or args.append_result:
         path = Path(args.result_dir or ".", args.result_filename or _name(args, document))
-        with _writing(path):
+        with writing(path):
             _save(path, document, is_appended=args.append_result)
         say(f"saved as {path}")
     drawn = figures(shown, rates) if args.report or args.plot_dir else []
     if args.report:
-        with _writing(args.report):
+        with writing(args.report):
             args.report.parent.mkdir(parents=True, exist_ok=True)
             page = html_report(shown.summary, drawn, text, notes)
             args.report.write_text(page, encoding="utf-8")
         say(f"report written to {args.report}")
     if args.plot_dir:
-        with _writing(args.plot_dir):
+        with writing(args.plot_dir):
             for path in save_plots(drawn, args.plot_dir):
                 say(f"plot written to {path}")
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Raises FileNotWritten instead of OSError."""
     try:
         yield
     except OSError as error:

@@ -16,6 +16,7 @@ of `vllm bench serve`, so that results can be compared.
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from datetime import datetime
 from statistics import fmean
 from typing import Any, TypeAlias
 
@@ -166,6 +167,15 @@ def summarize(replay: Replay, config: ReportConfig) -> Summary:
         for name, value in _statistics(seconds, config.percentiles).items():
             summary[f"{name}_{metric}_ms"] = None if value is None else value * 1000
     return summary
+
+
+def readable_date(date: str) -> str:
+    """20261122-040133, as vLLM writes it, is 22 November 2026, 04:01."""
+    try:
+        at = datetime.strptime(date, "%Y%m%d-%H%M%S")
+    except ValueError:
+        return date
+    return f"{at.day} {at:%B %Y, %H:%M}"
 
 
 def metric_values(done: list[RequestResult]) -> dict[str, list[float]]:
