@@ -169,12 +169,14 @@ def _log_left_out(config: BenchConfig, workload: Workload) -> None:
 def _report(
     config: BenchConfig, requests: list[TimedRequest], observed: Replay, settings: Summary
 ) -> int:
-    if observed.is_interrupted:
-        say(f"interrupted: {len(observed.results)} of {len(requests)} requests had ended")
     has_due_times = config.args.max_concurrency is None and requests[-1].arrival_s > 0
     notes = report_warnings(
         observed, has_due_times=has_due_times, cache_advice=cache_advice(config.workload)
     )
+    if observed.is_interrupted:
+        notes.insert(
+            0, f"interrupted: {len(observed.results)} of {len(requests)} requests had ended"
+        )
     for line in notes:
         say(line)
     summary = settings | summarize(observed, config.report)

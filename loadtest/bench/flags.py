@@ -93,8 +93,8 @@ def _add_server(parser: BenchParser) -> None:
         "--tokenizer",
         type=Path,
         metavar="PATH",
-        help="a model's directory or a tokenizer.json, to count the tokens of texts; default: "
-        f"the server's /tokenize for at most {MAX_SERVER_COUNTS} texts, else an estimate",
+        help="a model's directory, a tokenizer.json or a hub id, to count the tokens of texts; "
+        f"default: the server's /tokenize for at most {MAX_SERVER_COUNTS} texts, else an estimate",
     )
     add(
         "--backend",

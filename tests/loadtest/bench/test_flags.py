@@ -1,6 +1,9 @@
 """The flags of `vllm bench serve` do what they say, or are refused by name."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -144,6 +147,32 @@ def test_a_tokenizer_gives_the_lengths_of_conversations(
     assert sent == expected  # the thirteenth is longer than the limit of vLLM
     summary = json.loads(capsys.readouterr().out)
     assert (summary["token_lengths"], summary["tokenizer_id"]) == ("tokenizer", str(DEMO))
+
+
+@pytest.mark.parametrize(
+    ("is_known", "message"), [(True, "counted "), (False, "cannot be downloaded")]
+)
+def test_a_tokenizer_may_be_a_hub_id(is_known: bool, message: str, tmp_path: Path) -> None:
+    """In a process of its own: the hub's client reads its variables when it is imported."""
+    if is_known:
+        repository = tmp_path / "hub" / "models--own--model"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("a1")
+        (repository / "snapshots" / "a1").mkdir(parents=True)
+        shutil.copy(DEMO / "tokenizer.json", repository / "snapshots" / "a1" / "tokenizer.json")
+    program = (
+        "from pathlib import Path\n"
+        "from penstock.loadtest.workload.token_counter import tokenizer_counter\n"
+        "print('counted', *tokenizer_counter(Path('own/model'))(['Who are you?']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert message in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("num", "is_asked"), [(201, False), (3, True)])  # two texts each

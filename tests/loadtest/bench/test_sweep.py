@@ -244,8 +244,11 @@ def test_an_unknown_model_is_reported_with_the_known_ones(
     assert line.endswith(f"; it lists {MODEL}")
 
 
-def test_ctrl_c_prints_the_results_so_far(server: RunningServer) -> None:
+def test_ctrl_c_prints_and_reports_the_results_so_far(
+    server: RunningServer, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "penstock", "bench", "--base-url", server.url, "--json"]
+    command += ["--report", str(tmp_path / "r.html")]
     command += ["--num-prompts", "500", "--random-input-len", "4", "--random-output-len", "5"]
     process = subprocess.Popen(
         command,
@@ -268,3 +271,4 @@ def test_ctrl_c_prints_the_results_so_far(server: RunningServer) -> None:
     assert "of 500 requests had ended" in errors and "Traceback" not in errors
     summary = json.loads(out)
     assert summary["completed"] >= 4 and summary["is_interrupted"]
+    assert "of 500 requests had ended" in (tmp_path / "r.html").read_text()
