@@ -114,9 +114,9 @@ async def _warm_up(
     try:
         await warm_up(target, config.workload, args.num_warmups, args.max_concurrency)
     except TargetUnusable as error:
-        raise (
-            TargetUnusable(f"{error}; it lists {', '.join(others)}") if others else error
-        ) from error
+        if not others:
+            raise
+        raise TargetUnusable(f"{error}; the server lists {', '.join(others)}") from error
     if others:
         say(f"the server lists no model {model.id!r}; it lists {', '.join(others)}")
 

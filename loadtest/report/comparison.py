@@ -276,4 +276,6 @@ def _difference_of_totals(sides: list[Side], key: str) -> list[str]:
 def _shown(value: object) -> str:
     if value is None:
         return "not set"
+    if isinstance(value, dict):
+        return " ".join(f"{name}:{_shown(each)}" for name, each in value.items())
     return f"{value:g}" if isinstance(value, float) else str(value)

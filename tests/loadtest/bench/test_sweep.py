@@ -241,7 +241,7 @@ def test_an_unknown_model_is_reported_with_the_known_ones(
     printed = capsys.readouterr().err
     (line,) = [line for line in printed.splitlines() if "seed" not in line]
     assert "a warm-up request failed: HTTP 404" in line
-    assert line.endswith(f"; it lists {MODEL}")
+    assert line.endswith(f"; the server lists {MODEL}")
 
 
 def test_ctrl_c_prints_and_reports_the_results_so_far(

@@ -93,6 +93,7 @@ def test_a_value_that_is_missing_or_not_a_number_has_no_ratio() -> None:
         ({"max_concurrency": 4}, {"max_concurrency": 8}, "max_concurrency is 4 in A, 8 in B"),
         ({"request_rate": "inf"}, {"request_rate": 2.5}, "request_rate is inf in A, 2.5 in B"),
         ({"max_concurrency": None}, {"max_concurrency": 8}, "is not set in A, 8 in B"),
+        ({"goodput": {"ttft": 200.0}}, {"goodput": None}, "goodput is ttft:200 in A, not set in B"),
         ({"model_id": "x"}, {}, "model_id is x in A, m in B"),
         ({"total_output_tokens": 1000}, {"total_output_tokens": 900}, "is 1,000 in A, 900 in B"),
     ],
