@@ -47,14 +47,14 @@ def test_an_output_streams_with_timings_and_escape_stops_the_next(
     length = "document.querySelector('article:last-of-type .content').textContent.length"
     page.wait(f"{length} > 5")
     assert not page.js("Boolean(document.querySelector('.figures'))")  # still streaming
-    page.wait("document.querySelectorAll('.tools').length === 1")
+    page.wait("document.querySelectorAll('.answer:not(.running)').length === 1")
     figures = page.text(".figures").replace("\n", " ")
     assert re.search(r"TTFT ?[\d.]+ m?s.*TPOT ?[\d.]+ ms.*Out ?40 .*length", figures), figures
     page.js("document.querySelector('#max_tokens').value = 500")
     send(page, "And now?")
     page.wait(f"{length} > 5")
     page.write("#prompt", "Escape")
-    page.wait("document.querySelectorAll('.tools').length === 2")
+    page.wait("document.querySelectorAll('.answer:not(.running)').length === 2")
     slow.wait_until_idle()
     assert slow.metric('requests_total{outcome="abandoned"}') == 1
 
