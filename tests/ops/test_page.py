@@ -99,7 +99,7 @@ def test_an_output_streams_and_escape_or_the_button_stops_it(
     slow: RunningServer, new_page: NewPage
 ) -> None:
     page = opened(new_page(), slow.url)
-    length = "document.querySelector('article:last-of-type .content').textContent.length"
+    length = "document.querySelector('article:last-of-type .content')?.textContent.length"
     stops: list[Callable[[], None]] = [
         lambda: page.press("Escape"),
         lambda: page.click("#stop-answer"),
@@ -340,6 +340,25 @@ def test_a_key_is_requested_and_kept_in_the_tab_only(new_page: NewPage) -> None:
         use(page, "curl")
         line = page.js("document.querySelector('.curl pre').textContent")
         assert "$PENSTOCK_API_KEY" in line and KEY not in line
+
+
+def test_a_key_is_kept_in_the_browser_only_as_long_as_the_user_wants(new_page: NewPage) -> None:
+    kept = "Object.values(localStorage).includes('" + KEY + "')"
+    with running_server("--api-key", KEY) as server:
+        page = new_page()
+        page.open(server.url)
+        page.wait("!document.querySelector('#key-form').hidden")
+        page.write("#key", KEY)
+        page.click("#key-keep")
+        page.click("#key-form .primary")
+        page.wait("document.querySelector('#state').dataset.state === 'ready'")
+        assert page.js(kept)
+        later = page.beside()
+        opened(later, server.url)
+        later.click("#key-open")
+        later.click("#key-keep")
+        later.click("#key-form .primary")
+        later.wait(f"!{kept}")
 
 
 def test_a_wrong_key_and_one_that_no_header_can_hold_are_reported(new_page: NewPage) -> None:

@@ -256,6 +256,8 @@ def test_a_file_that_is_none_of_ours_is_refused_by_its_fault(
 
 def test_nothing_is_stored_if_the_user_wants_so(page: Page) -> None:
     page.click("#storing")
+    show_settings(page)
+    page.write("#system", "Keep the secret.")
     asked(page, "a secret")
     assert titles(page) == ["a secret"]
     assert stored(page) == []
@@ -333,6 +335,46 @@ def test_escape_leaves_the_editor_and_changes_nothing(page: Page, server: PageSe
     page.press("Escape")
     assert questions(page) == ["one"] and not page.js("Boolean(document.querySelector('.editor'))")
     assert len(server.requests) == 1
+
+
+def test_a_second_question_waits_for_the_first_answer(page: Page, server: PageServer) -> None:
+    server.says("word " * 2000, pause_s=0.01)
+    send(page, "one")
+    page.wait("document.querySelector('.content')?.textContent.length > 10")
+    page.click(".question button:nth-of-type(2)")
+    page.write(".editor textarea", "edited")
+    page.press("Enter")
+    assert "still arriving" in page.text("#ask-error")
+    assert page.js("document.querySelector('.editor textarea').value") == "edited"
+    page.click("#stop-answer")
+    finished(page)
+    assert not page.js("document.querySelector('#ask-error').checkVisibility()")
+    page.write(".editor textarea", "edited")
+    server.says("Fine.")
+    page.press("Enter")
+    page.wait("document.querySelector('.content').textContent.trim() === 'Fine.'")
+    assert questions(page) == ["edited"]
+
+
+def test_escape_closes_what_is_open_before_it_stops_an_answer(
+    page: Page, server: PageServer
+) -> None:
+    server.says("word " * 2000, pause_s=0.01)
+    send(page, "one")
+    page.wait("document.querySelector('.content')?.textContent.length > 10")
+    page.click(".question button:nth-of-type(2)")
+    page.press("Escape")
+    page.wait("!document.querySelector('.editor')")
+    page.js("document.querySelector('#chats-list .more').click(); 0")
+    page.press("Escape")
+    page.wait("!document.querySelector('#chat-menu').matches(':popover-open')")
+    choose_from_menu(page, "delete")
+    page.press("Escape")
+    page.wait("!document.querySelector('#dialog').open")
+    assert page.js("document.querySelector('#stop-answer').checkVisibility()")
+    page.press("Escape")
+    finished(page)
+    assert "Stopped" in page.text(".foot")
 
 
 def test_a_cut_answer_is_continued_and_a_whole_one_is_not(page: Page, server: PageServer) -> None:

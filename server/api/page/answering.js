@@ -66,6 +66,7 @@ export async function receive({ path, body }, node, signal, onChange) {
     }
     if (event.usage) usage = usageOf(event);
   }
+  if (!usage) return; // another server may leave it out
   node.figures = { ...usage, totalMs: performance.now() - startMs };
   if (firstMs) Object.assign(node.figures, { ttftMs: firstMs - startMs, decodeMs: lastMs - firstMs });
 }

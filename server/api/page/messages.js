@@ -179,7 +179,7 @@ function callView({ name, arguments: text }) {
 // The page runs no tools; its user can say what they would return.
 function resultForm(node, act) {
   const fields = node.toolCalls.map(({ name }) => make("textarea", { rows: "2", "aria-label": `Result of ${name}`, placeholder: `What ${name} returns` }));
-  const form = make("form", { class: "result-form only-last" }, ...fields, make("button", { type: "submit", class: "quiet small" }, "Send results"));
+  const form = make("form", { class: "result-form only-last" }, ...fields, make("button", { type: "submit", class: "primary small" }, "Send results"));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     act.sendResults(node, node.toolCalls.map(({ id, name }, i) => ({ id, name, content: fields[i].value })));
@@ -204,7 +204,10 @@ function edit({ place, text, label, done, onDone }) {
     if (area.value.trim() && onDone(area.value) !== false) close();
   });
   form.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") close();
+    if (event.key === "Escape") {
+      event.stopPropagation(); // it would stop an answer
+      close();
+    }
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.target === area) {
       event.preventDefault();
       form.requestSubmit();

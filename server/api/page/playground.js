@@ -62,7 +62,8 @@ export function startPlayground(given) {
   });
   byId("prompt").addEventListener("input", fitPrompt);
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") stop(open);
+    // Else it closes what is open.
+    if (event.key === "Escape" && !document.querySelector("dialog[open], :popover-open")) stop(open);
   });
   byId("conversation").addEventListener("scroll", () => {
     const { scrollHeight, scrollTop, clientHeight } = byId("conversation");
@@ -105,7 +106,7 @@ export function openConversation(conversation = newConversation()) {
   show();
   scrollToEnd();
   hooks.onOpen();
-  byId("prompt").focus();
+  if (matchMedia("(pointer: fine)").matches) byId("prompt").focus(); // no keyboard over the answers on a phone
 }
 
 export function stop(conversation) {
@@ -128,9 +129,9 @@ function send() {
 
 // asked(): the node to answer, or the answer to continue. Nothing changes if the settings are wrong.
 function ask(asked) {
-  if (runs.has(open.id)) return false;
   byId("ask-error").hidden = true;
   try {
+    if (runs.has(open.id)) throw new SettingsError("An answer is still arriving; stop it first, or wait for its end.", "prompt");
     if (!model) throw new SettingsError("The model is not ready yet; wait until its name appears above.", "prompt");
     const settings = readSettings();
     start(asked(), settings);
@@ -178,6 +179,7 @@ async function run(conversation, node, sent) {
   save(conversation);
   if (conversation !== open) return;
   if (open.nodes[node.id]) current.view?.finish();
+  byId("ask-error").hidden = true;
   show();
   followEnd();
 }

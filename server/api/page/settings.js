@@ -1,6 +1,7 @@
 // The settings of a request. Empty fields are not sent, so that the model's defaults apply.
 
 import { COMPLETION_MAX_TOKENS } from "./answering.js";
+import { isStoring } from "./conversations.js";
 import { byId } from "./dom.js";
 import { keep, recall } from "./preferences.js";
 
@@ -31,7 +32,7 @@ export function startSettings() {
   form.addEventListener("input", () => {
     byId("ask-error").hidden = true;
     showSchema();
-    keep(KEPT, values());
+    if (isStoring()) keep(KEPT, values());
   });
   form.addEventListener("reset", () => {
     keep(KEPT, {});

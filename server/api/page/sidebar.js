@@ -23,8 +23,9 @@ export function startSidebar() {
     if (WIDE.matches) keep(SHOWN, !byId("chats").hidden);
     else if (!byId("chats").hidden) byId("chats-new").focus();
   });
-  byId("chats").addEventListener("keydown", ({ key }) => {
-    if (key !== "Escape" || WIDE.matches) return;
+  byId("chats").addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || WIDE.matches) return;
+    event.stopPropagation(); // it would stop an answer
     show(false);
     opener.focus();
   });
@@ -128,6 +129,7 @@ async function deleteOne(conversation) {
   stop(conversation);
   await remove(conversation);
   if (conversation.id === openId()) openConversation();
+  else byId("chats-new").focus();
 }
 
 async function deleteAll() {
