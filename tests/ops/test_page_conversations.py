@@ -164,6 +164,19 @@ def test_conversations_are_listed_found_renamed_and_deleted(page: Page) -> None:
     assert questions(page) == ["apples"]
 
 
+def test_a_conversation_that_is_deleted_while_its_answer_arrives_stays_deleted(
+    page: Page, server: PageServer
+) -> None:
+    server.says("word " * 2000, pause_s=0.01)
+    send(page, "one")
+    page.wait("document.querySelector('.content')?.textContent.length > 10")
+    choose_from_menu(page, "delete")
+    confirm(page, "Delete")
+    page.wait("!document.querySelector('article')")
+    time.sleep(1.5)  # longer than the time between two writes of a running answer
+    assert titles(page) == [] and stored(page) == []
+
+
 def test_all_conversations_are_deleted_at_once(page: Page) -> None:
     for question in ("a", "b"):
         asked(page, question)

@@ -43,8 +43,9 @@ async function startAddress() {
 
 function onConversations(problem, isOther) {
   showConversations(problem);
-  const address = find(openId()) ? ADDRESS + openId() : "";
-  document.title = find(openId())?.title ? `${find(openId()).title} - Penstock` : "Penstock";
+  const kept = find(openId());
+  const address = kept ? ADDRESS + kept.id : "";
+  document.title = kept?.title ? `${kept.title} - Penstock` : "Penstock";
   if (!isAddressed || address === location.hash) return;
   // A conversation gets its address with its first question, which is no step of its own.
   history[isOther ? "pushState" : "replaceState"](null, "", address || location.pathname + location.search);

@@ -1,11 +1,12 @@
 // One message as an article, and what a user can do with it. `act` has the actions: of the playground, which
 // changes the conversation; here is only how they look.
 
-import { button, copy, make, setOpen } from "./dom.js";
+import { button, copy, make } from "./dom.js";
 import { textOf } from "./exchange.js";
 import { figureList } from "./figures.js";
 import { markdownView, plainView } from "./growing.js";
 import { tokenView } from "./logprobs.js";
+import { edit, foldedView, panel, toggle } from "./widgets.js";
 
 // versions: the versions of this message, itself included.
 export function questionView(node, versions, act) {
@@ -39,9 +40,9 @@ export function answerView(node, { versions, isRunning, canContinue, curl, onSho
   const calls = make("div", { class: "calls" });
   const foot = make("div", { class: "foot" });
   const element = make("article", { class: "answer", "aria-label": "Answer" }, reasoning.element, content, calls, foot);
-  const isPlain = node.settings.response_format || act.isCompletion(node);
-  content.classList.toggle("plain", Boolean(isPlain));
-  let view = (isPlain ? plainView : markdownView)(content, onShow);
+  const isPlain = Boolean(node.settings.response_format) || act.isCompletion(node);
+  content.classList.toggle("plain", isPlain);
+  const view = (isPlain ? plainView : markdownView)(content, onShow);
   const update = () => {
     const hasText = Boolean(node.text || node.toolCalls.length);
     element.classList.toggle("waiting", !hasText);
@@ -49,9 +50,8 @@ export function answerView(node, { versions, isRunning, canContinue, curl, onSho
     if (node.text) view.grow(node.text);
   };
   const showSource = (isSource) => {
-    content.classList.toggle("plain", isSource || Boolean(isPlain));
-    view = (isSource || isPlain ? plainView : markdownView)(content, () => {});
-    view.finish(node.text);
+    content.classList.toggle("plain", isSource);
+    (isSource ? plainView : markdownView)(content, () => {}).finish(node.text);
   };
   const finish = () => {
     element.classList.remove("waiting", "running");
@@ -59,31 +59,7 @@ export function answerView(node, { versions, isRunning, canContinue, curl, onSho
     reasoning.finish(node.reasoning);
     calls.replaceChildren(...node.toolCalls.map(callView));
     if (node.toolCalls.length) calls.append(resultForm(node, act));
-    foot.replaceChildren(...footOf());
-  };
-  const footOf = () => {
-    const parts = [];
-    const note = node.note ?? (node.finish ? null : "Not finished: the page was closed or loaded again.");
-    if (note) parts.push(make("p", node.isFailed ? { class: "error", role: "alert" } : { class: "stopped" }, note));
-    if (node.figures) parts.push(figureList(node.figures, node.finish));
-    const row = make("div", { class: "tools" }, ...versionButtons(node, versions, act));
-    parts.push(row);
-    if (textOf(node)) row.append(copyButton(node));
-    if (node.text) {
-      row.append(button("Edit", () => {
-        edit({ place: content, text: node.text, label: "Answer", done: "Save", onDone: (text) => act.editAnswer(node, text) });
-      }));
-    }
-    row.append(button("Regenerate", () => act.regenerate(node)));
-    if (canContinue()) {
-      const element = button("Continue", () => act.continueAnswer(node));
-      element.classList.add("only-last");
-      row.append(element);
-    }
-    if (node.text && !isPlain) row.append(toggle("Source", showSource));
-    if (node.logprobs?.length) parts.push(panel(row, "Tokens", "tokens-panel", () => [tokenView(node.logprobs)]));
-    parts.push(panel(row, "curl", "curl", () => curlParts(curl())));
-    return parts;
+    foot.replaceChildren(...footOf(node, { versions, canContinue, curl, content, showSource: isPlain ? null : showSource }, act));
   };
   if (isRunning) {
     element.classList.add("running");
@@ -92,24 +68,30 @@ export function answerView(node, { versions, isRunning, canContinue, curl, onSho
   return { node, element, update, finish };
 }
 
-// A button in `row` that opens the panel it returns, which is filled when it is first opened.
-function panel(row, name, kind, parts) {
-  const box = make("div", { class: kind, hidden: "" });
-  row.append(toggle(name, (isOpen) => {
-    if (!box.firstChild) box.append(...parts());
-    box.hidden = !isOpen;
-  }));
-  return box;
-}
-
-function toggle(name, onToggle) {
-  const element = button(name, () => {
-    const isOpen = element.getAttribute("aria-expanded") !== "true";
-    element.setAttribute("aria-expanded", String(isOpen));
-    onToggle(isOpen);
-  });
-  element.setAttribute("aria-expanded", "false");
-  return element;
+// What went wrong, the figures, and the buttons below an answer. showSource: null if it is shown as it came.
+function footOf(node, { versions, canContinue, curl, content, showSource }, act) {
+  const row = make("div", { class: "tools" }, ...versionButtons(node, versions, act));
+  const parts = [];
+  const note = node.note ?? (node.finish ? null : "Not finished: the page was closed or loaded again.");
+  if (note) parts.push(make("p", node.isFailed ? { class: "error", role: "alert" } : { class: "stopped" }, note));
+  if (node.figures) parts.push(figureList(node.figures, node.finish));
+  parts.push(row);
+  if (textOf(node)) row.append(copyButton(node));
+  if (node.text) {
+    row.append(button("Edit", () => {
+      edit({ place: content, text: node.text, label: "Answer", done: "Save", onDone: (text) => act.editAnswer(node, text) });
+    }));
+  }
+  row.append(button("Regenerate", () => act.regenerate(node)));
+  if (canContinue()) {
+    const element = button("Continue", () => act.continueAnswer(node));
+    element.classList.add("only-last");
+    row.append(element);
+  }
+  if (node.text && showSource) row.append(toggle("Source", showSource));
+  if (node.logprobs?.length) parts.push(panel(row, "Tokens", "tokens-panel", () => [tokenView(node.logprobs)]));
+  parts.push(panel(row, "curl", "curl", () => curlParts(curl())));
+  return parts;
 }
 
 function curlParts(command) {
@@ -134,37 +116,6 @@ function versionButtons(node, versions, act) {
   return [make("span", { class: "versions", role: "group", "aria-label": "Versions" }, step("‹", "Previous version", at - 1), count, step("›", "Next version", at + 1))];
 }
 
-// Content that is shown only when it is opened; hidden while there is none.
-function foldedView(name, kind, makeView) {
-  const summary = make("summary", {}, name);
-  const body = make("div");
-  const element = make("details", { class: kind, hidden: "" }, summary, body);
-  let [view, text, isWhole] = [null, "", false];
-  const show = () => {
-    if (!element.open || !text) return;
-    view ??= makeView(body);
-    if (isWhole) view.finish(text);
-    else view.grow(text);
-  };
-  element.addEventListener("toggle", show);
-  return {
-    element,
-    grow: (all, isGoingOn) => {
-      summary.classList.toggle("going-on", isGoingOn);
-      if (all === text) return;
-      text = all;
-      element.hidden = false;
-      show();
-    },
-    finish: (all) => {
-      [text, isWhole] = [all, true];
-      element.hidden = !text;
-      summary.classList.remove("going-on");
-      show();
-    },
-  };
-}
-
 function callView({ name, arguments: text }) {
   let shown = text;
   try {
@@ -185,35 +136,4 @@ function resultForm(node, act) {
     act.sendResults(node, node.toolCalls.map(({ id, name }, i) => ({ id, name, content: fields[i].value })));
   });
   return form;
-}
-
-// Puts an editor in the place of an element until it is used or cancelled.
-function edit({ place, text, label, done, onDone }) {
-  if (place.hidden) return;
-  const area = make("textarea", { "aria-label": label, rows: String(Math.min(14, text.split("\n").length + 1)) });
-  area.value = text;
-  const form = make("form", { class: "editor" }, area, make("button", { type: "submit", class: "primary small" }, done));
-  const close = () => {
-    form.remove();
-    place.hidden = false;
-  };
-  form.append(button("Cancel", close));
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    // False while another answer is running.
-    if (area.value.trim() && onDone(area.value) !== false) close();
-  });
-  form.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") {
-      event.stopPropagation(); // it would stop an answer
-      close();
-    }
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.target === area) {
-      event.preventDefault();
-      form.requestSubmit();
-    }
-  });
-  place.hidden = true;
-  place.before(form);
-  area.focus();
 }

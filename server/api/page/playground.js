@@ -13,7 +13,8 @@ const SUGGESTIONS = ["Who are you?", "What is continuous batching?", "Tell me a 
 const NEAR_END_PX = 80;
 // A reload loses at most this much of an answer.
 const SAVE_PERIOD_MS = 1000;
-const SAMPLE_SETTINGS = { stream: true };
+// Of an imported answer that has none.
+const DEFAULT_SETTINGS = { stream: true };
 
 let model = null;
 let open = newConversation();
@@ -33,7 +34,7 @@ const act = {
   sendResults: (answer, results) => ask(() => addNode(open, answer, { role: "tool", results, text: "" })),
   editAnswer: (answer, text) => {
     const { id, parent, atMs, figures, logprobs, ...fields } = answer;
-    addNode(open, open.nodes[parent], { ...fields, text, figures: null, finish: null, note: "Edited" });
+    addNode(open, open.nodes[parent], { ...fields, text, figures: null, finish: null, note: "Edited", isFailed: false });
     save(open);
     show();
   },
@@ -81,7 +82,7 @@ export function startPlayground(given) {
     }));
   }
   addEventListener("pagehide", () => {
-    for (const id of runs.keys()) save(find(id));
+    for (const id of runs.keys()) saveKept(find(id));
   });
   show();
 }
@@ -170,18 +171,23 @@ async function run(conversation, node, sent) {
       current.view?.update();
       if (performance.now() < savedMs + SAVE_PERIOD_MS) return;
       savedMs = performance.now();
-      save(conversation);
+      saveKept(conversation);
     });
   } catch (error) {
     onFailure(error, conversation, node);
   }
   runs.delete(conversation.id);
-  save(conversation);
+  saveKept(conversation);
   if (conversation !== open) return;
   if (open.nodes[node.id]) current.view?.finish();
   byId("ask-error").hidden = true;
   show();
   followEnd();
+}
+
+// Unless it was deleted while its answer arrived.
+function saveKept(conversation) {
+  if (conversation && find(conversation.id)) save(conversation);
 }
 
 function onFailure(error, conversation, node) {
@@ -225,7 +231,7 @@ function viewOf(node) {
     // One that the model did not end itself; a grammar would start again.
     canContinue: () => node.text && node.finish !== "stop" && !node.toolCalls.length && !node.settings.response_format,
     curl: () => {
-      const { path, body } = requestFor(node.model, pathOf(open, before?.id), { ...SAMPLE_SETTINGS, ...node.settings });
+      const { path, body } = requestFor(node.model, pathOf(open, before?.id), { ...DEFAULT_SETTINGS, ...node.settings });
       return curlLine(path, body);
     },
     onShow: followEnd,
