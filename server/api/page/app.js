@@ -68,14 +68,15 @@ async function findModel() {
   }
 }
 
-// A server has one model, maybe under several names; behind a proxy there may be more.
+// A server has one model, maybe under several names, which are no choice; behind a proxy there may be more.
 function showModels(models) {
   const list = byId("models");
   const wanted = models.find(({ id }) => id === list.value) ?? models[0];
   list.replaceChildren(...models.map(({ id }) => make("option", { value: id }, id)));
   list.value = wanted.id;
-  list.hidden = models.length < 2;
-  byId("model-text").hidden = models.length > 1;
+  const isChoice = new Set(models.map(({ id, root }) => root ?? id)).size > 1;
+  list.hidden = !isChoice;
+  byId("model-text").hidden = isChoice;
   const use = () => {
     const { id, max_model_len: length } = models.find((each) => each.id === list.value);
     useModel(id);

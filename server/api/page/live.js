@@ -169,6 +169,7 @@ function useCard(use) {
 
 function roofCard() {
   const svg = canvas(372, 214, false);
+  svg.toggleAttribute("hidden", true);
   const text = make("p", {}, make("small", {}, "Waiting for steps"));
   const legend = make("ul", { class: "legend" });
   const card = { id: "roof", name: "Roofline: steps against the hardware's limit", tip: "The line is the limit of the hardware. On its slope the limit is memory bandwidth: few operations per byte read, as in decoding; on its flat part it is arithmetic, as in prefill. The points are the steps of the last 15 seconds; the gap above each is its distance from the limit." };
