@@ -14,7 +14,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops test-release version dist images dashboard dashboard-picture check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -87,6 +87,11 @@ dashboard: .venv/installed
 # Grafana's own components but without Grafana. Needs apt-get install nodejs npm chromium.
 dashboard-picture: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.ops.picture
+
+# Fetches the libraries of the page at / from npm again, in the versions of libraries.json beside them.
+# For another version, write it there first. Needs apt-get install nodejs npm.
+page-libraries: .venv/installed-dev
+	$(BIN)/python -m tests.ops.page_libraries --write
 
 # What every commit passes: style, types, import rules, tests. `.ci/run` adds `make test-slow`.
 check: lint test

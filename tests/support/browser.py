@@ -81,6 +81,11 @@ class Browser:
         result: dict[str, Any] = answer["result"]
         return result
 
+    def new_tab(self, context: str) -> "Page":
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=context)
+        attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        return Page(self, attached["sessionId"])
+
     def close(self) -> None:
         with contextlib.suppress(AssertionError, OSError):
             self.call("Browser.close")
@@ -117,6 +122,11 @@ class Page:
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **params)
+
+    def beside(self) -> "Page":
+        """Another tab, with the same storage."""
+        context = self.call("Target.getTargetInfo")["targetInfo"]["browserContextId"]
+        return self._browser.new_tab(context)
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
@@ -165,7 +175,7 @@ class Page:
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, *, shift: bool = False) -> None:
-        codes = {"Enter": 13, "Escape": 27, "Tab": 9}
+        codes = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowLeft": 37, "ArrowRight": 39}
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             self.call(
@@ -230,10 +240,7 @@ def running_browser(profile: Path) -> Iterator[Callable[[], Page]]:
     browser = Browser(profile)
 
     def new_page() -> Page:
-        context = browser.call("Target.createBrowserContext")["browserContextId"]
-        target = browser.call("Target.createTarget", url="about:blank", browserContextId=context)
-        attached = browser.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        return Page(browser, attached["sessionId"])
+        return browser.new_tab(browser.call("Target.createBrowserContext")["browserContextId"])
 
     try:
         yield new_page
