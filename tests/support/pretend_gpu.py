@@ -49,6 +49,7 @@ _ALIGNMENT = 512  # of torch's allocator
 _MAX_GRID_Y = 65535
 _ENGINE = str(ROOT / "penstock" / "engine")
 _aten = torch.ops.aten
+_PUTS = (_aten.index_put_.default, _aten.index_put.default)
 
 
 class BrokenRule(AssertionError):
@@ -425,6 +426,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             host = args[1] if args[0].is_cuda else args[0]
             blocking = not (len(args) > 2 and args[2])
             gpu.transfer(host, non_blocking=not blocking, is_upload=args[0].is_cuda)
+        elif func in _PUTS and args[0].is_cuda and not args[2].is_cuda:
+            # `x[index] = 1`: torch makes a host tensor of the number, and waits for its copy.
+            gpu.transfer(args[2], non_blocking=False, is_upload=True)
         elif any(tensor.is_cuda for tensor in tensors) or _is_on_gpu(kwargs.get("device")):
             gpu.clock += 1
             name = func.overloadpacket.__name__
