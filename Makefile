@@ -10,7 +10,7 @@ BIN := .venv/bin
 # torch is installed first and alone, so that everything else uses the pinned build.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops dashboard dashboard-picture check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops test-ladder dashboard dashboard-picture check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -51,6 +51,11 @@ OPS ?= tests/ops
 test-ops: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[ops]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OPS)
+
+# The ladder of the GPU suite, without a GPU: each rung at toy sizes in Triton's interpreter, and each
+# failure at each rung. Takes five minutes.
+test-ladder: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/bench/ladder
 
 # Writes the Grafana dashboard after a change in configs/grafana/dashboard.py.
 dashboard: .venv/installed
@@ -98,7 +103,8 @@ bench-metrics: .venv/installed
 bench-cpu: .venv/installed
 	$(BIN)/python -m tests.bench.engine cpu-decode --threads $$(nproc)
 
-# All measurements on one GPU, in 9 minutes; ARGS=--tiny is a dry run without a GPU.
+# All measurements on one GPU, in two commands of 9 minutes: the second has ARGS="--resume
+# gpu_results/rows.jsonl". ARGS=--list says what takes how long; ARGS=--tiny is a dry run without a GPU.
 bench-gpu: .venv/installed-dev
 	$(BIN)/python -m tests.bench.gpu.suite $(ARGS)
 
