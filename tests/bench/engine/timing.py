@@ -87,7 +87,7 @@ def seconds_per_call(calls: Sequence[Call], budget_s: float = _BUDGET_S) -> floa
 
 def _captured(run: Call) -> Call:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     return graph.replay
 

@@ -87,15 +87,18 @@ class Chain:
 
 
 def _memsets(chain: Chain) -> None:
-    """A memset as the driver has it, and a fill as torch has it."""
+    """A fill as torch has it, and a memset as the driver has it."""
     chain.scratch.zero_()
     if chain.scratch.is_cuda:
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        address, num_bytes = ctypes.c_uint64(chain.scratch.data_ptr()), chain.scratch.nbytes
-        status = ctypes.CDLL("libcuda.so.1").cuMemsetD8Async(
-            address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes), stream
-        )
-        assert status == 0, f"cuMemsetD8Async: {status}"
+        driver_memset(chain.scratch)
+
+
+def driver_memset(tensor: Tensor) -> None:
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    address, num_bytes = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = driver.cuMemsetD8Async(address, ctypes.c_ubyte(0), num_bytes, stream)
+    assert status == 0, f"cuMemsetD8Async: {status}"
 
 
 def _captured(run: Callable[[], None]) -> Callable[[], object]:

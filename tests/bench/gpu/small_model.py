@@ -5,6 +5,7 @@ id is compared with the largest logit after the tokens that the executor itself 
 """
 
 import json
+import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -150,11 +151,10 @@ class SmallModel:
         )
 
     def greedy(self) -> list[Request]:
-        chosen = torch.Generator().manual_seed(0)
+        chance = random.Random(0)
 
         def prompt(length: int) -> tuple[int, ...]:
-            ids = torch.randint(3, self.config.vocab_size, (length,), generator=chosen)
-            return tuple(ids.tolist())
+            return tuple(chance.choices(range(3, self.config.vocab_size), k=length))
 
         sampling = SamplingParams(max_tokens=self.sizes.output, temperature=0.0)
         return [
