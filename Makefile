@@ -10,7 +10,7 @@ BIN := .venv/bin
 # torch is installed first and alone, so that everything else uses the pinned build.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops test-ladder dashboard dashboard-picture check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops test-ladder dashboard dashboard-picture check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu kernel-table docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -107,6 +107,15 @@ bench-cpu: .venv/installed
 # gpu_results/rows.jsonl". ARGS=--list says what takes how long; ARGS=--tiny is a dry run without a GPU.
 bench-gpu: .venv/installed-dev
 	$(BIN)/python -m tests.bench.gpu.suite $(ARGS)
+
+# What a version of Triton makes of the kernels on Hopper: registers, shared memory, matrix units. 3.6.0
+# comes with torch 2.11, the oldest that the GPU suite takes. Fails if a kernel is over a limit.
+TRITON ?= 3.6.0
+kernel-table: build/triton-$(TRITON)
+	PYTHONPATH=$< $(BIN)/python -m tests.support.kernel_table configs/models/*
+
+build/triton-%: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ triton==$*
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

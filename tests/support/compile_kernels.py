@@ -111,6 +111,7 @@ class Launch:
         source = ASTSource(self._kernel, self.signature, self.constants, aligned)
         target = GPUTarget("cuda", capability, 32)
         compiled = triton.compile(source, target=target, options=self.options)
+        machine_code = _tool("nvdisasm", "-c", cubin=compiled.asm["cubin"])
         return {
             "kernel": self.name,
             "capability": capability,
@@ -119,7 +120,10 @@ class Launch:
             "shared_bytes": compiled.metadata.shared,
             "is_overlapped": self.options.get("launch_pdl", False),
             "narrow_offsets": narrow_offsets(compiled.asm["ttir"], *_SAMPLING.get(self.name, ())),
-            "before_wait": before_wait(_tool("nvdisasm", "-c", cubin=compiled.asm["cubin"])),
+            "before_wait": before_wait(machine_code),
+            "types": {name: kind for name, kind in self.signature.items() if kind[0] == "*"},
+            "warps": compiled.metadata.num_warps,
+            **instructions(machine_code),
             **_resources(compiled.asm["cubin"]),
         }
 
@@ -137,6 +141,19 @@ def _tool(name: str, *options: str, cubin: bytes) -> str:
 def _resources(cubin: bytes) -> dict[str, int]:
     found = dict(re.findall(r"(REG|STACK):(\d+)", _tool("cuobjdump", "-res-usage", cubin=cubin)))
     return {"registers": int(found["REG"]), "stack_bytes": int(found["STACK"])}
+
+
+# Copies to shared memory that nobody waits for (a software pipeline), and products on the matrix
+# units; what lets the next kernel start, and what waits for those before.
+_COUNTED = ("LDGSTS", "UTMALDG", "HMMA", "HGMMA")
+_WAIT = ("PREEXIT", "ACQBULK")
+
+
+def instructions(machine_code: str) -> dict[str, Any]:
+    """How many of these kinds a kernel has, and in which order it waits."""
+    operations = re.findall(r"^\s+/\*\w+\*/\s+(?:@!?U?P\w+ )?(\w+)", machine_code, re.MULTILINE)
+    counts = {name: operations.count(name) for name in _COUNTED if name in operations}
+    return {"instructions": counts, "wait": [name for name in operations if name in _WAIT]}
 
 
 def before_wait(machine_code: str) -> list[str] | None:
