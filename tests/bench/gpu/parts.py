@@ -49,6 +49,11 @@ class Run:
         name = f"{self.part}, {what}" if what else self.part
         print(f"gpu_suite: {name} failed: {message}", file=sys.stderr, flush=True)
 
+    @property
+    def kind(self) -> str | None:
+        """Of the simulation that takes this part's place."""
+        return self.simulated.get(self.part, self.simulated.get("all"))
+
     def run_module(self, limit_s: float, *arguments: str) -> None:
         """`python -m ARGUMENTS`, in the way that was found. Records its rows, and how it ends."""
         process = self.start_module(limit_s, *arguments)
@@ -58,10 +63,9 @@ class Run:
 
     def start_module(self, limit_s: float, *arguments: str, has_flags: bool = True) -> Process:
         """has_flags: it takes --tiny and --enforce-eager."""
-        kind = self.simulated.get(self.part, self.simulated.get("all"))
         flags = [*(["--tiny"] if self.tiny else []), *self.way.flags] if has_flags else []
-        if kind:
-            arguments, flags = ("tests.bench.gpu.simulated", kind, self.part), self.way.flags
+        if self.kind:
+            arguments, flags = ("tests.bench.gpu.simulated", self.kind, self.part), self.way.flags
         return Process(
             [sys.executable, "-m", *arguments, *flags],
             self.note,
@@ -92,7 +96,7 @@ def _probe(run: Run, limit_s: float) -> None:
 
 
 def _tests(run: Run, limit_s: float) -> None:
-    if run.simulated:
+    if run.kind:
         run.run_module(limit_s)
         return
     files, alone = (TINY_FILES, ()) if run.tiny else (FILES, ALONE)
@@ -102,7 +106,7 @@ def _tests(run: Run, limit_s: float) -> None:
 
 
 def _compile(run: Run, limit_s: float) -> None:
-    num_shares = 1 if run.tiny or run.simulated else os.cpu_count() or 1
+    num_shares = 1 if run.tiny or run.kind else os.cpu_count() or 1
     what = ["probe", "--most", "3"] if run.tiny else ["models", "tiles"]
     _wait_for_compilers(run, _start_compiling(run, limit_s, what, num_shares))
 

@@ -20,7 +20,7 @@ def main(kind: str, name: str) -> int:
         return 0
     if kind == "hang":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print(f"{name}: waiting for the device", file=sys.stderr, flush=True)
+        print(f"process {os.getpid()} is waiting for the device", file=sys.stderr, flush=True)
         time.sleep(3600)
     if kind == "refusal":
         message = "CUDA error: operation not permitted when stream is capturing"
