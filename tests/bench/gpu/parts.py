@@ -71,7 +71,8 @@ class Run:
             self.note,
             self.record.log,
             limit_s=limit_s,
-            environment=self.way.environment,
+            # What only compiles has nothing to do where the tests turn the interpreter on.
+            environment=self.way.environment | ({} if has_flags else {"TRITON_INTERPRET": "0"}),
         )
 
 
