@@ -14,7 +14,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu kernel-table docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -79,6 +79,11 @@ images:
 	$(DOCKER) build -f docker/Dockerfile.cpu -t $(IMAGE):$(VERSION)-cpu $(LABELS) \
 		--build-arg TORCH_INDEX="$(TORCH_INDEX)" .
 
+# The ladder of the GPU suite, without a GPU: each rung at toy sizes in Triton's interpreter, and each
+# failure at each rung. Takes five minutes.
+test-ladder: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/bench/ladder
+
 # Writes the Grafana dashboard after a change in configs/grafana/dashboard.py.
 dashboard: .venv/installed
 	$(BIN)/python -m penstock.configs.grafana.dashboard > configs/grafana/penstock.json
@@ -130,9 +135,19 @@ bench-metrics: .venv/installed
 bench-cpu: .venv/installed
 	$(BIN)/python -m tests.bench.engine cpu-decode --threads $$(nproc)
 
-# All measurements on one GPU, in 9 minutes; ARGS=--tiny is a dry run without a GPU.
+# All measurements on one GPU, in two commands of 9 minutes: the second has ARGS="--resume
+# gpu_results/rows.jsonl". ARGS=--list says what takes how long; ARGS=--tiny is a dry run without a GPU.
 bench-gpu: .venv/installed-dev
 	$(BIN)/python -m tests.bench.gpu.suite $(ARGS)
+
+# What a version of Triton makes of the kernels on Hopper: registers, shared memory, matrix units. 3.6.0
+# comes with torch 2.11, the oldest that the GPU suite takes. Fails if a kernel is over a limit.
+TRITON ?= 3.6.0
+kernel-table: build/triton-$(TRITON)
+	PYTHONPATH=$< $(BIN)/python -m tests.support.kernel_table configs/models/*
+
+build/triton-%: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ triton==$*
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -6,6 +6,8 @@ the RMSNorm of its input (a scale per row, applied at the end), SiLU(gate) * up,
 residual addition.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,13 +19,22 @@ from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
 # The largest row count it is meant for: twice the smallest that the matrix units take.
 MAX_ROWS = 16
 _FEW_ROWS = 8
-# Per program. With four stages, 24 KiB of the weight are in flight, and 12 or 24 of x. Twice the
-# chunk would spill registers if there is a norm.
-_OUTPUTS, _CHUNK, _STAGES = 16, 256, 4
-# Each warp reads all of the program's weights from shared memory, for its part of the rows. Counted
-# from the machine code, a KiB takes 37 to 57 clocks; with four warps, 60 to 88. An H200's memory
-# delivers a KiB to a multiprocessor in some 50.
-_WARPS = 2
+
+
+class Tile(NamedTuple):
+    """A program's outputs, and the columns that it reads at a time; stages of these in flight."""
+
+    outputs: int
+    chunk: int
+    stages: int
+    warps: int
+
+
+# With four stages, 24 KiB of the weight are in flight, and 12 or 24 of x. Twice the chunk would
+# spill registers if there is a norm. Each warp reads all of the program's weights from shared
+# memory, for its part of the rows. Counted from the machine code, a KiB takes 37 to 57 clocks; with
+# four warps, 60 to 88. An H200's memory delivers a KiB to a multiprocessor in some 50.
+TILE = Tile(outputs=16, chunk=256, stages=4, warps=2)
 # Prefetched of a weight to the L2 cache while the previous kernel still runs: what memory delivers
 # in the 2 us that one kernel takes to drain and the next to fill, a small part of the cache.
 _AHEAD_BYTES = 2**23
@@ -39,6 +50,7 @@ def skinny_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     is_gated: bool = False,
+    tile: Tile = TILE,
 ) -> None:
     """out = x' W^T + bias + residual, where x' is x, or its RMSNorm if `norm` is given.
 
@@ -49,7 +61,7 @@ def skinny_linear(
     num_rows, columns = x.shape
     outputs = out.shape[1]
     assert num_rows <= MAX_ROWS and not (is_gated and (bias is not None or residual is not None))
-    _skinny[(ceil_div(outputs, _OUTPUTS),)](
+    _skinny[(ceil_div(outputs, tile.outputs),)](
         x,
         weight,
         x if norm is None else norm,
@@ -60,27 +72,27 @@ def skinny_linear(
         columns,
         outputs,
         eps,
-        _ahead_of_row(weight, columns),
+        _ahead_of_row(weight, columns, tile.chunk),
         HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         IS_GATED=is_gated,
         ROWS=_FEW_ROWS if num_rows <= _FEW_ROWS else MAX_ROWS,
-        OUTPUTS=_OUTPUTS,
-        CHUNK=max(16, min(_CHUNK, next_power_of_2(columns))),
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        OUTPUTS=tile.outputs,
+        CHUNK=max(16, min(tile.chunk, next_power_of_2(columns))),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         **overlapped(),
     )
 
 
-def _ahead_of_row(weight: Tensor, columns: int) -> int:
+def _ahead_of_row(weight: Tensor, columns: int, chunk: int) -> int:
     """Bytes of each row to prefetch; a multiple of 16, as the instruction requires."""
     row_bytes = columns * weight.element_size()
     if row_bytes % 16:
         return 0
     share = _AHEAD_BYTES // len(weight) // 16 * 16
-    return min(row_bytes, max(share, _CHUNK * weight.element_size()))
+    return min(row_bytes, max(share, chunk * weight.element_size()))
 
 
 # One thread in four, so that the rows are spread over the warps.

@@ -276,7 +276,7 @@ class DeviceSampler:
         self._bias[slot] = _dense_bias(sampling, self._vocab_size, self._device)
         ids = to_device(token_ids, torch.int64, self._device)
         seen = self._seen[slot].zero_()
-        seen[ids[:num_prompt]] = 1
+        seen.index_fill_(0, ids[:num_prompt], 1)  # `seen[...] = 1` would wait for the device
         output = ids[num_prompt:]
         seen.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
 
@@ -325,7 +325,7 @@ def _dense_bias(sampling: SamplingParams, size: int, device: torch.device) -> Te
     """What is added to a row's logits: (V,), -inf for ids that are never allowed."""
     allowed = [i for i in sampling.allowed_token_ids if i < size]
     row = torch.full((size,), -math.inf if allowed else 0.0)
-    row[torch.tensor(allowed, dtype=torch.int64)] = 0.0
+    row.index_fill_(0, torch.tensor(allowed, dtype=torch.int64), 0.0)
     pairs = [(i, value) for i, value in sampling.logit_bias if 0 <= i < size]
     pairs += [(word[0], -math.inf) for word in sampling.bad_words if word[0] < size]
     for token_id, value in pairs:

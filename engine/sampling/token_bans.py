@@ -26,7 +26,8 @@ class TokenBans:
         words = [word for word in sampling.bad_words if all(i < vocab_size for i in word)]
         words.sort(key=len)
         self._outside = torch.ones(vocab_size, dtype=torch.bool, device=device)
-        self._outside[tensor(allowed)] = False
+        # `self._outside[...] = False` would wait for the device.
+        self._outside.index_fill_(0, tensor(allowed), False)
         self._has_allowed = bool(allowed)
         self._stops, self._min_tokens = tensor(stops), sampling.min_tokens
         # A bad word is banned by its last token, after output that ends in the tokens before it.
