@@ -31,7 +31,7 @@ from penstock.engine.models.errors import (
     UnsupportedFeature,
     UnsupportedWeightFormat,
 )
-from penstock.engine.models.layers.linear import PackedLinear, PlainLinear, can_pack
+from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.model import NativeModel, check_features, load_library
@@ -86,7 +86,7 @@ class CpuExecutor:
             self._model = llama = LlamaModel(
                 model,
                 weight_source(config.load_format, model_dir, empty),
-                PackedLinear if can_pack(_CPU) and library is None else PlainLinear,
+                cpu_linear(self._dtype) if library is None else PlainLinear,
                 gathered_attention,
                 max_model_len=size.max_model_len,
                 device=_CPU,

@@ -226,10 +226,10 @@ class DeviceSampler:
     ) -> None:
         """Writes ids, (S,) int32; and logprobs, (S,) float32, of rows that request them.
 
-        logits: (S, V) float32 or bfloat16, never written. slots, positions: (S,) int32; positions
-        are those being sampled. In a graph, all of them must keep their addresses. In Mode.ADJUSTED
-        a sampled id counts as output at once: the next call must be for the next position, unless
-        `assign` comes first.
+        logits: (S, V) of the model's type or float32, never written. slots, positions: (S,) int32;
+        positions are those being sampled. In a graph, all of them must keep their addresses. In
+        Mode.ADJUSTED a sampled id counts as output at once: the next call must be for the next
+        position, unless `assign` comes first.
         """
         num_rows, size = logits.shape
         assert num_rows <= self._max_rows and size == self._vocab_size, (num_rows, size)

@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ NUM_SMS = 132
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -170,22 +172,36 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 class MetaWeights:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
     def read(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=META)
+        return torch.empty(shape, dtype=self._dtype, device=META)
 
 
 class MetaModel:
     """A model of any size on tensors without data."""
 
-    def __init__(self, model_dir: Path, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        block_size: int = BLOCK_SIZE,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         config = ModelConfig.from_dir(model_dir)
         self.config = config
+        self._dtype = dtype
         llama = LlamaModel(
-            config, MetaWeights(), PlainLinear, gathered_attention, max_model_len=8192, device=META
+            config,
+            MetaWeights(dtype),
+            PlainLinear,
+            gathered_attention,
+            max_model_len=8192,
+            device=META,
         )
-        pool = KVPool(config.kv_shape, 100, block_size, torch.bfloat16, META)
+        pool = KVPool(config.kv_shape, 100, block_size, dtype, META)
         shape = config.attention_shape(block_size)
-        attention = PagedAttention(shape, config.windows, 512, 8192, NUM_SMS, META, torch.bfloat16)
+        attention = PagedAttention(shape, config.windows, 512, 8192, NUM_SMS, META, dtype)
         self.model = FusedModel(llama, pool, attention, max_rows=512)
 
     def launches(self, num_decodes: int, chunk: int = 0) -> list[Launch]:
@@ -217,7 +233,7 @@ class MetaModel:
         """Of the mode that does everything."""
         sampler = DeviceSampler(512, self.config.vocab_size, META)
         sampler.allow_adjustments()
-        logits = torch.empty(8, self.config.vocab_size, dtype=torch.bfloat16, device=META)
+        logits = torch.empty(8, self.config.vocab_size, dtype=self._dtype, device=META)
         ids = _ints(8)
         with recorded() as launches:
             sampler.sample(logits, ids, ids, ids, torch.empty(8, device=META), Mode.ADJUSTED)
@@ -237,8 +253,8 @@ def launches_in_a_decode_layer(model: MetaModel, num_decodes: int) -> Counter[st
 
 def main(model_dirs: list[str]) -> None:
     seen = set()
-    for model_dir in model_dirs:
-        model = MetaModel(Path(model_dir))
+    for model_dir, dtype in product(model_dirs, (torch.bfloat16, torch.float16)):
+        model = MetaModel(Path(model_dir), dtype=dtype)
         with launch.overlap(True):
             launches = model.sampling_launches()
             for num_decodes, chunk in ((1, 0), (16, 0), (256, 0), (7, 1024)):
