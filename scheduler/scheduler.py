@@ -67,6 +67,7 @@ class Scheduler:
         self._prefix_hit_tokens = 0
         self._preemptions = 0
         self._recomputed_tokens = 0
+        self._invalid_logits = 0
         self._started: list[Started] = []
         # Speculative decoding: how many drafts the next row of a sequence may verify, and the
         # sequences whose verification is in flight, so that their length is not known.
@@ -141,6 +142,7 @@ class Scheduler:
         assert step == sampled.step, f"expected the results of step {step}, not {sampled.step}"
         block_size = self._kv.block_size
         outputs: list[RequestOutput] = []
+        failures = _failures(batch, sampled)
         token_ids, all_logprobs = sampled.token_ids, sampled.logprobs
         if batch.num_drafts:
             token_ids, all_logprobs = self._accept_drafts(batch, sampled, outputs)
@@ -149,8 +151,8 @@ class Scheduler:
             sequence.num_in_flight -= 1
             if sequence.status is Status.FINISHED:
                 continue  # it ended while the step ran: a wasted row
-            if i in sampled.failed:
-                outputs.append(self._finish(sequence, FinishReason.ERROR, None))
+            if failures and sequence in failures:
+                outputs.append(self._fail(sequence, failures[sequence]))
                 continue
             sequence.token_ids.append(token_id)
             length = len(sequence.token_ids)
@@ -167,7 +169,8 @@ class Scheduler:
         for row, num in sampled.num_drafts.items():
             self._announce_drafts(batch.sampling[row], num)
         for sequence in batch.prompt_only:
-            outputs += self._end_prompt_only(sequence)
+            reason = failures.get(sequence, FinishReason.LENGTH)
+            outputs += self._end_prompt_only(sequence, reason)
         if batch.with_prompt_output:
             outputs = _attach_prompt_outputs(outputs, batch.with_prompt_output, sampled.prompts)
         return outputs
@@ -199,6 +202,7 @@ class Scheduler:
             prefix_hit_tokens_total=self._prefix_hit_tokens,
             preemptions_total=self._preemptions,
             recomputed_tokens_total=self._recomputed_tokens,
+            invalid_logits_total=self._invalid_logits,
         )
 
     def take_started(self) -> list[Started]:
@@ -440,7 +444,14 @@ class Scheduler:
         finish = self._end(sequence, reason, stop_token_id)
         return _output(sequence, [], None, finish)
 
-    def _end_prompt_only(self, sequence: Sequence) -> list[RequestOutput]:
+    def _fail(self, sequence: Sequence, reason: FinishReason) -> RequestOutput:
+        if reason is FinishReason.INVALID_LOGITS:
+            self._invalid_logits += 1
+            if sequence.is_running:  # else its blocks are released
+                self._kv.forget(sequence)
+        return self._finish(sequence, reason, None)
+
+    def _end_prompt_only(self, sequence: Sequence, reason: FinishReason) -> list[RequestOutput]:
         """Its prompt has run, and max_tokens is 0: it ends, and so do the other answers."""
         sequence.num_in_flight -= 1
         if sequence.status is Status.FINISHED:
@@ -449,7 +460,7 @@ class Scheduler:
             sequence,
             *(s for s in self._requests[sequence.request.id] if s is not sequence),
         ]
-        return [self._finish(sibling, FinishReason.LENGTH, None) for sibling in siblings]
+        return [self._fail(sibling, reason) for sibling in siblings]
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> Finish:
         """Ends it, whatever its status, and frees its slot and blocks."""
@@ -530,8 +541,19 @@ def _drafts_output(sequence: Sequence, accepted: list[AcceptedDraft]) -> Request
     return _output(sequence, [draft.token_id for draft in accepted], logprobs or None, None)
 
 
+def _failures(batch: _Batch, sampled: SampledTokens) -> dict[Sequence, FinishReason]:
+    """The sequences that a step says cannot continue, and why."""
+    failures = {batch.sampling[row]: reason for row, reason in sampled.failed.items()}
+    for sequence, prompt in zip(batch.with_prompt_output, sampled.prompts, strict=True):
+        if prompt is None:
+            failures[sequence] = FinishReason.INVALID_LOGITS
+    return failures
+
+
 def _attach_prompt_outputs(
-    outputs: list[RequestOutput], sequences: list[Sequence], prompts: tuple[PromptOutput, ...]
+    outputs: list[RequestOutput],
+    sequences: list[Sequence],
+    prompts: tuple[PromptOutput | None, ...],
 ) -> list[RequestOutput]:
     """The outputs, with those of the prompts added where they were requested, once."""
     prompt_of = {}

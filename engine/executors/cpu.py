@@ -37,7 +37,7 @@ from penstock.engine.models.weights import Empty
 from penstock.engine.native.model import NativeModel, check_features, load_library
 from penstock.engine.sampling.grammar import Grammars, GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
-from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.sampling.sampler import Sampler, failed_rows
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import PromptOutput, Request, SampledTokens, ScheduledBatch
 
@@ -176,7 +176,7 @@ class CpuExecutor:
         rows = [row for row, samples in enumerate(batch.samples) if samples]
         slots = [batch.slots[row] for row in rows]
         self._grammars.start(slots)
-        prompts: tuple[PromptOutput, ...] = ()
+        prompts: tuple[PromptOutput | None, ...] = ()
         if parts := self._prompts.parts(batch, step.query_starts):
             logits, prompts = self._compute_and_read(step, parts)
         else:
@@ -191,18 +191,18 @@ class CpuExecutor:
         self._token_table[self._tensor(slots), self._tensor(lengths)] = ids
         token_ids = ids.tolist()
         constraints = self._grammars.constraints(slots)
-        failed = self._grammars.advance(slots, token_ids, constraints)
+        of_grammars = self._grammars.advance(slots, token_ids, constraints)
         return SampledTokens(
             step=batch.step,
             token_ids=token_ids,
             logprobs=logprobs,
-            failed=failed,
+            failed=failed_rows(token_ids, of_grammars),
             prompts=prompts,
         )
 
     def _compute_and_read(
         self, step: ModelInput, parts: list[PromptPart]
-    ) -> tuple[Tensor, tuple[PromptOutput, ...]]:
+    ) -> tuple[Tensor, tuple[PromptOutput | None, ...]]:
         """The logits of a step that also has outputs of prompts, and those outputs."""
         num_sampling = len(step.sample_rows)
         prompt_rows = self._tensor([row for part in parts for row in part.rows])

@@ -21,6 +21,7 @@ from penstock.engine.executor import PendingTokens, check_no_adapter, device_cop
 from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.engine.sampling.grammar import GrammarTable
 from penstock.scheduler.types import (
+    FinishReason,
     Pooling,
     PromptLogprobs,
     PromptOutput,
@@ -130,9 +131,11 @@ class ScriptedExecutor:
                 token_ids.append(self._sample(slot, start + num_tokens, allowed))
                 logprobs.append(self._logprobs(slot, token_ids[-1]))
         wants_logprobs = any(entry is not None for entry in logprobs)
-        failed: frozenset[int] = frozenset()
+        failed: dict[int, FinishReason] = {}
         if table := self._grammars:
-            failed = table.advance(sampling_slots, token_ids, table.constraints(sampling_slots))
+            constraints = table.constraints(sampling_slots)
+            of_grammars = table.advance(sampling_slots, token_ids, constraints)
+            failed = dict.fromkeys(of_grammars, FinishReason.ERROR)
         return _Done(
             SampledTokens(
                 step=batch.step,

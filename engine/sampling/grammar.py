@@ -281,7 +281,8 @@ class GrammarTable:
     def advance(
         self, slots: list[int], token_ids: list[int], constraints: list[Constraint | None]
     ) -> frozenset[int]:
-        """Records the sampled ids; returns the rows whose grammar has failed.
+        """Records the sampled ids; returns the rows whose grammar has failed. A negative id is of a
+        row that has failed otherwise.
 
         constraints: of the rows when their step was launched. Since then a slot may have been
         assigned to another sequence, whose grammar must not consume the id of the last one.
@@ -292,7 +293,7 @@ class GrammarTable:
         failed = []
         rows = zip(slots, token_ids, constraints, strict=True)
         for row, (slot, token_id, constraint) in enumerate(rows):
-            if constraint is not self._constraints.get(slot):
+            if constraint is not self._constraints.get(slot) or token_id < 0:
                 continue
             if slot in self._failed:
                 failed.append(row)

@@ -35,6 +35,7 @@ from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.sampling.grammar import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
+from penstock.engine.sampling.sampler import failed_rows
 from penstock.scheduler.types import (
     PromptOutput,
     Request,
@@ -53,7 +54,7 @@ class LaunchedStep:
         ids: Tensor,
         slots: list[int],
         logprobs: list[TokenLogprobs | None] | None,
-        prompts: tuple[PromptOutput, ...],
+        prompts: tuple[PromptOutput | None, ...],
         grammars: GrammarTable,
     ) -> None:
         """ids: (S,) on the device, of the sampling rows, whose slots these are."""
@@ -77,11 +78,12 @@ class LaunchedStep:
             if self._event:
                 self._event.synchronize()
             ids = self._ids.tolist()
+            of_grammars = self._grammars.advance(self._slots, ids, self._constraints)
             self._sampled = SampledTokens(
                 step=self._step,
                 token_ids=ids,
                 logprobs=self._logprobs,
-                failed=self._grammars.advance(self._slots, ids, self._constraints),
+                failed=failed_rows(ids, of_grammars),
                 prompts=self._prompts,
             )
         return self._sampled
@@ -162,7 +164,7 @@ class CudaExecutor:
             if self._launched:
                 self._launched.wait()  # a mask depends on the previous id
             self._grammars.start(slots)
-        prompts: tuple[PromptOutput, ...] = ()
+        prompts: tuple[PromptOutput | None, ...] = ()
         ids: Tensor | None = None
         if batch.num_decodes == len(batch.slots):
             mode = self._sampler.graph_mode(slots)
@@ -253,7 +255,7 @@ class CudaExecutor:
 
     def _run_chunks(
         self, batch: ScheduledBatch, rows: list[int]
-    ) -> tuple[Tensor, tuple[PromptOutput, ...], Tensor, Tensor]:
+    ) -> tuple[Tensor, tuple[PromptOutput | None, ...], Tensor, Tensor]:
         """A step with prefill chunks: the sampling rows' logits, the outputs of prompts, and the
         slots and lengths of the sampling rows."""
         query_starts = [0]
@@ -311,7 +313,9 @@ class CudaExecutor:
         store_lengths(slots, context_lens, tables.lengths)
         return states, slots, context_lens
 
-    def _read_prompts(self, parts: list[PromptPart], states: Tensor) -> tuple[PromptOutput, ...]:
+    def _read_prompts(
+        self, parts: list[PromptPart], states: Tensor
+    ) -> tuple[PromptOutput | None, ...]:
         if not parts:
             return ()
         normed = self._model.normed(states)
