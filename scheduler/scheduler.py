@@ -13,6 +13,7 @@ Time is an argument; nothing here reads a clock, and a simulation runs this very
 """
 
 from collections import deque
+from itertools import chain
 
 from penstock.scheduler.config import Batching, SchedulerConfig
 from penstock.scheduler.errors import ContextTooLong, DuplicateRequest, InvalidConfig, PromptTooLong
@@ -59,6 +60,8 @@ class Scheduler:
         self._decoding: dict[Sequence, None] = {}
         self._requests: dict[RequestId, list[Sequence]] = {}  # those that have not ended
         self._samples: dict[RequestId, list[Sequence]] = {}  # answers 1.. until answer 0 can fork
+        # Sequences that may not run yet, of requests that are not ready: see `add`.
+        self._unready: dict[RequestId, list[Sequence]] = {}
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[tuple[int, _Batch]] = deque()
         self._step = 0
@@ -76,8 +79,10 @@ class Scheduler:
 
     # The four verbs.
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, is_ready: bool = True) -> None:
         """Accepts a request; each of its `n` answers will end with exactly one final output.
+
+        is_ready: whether it may run; else it waits outside of the queue until `make_ready`.
 
         Raises PromptTooLong, ContextTooLong, DuplicateRequest, and has then changed nothing.
         """
@@ -97,7 +102,15 @@ class Scheduler:
         first, *others = sequences
         if others:
             self._samples[request.id] = others
-        self._waiting.push(first)
+        if is_ready:
+            self._waiting.push(first)
+        else:
+            self._unready[request.id] = [first]
+
+    def make_ready(self, request_id: RequestId) -> None:
+        """The request may run, if it has not ended."""
+        for sequence in self._unready.pop(request_id, ()):
+            self._waiting.push(sequence)
 
     def abort(self, request_id: RequestId, index: int | None = None) -> list[RequestOutput]:
         """Ends a request, or only its answer `index`, running or waiting. Unknown ids are no error:
@@ -183,8 +196,14 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a slot, including those that wait for their answer 0 to fork."""
-        return len(self._waiting) + sum(len(others) for others in self._samples.values())
+        """Sequences without a slot, including those that wait for their answer 0 to fork, or until
+        they are ready."""
+        outside = chain(self._samples.values(), self._unready.values())
+        return len(self._waiting) + sum(map(len, outside))
+
+    def is_open(self, request_id: RequestId) -> bool:
+        """Whether any of its answers has not ended."""
+        return request_id in self._requests
 
     @property
     def has_work(self) -> bool:
@@ -427,7 +446,10 @@ class Scheduler:
             return
         for sample in self._samples.pop(parent.request.id, ()):
             sample.fork_parent = parent
-            self._waiting.push(sample)
+            if parent.request.id in self._unready:
+                self._unready[parent.request.id].append(sample)
+            else:
+                self._waiting.push(sample)
 
     # How a sequence leaves.
 
@@ -470,6 +492,8 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in parked:
             parked.remove(sequence)
+        elif sequence in self._unready.get(request_id, ()):
+            self._unready[request_id].remove(sequence)
         else:
             self._waiting.discard()
         sequence.finish(reason)
@@ -479,6 +503,7 @@ class Scheduler:
         siblings.remove(sequence)
         if not siblings:
             del self._requests[request_id]
+            self._unready.pop(request_id, None)
         return Finish(
             reason,
             stop_token_id,

@@ -35,11 +35,12 @@ from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.model import NativeModel, check_features, load_library
-from penstock.engine.sampling.grammar import Grammars, GrammarTable
+from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import Sampler, failed_rows
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.types import PromptOutput, Request, SampledTokens, ScheduledBatch
+from penstock.scheduler.types import PromptOutput, Request, RequestId, SampledTokens, ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,10 @@ class CpuExecutor:
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
-        return self._grammars.compile(request.sampling)
+        return self._grammars.prepare(request)
+
+    def release(self, request_id: RequestId) -> None:
+        self._grammars.release(request_id)
 
     def execute(self, batch: ScheduledBatch) -> "Done":
         with torch.inference_mode():

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.memory.host import tensor_to_device, to_device
-from penstock.engine.sampling.grammar import GrammarTable
+from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.token_bans import TokenBans, has_token_bans
 from penstock.scheduler.types import FinishReason, SamplingParams, TokenLogprobs
 

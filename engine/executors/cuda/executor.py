@@ -33,12 +33,13 @@ from penstock.engine.kernels.tables import (
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.fused import FusedModel
-from penstock.engine.sampling.grammar import GrammarTable
+from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import failed_rows
 from penstock.scheduler.types import (
     PromptOutput,
     Request,
+    RequestId,
     SampledTokens,
     ScheduledBatch,
     TokenLogprobs,
@@ -146,7 +147,7 @@ class CudaExecutor:
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
-        return self._grammars.compile(request.sampling)
+        return self._grammars.prepare(request)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -154,6 +155,9 @@ class CudaExecutor:
         one."""
         self._chunk_graphs.capture()
         self._graphs.capture((size, mode) for size in reversed(self._sizes) for mode in GRAPH_MODES)
+
+    def release(self, request_id: RequestId) -> None:
+        self._grammars.release(request_id)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LaunchedStep:
