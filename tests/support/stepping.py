@@ -39,6 +39,8 @@ class SteppedEngine:
         while batch := self.scheduler.schedule(0.0):
             for output in self.scheduler.update(self.executor.execute(batch).wait()):
                 outputs[output.request_id].append(output)
+        for name in outputs:
+            self.executor.release(name)
         return list(outputs.values())
 
 

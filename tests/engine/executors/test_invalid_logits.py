@@ -105,6 +105,8 @@ class Outcome:
             if launched:
                 self.outputs += self.scheduler.update(launched.wait())
             launched = pending
+        for request in requests:
+            executor.release(request.id)
 
     def ids(self, name: str) -> list[int]:
         return [i for o in self.outputs if o.request_id == name for i in o.token_ids]
