@@ -73,6 +73,17 @@ class GrammarFailed(InvalidRequest):
         )
 
 
+class InvalidLogits(PenstockError):
+    """The numbers of which the engine chooses the next token are not numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model produced NaN or infinite logits, so there is no next token; start the "
+            "server with another --dtype (float16 holds nothing above 65504), or check whether the "
+            "files of the model are damaged"
+        )
+
+
 class GrammarQueueFull(PenstockError):
     """No process could compile this grammar: others took all the time, or the processes failed."""
 
@@ -230,6 +241,8 @@ def reply_to(error: Exception) -> ErrorReply:
         case NotServing():
             headers = _retry_after(RETRY_SOON_S) + (_CLOSE if error.is_ending else ())
             return ErrorReply(503, _UNAVAILABLE, message, None, None, headers)
+        case InvalidLogits():
+            return ErrorReply(500, "server_error", message, None, "invalid_logits")
         case EngineFailed():
             return ErrorReply(500, "server_error", message, None, "engine_failed")
         case HTTPException():

@@ -127,7 +127,8 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         group,
         "--dtype",
         Dtype,
-        "type of weights and KV cache; auto is bfloat16 if the device computes it, else float32",
+        "type of weights and KV cache; auto is bfloat16 if the device computes it, else float32; "
+        "half is float16 and float is float32, as in vLLM",
     )
     _add_choice(
         group,

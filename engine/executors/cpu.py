@@ -37,16 +37,17 @@ from penstock.engine.models.errors import (
     UnsupportedFeature,
     UnsupportedWeightFormat,
 )
-from penstock.engine.models.layers.linear import PackedLinear, PlainLinear, can_pack
+from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.model import NativeModel, check_features, load_library
 from penstock.engine.phases import Phases
-from penstock.engine.sampling.grammar import Grammars, GrammarTable
+from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
-from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.sampling.sampler import Sampler, failed_rows
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.types import PromptOutput, Request, SampledTokens, ScheduledBatch
+from penstock.scheduler.types import PromptOutput, Request, RequestId, SampledTokens, ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class CpuExecutor:
             self._model = llama = LlamaModel(
                 model,
                 weight_source(config.load_format, model_dir, empty, phases),
-                PackedLinear if can_pack(_CPU) and library is None else PlainLinear,
+                cpu_linear(self._dtype) if library is None else PlainLinear,
                 gathered_attention,
                 max_model_len=size.max_model_len,
                 device=_CPU,
@@ -153,7 +154,10 @@ class CpuExecutor:
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
-        return self._grammars.compile(request.sampling)
+        return self._grammars.prepare(request)
+
+    def release(self, request_id: RequestId) -> None:
+        self._grammars.release(request_id)
 
     def execute(self, batch: ScheduledBatch) -> "Done":
         with torch.inference_mode():
@@ -184,7 +188,7 @@ class CpuExecutor:
         rows = [row for row, samples in enumerate(batch.samples) if samples]
         slots = [batch.slots[row] for row in rows]
         self._grammars.start(slots)
-        prompts: tuple[PromptOutput, ...] = ()
+        prompts: tuple[PromptOutput | None, ...] = ()
         if parts := self._prompts.parts(batch, step.query_starts):
             logits, prompts = self._compute_and_read(step, parts)
         else:
@@ -199,18 +203,18 @@ class CpuExecutor:
         self._token_table[self._tensor(slots), self._tensor(lengths)] = ids
         token_ids = ids.tolist()
         constraints = self._grammars.constraints(slots)
-        failed = self._grammars.advance(slots, token_ids, constraints)
+        of_grammars = self._grammars.advance(slots, token_ids, constraints)
         return SampledTokens(
             step=batch.step,
             token_ids=token_ids,
             logprobs=logprobs,
-            failed=failed,
+            failed=failed_rows(token_ids, of_grammars),
             prompts=prompts,
         )
 
     def _compute_and_read(
         self, step: ModelInput, parts: list[PromptPart]
-    ) -> tuple[Tensor, tuple[PromptOutput, ...]]:
+    ) -> tuple[Tensor, tuple[PromptOutput | None, ...]]:
         """The logits of a step that also has outputs of prompts, and those outputs."""
         num_sampling = len(step.sample_rows)
         prompt_rows = self._tensor([row for part in parts for row in part.rows])

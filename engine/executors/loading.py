@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import Device, Dtype, LoadFormat
+from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
 from penstock.engine.memory.kv_pool import PoolSize
 from penstock.engine.model_info import AttentionGroup, ModelInfo
@@ -62,7 +63,7 @@ def choose_device(wanted: Device) -> torch.device:
 def choose_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
     if wanted is Dtype.AUTO:
         return torch.bfloat16 if computes_bfloat16(device) else torch.float32
-    return {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}[wanted]
+    return TORCH_DTYPES[wanted]
 
 
 def weight_source(

@@ -75,7 +75,8 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
     if config.scripted:
         from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
         from penstock.engine.models.config import ModelConfig
-        from penstock.engine.sampling.grammar import Grammars, GrammarTable
+        from penstock.engine.sampling.grammar import Grammars
+        from penstock.engine.sampling.grammar_table import GrammarTable
 
         model = ModelConfig.from_dir(Path(config.model))
         info = scripted_info(

@@ -2,12 +2,13 @@
 
 At batch 1 to 16 a matrix product is bound by reading the weight, and every further launch costs as
 much as reading 6 MB of weights. So one kernel reads the weight once, far ahead, and also computes
-the RMSNorm of its input (a scale per row, applied at the end), SiLU(gate) * up, the bias, and the
-residual addition.
+the RMSNorm of its input (a scale per row, applied at the end, except in float16), SiLU(gate) * up,
+the bias, and the residual addition.
 """
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -76,6 +77,8 @@ def skinny_linear(
         HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
+        # Before its norm, a row times the norm's weight may exceed what float16 holds.
+        NORM_FIRST=norm is not None and x.dtype is torch.float16,
         IS_GATED=is_gated,
         ROWS=_FEW_ROWS if num_rows <= _FEW_ROWS else MAX_ROWS,
         OUTPUTS=tile.outputs,
@@ -132,6 +135,7 @@ def _skinny(
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
     IS_GATED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -155,6 +159,14 @@ def _skinny(
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     acc_up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     square = tl.zeros((ROWS,), tl.float32)
+    inverse = tl.full((ROWS,), 1.0, tl.float32)
+    if NORM_FIRST:
+        for start in range(0, columns, CHUNK):
+            column = start + tl.arange(0, CHUNK)
+            part = x + row[:, None] * columns + column[None, :]
+            a = tl.load(part, mask=is_row[:, None] & (column < columns)[None, :], other=0.0)
+            square += tl.sum(a.to(tl.float32) * a.to(tl.float32), 1)
+        inverse = tl.rsqrt(square / columns + eps)
     for start in range(0, columns, CHUNK):
         column = start + tl.arange(0, CHUNK)
         is_column = column < columns
@@ -164,15 +176,18 @@ def _skinny(
         a = tl.load(part, mask=is_row[:, None] & is_column[None, :], other=0.0)
         if HAS_NORM:
             wide = a.to(tl.float32)
-            square += tl.sum(wide * wide, 1)
             scale = tl.load(norm + column, mask=is_column, other=0.0).to(tl.float32)
+            if NORM_FIRST:
+                wide = wide * inverse[:, None]
+            else:
+                square += tl.sum(wide * wide, 1)
             a = (wide * scale[None, :]).to(a.dtype)
         a = tl.trans(a)
         acc = tl.dot(w, a, acc, input_precision="ieee")
         if IS_GATED:
             u = tl.load(up_row + column[None, :], mask=mask, other=0.0)
             acc_up = tl.dot(u, a, acc_up, input_precision="ieee")
-    if HAS_NORM:
+    if HAS_NORM and not NORM_FIRST:
         scale = tl.rsqrt(square / columns + eps)[None, :]
         acc = acc * scale
         acc_up = acc_up * scale

@@ -58,7 +58,9 @@ class Checkpoint:
             rows = part.shape[0] if part.dim() else 0
             if part.shape[1:] != fused.shape[1:] or start + rows > shape[0]:
                 raise self._unexpected(name, part, shape)
-            fused[start : start + rows].copy_(part)
+            stored = fused[start : start + rows].copy_(part)
+            if stored.dtype is torch.float16 and part.dtype is not torch.float16:
+                self._check_overflow(name, part, stored)
             start += rows
         if start != shape[0]:
             raise self._unexpected(names[-1], part, shape)
@@ -84,6 +86,16 @@ class Checkpoint:
             )
         return tensor
 
+    def _check_overflow(self, name: str, part: Tensor, stored: Tensor) -> None:
+        """Raises InvalidModel where float16 cannot hold a weight. One that is not finite in the
+        checkpoint either is not refused here: it shows in the logits, whatever the type."""
+        if not _is_finite(stored) and _is_finite(part):
+            raise InvalidModel(
+                f"the tensor {name!r} in {self._model_dir} has the value "
+                f"{float(part.abs().max()):g}, and float16 holds none above 65504; use --dtype "
+                "bfloat16 or --dtype float32"
+            )
+
     def _open(self, name: str) -> None:
         path = self._model_dir / name
         try:
@@ -102,6 +114,11 @@ class Checkpoint:
             f"the tensor {name!r} in {self._model_dir} has the shape {tuple(part.shape)}, "
             f"which does not fit the {shape} that config.json implies"
         )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # NaN wins both. 30 times as fast on a processor as isfinite of every element.
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 class RandomWeights:

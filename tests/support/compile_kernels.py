@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ NUM_SMS = 132
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -196,8 +198,11 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 class MetaWeights:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
     def read(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=META)
+        return torch.empty(shape, dtype=self._dtype, device=META)
 
 
 class MetaModel:
@@ -207,6 +212,7 @@ class MetaModel:
         self,
         model_dir: Path,
         block_size: int = BLOCK_SIZE,
+        dtype: torch.dtype = torch.bfloat16,
         *,
         max_rows: int = 512,
         max_tokens: int = 8192,
@@ -215,13 +221,19 @@ class MetaModel:
         """max_rows, max_tokens: of one step."""
         config = ModelConfig.from_dir(model_dir)
         self.config = config
+        self._dtype = dtype
         llama = LlamaModel(
-            config, MetaWeights(), PlainLinear, gathered_attention, max_model_len=8192, device=META
+            config,
+            MetaWeights(dtype),
+            PlainLinear,
+            gathered_attention,
+            max_model_len=8192,
+            device=META,
         )
-        pool = KVPool(config.kv_shape, 100, block_size, torch.bfloat16, META)
+        pool = KVPool(config.kv_shape, 100, block_size, dtype, META)
         shape = config.attention_shape(block_size)
         attention = PagedAttention(
-            shape, config.windows, max_rows, max_tokens, num_sms, META, torch.bfloat16
+            shape, config.windows, max_rows, max_tokens, num_sms, META, dtype
         )
         self.model = FusedModel(llama, pool, attention, max_rows)
         self._pool, self._max_rows, self._block_size = pool, max_rows, block_size
@@ -261,14 +273,14 @@ class MetaModel:
         return launches
 
     def sampling_launches(self, mode: Mode = Mode.ADJUSTED) -> list[Launch]:
-        """Of a request's settings, and of a step. Few rows have float32 logits, more bfloat16."""
+        """Of a request's settings, and of a step. Many rows have logits of the model's type."""
         sampler = DeviceSampler(self._max_rows, self.config.vocab_size, META)
         sampler.allow_adjustments()
         ids = _ints(8)
         with recorded() as launches:
             sampler.assign(0, SamplingParams(max_tokens=1), 0, [1], 1)
             sampler.flush()
-            for dtype in (torch.float32, torch.bfloat16):
+            for dtype in (torch.float32, self._dtype):
                 logits = torch.empty(8, self.config.vocab_size, dtype=dtype, device=META)
                 sampler.sample(logits, ids, ids, ids, torch.empty(8, device=META), mode)
         return launches
@@ -287,8 +299,8 @@ def launches_in_a_decode_layer(model: MetaModel, num_decodes: int) -> Counter[st
 
 def main(model_dirs: list[str]) -> None:
     seen = set()
-    for model_dir in model_dirs:
-        model = MetaModel(Path(model_dir))
+    for model_dir, dtype in product(model_dirs, (torch.bfloat16, torch.float16)):
+        model = MetaModel(Path(model_dir), dtype=dtype)
         with launch.overlap(True):
             launches = model.sampling_launches()
             for num_decodes, chunk in ((1, 0), (16, 0), (256, 0), (7, 1024)):

@@ -11,7 +11,7 @@ from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.ipc.process import build_executor, main
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import Phases
-from penstock.scheduler.types import Request, SampledTokens, ScheduledBatch
+from penstock.scheduler.types import Request, RequestId, SampledTokens, ScheduledBatch
 
 MESSAGE = "CUDA error: an illegal memory access was encountered"
 
@@ -38,6 +38,9 @@ class FailsInItsThirdStep:
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         return self._executor.prepare(request)
+
+    def release(self, request_id: RequestId) -> None:
+        self._executor.release(request_id)
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         self._num_steps += 1

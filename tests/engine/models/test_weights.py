@@ -46,6 +46,28 @@ def test_half_precision_on_disk_is_widened(tiny: Path, dtype: torch.dtype) -> No
     torch.testing.assert_close(logits(tiny), expected, atol=0.3, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_float16_cannot_hold_is_refused_with_a_type_that_can(
+    tiny: Path, dtype: torch.dtype
+) -> None:
+    file = tiny / "model.safetensors"
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = -70_000
+    save_file(tensors, file)
+    message = r"'model\.layers\.1\.mlp\.up_proj\.weight'.* 7.*65504; use --dtype bfloat16"
+    with pytest.raises(InvalidModel, match=message):
+        Harness(tiny, dtype=torch.float16)
+    assert Harness(tiny, dtype=torch.bfloat16).run([(0, 0, 9)])[0].isfinite().all()
+
+
+def test_a_weight_that_is_not_finite_in_the_checkpoint_is_not_blamed_on_float16(tiny: Path) -> None:
+    file = tiny / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, file)
+    assert Harness(tiny, dtype=torch.float16).run([(0, 0, 9)])[0].isnan().any()
+
+
 def test_a_missing_tensor_is_named(tiny: Path) -> None:
     file = tiny / "model.safetensors"
     tensors = load_file(file)

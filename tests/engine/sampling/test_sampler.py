@@ -9,8 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.sampling.sampler import Sampler, _draw, _penalise, _pick, _uniforms
-from penstock.scheduler.types import SamplingParams, TokenLogprobs
+from penstock.engine.sampling.sampler import (
+    INVALID_ID,
+    Sampler,
+    _draw,
+    _penalise,
+    _pick,
+    _uniforms,
+    failed_rows,
+)
+from penstock.scheduler.types import FinishReason, SamplingParams, TokenLogprobs
 from tests.support.kernels import LOGPROB_TOLERANCE
 
 CPU = torch.device("cpu")
@@ -447,11 +455,11 @@ HUGE = 3e38
 @pytest.mark.parametrize(
     ("values", "allowed"),
     [
-        ([0.0, INF, 1.0, INF], {1, 3}),
-        ([NAN, 1.0, NAN, -INF], {1}),
-        ([NAN, NAN, NAN, NAN], {0}),
+        ([0.0, INF, 1.0, INF], {INVALID_ID}),
+        ([NAN, 1.0, NAN, -INF], {INVALID_ID}),
+        ([NAN, NAN, NAN, NAN], {INVALID_ID}),
         ([-INF, -INF, -INF, -INF], {0}),
-        ([NAN, -INF, -INF, -INF], {0}),
+        ([NAN, -INF, -INF, -INF], {INVALID_ID}),
         ([-INF, -INF, 2.0, -INF], {2}),
         ([HUGE, -HUGE, HUGE, 0.0], {0, 2}),
         ([-HUGE, -HUGE, -HUGE, -HUGE], {0, 1, 2, 3}),
@@ -472,7 +480,7 @@ HUGE = 3e38
     ],
     ids=str,
 )
-def test_extreme_logits_give_a_defined_id_and_do_not_affect_other_rows(
+def test_invalid_logits_give_no_id_extreme_ones_a_defined_id_and_neither_affects_other_rows(
     values: list[float], allowed: set[int], vocab_size: int, sampling: SamplingParams
 ) -> None:
     logits = torch.full((3, vocab_size), -INF)
@@ -498,11 +506,22 @@ def test_extreme_logits_give_a_defined_id_and_do_not_affect_other_rows(
     sampling=samplings,
     seed=st.integers(0, 2**64 - 1),
 )
-def test_any_logits_give_an_id_in_range(
+def test_any_logits_give_an_id_in_range_unless_one_is_nan_or_infinite(
     values: list[float], sampling: SamplingParams, seed: int
 ) -> None:
     ids = draw(torch.tensor(values), sampling, num=4, seed=seed)
-    assert all(0 <= i < len(values) for i in ids)
+    if any(math.isnan(value) or value == INF for value in values):
+        assert {int(i) for i in ids} == {INVALID_ID}
+    else:
+        assert all(0 <= i < len(values) for i in ids)
+
+
+def test_a_row_without_an_id_fails_and_so_does_one_whose_grammar_fails() -> None:
+    assert failed_rows([3, INVALID_ID, 0, 7], frozenset({3})) == {
+        1: FinishReason.INVALID_LOGITS,
+        3: FinishReason.ERROR,
+    }
+    assert failed_rows([3, 0], frozenset()) == failed_rows([], frozenset()) == {}
 
 
 @pytest.mark.gpu
