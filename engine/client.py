@@ -21,6 +21,8 @@ from penstock.engine.ipc.supervisor import EngineState
 from penstock.engine.logs import configure as configure_logs
 from penstock.engine.messages import StepReport
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.models.json_file import read_json as read_model_json
+from penstock.engine.models.json_file import read_object as read_model_object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,6 +49,8 @@ __all__ = [  # noqa: RUF022  # in groups
     "BadGrammar",  # a grammar does not compile
     # The model's files.
     "resolve_model",  # from a path or hub id to a directory
+    "read_model_json",  # one of them; an error names it
+    "read_model_object",  # one that holds an object
     "load_dummy_tokenizer",  # for dummy weights without a tokenizer
     # Structured output.
     "GrammarCompiler",  # compiles grammars for one model

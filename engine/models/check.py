@@ -1,0 +1,113 @@
+"""Whether a model can be served, by its JSON files and the names of the others.
+
+The start refuses by it, for a directory and for a model of the hub, whose weights are not yet
+downloaded; so does the list of models. What only the weights themselves show is found later.
+"""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.formats import not_a_directory, without_config, without_weights
+from penstock.engine.models.json_file import Fields, check_regular, read_json
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# One of them is enough; without tokenizer.json, transformers converts the others.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_READ_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".safetensors")
+# Of directories below the one that was named, to see whether one of them was meant.
+_MAX_DEPTH = 2
+_MAX_ENTRIES = 2_000
+
+
+def check_directory(directory: Path, *, needs_weights: bool = True) -> ModelConfig:
+    """Raises InvalidModel unless it can be served."""
+    names = names_in(directory)
+    for name in names:
+        if name.endswith(_READ_SUFFIXES):
+            check_regular(directory / name)
+    return check_model(str(directory), directory, names, needs_weights=needs_weights)
+
+
+def check_model(
+    model: str, directory: Path, names: Collection[str], *, needs_weights: bool = True
+) -> ModelConfig:
+    """Raises InvalidModel unless it can be served.
+
+    model: its name for the message. names: of all its files; of these, `directory` must have
+    config.json, generation_config.json and the index of shards. needs_weights: False for made-up
+    weights, which need no tokenizer either.
+    """
+    if CONFIG not in names:
+        raise without_config(model, names)
+    config = ModelConfig.from_dir(directory)
+    if needs_weights:
+        if missing := [file for file in weight_files(model, directory, names) if file not in names]:
+            raise InvalidModel(
+                f"{model} lacks {missing[0]}, which {INDEX} names; download the model again, or "
+                "use --load-format dummy for random weights",
+                brief=f"{len(missing)} of its weight files are missing",
+            )
+        if not any(name in names for name in TOKENIZERS):
+            raise InvalidModel(
+                f"{model} has no tokenizer that can be read; copy the tokenizer.json of its base "
+                "model into it",
+                brief="no tokenizer",
+            )
+    return config
+
+
+def weight_files(model: str, directory: Path, names: Collection[str]) -> list[str]:
+    """The safetensors that are read: the index's shards, or the only file. Raises InvalidModel."""
+    if INDEX in names:
+        return sorted(set(read_weight_map(directory / INDEX).values()))
+    if SINGLE in names:
+        return [SINGLE]
+    raise without_weights(model, names)
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The shard of each tensor, by its name. Raises InvalidModel."""
+    content = read_json(index)
+    if not isinstance(content, dict) or not content.get("weight_map"):
+        raise InvalidModel(f"{index} is not a valid index of shards: it lacks 'weight_map'")
+    weight_map = Fields(index, content).mapping("weight_map")
+    for tensor, file in weight_map.items():
+        # Nothing outside of the model's directory, and nothing but weights.
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or not file.endswith(".safetensors")
+        ):
+            raise Fields(f"{index}: weight_map", weight_map).wrong(
+                tensor, "the name of a safetensors file beside the index", file
+            )
+    return weight_map
+
+
+def names_in(directory: Path) -> list[str]:
+    """Of what is in it, relative to it; of its directories only what may be a model."""
+    if not directory.is_dir():
+        raise not_a_directory(str(directory))
+    try:
+        return [
+            str(path.relative_to(directory))
+            for path in _walk(directory, _MAX_DEPTH)
+            if path.parent == directory or path.name == CONFIG
+        ]
+    except OSError as error:
+        raise InvalidModel(f"{directory} cannot be read: {error.strerror or error}") from None
+
+
+def _walk(directory: Path, depth: int) -> Iterable[Path]:
+    entries = sorted(directory.iterdir())[:_MAX_ENTRIES]
+    for entry in entries:
+        yield entry
+    if depth and not (directory / CONFIG).is_file():
+        for entry in entries:
+            if entry.is_dir():
+                yield from _walk(entry, depth - 1)
