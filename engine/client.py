@@ -27,6 +27,8 @@ from penstock.engine.models.json_file import read_object as read_model_object
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from penstock.engine.models.hub import ModelFiles
+
 __all__ = [  # noqa: RUF022  # in groups
     # The engine process and its requests.
     "EngineClient",  # starts the process, submits requests
@@ -48,7 +50,7 @@ __all__ = [  # noqa: RUF022  # in groups
     "RequestRefused",  # the engine did not accept this request
     "BadGrammar",  # a grammar does not compile
     # The model's files.
-    "resolve_model",  # from a path or hub id to a directory
+    "open_model",  # from a path or hub id to a directory, checked
     "read_model_json",  # one of them; an error names it
     "read_model_object",  # one that holds an object
     "load_dummy_tokenizer",  # for dummy weights without a tokenizer
@@ -76,14 +78,16 @@ def load_grammar_compiler(
     return GrammarCompiler.of_model(directory, vocab_size, eos_token_ids, load_format)
 
 
-def resolve_model(model: str) -> Path:
-    """The directory of a local path or a hub id. Downloads what is missing; raises PenstockError.
+def open_model(config: EngineConfig) -> "ModelFiles":
+    """The model's files, all but the weights of a hub id. Raises PenstockError for one that cannot
+    be served.
 
     Without a network, a snapshot downloaded before still serves.
     """
-    from penstock.engine.models.hub import resolve_model
+    from penstock.engine.models.hub import open_model
 
-    return resolve_model(model)
+    needs_weights = config.load_format is LoadFormat.AUTO and not config.scripted
+    return open_model(config.model, needs_weights=needs_weights)
 
 
 def load_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> "Tokenizer | None":

@@ -19,7 +19,7 @@ from penstock.engine.client import (
     EngineState,
     LogFormat,
     OutputStream,
-    resolve_model,
+    open_model,
 )
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request
@@ -199,28 +199,28 @@ class Service:
         return self._engine.submit(request)
 
     async def _load(self) -> EngineClient:
-        """The engine's process and the tokenizer, both at once."""
-        directory = await asyncio.to_thread(resolve_model, self.config.engine.model)
+        """What can refuse the model comes before what takes long: its config, then its tokenizer,
+        then the download of its weights, then the engine's process, which reads them."""
+        files = await asyncio.to_thread(open_model, self.config.engine)
+        directory = files.directory
+        reading = asyncio.ensure_future(
+            asyncio.to_thread(_read_prompt_files, directory, self.config)
+        )
+        if files.fetch:
+            await reading
+            await asyncio.to_thread(files.fetch, self._has_terminal())
         engine = self._make_engine(replace(self.config.engine, model=str(directory)))
         engine.on_step(self.metrics.on_step)
         self.metrics.watch(lambda: engine.num_open, self._silence_s, lambda: engine.pid)
         self._engine = engine
-        encoder, info = await asyncio.gather(
-            asyncio.to_thread(
-                PromptEncoder.load,
-                directory,
-                self.config.server.chat_template,
-                self.config.engine.load_format,
-            ),
-            engine.start(),
-        )
+        (encoder, defaults, pooler), info = await asyncio.gather(reading, engine.start())
         self._model = ServedModel(
             names=self.config.server.served_model_names,
             created_s=int(time.time()),
             info=info,
             encoder=encoder,
-            defaults=GenerationDefaults.load(Path(directory)),
-            pooler=Pooler.load(Path(directory), self.config.server.pooler, info.hidden_size),
+            defaults=defaults,
+            pooler=replace(pooler, hidden_size=info.hidden_size),
             grammars=GrammarChecker(directory, info, self.config.engine.load_format),
             chat_format=ChatFormat.detect(
                 encoder.template_source,
@@ -235,6 +235,9 @@ class Service:
         if self.state is State.STARTING:
             self.state = State.READY
         return engine
+
+    def _has_terminal(self) -> bool:
+        return self.config.server.log_format is LogFormat.TEXT and sys.stderr.isatty()
 
     def _silence_s(self) -> float:
         """With work open: since the engine last did something, or last had nothing to do."""
@@ -294,6 +297,16 @@ class Service:
             f'    -d \'{{"model": "{model.name}", {body}}}\'\n',
             sys.stdout,
         )
+
+
+def _read_prompt_files(
+    directory: Path, config: ServeConfig
+) -> tuple[PromptEncoder, GenerationDefaults, Pooler]:
+    """What the server process reads of a model. Raises PenstockError."""
+    defaults = GenerationDefaults.load(directory)
+    pooler = Pooler.load(directory, config.server.pooler, hidden_size=0)  # the engine knows it
+    encoder = PromptEncoder.load(directory, config.server.chat_template, config.engine.load_format)
+    return encoder, defaults, pooler
 
 
 def _print(text: str, file: TextIO) -> None:

@@ -267,6 +267,8 @@ def _rope(fields: Fields) -> RopeConfig:
         )
     scaling = Fields(f"{fields.path}: {key}", content)
     theta = scaling.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    if theta <= 1:  # the frequencies would not fall
+        raise InvalidModel(f"{fields.path}: 'rope_theta' must be more than 1, not {theta:g}")
     kind = scaling.text("rope_type") or scaling.text("type") or "default"
     for name, neutral in _NEUTRAL_ROPE.items():
         value = scaling.get(name)
@@ -280,12 +282,18 @@ def _rope(fields: Fields) -> RopeConfig:
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=scaling.number("factor"))
     if kind == "llama3":
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        if high <= low:
+            raise InvalidModel(
+                f"{scaling.path}: 'high_freq_factor' ({high:g}) must be more than "
+                f"'low_freq_factor' ({low:g})"
+            )
         return RopeConfig(
             theta=theta,
             kind=kind,
             factor=scaling.number("factor"),
-            low_freq_factor=scaling.number("low_freq_factor"),
-            high_freq_factor=scaling.number("high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
             original_max_positions=scaling.count("original_max_position_embeddings"),
         )
     if kind == "yarn":

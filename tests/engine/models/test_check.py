@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.models.check import check_directory
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.hub import open_model
 from penstock.engine.models.weights import Checkpoint
 from tests.support.tiny_models import make_model, save
 
@@ -149,6 +150,13 @@ def test_weights_in_another_format_are_named(
     (directory / "config.json").unlink()
     message = refusal(directory)
     assert (without_config or expected) in message and "safetensors" in message
+
+
+def test_a_gguf_file_is_named_too(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(InvalidModel, match=r"model\.gguf is a GGUF file"):
+        open_model(str(file))
 
 
 def test_a_directory_above_the_models_says_which_was_meant(tmp_path: Path) -> None:
