@@ -27,6 +27,7 @@ from penstock.engine.models.json_file import read_object as read_model_object
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from penstock.engine.models.catalog import ListedModel
     from penstock.engine.models.hub import ModelFiles
 
 __all__ = [  # noqa: RUF022  # in groups
@@ -51,6 +52,10 @@ __all__ = [  # noqa: RUF022  # in groups
     "BadGrammar",  # a grammar does not compile
     # The model's files.
     "open_model",  # from a path or hub id to a directory, checked
+    "cached_models",  # those in the hub's cache, and which can be served
+    "models_in",  # those in a directory
+    "ListedModel",  # one of them
+    "shown_size",  # bytes as people read them
     "read_model_json",  # one of them; an error names it
     "read_model_object",  # one that holds an object
     "load_dummy_tokenizer",  # for dummy weights without a tokenizer
@@ -88,6 +93,27 @@ def open_model(config: EngineConfig) -> "ModelFiles":
 
     needs_weights = config.load_format is LoadFormat.AUTO and not config.scripted
     return open_model(config.model, needs_weights=needs_weights)
+
+
+def cached_models() -> "list[ListedModel]":
+    """Those in the cache of Hugging Face's hub."""
+    from penstock.engine.models.catalog import cached_models
+
+    return cached_models()
+
+
+def models_in(directory: Path) -> "list[ListedModel]":
+    """Those in a directory, itself or below it. Raises PenstockError if there is no such one."""
+    from penstock.engine.models.catalog import models_in
+
+    return models_in(directory)
+
+
+def shown_size(num_bytes: int) -> str:
+    """As people read it: 16.4 GB."""
+    from penstock.engine.models.progress import size
+
+    return size(num_bytes)
 
 
 def load_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> "Tokenizer | None":

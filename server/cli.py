@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `penstock bench` and `penstock top`."""
+"""The command line: `penstock serve`, `penstock bench`, `penstock top` and `penstock models`."""
 
 import argparse
 import json
@@ -49,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from penstock.loadtest.top.cli import main as top
 
         return top(arguments[1:])
+    if arguments[:1] == ["models"]:
+        from penstock.server.model_list import main as models
+
+        return models(arguments[1:])
     parser, serve_flags = _parsers()
     try:
         set_defaults(serve_flags, os.environ, _config_file(arguments))
@@ -146,6 +150,9 @@ def _parsers() -> tuple[FlagParser, FlagParser]:
     add_serve_flags(serve)
     commands.add_parser("bench", help="measure a server under load; see penstock bench --help")
     commands.add_parser("top", help="watch a server in the terminal; see penstock top --help")
+    commands.add_parser(
+        "models", help="list the models on this machine; see penstock models --help"
+    )
     return parser, serve
 
 
