@@ -1,11 +1,15 @@
 """Whether a model can be served, by its JSON files and the names of the others.
 
 The start refuses by it, for a directory and for a model of the hub, whose weights are not yet
-downloaded; so does the list of models. What only the weights themselves show is found later.
+downloaded; so does the list of models. Of safetensors it reads the headers, where they are there.
+What only the weights themselves show is found later.
 """
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
@@ -30,7 +34,24 @@ def check_directory(directory: Path, *, needs_weights: bool = True) -> ModelConf
     for name in names:
         if name.endswith(_READ_SUFFIXES):
             check_regular(directory / name)
-    return check_model(str(directory), directory, names, needs_weights=needs_weights)
+    config = check_model(str(directory), directory, names, needs_weights=needs_weights)
+    if needs_weights:
+        for name in weight_files(str(directory), directory, names):
+            open_safetensors(directory / name, framework="numpy")
+    return config
+
+
+def open_safetensors(path: Path, *, framework: str) -> Any:
+    """Reads the header alone; its sizes must be those of the file. Raises InvalidModel."""
+    check_regular(path)
+    try:
+        return safe_open(path, framework=framework)
+    except (SafetensorError, OSError) as error:
+        raise InvalidModel(
+            f"{path} is not a readable safetensors file: {error}; delete it, and copy or download "
+            "it again",
+            brief=f"{path.name} is damaged",
+        ) from None
 
 
 def check_model(

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from penstock.engine.models.check import INDEX, SINGLE, read_weight_map
+from penstock.engine.models.check import INDEX, SINGLE, open_safetensors, read_weight_map
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.json_file import check_regular
 
 # Not float8, which needs scales that are stored beside it.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -99,19 +98,13 @@ class Checkpoint:
 
     def _open(self, name: str) -> None:
         path = self._model_dir / name
-        check_regular(path)
-        try:
-            self._files[name] = safe_open(path, framework="pt")
-        except FileNotFoundError:
+        if not path.exists():
             wanted_by = f"which {INDEX} names" if name != SINGLE else f"and neither does {INDEX}"
             raise InvalidModel(
                 f"{path} does not exist, {wanted_by}; download the model again, "
                 "or use --load-format dummy for random weights"
-            ) from None
-        except (SafetensorError, OSError) as error:
-            raise InvalidModel(
-                f"{path} is not a readable safetensors file: {error}; copy or download it again"
-            ) from None
+            )
+        self._files[name] = open_safetensors(path, framework="pt")
 
     def _unexpected(self, name: str, part: Tensor, shape: tuple[int, ...]) -> InvalidModel:
         return InvalidModel(

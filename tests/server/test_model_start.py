@@ -98,10 +98,4 @@ def test_a_truncated_file_ends_the_server_with_one_sentence(tmp_path: Path) -> N
         (tmp_path / name).symlink_to(DEMO_MODEL / name)
     content = (DEMO_MODEL / WEIGHTS).read_bytes()
     (tmp_path / WEIGHTS).write_bytes(content[: len(content) // 2])
-    server = RunningServer(str(tmp_path))
-    try:
-        code, errors = server.exit_code(timeout_s=120)
-    finally:
-        server.stop()
-    assert code == 2 and "Traceback" not in errors
-    assert "is not a readable safetensors file" in errors.splitlines()[-1]
+    assert "is not a readable safetensors file" in refusal(str(tmp_path))

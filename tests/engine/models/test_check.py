@@ -35,7 +35,7 @@ def model(directory: Path, *files: str, **changes: Any) -> Path:
     config = {key: value for key, value in (LLAMA | changes).items() if value is not ...}
     (directory / "config.json").write_text(json.dumps(config))
     for file in files:
-        (directory / file).write_bytes(b"")
+        (directory / file).write_bytes(b"\2" + b"\0" * 7 + b"{}")  # safetensors of nothing
     return directory
 
 
@@ -244,6 +244,8 @@ def test_a_truncated_safetensors_file_is_named(tmp_path: Path, kept: float) -> N
     file.write_bytes(content[:end])
     with pytest.raises(InvalidModel, match=r"model\.safetensors is not a readable"):
         Checkpoint(directory, torch.empty)
+    (directory / "tokenizer.json").write_text("{}")
+    assert "model.safetensors is not a readable" in refusal(directory)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
