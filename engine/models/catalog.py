@@ -1,5 +1,6 @@
 """The models on this machine: in the hub's cache and in directories, and which can be served."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator
@@ -91,7 +92,8 @@ def _find(directory: Path, depth: int) -> Iterator[Path]:
         yield directory
     elif depth:
         for entry in entries:
-            if entry.is_dir() and not entry.name.startswith("."):
+            # Of os.path: False for what may not be looked at, which pathlib raises for.
+            if os.path.isdir(entry) and not entry.name.startswith("."):  # noqa: PTH112
                 yield from _find(entry, depth - 1)
 
 
@@ -106,6 +108,6 @@ def _num_bytes(directory: Path) -> int:
     num_bytes = 0
     for parent, _, names in os.walk(directory):
         for name in names:
-            path = Path(parent) / name
-            num_bytes += path.stat().st_size if path.is_file() else 0
+            with contextlib.suppress(OSError):  # a broken link, or not ours to read
+                num_bytes += (Path(parent) / name).stat().st_size
     return num_bytes

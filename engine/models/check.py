@@ -5,7 +5,8 @@ downloaded; so does the list of models. Of safetensors it reads the headers, whe
 What only the weights themselves show is found later.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,13 @@ GENERATION_CONFIG = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # One of them is enough; without tokenizer.json, transformers converts the others.
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_READ_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".safetensors")
+_TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+# What is read, here or later, by us or by transformers.
+_READ = (
+    *(CONFIG, GENERATION_CONFIG, INDEX, SINGLE, "modules.json", "chat_template.jinja"),
+    *(*_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "merges.txt",
+)
 # Of directories below the one that was named, to see whether one of them was meant.
 _MAX_DEPTH = 2
 _MAX_ENTRIES = 2_000
@@ -32,7 +38,7 @@ def check_directory(directory: Path, *, needs_weights: bool = True) -> ModelConf
     """Raises InvalidModel unless it can be served."""
     names = names_in(directory)
     for name in names:
-        if name.endswith(_READ_SUFFIXES):
+        if any(fnmatchcase(name, pattern) for pattern in _READ):
             check_regular(directory / name)
     config = check_model(str(directory), directory, names, needs_weights=needs_weights)
     if needs_weights:
@@ -73,7 +79,7 @@ def check_model(
                 "use --load-format dummy for random weights",
                 brief=f"{len(missing)} of its weight files are missing",
             )
-        if not any(name in names for name in TOKENIZERS):
+        if not any(fnmatchcase(name, pattern) for name in names for pattern in _TOKENIZERS):
             raise InvalidModel(
                 f"{model} has no tokenizer that can be read; copy the tokenizer.json of its base "
                 "model into it",
@@ -115,20 +121,24 @@ def names_in(directory: Path) -> list[str]:
     if not directory.is_dir():
         raise not_a_directory(str(directory))
     try:
-        return [
-            str(path.relative_to(directory))
-            for path in _walk(directory, _MAX_DEPTH)
-            if path.parent == directory or path.name == CONFIG
-        ]
+        paths = sorted(directory.iterdir())
     except OSError as error:
         raise InvalidModel(f"{directory} cannot be read: {error.strerror or error}") from None
+    names = [path.name for path in paths]
+    if CONFIG in names:
+        return names
+    below = (inner for path in paths[:_MAX_ENTRIES] for inner in _models_below(path, _MAX_DEPTH))
+    return [*names, *(str(path.relative_to(directory)) for path in below)]
 
 
-def _walk(directory: Path, depth: int) -> Iterable[Path]:
-    entries = sorted(directory.iterdir())[:_MAX_ENTRIES]
-    for entry in entries:
-        yield entry
-    if depth and not (directory / CONFIG).is_file():
-        for entry in entries:
-            if entry.is_dir():
-                yield from _walk(entry, depth - 1)
+def _models_below(path: Path, depth: int) -> list[Path]:
+    """Each config.json in and below it; none of a file."""
+    try:
+        if not depth or not path.is_dir():
+            return []
+        if (path / CONFIG).is_file():
+            return [path / CONFIG]
+        entries = sorted(path.iterdir())[:_MAX_ENTRIES]
+    except OSError:  # not ours to read
+        return []
+    return [inner for entry in entries for inner in _models_below(entry, depth - 1)]

@@ -183,7 +183,7 @@ def _recognized(
                 if what.startswith("a ")
                 else f"{model} has its weights in {what}, which is not supported; {advice} "
                 f"({_READS})",
-                brief=f"{what} is not supported",
+                brief=what,
             )
     return None
 

@@ -68,7 +68,7 @@ def test_directories_are_listed_beside_the_cache(hub: StubHub, tmp_path: Path) -
     assert models["demo"]["family"] == "llama"
     assert models["quantized"]["size_bytes"] == 4000
     assert models["quantized"]["family"] is None
-    assert models["quantized"]["problem"] == "GGUF, llama.cpp's format is not supported"
+    assert models["quantized"]["problem"] == "GGUF, llama.cpp's format"
     assert models["bad"]["problem"].startswith("generation_config.json: 'temperature' must be")
 
 

@@ -226,6 +226,13 @@ def test_what_is_not_a_regular_file_is_named_and_never_opened(tmp_path: Path, na
     assert f"{file} is a directory" in refusal(directory)
 
 
+def test_a_file_that_nobody_reads_may_be_anything(tmp_path: Path) -> None:
+    directory = model(tmp_path, "model.safetensors", "tokenizer.json")
+    os.mkfifo(directory / "notes.txt")
+    (directory / "training.json").symlink_to("nowhere")
+    assert check_directory(directory).family == "llama"
+
+
 def test_a_socket_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = model(tmp_path, "model.safetensors", "tokenizer.json")
     monkeypatch.chdir(directory)  # the name of a socket must be short
