@@ -22,10 +22,15 @@ from penstock.engine.logs import CLEAR_LINE, is_terminal
 from penstock.engine.logs import configure as configure_logs
 from penstock.engine.messages import StepReport
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.models.json_file import read_json as read_model_json
+from penstock.engine.models.json_file import read_object as read_model_object
 from penstock.engine.phases import LoadProgress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from penstock.engine.models.catalog import ListedModel
+    from penstock.engine.models.hub import ModelFiles
 
 __all__ = [  # noqa: RUF022  # in groups
     # The engine process and its requests.
@@ -51,7 +56,13 @@ __all__ = [  # noqa: RUF022  # in groups
     "RequestRefused",  # the engine did not accept this request
     "BadGrammar",  # a grammar does not compile
     # The model's files.
-    "resolve_model",  # from a path or hub id to a directory
+    "open_model",  # from a path or hub id to a directory, checked
+    "cached_models",  # those in the hub's cache, and which can be served
+    "models_in",  # those in a directory
+    "ListedModel",  # one of them
+    "shown_size",  # bytes as people read them
+    "read_model_json",  # one of them; an error names it
+    "read_model_object",  # one that holds an object
     "load_dummy_tokenizer",  # for dummy weights without a tokenizer
     # Structured output.
     "GrammarCompiler",  # compiles grammars for one model
@@ -77,14 +88,37 @@ def load_grammar_compiler(
     return GrammarCompiler.of_model(directory, vocab_size, eos_token_ids, load_format)
 
 
-def resolve_model(model: str) -> Path:
-    """The directory of a local path or a hub id. Downloads what is missing; raises PenstockError.
+def open_model(config: EngineConfig) -> "ModelFiles":
+    """The model's files, all but the weights of a hub id. Raises PenstockError for one that cannot
+    be served.
 
     Without a network, a snapshot downloaded before still serves.
     """
-    from penstock.engine.models.hub import resolve_model
+    from penstock.engine.models.hub import open_model
 
-    return resolve_model(model)
+    needs_weights = config.load_format is LoadFormat.AUTO and not config.scripted
+    return open_model(config.model, needs_weights=needs_weights)
+
+
+def cached_models() -> "list[ListedModel]":
+    """Those in the cache of Hugging Face's hub."""
+    from penstock.engine.models.catalog import cached_models
+
+    return cached_models()
+
+
+def models_in(directory: Path) -> "list[ListedModel]":
+    """Those in a directory, itself or below it. Raises PenstockError if there is no such one."""
+    from penstock.engine.models.catalog import models_in
+
+    return models_in(directory)
+
+
+def shown_size(num_bytes: int) -> str:
+    """As people read it: 16.4 GB."""
+    from penstock.engine.models.progress import size
+
+    return size(num_bytes)
 
 
 def load_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> "Tokenizer | None":

@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from penstock.server.completion import main as completion
 
         return completion(arguments[1:], _parsers()[0])
+    if arguments[:1] == ["models"]:
+        from penstock.server.model_list import main as models
+
+        return models(arguments[1:])
     parser, serve_flags = _parsers()
     try:
         set_defaults(serve_flags, os.environ, _config_file(arguments))
@@ -145,6 +149,9 @@ def _parsers() -> tuple[FlagParser, FlagParser]:
     add_serve_flags(serve)
     commands.add_parser("bench", help="measure a server under load; see penstock bench --help")
     commands.add_parser("top", help="watch a server in the terminal; see penstock top --help")
+    commands.add_parser(
+        "models", help="list the models on this machine; see penstock models --help"
+    )
     commands.add_parser("chat", help="chat with a served model; see penstock chat --help")
     commands.add_parser("completion", help="print a script that completes commands in a shell")
     return parser, serve

@@ -21,7 +21,12 @@ from penstock.scheduler.types import Request
 from penstock.server.announcement import announce_failure, announce_ready, url_of
 from penstock.server.config import ServeConfig
 from penstock.server.errors import NotServing
-from penstock.server.loading import find_model, load_model
+from penstock.server.loading import (
+    download_weights,
+    find_model,
+    load_model,
+    read_prompt_files,
+)
 from penstock.server.observability.activity import Activity
 from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.progress import Progress
@@ -237,13 +242,21 @@ class Service:
         return self._engine.submit(request)
 
     async def _load(self) -> EngineClient:
-        directory = await find_model(self.config.engine.model, self._progress)
+        """What can refuse the model comes before what takes long: its config, then its tokenizer,
+        then the download of its weights, then the engine's process, which reads them."""
+        directory, fetch = await find_model(self.config, self._progress)
+        prompt_files = asyncio.ensure_future(
+            read_prompt_files(self.config, directory, self._progress)
+        )
+        if fetch:
+            await prompt_files
+            await download_weights(fetch, self._progress)
         engine = self._make_engine(replace(self.config.engine, model=str(directory)))
         engine.on_step(self.metrics.on_step)
         engine.on_progress(self._progress.on_engine)
         self.metrics.watch(lambda: engine.num_open, self._silence_s, lambda: engine.pid)
         self._engine = engine
-        self._model = await load_model(self.config, directory, engine, self._progress)
+        self._model = await load_model(self.config, directory, prompt_files, engine, self._progress)
         self.metrics.on_ready(self._model.info)
         gc.collect()
         gc.freeze()  # no collection has to walk loaded objects again while streams wait

@@ -42,7 +42,7 @@ class Progress:
     """The phases that run now, and where they are shown. On one event loop."""
 
     def __init__(self, log_format: LogFormat) -> None:
-        self._may_draw = log_format is LogFormat.TEXT and is_terminal(sys.stderr)
+        self.may_draw = log_format is LogFormat.TEXT and is_terminal(sys.stderr)
         self._running: dict[str, _Running] = {}
         self._engine_phase = ""
 
@@ -87,7 +87,7 @@ class Progress:
     @contextlib.asynccontextmanager
     async def shown(self) -> AsyncIterator[None]:
         """Shows the phases that run in it."""
-        showing = asyncio.create_task(self._draw() if self._may_draw else self._log())
+        showing = asyncio.create_task(self._draw() if self.may_draw else self._log())
         try:
             yield
         finally:
