@@ -79,6 +79,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
                 allowed_headers=tuple(options.allowed_headers),
                 allow_credentials=options.allow_credentials,
             ),
+            allowed_hosts=tuple(options.allowed_hosts),
             root_path=options.root_path,
             ssl_keyfile=options.ssl_keyfile,
             ssl_certfile=options.ssl_certfile,
@@ -427,6 +428,16 @@ def _add_security_flags(group: "argparse._ArgumentGroup") -> None:
         metavar="FILE",
         help="more such keys, one per line; unlike those of --api-key, other users of the machine "
         "cannot see them in the list of processes (default: none)",
+    )
+    flag(
+        "--allowed-hosts",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="more names in the Host header by which clients may call this server, besides those "
+        "of this machine and --host; * allows any (default: none where --host is an address of "
+        "this machine alone, else any)",
     )
     flag(
         "--max-body-bytes",

@@ -9,6 +9,7 @@ from penstock.server.errors import (
     BodyTooLarge,
     BodyTooSlow,
     InvalidRequest,
+    UnsupportedContentType,
     UnsupportedEncoding,
 )
 
@@ -24,8 +25,11 @@ MAX_ITEMS = 1 << 21
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Raises UnsupportedEncoding, InvalidRequest, BodyTooLarge as soon as that is known, or
-    BodyTooSlow."""
+    """Raises UnsupportedContentType, UnsupportedEncoding, InvalidRequest, BodyTooLarge as soon as
+    that is known, or BodyTooSlow."""
+    content_type = request.headers.get("content-type", "")
+    if content_type and not is_json(content_type):
+        raise UnsupportedContentType(content_type)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise UnsupportedEncoding(encoding)
@@ -45,6 +49,15 @@ async def read_body(request: Request, limit: int) -> bytes:
     body = b"".join(chunks).removeprefix(codecs.BOM_UTF8)
     check_parsable(body)
     return body
+
+
+def is_json(content_type: str) -> bool:
+    """What browsers send of any page without asking first is not: text, forms, uploads.
+
+    Source: "JSON MIME type" of WHATWG's MIME Sniffing.
+    """
+    essence = content_type.partition(";")[0].strip().lower()
+    return essence in ("application/json", "text/json") or essence.endswith("+json")
 
 
 def check_parsable(body: bytes) -> None:

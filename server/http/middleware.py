@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.scheduler.errors import PenstockError
 from penstock.server.errors import ANTHROPIC_PATH, reply_to
 from penstock.server.http.access import TENANT, Access
+from penstock.server.http.web_pages import WebPages
 from penstock.server.observability.metrics import NO_HANDLER
 from penstock.server.observability.request_context import request_id, trace_headers
 from penstock.server.observability.tracing import TRACE_HEADERS
@@ -38,13 +39,14 @@ _API_PATHS = frozenset(
 
 
 class Middleware:
-    """Wraps the app. It checks the key, finds the tenant, and refuses API requests that cannot be
-    served now."""
+    """Wraps the app. It refuses what pages of other sites send, checks the key, finds the tenant,
+    and refuses API requests that cannot be served now."""
 
     def __init__(self, app: ASGIApp, service: Service, access: Access) -> None:
         self._app = app
         self._service = service
         self._access = access
+        self._web_pages = WebPages(service.config.server)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,6 +64,7 @@ class Middleware:
         is_api = path.startswith("/v1/") or path in _API_PATHS
         with self._service.counted() if is_api else nullcontext():
             try:
+                self._web_pages.check(scope["method"], headers)
                 scope[TENANT] = self._access.tenant(headers, path)
                 if is_api:
                     self._service.check_serving()
