@@ -13,12 +13,18 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.protocol.structured_outputs import constraint_by_any_name
+from penstock.server.protocol.tool_specs import (
+    CustomSpec,
+    FunctionSpec,
+    InputFormat,
+    InputGrammar,
+)
 from penstock.server.protocol.tools import (
     AllowedTool,
     AllowedTools,
+    CalledCustom,
     CalledFunction,
     FunctionChoice,
-    FunctionSpec,
     NamedToolChoice,
     Tool,
     ToolCall,
@@ -75,7 +81,7 @@ _EXPECTED = {
 }
 _TOOL_MODELS = (
     *(Tool, FunctionSpec, NamedToolChoice, AllowedTools, AllowedTool, FunctionChoice),
-    *(ToolCall, CalledFunction),
+    *(ToolCall, CalledFunction, CalledCustom, CustomSpec, InputFormat, InputGrammar),
 )
 
 Probability = Annotated[float, Field(ge=0, le=1)]  # 0 keeps the best token alone
