@@ -54,7 +54,7 @@ class ServerConfig:
     ssl_keyfile: Path | None = None
     ssl_certfile: Path | None = None
     request_timeout_s: float | None = None
-    max_body_bytes: int = 32 * MIB
+    max_body_bytes: int = 16 * MIB
     shutdown_timeout_s: float = 30.0
     sse_ping_interval_s: float = 15.0
     max_stored_responses: int = 4096

@@ -8,20 +8,13 @@ from starlette.requests import Request
 from penstock.server.errors import (
     BodyTooLarge,
     BodyTooSlow,
-    InvalidRequest,
     UnsupportedContentType,
     UnsupportedEncoding,
 )
+from penstock.server.http.parsable import SignCounts, check_parsable
 
 # The largest body that is accepted by default arrives within it at 1 Mbit/s.
 BODY_TIMEOUT_S = 300.0
-# Of a body, braces and colons in its texts included. Legitimate bodies stay far below, since each
-# costs about a token; the parser, which stops the event loop, must not meet millions: a hundred
-# thousand objects, or two million token ids, take half a second to parse.
-MAX_OBJECTS = 100_000
-MAX_KEYS = 300_000
-# Of lists, the commas in texts included: more than the longest context has token ids.
-MAX_ITEMS = 1 << 21
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -36,7 +29,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > limit:
         raise BodyTooLarge(limit)
-    chunks, size = [], 0
+    chunks, size, counts = [], 0, SignCounts()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for chunk in request.stream():
@@ -44,10 +37,11 @@ async def read_body(request: Request, limit: int) -> bytes:
                 if size > limit:
                     raise BodyTooLarge(limit)
                 chunks.append(chunk)
+                counts.add(chunk)
     except TimeoutError as error:
         raise BodyTooSlow(BODY_TIMEOUT_S) from error
     body = b"".join(chunks).removeprefix(codecs.BOM_UTF8)
-    check_parsable(body)
+    await check_parsable(body, counts)
     return body
 
 
@@ -58,14 +52,3 @@ def is_json(content_type: str) -> bool:
     """
     essence = content_type.partition(";")[0].strip().lower()
     return essence in ("application/json", "text/json") or essence.endswith("+json")
-
-
-def check_parsable(body: bytes) -> None:
-    """Raises InvalidRequest. Counts bytes, so it takes a millisecond per megabyte."""
-    for sign, limit in ((b"{", MAX_OBJECTS), (b":", MAX_KEYS), (b",", MAX_ITEMS)):
-        if len(body) > limit and body.count(sign) > limit:
-            message = (
-                f"the body has more than {limit} {sign.decode()!r}, so it would take too long to "
-                "read; send fewer messages, fields or items at a time"
-            )
-            raise InvalidRequest(message, code="body_too_complex")
