@@ -222,7 +222,7 @@ _NO_RETRY = (("x-should-retry", "false"),)
 _CLOSE = (("Connection", "close"),)
 
 
-def reply_to(error: Exception) -> ErrorReply:
+def reply_to(error: BaseException) -> ErrorReply:
     """The status and body for an exception."""
     message = str(error)
     match error:

@@ -4,6 +4,7 @@ errors.
 Plain ASGI, because Starlette's own middleware class costs a task and two queues per request.
 """
 
+import asyncio
 import logging
 import secrets
 import time
@@ -71,11 +72,13 @@ class Middleware:
                 await self._app(scope, receive, outgoing)
             except ClientDisconnect:
                 pass  # while it sent its body: there is no client to answer, and nothing to report
-            except Exception as error:
+            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # panics of libraries in Rust are no Exceptions
                 await self._answer(error, scope, receive, outgoing)
 
     async def _answer(
-        self, error: Exception, scope: Scope, receive: Receive, outgoing: "_Outgoing"
+        self, error: BaseException, scope: Scope, receive: Receive, outgoing: "_Outgoing"
     ) -> None:
         if not isinstance(error, PenstockError):
             logger.error("request %s failed", outgoing.request_id, exc_info=error)
