@@ -35,12 +35,14 @@ Fields_co = TypeVar("Fields_co", bound=NamesModel, covariant=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received(Generic[Fields_co]):
     """A request that was read, parsed and checked. tenant: whose cache and stored responses it may
-    use. arrival_s: in time.monotonic()."""
+    use. client: with whom it shares what is scarce: the tenant, or without a key its address.
+    arrival_s: in time.monotonic()."""
 
     service: Service
     model: ServedModel
     fields: Fields_co
     tenant: str
+    client: str
     arrival_s: float
 
 
@@ -53,7 +55,14 @@ async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[F
     body, model = await body_of(http), service.model
     fields = without_collection(parse, body)
     check_model(model, fields.model)
-    return Received(service=service, model=model, fields=fields, tenant=tenant, arrival_s=arrival_s)
+    return Received(
+        service=service,
+        model=model,
+        fields=fields,
+        tenant=tenant,
+        client=tenant or (http.client.host if http.client else ""),
+        arrival_s=arrival_s,
+    )
 
 
 def without_collection(parse: Callable[[bytes], Result], body: bytes) -> Result:

@@ -173,13 +173,13 @@ def constraint_of(
     return found[0] if found else None
 
 
-async def check_grammar(checker: GrammarChecker, grammar: str, param: str) -> int:
-    """Compiles it in another process; returns the bytes that the compiled grammar takes. Raises
-    InvalidRequest and GrammarQueueFull."""
+async def check_grammar(checker: GrammarChecker, grammar: str, param: str, client: str) -> int:
+    """Compiles it in another process; returns the bytes that the compiled grammar takes. client:
+    see `GrammarChecker.check`. Raises InvalidRequest and GrammarQueueFull."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         _refuse(param, f"it has more than {MAX_GRAMMAR_CHARS} characters")
     try:
-        return await checker.check(grammar)
+        return await checker.check(grammar, client)
     except BadGrammar as error:
         _refuse(param, str(error))
 
