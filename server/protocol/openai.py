@@ -42,8 +42,6 @@ MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
-# Ids of allowed_token_ids, or characters of bad_words, over all prompts: each is held for each.
-MAX_SAMPLING_LISTS = 1 << 20
 MAX_REQUEST_ID_CHARS = 128
 
 # Known but not supported: field -> the values that change nothing. OpenAI's first, then those that
@@ -337,26 +335,12 @@ class CompletionRequest(GenerationFields):
         if len(self.prompts) > MAX_PROMPTS:
             message = f"prompt has {len(self.prompts)} prompts, more than the {MAX_PROMPTS} allowed"
             raise InvalidRequest(message, param="prompt")
-        self._check_lists(len(self.prompts))
         if not self.prompts or any(prompt == [] for prompt in self.prompts):
             raise InvalidRequest("prompt is empty; it needs at least one token", param="prompt")
         if any(isinstance(prompt, str) and "\0" in prompt for prompt in self.prompts):
             raise _nul("prompt")
         if self.suffix:
             self._check_suffix(self.suffix)
-
-    def _check_lists(self, num_prompts: int) -> None:
-        sizes = {
-            "bad_words": (self.num_bad_word_chars, "characters"),
-            "allowed_token_ids": (len(self.allowed_token_ids or ()), "ids"),
-        }
-        for param, (size, unit) in sizes.items():
-            if size * num_prompts > MAX_SAMPLING_LISTS:
-                message = (
-                    f"{param} has {size} {unit} for each of {num_prompts} prompts, more than "
-                    f"{MAX_SAMPLING_LISTS} in all; send fewer prompts at a time"
-                )
-                raise InvalidRequest(message, param=param)
 
     def _check_suffix(self, suffix: str) -> None:
         """Whether the model can fill in at all is known to server/prompt/infill.py."""
