@@ -455,7 +455,7 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
     verbosity: Literal["low", "medium", "high"] | None = None
     thinking_token_budget: int | None = Field(None, ge=-1)  # vLLM's; -1: no limit
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=1024)] | None = None
     documents: list[dict[str, Any]] | None = None  # for templates that know them
     echo: bool | None = None
     include_reasoning: bool | None = None
