@@ -31,6 +31,7 @@ from penstock.server.config import CorsConfig, ServeConfig, ServerConfig
 from penstock.server.errors import reply_to_unrouted
 from penstock.server.http.access import OPEN_PATHS, Access
 from penstock.server.http.connection import HttpProtocol
+from penstock.server.http.last_resort import LastResort
 from penstock.server.http.middleware import Middleware, route_path
 from penstock.server.observability.request_context import request_id
 from penstock.server.observability.version import version
@@ -123,7 +124,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     service = Service(config)
     server = _Server(
         uvicorn.Config(
-            build_app(service),
+            LastResort(build_app(service)),
             http=HttpProtocol,
             ws="none",
             lifespan="on",

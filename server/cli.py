@@ -82,6 +82,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
                 allowed_headers=tuple(options.allowed_headers),
                 allow_credentials=options.allow_credentials,
             ),
+            allowed_hosts=tuple(options.allowed_hosts),
             root_path=options.root_path,
             ssl_keyfile=options.ssl_keyfile,
             ssl_certfile=options.ssl_certfile,

@@ -143,6 +143,35 @@ class BodyTooSlow(PenstockError):
         super().__init__(f"the body did not arrive within {timeout_s:g} s; send it without a pause")
 
 
+class UnsupportedContentType(PenstockError):
+    def __init__(self, content_type: str) -> None:
+        super().__init__(
+            f"the content-type {content_type[:64]!r} is not JSON; send a body of JSON with the "
+            "header 'Content-Type: application/json', in curl with -H 'Content-Type: "
+            "application/json'"
+        )
+
+
+class UnknownHost(PenstockError):
+    """The name by which the client called the server is not one of its own."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"this server is not known by the name in the Host header, {host[:200]!r}; use "
+            "localhost, or start the server with --allowed-hosts and that name"
+        )
+
+
+class CrossSiteRequest(PenstockError):
+    """A browser sent it for a page of another site."""
+
+    def __init__(self, origin: str | None) -> None:
+        super().__init__(
+            f"this server does not answer pages of the origin {(origin or 'null')[:200]!r}; start "
+            "it with --allowed-origins to allow them"
+        )
+
+
 class UnsupportedEncoding(PenstockError):
     def __init__(self, encoding: str) -> None:
         super().__init__(
@@ -204,7 +233,7 @@ _NO_RETRY = (("x-should-retry", "false"),)
 _CLOSE = (("Connection", "close"),)
 
 
-def reply_to(error: Exception) -> ErrorReply:
+def reply_to(error: BaseException) -> ErrorReply:
     """The status and body for an exception."""
     message = str(error)
     match error:
@@ -226,6 +255,14 @@ def reply_to(error: Exception) -> ErrorReply:
             return ErrorReply(413, _BAD_REQUEST, message, None, "body_too_large", _CLOSE)
         case BodyTooSlow():
             return ErrorReply(408, _BAD_REQUEST, message, None, "request_timeout", _CLOSE)
+        case UnsupportedContentType():
+            accepted = (("Accept", "application/json"),)
+            code = "unsupported_content_type"
+            return ErrorReply(415, _BAD_REQUEST, message, None, code, accepted)
+        case UnknownHost():
+            return ErrorReply(421, _BAD_REQUEST, message, None, "unknown_host")
+        case CrossSiteRequest():
+            return ErrorReply(403, _BAD_REQUEST, message, None, "cross_site_request")
         case UnsupportedEncoding():
             accepted = (("Accept-Encoding", "identity"),)
             code = "unsupported_content_encoding"

@@ -308,12 +308,22 @@ def _add_security_flags(group: "argparse._ArgumentGroup") -> None:
         "cannot see them in the list of processes (default: none)",
     )
     flag(
+        "--allowed-hosts",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="more names in the Host header by which clients may call this server, besides those "
+        "of this machine and --host; * allows any (default: none where --host is an address of "
+        "this machine alone, else any)",
+    )
+    flag(
         "--max-body-bytes",
         type=size,
         metavar="BYTES",
-        default=32 * MIB,
-        help="the largest request body; a larger one gets status 413 "
-        "(default: %(default)s, 32 MiB)",
+        default=16 * MIB,
+        help="the largest request body; a larger one gets status 413. All streams wait while it is "
+        "parsed, for 3 ms per MiB at worst (default: %(default)s, 16 MiB)",
     )
     flag(
         "--trust-request-chat-template",

@@ -1,12 +1,12 @@
 """`EngineClient`: an engine process and the streams of its requests, joined for the server."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.ipc.supervisor import EngineProcess, EngineState
-from penstock.engine.messages import Abort, Refused, StepReport, Submit
+from penstock.engine.messages import OnWire, Refused, StepReport
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import LoadProgress
 from penstock.scheduler.types import Request, RequestId
@@ -86,15 +86,21 @@ class EngineClient:
         the iterator raises EngineFailed if the engine dies, RequestRefused if the engine does not
         accept the request.
         """
+        (stream,) = self.submit_alike([request])
+        return stream
+
+    def submit_alike(self, requests: Sequence[Request]) -> list[OutputStream]:
+        """The same of several, all or none, that differ in id, prompt and max_tokens alone: so what
+        they share is sent once."""
         if self.state is not EngineState.READY:
             raise EngineFailed(f"the engine is {self.state}")
-        return self._streams.submit(request)
+        return self._streams.submit_alike(requests)
 
     def abort(self, request_id: RequestId, index: int | None = None) -> None:
         """Ends a request, or only its answer `index`; no more outputs come for it."""
         self._streams.abort(request_id, index)
 
-    def _send(self, message: Submit | Abort) -> None:
+    def _send(self, message: OnWire) -> None:
         self._process.send(message)
 
     def _on_message(self, message: LoadProgress | StepReport | Refused) -> None:

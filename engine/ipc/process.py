@@ -25,7 +25,7 @@ from penstock.engine import logs
 from penstock.engine.config import EngineConfig
 from penstock.engine.executor import Executor
 from penstock.engine.loop import EngineLoop
-from penstock.engine.messages import Failed, FromEngine, Ready, ToEngine
+from penstock.engine.messages import Failed, FromEngine, OnWire, Ready, SubmitAlike, ToEngine
 from penstock.engine.phases import Phases
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.scheduler import Scheduler
@@ -47,7 +47,7 @@ class Pipe:
         self._socket.setsockopt(zmq.LINGER, 1000)  # ms for the last message to be sent
         self._socket.connect(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._decoder = msgspec.msgpack.Decoder(OnWire)
 
     def send(self, message: FromEngine) -> None:
         """Called by one thread at a time; `Phases` sees to it while several threads load."""
@@ -61,9 +61,13 @@ class Pipe:
                 return
         while True:
             try:
-                yield self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+                message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
+            if isinstance(message, SubmitAlike):
+                yield from message.each()
+            else:
+                yield message
 
     def close(self) -> None:
         self._socket.close()

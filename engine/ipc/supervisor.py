@@ -23,10 +23,10 @@ from penstock.engine.errors import EngineFailed
 from penstock.engine.messages import (
     Failed,
     FromEngine,
+    OnWire,
     Ready,
     Refused,
     StepReport,
-    ToEngine,
 )
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import LoadProgress
@@ -127,7 +127,7 @@ class EngineProcess:
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
         return await self._ready
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: OnWire) -> None:
         # No high-water mark, so this never blocks; the future is done when it returns.
         self._socket.send(self._encoder.encode(message))
 

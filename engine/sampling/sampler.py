@@ -30,6 +30,7 @@ is -inf gives id 0. Logprobs take NaN as -inf, and +inf as the largest float.
 """
 
 import math
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from penstock.engine.memory.host import tensor_to_device, to_device
 from penstock.engine.sampling.grammar_table import GrammarTable
-from penstock.engine.sampling.token_bans import TokenBans, has_token_bans
+from penstock.engine.sampling.token_bans import TokenBans, banned_by, has_token_bans
 from penstock.scheduler.types import FinishReason, SamplingParams, TokenLogprobs
 
 # The id of a row whose logits are invalid.
@@ -107,6 +108,7 @@ class Sampler:
         self._plans: list[_Plan | None] = [None] * max_num_seqs
         self._bias: list[tuple[Tensor, Tensor] | None] = [None] * max_num_seqs
         self._bans: list[TokenBans | None] = [None] * max_num_seqs
+        self._last_bans: tuple[tuple[object, ...], TokenBans] | None = None
         self._grammars = grammars
         self._masks = _GrammarMasks(grammars, device) if grammars else None
         self._num_logprobs: dict[int, int] = {}
@@ -143,7 +145,7 @@ class Sampler:
             weights = to_device(values, torch.float32, self._device)
             self._bias[slot] = (self._tensor(ids), weights)
         if plan.bans_tokens:
-            self._bans[slot] = TokenBans(sampling, self._vocab_size, self._device)
+            self._bans[slot] = self._bans_of(sampling)
         self._seed[slot] = _signed(mixed_seed(seed))
         self._top_k[slot] = self._max_top_k[slot] = top_k
         self._inverse_temperature[slot] = 1.0 / sampling.temperature if draws else 1.0
@@ -152,6 +154,16 @@ class Sampler:
         self._repetition[slot] = sampling.repetition_penalty
         self._presence[slot] = sampling.presence_penalty
         self._frequency[slot] = sampling.frequency_penalty
+
+    def _bans_of(self, sampling: SamplingParams) -> TokenBans:
+        """The answers of a request, and its prompts, share what they ban: it is made once, if they
+        come one after another."""
+        last = self._last_bans
+        if last and all(map(is_, last[0], banned_by(sampling))):
+            return last[1]
+        bans = TokenBans(sampling, self._vocab_size, self._device)
+        self._last_bans = banned_by(sampling), bans
+        return bans
 
     def sample(
         self,

@@ -53,6 +53,16 @@ class TokenBans:
             x.index_add_(0, self._last_ids[:num_words], torch.where(matches, -torch.inf, 0.0))
 
 
+def banned_by(sampling: SamplingParams) -> tuple[object, ...]:
+    """The parameters that make its `TokenBans`."""
+    return (
+        sampling.allowed_token_ids,
+        sampling.bad_words,
+        sampling.stop_token_ids,
+        sampling.min_tokens,
+    )
+
+
 def has_token_bans(sampling: SamplingParams) -> bool:
     has_min = sampling.min_tokens > 0 and bool(sampling.stop_token_ids)
     return has_min or bool(sampling.bad_words) or bool(sampling.allowed_token_ids)

@@ -107,6 +107,12 @@ class HttpProtocol(HttpToolsProtocol):
         unanswered = (cycle for cycle in self._cycles if not cycle.response_complete)
         self._cycles = (*unanswered, self.cycle)
 
+    def on_body(self, body: bytes) -> None:
+        """uvicorn appends to bytes, which copies them all for each of ten thousand tiny chunks."""
+        if isinstance(self.cycle.body, bytes):
+            self.cycle.body = bytearray(self.cycle.body)
+        super().on_body(body)
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_waiting()

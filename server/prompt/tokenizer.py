@@ -20,6 +20,7 @@ from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.prompt.infill import Infill
 from penstock.server.prompt.jinja_environment import RENDER_ERRORS, environment
 from penstock.server.prompt.sandboxed_template import TemplateFailed, render
+from penstock.server.prompt.tokenizing import ids_of
 from penstock.server.tools.prompting import Message
 
 # The bounds of the request's fields of these names, whose defaults they are.
@@ -99,10 +100,9 @@ class PromptEncoder:
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """A plain text, with the special tokens (BOS) that the tokenizer puts around one."""
-        # It releases the interpreter lock: with `encode` all streams would wait for a long text.
-        encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return tuple(encodings[0].ids)
+        """A plain text, with the special tokens (BOS) that the tokenizer puts around one. Raises
+        InvalidRequest, as do all that encode."""
+        return ids_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     def encode_all(
         self, prompts: list[str | list[int]], *, add_special_tokens: bool = True

@@ -40,12 +40,12 @@ def chromium() -> str:
 class Browser:
     """Sends commands, and reads responses and events in a thread so that no event is missed."""
 
-    def __init__(self, profile: Path) -> None:
+    def __init__(self, profile: Path, *flags: str) -> None:
         to_read, write = os.pipe()
         read, to_write = os.pipe()
         # Chromium uses file descriptors 3 and 4; the shell assigns them.
         command = f'exec "$@" 3<&{to_read} 4>&{to_write}'
-        arguments = [chromium(), *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        arguments = [chromium(), *_FLAGS, *flags, f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
             ["bash", "-c", command, "bash", *arguments],
             pass_fds=(to_read, to_write),
@@ -235,9 +235,9 @@ class Page:
 
 
 @contextlib.contextmanager
-def running_browser(profile: Path) -> Iterator[Callable[[], Page]]:
+def running_browser(profile: Path, *flags: str) -> Iterator[Callable[[], Page]]:
     """Yields a function that opens a tab with storage of its own."""
-    browser = Browser(profile)
+    browser = Browser(profile, *flags)
 
     def new_page() -> Page:
         return browser.new_tab(browser.call("Target.createBrowserContext")["browserContextId"])

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -280,6 +281,17 @@ def test_a_slot_keeps_nothing_of_its_previous_sequence() -> None:
     assert used.sample(logits, [0], [8], table, [1]) == fresh.sample(logits, [0], [8], table, [1])
     used.assign(0, params(0.0), seed=4)
     assert used.sample(logits, [0], [8], table, [1])[0].tolist() == [int(logits.argmax())]
+
+
+def test_answers_that_ban_the_same_share_one_mask() -> None:
+    ids, other_ids = tuple(range(9)), tuple(range(10))
+    shared = SamplingParams(max_tokens=5, allowed_token_ids=ids)
+    sampler = Sampler(3, 131, CPU)
+    sampler.assign(0, shared, 1)
+    sampler.assign(1, replace(shared, max_tokens=6), 2)
+    sampler.assign(2, replace(shared, allowed_token_ids=other_ids), 3)
+    first, second, third = sampler._bans
+    assert first is second is not third
 
 
 @pytest.mark.parametrize("step", [1, 2, 1_000])
