@@ -7,10 +7,14 @@ PYTHON ?= python3
 PORT ?= 8000
 MODEL ?=
 BIN := .venv/bin
-# torch is installed first and alone, so that everything else uses the pinned build.
-TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+# The build of torch: cpu, cuda, or auto, which is cpu where there is no NVIDIA device. Given, it replaces
+# the one that is installed: make serve TORCH=cuda. TORCH_INDEX has CPU builds; empty, only the indexes
+# that pip is configured with are asked.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops dashboard dashboard-picture check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu kernel-table docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -52,6 +56,34 @@ test-ops: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[ops]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OPS)
 
+# Builds the sdist and the wheel, installs it into a fresh environment and serves from there. PYTHONS names
+# other Pythons to do so with, whose dependencies are then downloaded.
+test-release: .venv/installed-dev
+	OMP_NUM_THREADS=1 TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.release $(PYTHONS)
+
+# Writes the version of pyproject.toml wherever else it stands.
+version: .venv/installed-dev
+	$(BIN)/python -m tests.release.version --write
+
+dist: .venv/installed-dev
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
+# IMAGE:VERSION for NVIDIA GPUs and IMAGE:VERSION-cpu for CPUs. DOCKER=podman builds them with podman.
+DOCKER ?= docker
+IMAGE ?= penstock
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+LABELS = --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD)
+images:
+	$(DOCKER) build -f docker/Dockerfile -t $(IMAGE):$(VERSION) $(LABELS) .
+	$(DOCKER) build -f docker/Dockerfile.cpu -t $(IMAGE):$(VERSION)-cpu $(LABELS) \
+		--build-arg TORCH_INDEX="$(TORCH_INDEX)" .
+
+# The ladder of the GPU suite, without a GPU: each rung at toy sizes in Triton's interpreter, and each
+# failure at each rung. Takes five minutes.
+test-ladder: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/bench/ladder
+
 # Writes the Grafana dashboard after a change in configs/grafana/dashboard.py.
 dashboard: .venv/installed
 	$(BIN)/python -m penstock.configs.grafana.dashboard > configs/grafana/penstock.json
@@ -60,6 +92,11 @@ dashboard: .venv/installed
 # Grafana's own components but without Grafana. Needs apt-get install nodejs npm chromium.
 dashboard-picture: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.ops.picture
+
+# Fetches the libraries of the page at / from npm again, in the versions of libraries.json beside them.
+# For another version, write it there first. Needs apt-get install nodejs npm.
+page-libraries: .venv/installed-dev
+	$(BIN)/python -m tests.ops.page_libraries --write
 
 # What every commit passes: style, types, import rules, tests. `.ci/run` adds `make test-slow`.
 check: lint test
@@ -98,19 +135,35 @@ bench-metrics: .venv/installed
 bench-cpu: .venv/installed
 	$(BIN)/python -m tests.bench.engine cpu-decode --threads $$(nproc)
 
-# All measurements on one GPU, in 9 minutes; ARGS=--tiny is a dry run without a GPU.
+# All measurements on one GPU, in two commands of 9 minutes: the second has ARGS="--resume
+# gpu_results/rows.jsonl". ARGS=--list says what takes how long; ARGS=--tiny is a dry run without a GPU.
 bench-gpu: .venv/installed-dev
 	$(BIN)/python -m tests.bench.gpu.suite $(ARGS)
+
+# What a version of Triton makes of the kernels on Hopper: registers, shared memory, matrix units. 3.6.0
+# comes with torch 2.11, the oldest that the GPU suite takes. Fails if a kernel is over a limit.
+TRITON ?= 3.6.0
+kernel-table: build/triton-$(TRITON)
+	PYTHONPATH=$< $(BIN)/python -m tests.support.kernel_table configs/models/*
+
+build/triton-%: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ triton==$*
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Penstock needs Python 3.11 or later; name one with PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install $(TORCH)
+	$(INSTALL_TORCH)
+	@touch $@ $(if $(TORCH),.venv/torch-$(TORCH))
+
+# torch is installed first and alone, so that everything else uses the pinned build.
+.venv/torch-%: | .venv/made
+	@rm -f .venv/torch-*
+	$(INSTALL_TORCH)
 	@touch $@
 
-.venv/installed: pyproject.toml .venv/made
-	$(BIN)/python -m pip install --quiet --editable .
+.venv/installed: pyproject.toml .venv/made $(if $(TORCH),.venv/torch-$(TORCH))
+	$(BIN)/python -m pip install --editable .
 	@touch $@
 
 .venv/installed-dev: .venv/installed
@@ -118,4 +171,4 @@ bench-gpu: .venv/installed-dev
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .hypothesis

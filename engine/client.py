@@ -19,15 +19,21 @@ from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.streams import OutputStream
 from penstock.engine.ipc.supervisor import EngineState
 from penstock.engine.log_writer import flush_all as flush_logs
+from penstock.engine.logs import CLEAR_LINE, is_terminal, printable, say
 from penstock.engine.logs import configure as configure_logs
 from penstock.engine.logs import fields as log_fields
-from penstock.engine.logs import printable, say
 from penstock.engine.messages import StepReport
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.models.json_file import read_json as read_model_json
+from penstock.engine.models.json_file import read_object as read_model_object
+from penstock.engine.phases import LoadProgress
 from penstock.engine.request_ids import new_request_id
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from penstock.engine.models.catalog import ListedModel
+    from penstock.engine.models.hub import ModelFiles
 
 __all__ = [  # noqa: RUF022  # in groups
     # The engine process and its requests.
@@ -36,6 +42,7 @@ __all__ = [  # noqa: RUF022  # in groups
     "new_request_id",  # from the HTTP request's id
     "OutputStream",  # the outputs of one request
     "ModelInfo",  # the loaded model: sizes, limits, device, peaks
+    "LoadProgress",  # the phase of the start, and how far it is
     "StepReport",  # what one step computed, for metrics
     # Settings.
     "EngineConfig",  # all of them
@@ -50,13 +57,21 @@ __all__ = [  # noqa: RUF022  # in groups
     "printable",  # escapes control characters
     "say",  # prints a line for a person
     "flush_logs",  # before os._exit
+    "is_terminal",  # whether a line on it may be drawn again
+    "CLEAR_LINE",  # what begins such a line
     # Errors, whose messages are sentences for a client or an operator.
     "EngineFailed",  # the engine could not start, or ended
     "QueueFull",  # more answers are waiting than may; has the time to retry after
     "RequestRefused",  # the engine did not accept this request
     "BadGrammar",  # a grammar does not compile
     # The model's files.
-    "resolve_model",  # from a path or hub id to a directory
+    "open_model",  # from a path or hub id to a directory, checked
+    "cached_models",  # those in the hub's cache, and which can be served
+    "models_in",  # those in a directory
+    "ListedModel",  # one of them
+    "shown_size",  # bytes as people read them
+    "read_model_json",  # one of them; an error names it
+    "read_model_object",  # one that holds an object
     "load_dummy_tokenizer",  # for dummy weights without a tokenizer
     # Structured output.
     "GrammarCompiler",  # compiles grammars for one model
@@ -82,14 +97,37 @@ def load_grammar_compiler(
     return GrammarCompiler.of_model(directory, vocab_size, eos_token_ids, load_format)
 
 
-def resolve_model(model: str) -> Path:
-    """The directory of a local path or a hub id. Downloads what is missing; raises PenstockError.
+def open_model(config: EngineConfig) -> "ModelFiles":
+    """The model's files, all but the weights of a hub id. Raises PenstockError for one that cannot
+    be served.
 
     Without a network, a snapshot downloaded before still serves.
     """
-    from penstock.engine.models.hub import resolve_model
+    from penstock.engine.models.hub import open_model
 
-    return resolve_model(model)
+    needs_weights = config.load_format is LoadFormat.AUTO and not config.scripted
+    return open_model(config.model, needs_weights=needs_weights)
+
+
+def cached_models() -> "list[ListedModel]":
+    """Those in the cache of Hugging Face's hub."""
+    from penstock.engine.models.catalog import cached_models
+
+    return cached_models()
+
+
+def models_in(directory: Path) -> "list[ListedModel]":
+    """Those in a directory, itself or below it. Raises PenstockError if there is no such one."""
+    from penstock.engine.models.catalog import models_in
+
+    return models_in(directory)
+
+
+def shown_size(num_bytes: int) -> str:
+    """As people read it: 16.4 GB."""
+    from penstock.engine.models.progress import size
+
+    return size(num_bytes)
 
 
 def load_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> "Tokenizer | None":

@@ -21,6 +21,9 @@ class Dtype(StrEnum):
     AUTO = "auto"  # bfloat16 where the device computes it, else float32
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    HALF = "half"  # vLLM's other name of float16
+    FLOAT = "float"  # vLLM's other name of float32
 
 
 class LogFormat(StrEnum):

@@ -12,7 +12,14 @@ from typing import Any, Protocol
 
 from penstock.engine.errors import UnknownAdapter
 from penstock.engine.model_info import ModelInfo
-from penstock.scheduler.types import BlockCopy, Request, SampledTokens, ScheduledBatch, Tier
+from penstock.scheduler.types import (
+    BlockCopy,
+    Request,
+    RequestId,
+    SampledTokens,
+    ScheduledBatch,
+    Tier,
+)
 
 
 class PendingTokens(Protocol):
@@ -42,6 +49,10 @@ class Executor(Protocol):
 
         None where that is nothing. A PenstockError, raised here or by the future, refuses it.
         """
+        ...
+
+    def release(self, request_id: RequestId) -> None:
+        """The request has ended, or was refused: what `prepare` made for it may go."""
         ...
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens: ...

@@ -3,9 +3,14 @@
 A record may carry fields beside its message: `logger.info("...", extra=fields(route=...))`. They
 stay fields in JSON, and follow the message as name=value in text. The field request_id, or else
 `configure`'s function, names the request that a line is about.
+
+On a terminal the last line may be one that is drawn again and again, by the server. So a line of
+text clears it first, whichever process writes it.
 """
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 from typing import TextIO
@@ -15,6 +20,7 @@ import msgspec
 from penstock.engine.config import LogFormat
 from penstock.engine.log_writer import writer_to
 
+CLEAR_LINE = "\r\x1b[K"
 _FIELDS, _IN_MESSAGE = "penstock_fields", "penstock_in_message"  # attributes of a record
 _ID = "request_id"
 _STDERR = 2
@@ -23,10 +29,17 @@ _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 RequestId = Callable[[], str | None]
 
 
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a line that is written there can be cleared and written again."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
 def configure(level: str, form: LogFormat, request_id: RequestId = lambda: None) -> None:
     """request_id: returns the id of the request being served where the line is written, or None."""
     handler = _Handler(_STDERR)
-    handler.use(JsonFormatter(request_id) if form is LogFormat.JSON else TextFormatter(request_id))
+    begin = CLEAR_LINE if is_terminal(sys.stderr) else ""
+    is_json = form is LogFormat.JSON
+    handler.use(JsonFormatter(request_id) if is_json else TextFormatter(request_id, begin))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(capture=True)
 
@@ -51,9 +64,11 @@ def printable(text: str) -> str:
 class TextFormatter(logging.Formatter):
     """Time, level, [request id], message, fields. Further lines of a message are indented."""
 
-    def __init__(self, request_id: RequestId = lambda: None) -> None:
+    def __init__(self, request_id: RequestId = lambda: None, begin: str = "") -> None:
+        """begin: what clears the line where it is written."""
         super().__init__()
         self._request_id = request_id
+        self._begin = begin
 
     def format(self, record: logging.LogRecord) -> str:
         values = dict(_fields_of(record))
@@ -70,7 +85,7 @@ class TextFormatter(logging.Formatter):
         text = " ".join(parts)
         if record.exc_info:
             text += f"\n{self.formatException(record.exc_info)}"
-        return "\n    ".join(map(printable, text.split("\n")))
+        return self._begin + "\n    ".join(map(printable, text.split("\n")))
 
 
 class JsonFormatter(logging.Formatter):

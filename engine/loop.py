@@ -5,7 +5,6 @@ Read `EngineLoop.step` first: it is the whole engine in five lines.
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
@@ -61,7 +60,7 @@ class EngineLoop:
         self._send = send
         self._clock = clock
         self._launched: _Launched | None = None
-        self._preparing: deque[tuple[Request, Future[Any]]] = deque()
+        self._preparing: dict[RequestId, Future[Any]] = {}
         self._last_end_s = clock()
         self._windows = executor.info.windows
 
@@ -94,55 +93,65 @@ class EngineLoop:
         for command in self._inbox.receive(self._receive_timeout_s()):
             if isinstance(command, Abort):
                 _log(logging.DEBUG, command.request_id, "aborted")
-                self._add_prepared(to_abort=command)
                 aborted += self._scheduler.abort(command.request_id, command.index)
             else:
-                self._prepare(command.request)
-        self._add_prepared()
+                self._add(command.request)
+        self._release_ended(aborted)
+        self._start_prepared()
         return aborted
 
-    def _prepare(self, request: Request) -> None:
-        """Adds the request, now or, where the executor has to prepare for it, later."""
+    def _add(self, request: Request) -> None:
+        """It runs now or, where the executor has to prepare for it, later."""
+        try:
+            self._scheduler.add(request, is_ready=False)
+        except PenstockError as error:
+            self._send_refusal(request.id, error)
+            return
+        _log(logging.DEBUG, request.id, "accepted")
         try:
             future = self._executor.prepare(request)
         except PenstockError as error:
-            self._refuse(request, error)
+            self._refuse(request.id, error)
             return
         if future is None:
-            self._add(request)
+            self._scheduler.make_ready(request.id)
         else:
-            self._preparing.append((request, future))
+            self._preparing[request.id] = future
 
-    def _add(self, request: Request, prepared: "Future[Any] | None" = None) -> None:
-        try:
-            if prepared:
-                prepared.result()
-            self._scheduler.add(request)
-            _log(logging.DEBUG, request.id, "accepted")
-        except PenstockError as error:
-            self._refuse(request, error)
-
-    def _refuse(self, request: Request, error: PenstockError) -> None:
-        _log(logging.DEBUG, request.id, "refused")
-        self._send(Refused(request.id, str(error)))
-
-    def _add_prepared(self, to_abort: Abort | None = None) -> None:
-        """Adds the requests whose preparation is done, and the one to abort even if it is not: then
-        the scheduler can end all of it, or one of its answers."""
-        for _ in range(len(self._preparing)):
-            request, future = self._preparing.popleft()
-            if future.done():
-                self._add(request, future)
-            elif to_abort and request.id == to_abort.request_id:
-                self._add(request)
+    def _start_prepared(self) -> None:
+        """The requests whose preparation is done may run, or are refused."""
+        done = [name for name, future in self._preparing.items() if future.done()]
+        for request_id in done:
+            error = self._preparing.pop(request_id).exception()
+            if error is None:
+                self._scheduler.make_ready(request_id)
+            elif isinstance(error, PenstockError):
+                self._refuse(request_id, error)
             else:
-                self._preparing.append((request, future))
+                raise error
+
+    def _refuse(self, request_id: RequestId, error: PenstockError) -> None:
+        """An accepted request that cannot run: it gets no outputs."""
+        self._scheduler.abort(request_id)
+        self._executor.release(request_id)
+        self._send_refusal(request_id, error)
+
+    def _send_refusal(self, request_id: RequestId, error: PenstockError) -> None:
+        _log(logging.DEBUG, request_id, "refused")
+        self._send(Refused(request_id, str(error)))
+
+    def _release_ended(self, outputs: list[RequestOutput]) -> None:
+        """What was prepared for requests that end with these outputs may go."""
+        for output in outputs:
+            if output.finish and not self._scheduler.is_open(output.request_id):
+                self._preparing.pop(output.request_id, None)
+                self._executor.release(output.request_id)
 
     def _receive_timeout_s(self) -> float | None:
         """How long to wait for a command."""
         if self._scheduler.num_running or self._launched:
             return 0.0
-        return _BATCH_POLL_S if self._scheduler.num_waiting or self._preparing else None
+        return _BATCH_POLL_S if self._scheduler.num_waiting else None
 
     def _launch(self) -> _Launched | None:
         started_s = self._clock()
@@ -158,10 +167,12 @@ class EngineLoop:
         end_s = self._clock()
         started_s = max(launched.started_s, self._last_end_s)
         self._last_end_s = end_s
+        outputs = self._scheduler.update(sampled)
+        self._release_ended(outputs)
         self._send(
             StepReport(
                 step=launched.step,
-                outputs=self._scheduler.update(sampled),
+                outputs=outputs,
                 stats=self._scheduler.stats(),
                 work=launched.work,
                 started_s=started_s,

@@ -1,8 +1,13 @@
 """The messages between the server process and the engine process: msgspec over ZeroMQ."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Self
+
 import msgspec
 
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.phases import LoadProgress
 from penstock.scheduler.stats import SchedulerStats, StepWork
 from penstock.scheduler.types import Request, RequestId, RequestOutput, Started
 
@@ -11,6 +16,40 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     """Server to engine: run this request."""
 
     request: Request
+
+
+class OtherPrompt(msgspec.Struct, array_like=True, frozen=True):
+    id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+class SubmitAlike(msgspec.Struct, tag=True, frozen=True):
+    """Server to engine: run these requests, which are the first but for what the others say.
+
+    What is large in their sampling parameters is sent once, and is one object in the engine.
+    """
+
+    first: Request
+    others: list[OtherPrompt]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Self:
+        first, *others = requests
+        return cls(
+            first, [OtherPrompt(r.id, r.prompt_token_ids, r.sampling.max_tokens) for r in others]
+        )
+
+    def each(self) -> Iterator[Submit]:
+        first, by_max_tokens = self.first, {self.first.sampling.max_tokens: self.first.sampling}
+        yield Submit(first)
+        for other in self.others:
+            sampling = by_max_tokens.get(other.max_tokens)
+            if sampling is None:
+                sampling = replace(first.sampling, max_tokens=other.max_tokens)
+                by_max_tokens[other.max_tokens] = sampling
+            ids = other.prompt_token_ids
+            yield Submit(replace(first, id=other.id, prompt_token_ids=ids, sampling=sampling))
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -60,4 +99,5 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Submit | Abort
-FromEngine = Ready | Failed | Refused | StepReport
+OnWire = ToEngine | SubmitAlike
+FromEngine = LoadProgress | Ready | Failed | Refused | StepReport

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from penstock.engine.config import Dtype
+from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import peak_bandwidth
 from penstock.engine.models.config import ModelConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
@@ -24,7 +26,6 @@ OTHER_BYTES = 3 * GB
 CONTEXTS = (2_048, 8_192, 32_768)
 # Nominal memory; the devices have a few percent more.
 DEVICES = (("H100", 80), ("H200", 141))
-_DTYPE = torch.bfloat16
 _BLOCK_SIZE = 64
 
 
@@ -40,19 +41,20 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """One model, in bfloat16, on one machine."""
+    """One model on one machine. dtype: of the weights and the KV cache."""
 
     model: ModelConfig
     machine: Machine
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def weight_bytes(self) -> int:
-        return self.model.weight_bytes(_DTYPE.itemsize)
+        return self.model.weight_bytes(self.dtype.itemsize)
 
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token."""
-        return self.model.kv_shape.bytes_per_token(_DTYPE.itemsize)
+        return self.model.kv_shape.bytes_per_token(self.dtype.itemsize)
 
     @property
     def kv_tokens(self) -> int:
@@ -64,7 +66,7 @@ class Sizing:
     def read_bytes(self, context: int) -> int:
         """Keys and values that a decode step reads of one sequence: in a layer with a window, no
         more than the window. The cache holds the whole context all the same."""
-        layer_bytes = self.model.kv_shape.layer_bytes_per_token(_DTYPE.itemsize)
+        layer_bytes = self.model.kv_shape.layer_bytes_per_token(self.dtype.itemsize)
         return layer_bytes * sum(
             num_layers * min(context, window or context)
             for window, num_layers in self.model.num_layers_by_window.items()
@@ -82,7 +84,7 @@ class Sizing:
         bandwidth = peak_bandwidth(self.machine.name)
         if not bandwidth:
             return None
-        weights = self.model.step_weight_bytes(_DTYPE.itemsize)
+        weights = self.model.step_weight_bytes(self.dtype.itemsize)
         return (weights + num_sequences * self.read_bytes(context)) / bandwidth
 
     def slot_bytes(self, max_model_len: int) -> int:
@@ -95,7 +97,7 @@ class Sizing:
         """Sequences that can run together at this TPOT if steps reach the share `mbu` of the peak
         bandwidth and memory is no limit. 0 if reading the weights alone takes longer."""
         bandwidth = peak_bandwidth(self.machine.name) or 0.0
-        spare = tpot_s * bandwidth * mbu - self.model.step_weight_bytes(_DTYPE.itemsize)
+        spare = tpot_s * bandwidth * mbu - self.model.step_weight_bytes(self.dtype.itemsize)
         return max(0, int(spare / self.read_bytes(context)))
 
 
@@ -145,7 +147,8 @@ def example_table() -> str:
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
-        sizing = Sizing(ModelConfig.from_dir(options.model), _machine(options))
+        dtype = TORCH_DTYPES[Dtype(options.dtype)]
+        sizing = Sizing(ModelConfig.from_dir(options.model), _machine(options), dtype)
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return 2
@@ -198,6 +201,8 @@ def _parser() -> argparse.ArgumentParser:
     flag("model", type=Path, help="a directory with a config.json, as configs/models/Qwen3-8B")
     flag("--device", default="H200", help="as in configs/hardware.toml (default: %(default)s)")
     flag("--memory-gb", type=float, default=141, metavar="GB", help="(default: %(default)s)")
+    flag("--dtype", choices=list(TORCH_DTYPES), default=Dtype.BFLOAT16,
+         help="the server's flag (default: %(default)s)")  # fmt: skip
     flag("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
          help="the server's flag (default: %(default)s)")  # fmt: skip
     flag("--context", type=int, nargs="+", default=CONTEXTS, metavar="TOKENS",

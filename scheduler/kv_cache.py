@@ -115,6 +115,11 @@ class KVCache:
             self._index.add(digests[i], table.block_ids[i])
         table.num_cached = num_full
 
+    def forget(self, sequence: Sequence) -> None:
+        """Makes its blocks unfindable: no other sequence shall use what they hold."""
+        for block_id in sequence.table.block_ids:
+            self._index.forget(block_id)
+
     def release(self, sequence: Sequence) -> None:
         """Releases all its blocks, the last first. Cached ones become evictable, others free."""
         for block_id in reversed(sequence.table.block_ids):

@@ -71,6 +71,12 @@ class PrefixIndex:
         """A block is used; it may have been evictable."""
         self._evictable.pop(block_id, None)
 
+    def forget(self, block_id: int) -> None:
+        """A used block is no longer findable, if it was."""
+        digest = self._digest_of.pop(block_id, None)
+        if digest is not None:
+            del self._block_of[digest]
+
     def evict(self) -> int | None:
         """The least recently used evictable block, no longer findable; None where there is none."""
         if not self._evictable:

@@ -13,6 +13,7 @@ Time is an argument; nothing here reads a clock, and a simulation runs this very
 """
 
 from collections import deque
+from itertools import chain
 
 from penstock.scheduler.config import Batching, SchedulerConfig
 from penstock.scheduler.errors import ContextTooLong, DuplicateRequest, InvalidConfig, PromptTooLong
@@ -59,6 +60,8 @@ class Scheduler:
         self._decoding: dict[Sequence, None] = {}
         self._requests: dict[RequestId, list[Sequence]] = {}  # those that have not ended
         self._samples: dict[RequestId, list[Sequence]] = {}  # answers 1.. until answer 0 can fork
+        # Sequences that may not run yet, of requests that are not ready: see `add`.
+        self._unready: dict[RequestId, list[Sequence]] = {}
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[tuple[int, _Batch]] = deque()
         self._step = 0
@@ -67,6 +70,7 @@ class Scheduler:
         self._prefix_hit_tokens = 0
         self._preemptions = 0
         self._recomputed_tokens = 0
+        self._invalid_logits = 0
         self._started: list[Started] = []
         # Speculative decoding: how many drafts the next row of a sequence may verify, and the
         # sequences whose verification is in flight, so that their length is not known.
@@ -75,8 +79,10 @@ class Scheduler:
 
     # The four verbs.
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, is_ready: bool = True) -> None:
         """Accepts a request; each of its `n` answers will end with exactly one final output.
+
+        is_ready: whether it may run; else it waits outside of the queue until `make_ready`.
 
         Raises PromptTooLong, ContextTooLong, DuplicateRequest, and has then changed nothing.
         """
@@ -96,7 +102,15 @@ class Scheduler:
         first, *others = sequences
         if others:
             self._samples[request.id] = others
-        self._waiting.push(first)
+        if is_ready:
+            self._waiting.push(first)
+        else:
+            self._unready[request.id] = [first]
+
+    def make_ready(self, request_id: RequestId) -> None:
+        """The request may run, if it has not ended."""
+        for sequence in self._unready.pop(request_id, ()):
+            self._waiting.push(sequence)
 
     def abort(self, request_id: RequestId, index: int | None = None) -> list[RequestOutput]:
         """Ends a request, or only its answer `index`, running or waiting. Unknown ids are no error:
@@ -141,6 +155,7 @@ class Scheduler:
         assert step == sampled.step, f"expected the results of step {step}, not {sampled.step}"
         block_size = self._kv.block_size
         outputs: list[RequestOutput] = []
+        failures = _failures(batch, sampled)
         token_ids, all_logprobs = sampled.token_ids, sampled.logprobs
         if batch.num_drafts:
             token_ids, all_logprobs = self._accept_drafts(batch, sampled, outputs)
@@ -149,8 +164,8 @@ class Scheduler:
             sequence.num_in_flight -= 1
             if sequence.status is Status.FINISHED:
                 continue  # it ended while the step ran: a wasted row
-            if i in sampled.failed:
-                outputs.append(self._finish(sequence, FinishReason.ERROR, None))
+            if failures and sequence in failures:
+                outputs.append(self._fail(sequence, failures[sequence]))
                 continue
             sequence.token_ids.append(token_id)
             length = len(sequence.token_ids)
@@ -167,7 +182,8 @@ class Scheduler:
         for row, num in sampled.num_drafts.items():
             self._announce_drafts(batch.sampling[row], num)
         for sequence in batch.prompt_only:
-            outputs += self._end_prompt_only(sequence)
+            reason = failures.get(sequence, FinishReason.LENGTH)
+            outputs += self._end_prompt_only(sequence, reason)
         if batch.with_prompt_output:
             outputs = _attach_prompt_outputs(outputs, batch.with_prompt_output, sampled.prompts)
         return outputs
@@ -186,8 +202,14 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a slot, including those that wait for their answer 0 to fork."""
-        return len(self._waiting) + sum(len(others) for others in self._samples.values())
+        """Sequences without a slot, including those that wait for their answer 0 to fork, or until
+        they are ready."""
+        outside = chain(self._samples.values(), self._unready.values())
+        return len(self._waiting) + sum(map(len, outside))
+
+    def is_open(self, request_id: RequestId) -> bool:
+        """Whether any of its answers has not ended."""
+        return request_id in self._requests
 
     @property
     def has_work(self) -> bool:
@@ -205,6 +227,7 @@ class Scheduler:
             prefix_hit_tokens_total=self._prefix_hit_tokens,
             preemptions_total=self._preemptions,
             recomputed_tokens_total=self._recomputed_tokens,
+            invalid_logits_total=self._invalid_logits,
         )
 
     def take_started(self) -> list[Started]:
@@ -429,7 +452,10 @@ class Scheduler:
             return
         for sample in self._samples.pop(parent.request.id, ()):
             sample.fork_parent = parent
-            self._waiting.push(sample)
+            if parent.request.id in self._unready:
+                self._unready[parent.request.id].append(sample)
+            else:
+                self._waiting.push(sample)
 
     # How a sequence leaves.
 
@@ -446,7 +472,14 @@ class Scheduler:
         finish = self._end(sequence, reason, stop_token_id)
         return _output(sequence, [], None, finish)
 
-    def _end_prompt_only(self, sequence: Sequence) -> list[RequestOutput]:
+    def _fail(self, sequence: Sequence, reason: FinishReason) -> RequestOutput:
+        if reason is FinishReason.INVALID_LOGITS:
+            self._invalid_logits += 1
+            if sequence.is_running:  # else its blocks are released
+                self._kv.forget(sequence)
+        return self._finish(sequence, reason, None)
+
+    def _end_prompt_only(self, sequence: Sequence, reason: FinishReason) -> list[RequestOutput]:
         """Its prompt has run, and max_tokens is 0: it ends, and so do the other answers."""
         sequence.num_in_flight -= 1
         if sequence.status is Status.FINISHED:
@@ -455,7 +488,7 @@ class Scheduler:
             sequence,
             *(s for s in self._requests[sequence.request.id] if s is not sequence),
         ]
-        return [self._finish(sibling, FinishReason.LENGTH, None) for sibling in siblings]
+        return [self._fail(sibling, reason) for sibling in siblings]
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> Finish:
         """Ends it, whatever its status, and frees its slot and blocks."""
@@ -465,6 +498,8 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in parked:
             parked.remove(sequence)
+        elif sequence in self._unready.get(request_id, ()):
+            self._unready[request_id].remove(sequence)
         else:
             self._waiting.discard()
         sequence.finish(reason)
@@ -474,6 +509,7 @@ class Scheduler:
         siblings.remove(sequence)
         if not siblings:
             del self._requests[request_id]
+            self._unready.pop(request_id, None)
         return Finish(
             reason,
             stop_token_id,
@@ -536,8 +572,19 @@ def _drafts_output(sequence: Sequence, accepted: list[AcceptedDraft]) -> Request
     return _output(sequence, [draft.token_id for draft in accepted], logprobs or None, None)
 
 
+def _failures(batch: _Batch, sampled: SampledTokens) -> dict[Sequence, FinishReason]:
+    """The sequences that a step says cannot continue, and why."""
+    failures = {batch.sampling[row]: reason for row, reason in sampled.failed.items()}
+    for sequence, prompt in zip(batch.with_prompt_output, sampled.prompts, strict=True):
+        if prompt is None:
+            failures[sequence] = FinishReason.INVALID_LOGITS
+    return failures
+
+
 def _attach_prompt_outputs(
-    outputs: list[RequestOutput], sequences: list[Sequence], prompts: tuple[PromptOutput, ...]
+    outputs: list[RequestOutput],
+    sequences: list[Sequence],
+    prompts: tuple[PromptOutput | None, ...],
 ) -> list[RequestOutput]:
     """The outputs, with those of the prompts added where they were requested, once."""
     prompt_of = {}

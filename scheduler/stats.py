@@ -21,6 +21,7 @@ class SchedulerStats(NamedTuple):
     prefix_hit_tokens_total: int
     preemptions_total: int
     recomputed_tokens_total: int
+    invalid_logits_total: int = 0
 
 
 class AttentionWork(NamedTuple):

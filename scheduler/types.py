@@ -32,6 +32,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, or the model's context, is used up
     ABORT = "abort"  # the client disconnected, or the server ended it
     ERROR = "error"  # its grammar failed
+    INVALID_LOGITS = "invalid_logits"  # the model's logits were NaN or infinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,16 +221,17 @@ class SampledTokens:
     after them, at the position after the last accepted one. num_drafts: by sampling row, how many
     draft ids the executor has written to its token table after the row's own id. Those of a row
     whose sequence is in the next launched step already are out of date and are not verified.
-    failed: of the sampling rows, those whose sequences cannot continue; their ids are void.
-    prompts: one for each row that ends a prompt with a prompt_request (see SlotAssignment), in row
-    order, whether the row samples or not.
+    failed: of the sampling rows, those whose sequences cannot continue, and why; their ids are
+    void. prompts: one for each row that ends a prompt with a prompt_request (see SlotAssignment),
+    in row order, whether the row samples or not; None where NaN or infinities are in what it would
+    be made of, and then the sequence ends.
     """
 
     step: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
-    failed: frozenset[int] = frozenset()
-    prompts: tuple[PromptOutput, ...] = ()
+    failed: dict[int, FinishReason] = field(default_factory=dict)
+    prompts: tuple[PromptOutput | None, ...] = ()
     accepted: dict[int, list[AcceptedDraft]] = field(default_factory=dict)
     num_drafts: dict[int, int] = field(default_factory=dict)
 

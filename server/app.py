@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import resource
 import signal
@@ -30,10 +31,13 @@ from penstock.server.config import CorsConfig, ServeConfig, ServerConfig
 from penstock.server.errors import reply_to_unrouted
 from penstock.server.http.access import OPEN_PATHS, Access
 from penstock.server.http.connection import REQUEST_LOG, HttpProtocol, backlog
+from penstock.server.http.last_resort import LastResort
 from penstock.server.http.middleware import Middleware, route_path
 from penstock.server.observability.request_context import request_id
 from penstock.server.observability.version import version
 from penstock.server.service import EXIT_DRAINED, Service
+
+logger = logging.getLogger("penstock")
 
 # After the last request has ended, connections that are kept alive are given no more than this.
 _CLOSE_TIMEOUT_S = 3
@@ -130,7 +134,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     service = Service(config)
     server = _Server(
         uvicorn.Config(
-            build_app(service),
+            LastResort(build_app(service)),
             http=HttpProtocol,
             ws="none",
             lifespan="on",
@@ -148,11 +152,13 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     draining: list[asyncio.Task[None]] = []
 
     def on_signal(number: int) -> None:
+        name = signal.Signals(number).name
         if draining:
-            # A second signal ends it at once. The engine ends with this process.
+            logger.warning("%s: a second signal, so the server ends at once", name)
+            service.kill()
             flush_logs()
             os._exit(128 + number)
-        draining.append(asyncio.create_task(service.drain()))
+        draining.append(asyncio.create_task(service.drain(name)))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)

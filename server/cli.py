@@ -1,11 +1,9 @@
-"""The command line: `penstock serve`, `penstock health`, `penstock bench` and `penstock top`."""
+"""The command line: `penstock serve`, and the first word of every other command."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,24 +17,15 @@ from penstock.engine.client import (
 )
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
-from penstock.scheduler.types import Pooling
-from penstock.server.config import MIB, CorsConfig, PoolerConfig, ServeConfig, ServerConfig
-from penstock.server.flag_values import ENVIRONMENT_PREFIX, FlagParser, set_defaults, size
+from penstock.server.config import CorsConfig, ServeConfig, ServerConfig
+from penstock.server.flag_values import ENVIRONMENT_PREFIX, FlagParser, set_defaults
 from penstock.server.health_check import check, flags_of_container
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.observability.version import version
-from penstock.server.output.reasoning import ReasoningFormat
-from penstock.server.tools.chat_format import NO_PARSER
-from penstock.server.tools.parsers import ToolFormat
+from penstock.server.serve_flags import API_KEY_VARIABLE, DEMO_NAMES, add_serve_flags
 
-TOOL_PARSERS = tuple(form.value for form in ToolFormat)
-REASONING_PARSERS = tuple(form.value for form in ReasoningFormat)
-# The demo uses the second name for itself in its training examples.
-_DEMO_NAMES = ("penstock-demo", "demo")
-# Safer than a flag: other users of the machine can read command lines.
-_API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 _EXIT_USAGE = 2  # as argparse exits
-_LOG_LEVELS = ("debug", "info", "warning", "error")
+_EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from penstock.loadtest.top.cli import main as top
 
         return top(arguments[1:])
+    if arguments[:1] == ["chat"]:
+        from penstock.loadtest.chat.cli import main as chat
+
+        return chat(arguments[1:])
+    if arguments[:1] == ["completion"]:
+        from penstock.server.completion import main as completion
+
+        return completion(arguments[1:], _parsers()[0])
+    if arguments[:1] == ["models"]:
+        from penstock.server.model_list import main as models
+
+        return models(arguments[1:])
     parser, serve_flags = _parsers()
     try:
         if arguments[:1] == ["health"]:
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from penstock.server.app import serve
 
         return serve(config)
+    except KeyboardInterrupt:  # before the server has its own answer to it
+        return _EXIT_INTERRUPTED
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return _EXIT_USAGE
@@ -83,7 +86,7 @@ def _health(arguments: list[str]) -> int:
 def _config(options: argparse.Namespace) -> ServeConfig:
     """Raises InvalidConfig."""
     model = options.model or options.model_flag
-    own_names = (model,) if model else _DEMO_NAMES
+    own_names = (model,) if model else DEMO_NAMES
     return ServeConfig(
         server=ServerConfig(
             host=options.host,
@@ -96,6 +99,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
                 allowed_headers=tuple(options.allowed_headers),
                 allow_credentials=options.allow_credentials,
             ),
+            allowed_hosts=tuple(options.allowed_hosts),
             root_path=options.root_path,
             ssl_keyfile=options.ssl_keyfile,
             ssl_certfile=options.ssl_certfile,
@@ -165,409 +169,12 @@ def _parsers() -> tuple[FlagParser, FlagParser]:
     commands.add_parser("health", help="ask a server on this machine whether it is healthy")
     commands.add_parser("bench", help="measure a server under load; see penstock bench --help")
     commands.add_parser("top", help="watch a server in the terminal; see penstock top --help")
+    commands.add_parser(
+        "models", help="list the models on this machine; see penstock models --help"
+    )
+    commands.add_parser("chat", help="chat with a served model; see penstock chat --help")
+    commands.add_parser("completion", help="print a script that completes commands in a shell")
     return parser, serve
-
-
-def add_serve_flags(serve: argparse.ArgumentParser) -> None:
-    """What `penstock serve` takes; each flag's help ends with its default, for docs/flags.md."""
-    serve.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a Hugging Face model: a directory or a hub id (default: the bundled demo model)",
-    )
-    serve.add_argument(
-        "--model",
-        dest="model_flag",
-        metavar="MODEL",
-        help="the same as a flag, as in vLLM (default: MODEL)",
-    )
-    serve.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="a YAML or JSON file of flags, as `max-model-len: 4096`; the command line and "
-        "PENSTOCK_* variables override it (default: none)",
-    )
-    _add_listening_flags(serve.add_argument_group("listening"))
-    _add_model_flags(serve.add_argument_group("model"))
-    _add_memory_flags(serve.add_argument_group("memory"))
-    _add_scheduling_flags(serve.add_argument_group("scheduling"))
-    _add_api_flags(serve.add_argument_group("API"))
-    _add_security_flags(serve.add_argument_group("security"))
-    _add_cors_flags(serve.add_argument_group("pages of other origins (CORS)"))
-    _add_log_flags(serve.add_argument_group("logs, metrics and traces"))
-    _add_development_flags(serve.add_argument_group("development"))
-
-
-def _add_listening_flags(group: "argparse._ArgumentGroup") -> None:
-    flag = group.add_argument
-    flag(
-        "--host",
-        metavar="ADDRESS",
-        default="127.0.0.1",
-        help="address to listen on; 0.0.0.0 accepts other machines (default: %(default)s)",
-    )
-    flag(
-        "--port",
-        type=int,
-        metavar="N",
-        default=8000,
-        help="port to listen on (default: %(default)s)",
-    )
-    flag("--no-ui", action="store_true", help="no page at / (default: the page is served)")
-    flag(
-        "--root-path",
-        default="",
-        metavar="PATH",
-        help="path under which a proxy publishes this server, such as /llm (default: none)",
-    )
-    flag(
-        "--ssl-certfile",
-        type=Path,
-        metavar="FILE",
-        help="serve HTTPS with this certificate and its chain, PEM (default: no TLS)",
-    )
-    flag(
-        "--ssl-keyfile",
-        type=Path,
-        metavar="FILE",
-        help="the certificate's private key, PEM (default: in the file of the certificate)",
-    )
-    flag(
-        "--shutdown-timeout",
-        type=float,
-        metavar="SECONDS",
-        default=30.0,
-        help="how long running requests may take to finish after SIGTERM; a container's own grace "
-        "period must be longer (default: %(default)s)",
-    )
-    flag(
-        "--sse-ping-interval",
-        type=float,
-        metavar="SECONDS",
-        default=15.0,
-        help="a stream without output for this long gets a comment; lower it if a proxy closes "
-        "idle connections sooner (default: %(default)s)",
-    )
-
-
-def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
-    flag = group.add_argument
-    flag(
-        "--served-model-name",
-        nargs="+",
-        metavar="NAME",
-        help="names that clients may use for the model; answers contain the first "
-        f"(default: MODEL as given, {_DEMO_NAMES[0]} for the demo)",
-    )
-    _add_choice(
-        group, "--device", Device, "where the model runs; auto is CUDA if there is a GPU, else CPU"
-    )
-    _add_choice(
-        group,
-        "--dtype",
-        Dtype,
-        "type of weights and KV cache; auto is bfloat16 if the device computes it, else float32",
-    )
-    _add_choice(
-        group,
-        "--load-format",
-        LoadFormat,
-        "auto reads the weights; dummy makes random ones in the shape of config.json, to measure "
-        "speed",
-    )
-    _add_choice(
-        group,
-        "--attention-backend",
-        AttentionBackend,
-        "what computes attention on a GPU; auto is triton, our own kernels; flash_attn must be "
-        "installed, and requires --block-size 256; torch is slow, and shows whether a "
-        "kernel or the model is at fault",
-    )
-    flag(
-        "--enforce-eager",
-        action="store_true",
-        help="no CUDA graphs: slower steps, a faster start, less memory (default: off)",
-    )
-    flag(
-        "--num-threads",
-        type=int,
-        metavar="N",
-        help="CPU threads that compute; lower it if other programs need the cores "
-        "(default: all cores but one)",
-    )
-
-
-def _add_memory_flags(group: "argparse._ArgumentGroup") -> None:
-    flag = group.add_argument
-    flag(
-        "--max-model-len",
-        type=size,
-        metavar="TOKENS",
-        help="tokens of the longest sequence, prompt and answer together; lower it if one full "
-        "sequence does not fit in the KV cache (default: the model's)",
-    )
-    flag(
-        "--gpu-memory-utilization",
-        type=float,
-        metavar="SHARE",
-        default=0.9,
-        help="share of the GPU's memory that may be used, other programs included; the KV cache "
-        "gets what weights, graphs and activations leave of it; lower it if another program shares "
-        "the GPU (default: %(default)s)",
-    )
-    flag(
-        "--kv-cache-memory-bytes",
-        type=size,
-        metavar="BYTES",
-        help="memory of the KV cache; more of it holds more or longer sequences (default: on CPU a "
-        "quarter of the free memory, on CUDA what --gpu-memory-utilization leaves)",
-    )
-    flag(
-        "--block-size",
-        type=int,
-        metavar="TOKENS",
-        help="tokens of a KV block; smaller blocks waste less memory at the end of a sequence and "
-        "share shorter beginnings of prompts (default: 16 on CPU, 64 on CUDA)",
-    )
-    flag(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="share the KV blocks of prompts that begin alike (default: on)",
-    )
-
-
-def _add_scheduling_flags(group: "argparse._ArgumentGroup") -> None:
-    flag = group.add_argument
-    flag(
-        "--max-num-seqs",
-        type=int,
-        metavar="N",
-        default=256,
-        help="most sequences that run together; raise it for throughput, lower it for TPOT "
-        "(default: %(default)s)",
-    )
-    flag(
-        "--max-num-batched-tokens",
-        type=size,
-        metavar="TOKENS",
-        default=2048,
-        help="most tokens of one step, prefill chunks and decodes; raise it for a shorter TTFT, "
-        "lower it for a shorter ITL of running streams (default: %(default)s)",
-    )
-    flag(
-        "--max-num-queued-reqs",
-        type=int,
-        metavar="N",
-        default=1024,
-        help="most answers that may wait; further ones get status 429 (default: %(default)s)",
-    )
-    flag(
-        "--request-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="an answer that takes longer, queueing included, ends with an error; status 504 if "
-        "nothing was sent yet (default: none)",
-    )
-    _add_choice(
-        group,
-        "--scheduling-policy",
-        Policy,
-        "which request is next: the first to arrive, or the one with the lowest `priority` field",
-    )
-    _add_choice(
-        group,
-        "--batching",
-        Batching,
-        "when waiting requests may join: at every step, or only when the previous batch has ended, "
-        "which is slower and exists for comparison",
-    )
-
-
-def _add_api_flags(group: "argparse._ArgumentGroup") -> None:
-    flag = group.add_argument
-    flag(
-        "--chat-template",
-        type=Path,
-        metavar="FILE",
-        help="a Jinja chat template (default: the model's own)",
-    )
-    flag(
-        "--tool-call-parser",
-        choices=[*TOOL_PARSERS, NO_PARSER],
-        help="how the model writes tool calls (default: detected from its chat template)",
-    )
-    flag(
-        "--reasoning-parser",
-        choices=[*REASONING_PARSERS, NO_PARSER],
-        help="how the model marks its reasoning (default: detected from its chat template)",
-    )
-    flag(
-        "--pooler-config",
-        type=_pooler_config,
-        default=PoolerConfig(),
-        metavar="JSON",
-        help='how embeddings are made, such as {"pooling_type": "MEAN", "normalize": true}; '
-        "pooling_type is LAST or MEAN (default: as the model's directory says, else the last "
-        "token's state, normalized)",
-    )
-    flag(
-        "--max-stored-responses",
-        type=int,
-        metavar="N",
-        default=4096,
-        help="most responses that /v1/responses keeps for previous_response_id; 0 keeps none "
-        "(default: %(default)s)",
-    )
-    flag(
-        "--max-stored-response-bytes",
-        type=size,
-        metavar="BYTES",
-        default=256 * MIB,
-        help="most memory that these responses take (default: %(default)s, 256 MiB)",
-    )
-
-
-def _add_security_flags(group: "argparse._ArgumentGroup") -> None:
-    flag = group.add_argument
-    flag(
-        "--api-key",
-        nargs="+",
-        action="extend",
-        metavar="KEY",
-        help="accept only requests with one of these keys, on every route except /health, /ready "
-        f"and the page at / (default: ${_API_KEY_VARIABLE}, else no key is needed)",
-    )
-    flag(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="more such keys, one per line; unlike those of --api-key, other users of the machine "
-        "cannot see them in the list of processes (default: none)",
-    )
-    flag(
-        "--max-body-bytes",
-        type=size,
-        metavar="BYTES",
-        default=32 * MIB,
-        help="the largest request body; a larger one gets status 413 "
-        "(default: %(default)s, 32 MiB)",
-    )
-    flag(
-        "--trust-request-chat-template",
-        action="store_true",
-        help="accept chat templates in requests; each runs in a process of its own, with little "
-        "time and memory (default: off)",
-    )
-
-
-def _add_log_flags(group: "argparse._ArgumentGroup") -> None:
-    flag = group.add_argument
-    flag(
-        "--log-level",
-        choices=_LOG_LEVELS,
-        default="info",
-        help="log messages of this level and above (default: %(default)s)",
-    )
-    _add_choice(
-        group,
-        "--log-format",
-        LogFormat,
-        "format of the log; json is one object per line, for log collectors",
-    )
-    flag(
-        "--log-requests",
-        "--enable-log-requests",
-        action="store_true",
-        help="log a line for each request, without any of its text: ids, status, tokens and times "
-        "(default: only at --log-level debug)",
-    )
-    flag(
-        "--metrics-alias",
-        choices=[alias.value for alias in MetricsAlias],
-        help="export the metrics under this server's names too, for dashboards and autoscalers "
-        "made for it (default: only our names)",
-    )
-    flag(
-        "--otlp-traces-endpoint",
-        metavar="URL",
-        help="send a trace of each request to this URL by OTLP over HTTP, such as "
-        "http://localhost:4318/v1/traces; needs penstock[otel] (default: no traces)",
-    )
-
-
-def _add_development_flags(group: "argparse._ArgumentGroup") -> None:
-    flag = group.add_argument
-    flag(
-        "--scripted",
-        action="store_true",
-        help="generate made-up tokens without a model, to test the server or a client "
-        "(default: off)",
-    )
-    flag(
-        "--scripted-step-ms",
-        type=float,
-        metavar="MS",
-        default=0.0,
-        help="with --scripted: the least time of a step (default: %(default)s)",
-    )
-
-
-def _add_cors_flags(group: "argparse._ArgumentGroup") -> None:
-    flag = group.add_argument
-    flag(
-        "--allowed-origins",
-        type=_json_list,
-        default=[],
-        metavar="JSON",
-        help='origins whose pages may call this server, such as ["https://a.example"] or ["*"] '
-        "(default: none)",
-    )
-    for what in ("methods", "headers"):
-        flag(
-            f"--allowed-{what}",
-            type=_json_list,
-            default=["*"],
-            metavar="JSON",
-            help=f'{what} that these pages may use (default: ["*"])',
-        )
-    flag(
-        "--allow-credentials",
-        action="store_true",
-        help="these pages may send cookies (default: off)",
-    )
-
-
-def _json_list(text: str) -> list[str]:
-    """vLLM's form of these flags."""
-    try:
-        values = json.loads(text)
-    except ValueError:
-        values = None
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise argparse.ArgumentTypeError(
-            f'{text} is not a JSON list of strings; write it like ["*"]'
-        )
-    return values
-
-
-def _pooler_config(text: str) -> PoolerConfig:
-    """vLLM's form of this flag."""
-    try:
-        values = json.loads(text)
-        pooling, normalize = values.pop("pooling_type", None), values.pop("normalize", None)
-        if values or not (normalize is None or isinstance(normalize, bool)):
-            raise ValueError
-        return PoolerConfig(
-            pooling=None if pooling is None else Pooling(pooling.lower()), normalize=normalize
-        )
-    except (ValueError, AttributeError, TypeError) as error:
-        raise argparse.ArgumentTypeError(
-            f'{text} must be like {{"pooling_type": "MEAN", "normalize": true}}; pooling_type is '
-            "LAST or MEAN, and there are no other keys"
-        ) from error
 
 
 def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
@@ -582,20 +189,6 @@ def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
         if not from_file:
             raise InvalidConfig(f"--api-key-file {file} contains no key; write one per line")
         keys += from_file
-    if not keys and (from_environment := os.environ.get(_API_KEY_VARIABLE)):
+    if not keys and (from_environment := os.environ.get(API_KEY_VARIABLE)):
         keys = [from_environment]
     return tuple(keys)
-
-
-def _add_choice(
-    group: "argparse._ArgumentGroup", flag: str, kind: type[StrEnum], help_text: str
-) -> None:
-    """A flag with the values of `kind`, the first of which is the default."""
-    names = [choice.value for choice in kind]
-    group.add_argument(
-        flag,
-        choices=names,
-        default=names[0],
-        metavar="|".join(names),
-        help=f"{help_text} (default: {names[0]})",
-    )

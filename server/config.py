@@ -37,11 +37,12 @@ class ServerConfig:
     """Where the server listens, its names, and which requests it accepts.
 
     api_keys empty: no key is needed. root_path: the path under which a proxy publishes the server.
-    request_timeout_s None: no limit. chat_template None: the model's own. tool_call_parser,
-    reasoning_parser: a name, "none", or None to detect it from the chat template. has_page: whether
-    a page is served at `/`. log_requests: a line for each request at info rather than debug.
-    metrics_alias: a server under whose names /metrics is shown too.
-    otlp_traces_endpoint: a URL that traces are sent to, or None for no traces.
+    allowed_hosts: more names by which clients may call this server. request_timeout_s None: no
+    limit. chat_template None: the model's own. tool_call_parser, reasoning_parser: a name, "none",
+    or None to detect it from the chat template. has_page: whether a page is served at `/`.
+    log_requests: a line for each request at info rather than debug. metrics_alias: a server under
+    whose names /metrics is shown too. otlp_traces_endpoint: a URL that traces are sent to, or None
+    for no traces.
     """
 
     host: str = "127.0.0.1"
@@ -49,11 +50,12 @@ class ServerConfig:
     served_model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     cors: CorsConfig = CorsConfig()
+    allowed_hosts: tuple[str, ...] = ()
     root_path: str = ""
     ssl_keyfile: Path | None = None
     ssl_certfile: Path | None = None
     request_timeout_s: float | None = None
-    max_body_bytes: int = 32 * MIB
+    max_body_bytes: int = 16 * MIB
     shutdown_timeout_s: float = 30.0
     sse_ping_interval_s: float = 15.0
     max_stored_responses: int = 4096

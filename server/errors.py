@@ -73,6 +73,17 @@ class GrammarFailed(InvalidRequest):
         )
 
 
+class InvalidLogits(PenstockError):
+    """The numbers of which the engine chooses the next token are not numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model produced NaN or infinite logits, so there is no next token; start the "
+            "server with another --dtype (float16 holds nothing above 65504), or check whether the "
+            "files of the model are damaged"
+        )
+
+
 class GrammarQueueFull(PenstockError):
     """No process could compile this grammar: others took all the time, or the processes failed."""
 
@@ -130,6 +141,35 @@ class BodyTooLarge(PenstockError):
 class BodyTooSlow(PenstockError):
     def __init__(self, timeout_s: float) -> None:
         super().__init__(f"the body did not arrive within {timeout_s:g} s; send it without a pause")
+
+
+class UnsupportedContentType(PenstockError):
+    def __init__(self, content_type: str) -> None:
+        super().__init__(
+            f"the content-type {content_type[:64]!r} is not JSON; send a body of JSON with the "
+            "header 'Content-Type: application/json', in curl with -H 'Content-Type: "
+            "application/json'"
+        )
+
+
+class UnknownHost(PenstockError):
+    """The name by which the client called the server is not one of its own."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"this server is not known by the name in the Host header, {host[:200]!r}; use "
+            "localhost, or start the server with --allowed-hosts and that name"
+        )
+
+
+class CrossSiteRequest(PenstockError):
+    """A browser sent it for a page of another site."""
+
+    def __init__(self, origin: str | None) -> None:
+        super().__init__(
+            f"this server does not answer pages of the origin {(origin or 'null')[:200]!r}; start "
+            "it with --allowed-origins to allow them"
+        )
 
 
 class UnsupportedEncoding(PenstockError):
@@ -198,7 +238,7 @@ _NO_RETRY = (("x-should-retry", "false"),)
 _CLOSE = (("Connection", "close"),)
 
 
-def reply_to(error: Exception) -> ErrorReply:
+def reply_to(error: BaseException) -> ErrorReply:
     """The status and body for an exception."""
     message = str(error)
     match error:
@@ -220,6 +260,14 @@ def reply_to(error: Exception) -> ErrorReply:
             return ErrorReply(413, _BAD_REQUEST, message, None, "body_too_large", _CLOSE)
         case BodyTooSlow():
             return ErrorReply(408, _BAD_REQUEST, message, None, "request_timeout", _CLOSE)
+        case UnsupportedContentType():
+            accepted = (("Accept", "application/json"),)
+            code = "unsupported_content_type"
+            return ErrorReply(415, _BAD_REQUEST, message, None, code, accepted)
+        case UnknownHost():
+            return ErrorReply(421, _BAD_REQUEST, message, None, "unknown_host")
+        case CrossSiteRequest():
+            return ErrorReply(403, _BAD_REQUEST, message, None, "cross_site_request")
         case UnsupportedEncoding():
             accepted = (("Accept-Encoding", "identity"),)
             code = "unsupported_content_encoding"
@@ -235,6 +283,8 @@ def reply_to(error: Exception) -> ErrorReply:
         case NotServing():
             headers = _retry_after(RETRY_SOON_S) + (_CLOSE if error.is_ending else ())
             return ErrorReply(503, _UNAVAILABLE, message, None, None, headers)
+        case InvalidLogits():
+            return ErrorReply(500, "server_error", message, None, "invalid_logits")
         case EngineFailed():
             return ErrorReply(500, "server_error", message, None, "engine_failed")
         case HTTPException():
@@ -244,7 +294,7 @@ def reply_to(error: Exception) -> ErrorReply:
             return ErrorReply(500, "server_error", text, None, "internal_error")
 
 
-def note_error(error: Exception) -> None:
+def note_error(error: BaseException) -> None:
     """For the line of the current task's request in the log."""
     if entry := request_entry.get():
         entry.error = reply_to(error).name

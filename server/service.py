@@ -4,39 +4,40 @@ import asyncio
 import contextlib
 import gc
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum
-from pathlib import Path
 
 from penstock.engine.client import (
     EngineClient,
     EngineConfig,
     EngineState,
-    LogFormat,
+    LoadProgress,
     OutputStream,
-    resolve_model,
-    say,
 )
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request
+from penstock.server.announcement import announce_failure, announce_ready, url_of
 from penstock.server.config import ServeConfig
 from penstock.server.errors import NotServing
+from penstock.server.loading import (
+    download_weights,
+    find_model,
+    load_model,
+    read_prompt_files,
+)
 from penstock.server.observability.activity import Activity
 from penstock.server.observability.ended_request import EndedRequest
 from penstock.server.observability.metrics import Metrics
+from penstock.server.observability.progress import Progress
 from penstock.server.observability.request_context import request_entry
 from penstock.server.observability.request_log import RequestLog
 from penstock.server.observability.tracing import Tracer
+from penstock.server.observability.version import version
 from penstock.server.output.generation import Generation
 from penstock.server.output.generation_request import GenerationRequest
-from penstock.server.output.pooling import Pooler
 from penstock.server.prompt.model import ServedModel
-from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
-from penstock.server.structured.grammar_checker import GrammarChecker
-from penstock.server.tools.chat_format import ChatFormat
 
 logger = logging.getLogger("penstock")
 
@@ -79,6 +80,7 @@ class Service:
         self.request_log = RequestLog(is_at_info=config.server.log_requests)
         self.tracer = Tracer.to_endpoint(endpoint) if endpoint else None
         self.state = State.STARTING
+        self._progress = Progress(config.server.log_format)
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._engine: EngineClient | None = None
         self._model: ServedModel | None = None
@@ -111,8 +113,15 @@ class Service:
     async def run(self) -> None:
         """Loads, serves until the engine ends, and says so; `over` then holds the exit code."""
         try:
-            engine = await self._load()
-            self._announce()
+            logger.info(
+                "penstock %s loads %s; until it is ready, %s answers with status 503",
+                version(),
+                self.config.engine.model,
+                url_of(self.config.server),
+            )
+            async with self._progress.shown():
+                engine = await self._load()
+            announce_ready(self.config.server, self.model)
             activity = asyncio.create_task(Activity(self.metrics, self.model.info).run())
             try:
                 why = await engine.wait_dead()
@@ -125,17 +134,50 @@ class Service:
             logger.exception("could not start")
             await self._fail(f"{type(error).__name__}: {error}", EXIT_CANNOT_START)
 
-    async def drain(self) -> None:
-        """Refuses new requests, lets running ones finish; those that take too long get an error."""
+    async def drain(self, cause: str) -> None:
+        """Refuses new requests, lets running ones finish; those that take too long get an error.
+
+        cause: for the log, why the server ends.
+        """
         if self.state in (State.DRAINING, State.DEAD):
             return
         self.state = State.DRAINING
         try:
-            await self._until_idle(self.config.server.shutdown_timeout_s)
+            await self._drain_requests(cause)
             await self.close()
             await self._until_idle(_LAST_WORDS_S)
         finally:
             self._end(EXIT_DRAINED if self.state is State.DRAINING else EXIT_ENGINE_DIED)
+
+    async def _drain_requests(self, cause: str) -> None:
+        num_open, timeout_s = self._num_requests, self.config.server.shutdown_timeout_s
+        if not num_open:
+            logger.info("%s: no request is open, so the server ends now", cause)
+            return
+        what = (
+            f"{cause}: {_requests(num_open)} may take up to {timeout_s:g} s to finish, then the "
+            f"server ends; a second {cause} ends it at once"
+        )
+
+        def state() -> LoadProgress:
+            num_ended = max(0, num_open - self._num_requests)
+            return LoadProgress("drain", num_ended, num_open, "requests ended")
+
+        async with self._progress.shown():
+            with self._progress.phase("drain", what, state):
+                await self._until_idle(timeout_s)
+        if self._num_requests:
+            logger.warning(
+                "drain: %s did not finish in %g s and will end with an error; a longer "
+                "--shutdown-timeout gives them more time",
+                _requests(self._num_requests),
+                timeout_s,
+            )
+
+    def kill(self) -> None:
+        """Ends the engine and what it started, now; the caller ends this process."""
+        if self._engine:
+            self._engine.kill()
 
     async def close(self) -> None:
         """Ends the engine; open requests get an error."""
@@ -149,7 +191,9 @@ class Service:
     def check_serving(self) -> None:
         """Raises NotServing unless new requests are accepted."""
         if self.state is State.STARTING:
-            raise NotServing("the model is still loading; try again soon", is_ending=False)
+            raise NotServing(
+                f"the model is still loading{self._phases()}; try again soon", is_ending=False
+            )
         if self.state is State.DRAINING:
             raise NotServing("this server is shutting down; use another server", is_ending=True)
         if self.state is State.DEAD:
@@ -165,7 +209,7 @@ class Service:
     def check_health(self) -> None:
         """Raises NotServing unless the engine is alive, and has stepped recently if it has work."""
         if self.state is State.STARTING or self._engine is None:
-            raise NotServing("the model is still loading", is_ending=False)
+            raise NotServing(f"the model is still loading{self._phases()}", is_ending=False)
         if self._engine.state is not EngineState.READY:
             raise NotServing("the engine is not running", is_ending=True)
         self._check_running(_STALL_S)
@@ -228,42 +272,32 @@ class Service:
         return self._engine.submit(request)
 
     async def _load(self) -> EngineClient:
-        """The engine's process and the tokenizer, both at once."""
-        directory = await asyncio.to_thread(resolve_model, self.config.engine.model)
+        """What can refuse the model comes before what takes long: its config, then its tokenizer,
+        then the download of its weights, then the engine's process, which reads them."""
+        directory, fetch = await find_model(self.config, self._progress)
+        prompt_files = asyncio.ensure_future(
+            read_prompt_files(self.config, directory, self._progress)
+        )
+        if fetch:
+            await prompt_files
+            await download_weights(fetch, self._progress)
         engine = self._make_engine(replace(self.config.engine, model=str(directory)))
         engine.on_step(self.metrics.on_step)
+        engine.on_progress(self._progress.on_engine)
         self.metrics.watch(lambda: engine.num_open, self._silence_s, lambda: engine.pid)
         self._engine = engine
-        encoder, info = await asyncio.gather(
-            asyncio.to_thread(
-                PromptEncoder.load,
-                directory,
-                self.config.server.chat_template,
-                self.config.engine.load_format,
-            ),
-            engine.start(),
-        )
-        self._model = ServedModel(
-            names=self.config.server.served_model_names,
-            created_s=int(time.time()),
-            info=info,
-            encoder=encoder,
-            defaults=GenerationDefaults.load(Path(directory)),
-            pooler=Pooler.load(Path(directory), self.config.server.pooler, info.hidden_size),
-            grammars=GrammarChecker(directory, info, self.config.engine.load_format),
-            chat_format=ChatFormat.detect(
-                encoder.template_source,
-                self.config.server.tool_call_parser,
-                self.config.server.reasoning_parser,
-                trusts_templates=self.config.server.trust_request_chat_template,
-            ),
-        )
-        self.metrics.on_ready(info)
+        self._model = await load_model(self.config, directory, prompt_files, engine, self._progress)
+        self.metrics.on_ready(self._model.info)
         gc.collect()
         gc.freeze()  # no collection has to walk loaded objects again while streams wait
         if self.state is State.STARTING:
             self.state = State.READY
         return engine
+
+    def _phases(self) -> str:
+        """What is going on, in parentheses, for those who ask while the model loads."""
+        text = self._progress.text()
+        return f" ({text})" if text else ""
 
     def _silence_s(self) -> float:
         """With work open: since the engine last did something, or last had nothing to do."""
@@ -282,10 +316,7 @@ class Service:
             return  # a signal ended it before it could start
         self.state = State.DEAD
         try:
-            if self.config.server.log_format is LogFormat.JSON:
-                logger.error("%s", message)
-            else:
-                say(f"penstock: error: {message}", sys.stderr)
+            announce_failure(self.config.server, message)
             await self._until_idle(_LAST_WORDS_S)
             await self.close()
         finally:
@@ -299,27 +330,6 @@ class Service:
         if not self.over.done():
             self.over.set_result(code)
 
-    def _announce(self) -> None:
-        server, model = self.config.server, self.model
-        host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
-        scheme = "https" if server.ssl_certfile else "http"
-        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}"
-        what = (
-            f"penstock serves {model.name} ({model.info.architecture}, {model.info.dtype}, "
-            f"{model.info.device}, context {model.info.max_model_len}) on {url}"
-        )
-        if server.log_format is LogFormat.JSON:
-            logger.info("%s", what)
-            return
-        # No secret in a log.
-        key = "-H 'Authorization: Bearer YOUR_KEY' " if server.api_keys else ""
-        path, body = "/v1/completions", '"prompt": "Once upon a time", "max_tokens": 64'
-        if model.encoder.has_chat_template:
-            path = "/v1/chat/completions"
-            body = '"messages": [{"role": "user", "content": "Who are you?"}]'
-        say(
-            f"{what}\n\n"
-            f"  curl {url}{path} {key}-H 'Content-Type: application/json' \\\n"
-            f'    -d \'{{"model": "{model.name}", {body}}}\'\n',
-            sys.stdout,
-        )
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"

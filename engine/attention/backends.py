@@ -31,10 +31,10 @@ def make_attention(
     if config.attention_backend is AttentionBackend.TORCH:
         return TorchAttention()
     if config.attention_backend is AttentionBackend.FLASH_ATTN:
-        if dtype is not torch.bfloat16:
+        if dtype is torch.float32:
             raise InvalidConfig(
-                f"--dtype is {str(dtype).removeprefix('torch.')}, but FlashAttention does not "
-                "support float32; use --dtype bfloat16, or --attention-backend triton"
+                "--dtype is float32, which FlashAttention does not support; use --dtype bfloat16 "
+                "or float16, or --attention-backend triton"
             )
         return FlashAttention(shape)
     num_sms = 1

@@ -25,8 +25,13 @@ def gathered_attention(
         # The query heads of one KV head become query rows: (rows, kv_heads, group, head_dim).
         grouped_query = query[rows].view(len(rows), keys.shape[2], -1, query.shape[-1])
         mask = visible(step.positions[rows], num_blocks * block_size, window)
+        # Past a sequence's end a block holds what others left, and 0 times NaN would be NaN.
+        unseen = ~mask[:, None, :, None]
         mixed = scaled_dot_product_attention(
-            grouped_query, _gather(keys, tables), _gather(values, tables), mask[:, None, None, :]
+            grouped_query,
+            _gather(keys, tables).masked_fill_(unseen, 0),
+            _gather(values, tables).masked_fill_(unseen, 0),
+            mask[:, None, None, :],
         )
         output[rows] = mixed.flatten(1, 2)
     for row in range(step.num_decodes, len(step.context_lens)):

@@ -18,7 +18,13 @@ from torch import Tensor
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import AttentionBackend, EngineConfig
 from penstock.engine.executor import check_no_adapter, device_copies
-from penstock.engine.executors.loading import Ledger, Phases, choose_dtype, describe, weight_source
+from penstock.engine.executors.loading import (
+    Ledger,
+    choose_dtype,
+    describe,
+    reading,
+    weight_source,
+)
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
 from penstock.engine.memory.kv_pool import KVPool, size_cpu_pool
@@ -31,15 +37,17 @@ from penstock.engine.models.errors import (
     UnsupportedFeature,
     UnsupportedWeightFormat,
 )
-from penstock.engine.models.layers.linear import PackedLinear, PlainLinear, can_pack
+from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.model import NativeModel, check_features, load_library
-from penstock.engine.sampling.grammar import Grammars, GrammarTable
+from penstock.engine.phases import Phases
+from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
-from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.sampling.sampler import Sampler, failed_rows
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.types import PromptOutput, Request, SampledTokens, ScheduledBatch
+from penstock.scheduler.types import PromptOutput, Request, RequestId, SampledTokens, ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +60,13 @@ _BANDWIDTH_PROBE_BYTES = 256 * 2**20
 class CpuExecutor:
     """See `penstock.engine.executor.Executor`."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path) -> None:
+    def __init__(self, config: EngineConfig, model_dir: Path, phases: Phases | None = None) -> None:
         if config.attention_backend is not AttentionBackend.AUTO:
             raise InvalidConfig(
                 f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
                 "on the CPU, which has one implementation of attention; leave the flag out"
             )
-        phases = Phases()
+        phases = phases or Phases()
         self._dtype = choose_dtype(config.dtype, _CPU)
         # One core is left to the server process.
         num_threads = config.num_threads or max(1, num_cores() - 1)
@@ -76,33 +84,34 @@ class CpuExecutor:
             block_bytes=block_bytes,
         )
         available = available_memory_bytes()
-        with phases.timed("compile"):
+        with phases.timed("compile", "loading the step that is compiled for this processor"):
             library = _library_for(model)
-        with phases.timed("weights"), torch.inference_mode():
+        what = reading(weight_bytes, self._dtype)
+        with phases.timed("weights", what, total=weight_bytes), torch.inference_mode():
             # The threads that read are Python's; each of torch's calls inside them uses one.
             torch.set_num_threads(1)
             self._model: Model
             empty = self._empty(in_arena=library is not None)
             self._model = llama = LlamaModel(
                 model,
-                weight_source(config.load_format, model_dir, empty),
-                PackedLinear if can_pack(_CPU) and library is None else PlainLinear,
+                weight_source(config.load_format, model_dir, empty, phases),
+                cpu_linear(self._dtype) if library is None else PlainLinear,
                 gathered_attention,
                 max_model_len=size.max_model_len,
                 device=_CPU,
                 num_load_threads=num_threads,
             )
             torch.set_num_threads(num_threads)
-        with phases.timed("kv_pool"):
+        with phases.timed("kv_pool", "allocating the pool of keys and values"):
             self._pool = KVPool(model.kv_shape, size.num_blocks, block_size, self._dtype, _CPU)
             if library is not None:
                 try:
                     self._model = NativeModel(library, llama, self._pool, num_threads)
                 except UnsupportedWeightFormat as error:
                     _warn_of_torch(error)
-        with phases.timed("bandwidth"):
+        with phases.timed("bandwidth", "measuring how fast memory is read"):
             measured = read_bandwidth(_BANDWIDTH_PROBE_BYTES)
-        with phases.timed("flops"):
+        with phases.timed("flops", "measuring how fast matrices are multiplied"):
             flops = matmul_flops(self._dtype)
 
         max_num_seqs = config.scheduler.max_num_seqs
@@ -145,7 +154,10 @@ class CpuExecutor:
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
-        return self._grammars.compile(request.sampling)
+        return self._grammars.prepare(request)
+
+    def release(self, request_id: RequestId) -> None:
+        self._grammars.release(request_id)
 
     def execute(self, batch: ScheduledBatch) -> "Done":
         with torch.inference_mode():
@@ -176,7 +188,7 @@ class CpuExecutor:
         rows = [row for row, samples in enumerate(batch.samples) if samples]
         slots = [batch.slots[row] for row in rows]
         self._grammars.start(slots)
-        prompts: tuple[PromptOutput, ...] = ()
+        prompts: tuple[PromptOutput | None, ...] = ()
         if parts := self._prompts.parts(batch, step.query_starts):
             logits, prompts = self._compute_and_read(step, parts)
         else:
@@ -191,18 +203,18 @@ class CpuExecutor:
         self._token_table[self._tensor(slots), self._tensor(lengths)] = ids
         token_ids = ids.tolist()
         constraints = self._grammars.constraints(slots)
-        failed = self._grammars.advance(slots, token_ids, constraints)
+        of_grammars = self._grammars.advance(slots, token_ids, constraints)
         return SampledTokens(
             step=batch.step,
             token_ids=token_ids,
             logprobs=logprobs,
-            failed=failed,
+            failed=failed_rows(token_ids, of_grammars),
             prompts=prompts,
         )
 
     def _compute_and_read(
         self, step: ModelInput, parts: list[PromptPart]
-    ) -> tuple[Tensor, tuple[PromptOutput, ...]]:
+    ) -> tuple[Tensor, tuple[PromptOutput | None, ...]]:
         """The logits of a step that also has outputs of prompts, and those outputs."""
         num_sampling = len(step.sample_rows)
         prompt_rows = self._tensor([row for part in parts for row in part.rows])

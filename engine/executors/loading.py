@@ -1,40 +1,24 @@
-"""What all executors share at start: device and type, the source of the weights, and the ledgers of
-time and memory."""
+"""What all executors share at start: device and type, the source of the weights, and the ledger of
+memory."""
 
 import logging
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from penstock.engine.config import Device, Dtype, LoadFormat
+from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
 from penstock.engine.memory.kv_pool import PoolSize
 from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
+from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Phases:
-    """How long each phase of the start took, in seconds. current: the last that began."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    current: str = ""
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        self.current = phase
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] = time.perf_counter() - start
-        logger.info("%s: %.2f s", phase, self.seconds[phase])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +63,34 @@ def choose_device(wanted: Device) -> torch.device:
 def choose_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
     if wanted is Dtype.AUTO:
         return torch.bfloat16 if computes_bfloat16(device) else torch.float32
-    return {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}[wanted]
+    return TORCH_DTYPES[wanted]
 
 
-def weight_source(load_format: LoadFormat, model_dir: Path, empty: Empty) -> WeightSource:
+def weight_source(
+    load_format: LoadFormat, model_dir: Path, empty: Empty, phases: Phases
+) -> WeightSource:
+    """phases: its current phase is advanced by the bytes of each weight."""
     if load_format is LoadFormat.DUMMY:
-        return RandomWeights(empty)
-    return Checkpoint(model_dir, empty)
+        return Counted(RandomWeights(empty), phases)
+    return Counted(Checkpoint(model_dir, empty), phases)
+
+
+def reading(num_bytes: int, dtype: torch.dtype) -> str:
+    """What the log says before so many bytes of weights are read."""
+    return f"reading {num_bytes / 2**30:.3f} GiB of weights, as {_name(dtype)}"
+
+
+class Counted:
+    """Another source, whose bytes advance the current phase."""
+
+    def __init__(self, source: WeightSource, phases: Phases) -> None:
+        self._source = source
+        self._phases = phases
+
+    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+        weight = self._source.read(shape, *names)
+        self._phases.advance(weight.nbytes)
+        return weight
 
 
 def describe(
@@ -104,7 +109,7 @@ def describe(
     layer_bytes = model.kv_shape.layer_bytes_per_token(dtype.itemsize)
     return ModelInfo(
         architecture=model.family,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_name(dtype),
         device=device_name,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
@@ -130,3 +135,7 @@ def describe(
         measured_flops_per_s=measured_flops,
         load_seconds=load_seconds,
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -19,12 +19,14 @@ from typing import Any
 
 from penstock.engine.executor import PendingTokens, check_no_adapter, device_copies
 from penstock.engine.model_info import AttentionGroup, ModelInfo
-from penstock.engine.sampling.grammar import GrammarTable
+from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.types import (
+    FinishReason,
     Pooling,
     PromptLogprobs,
     PromptOutput,
     Request,
+    RequestId,
     SampledTokens,
     ScheduledBatch,
     SlotAssignment,
@@ -100,7 +102,11 @@ class ScriptedExecutor:
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
-        return self._grammars.compile(request.sampling) if self._grammars else None
+        return self._grammars.prepare(request) if self._grammars else None
+
+    def release(self, request_id: RequestId) -> None:
+        if self._grammars:
+            self._grammars.release(request_id)
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         if self._step_s:
@@ -130,9 +136,11 @@ class ScriptedExecutor:
                 token_ids.append(self._sample(slot, start + num_tokens, allowed))
                 logprobs.append(self._logprobs(slot, token_ids[-1]))
         wants_logprobs = any(entry is not None for entry in logprobs)
-        failed: frozenset[int] = frozenset()
+        failed: dict[int, FinishReason] = {}
         if table := self._grammars:
-            failed = table.advance(sampling_slots, token_ids, table.constraints(sampling_slots))
+            constraints = table.constraints(sampling_slots)
+            of_grammars = table.advance(sampling_slots, token_ids, constraints)
+            failed = dict.fromkeys(of_grammars, FinishReason.ERROR)
         return _Done(
             SampledTokens(
                 step=batch.step,

@@ -1,13 +1,14 @@
 """`EngineClient`: an engine process and the streams of its requests, joined for the server."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.ipc.supervisor import EngineProcess, EngineState
-from penstock.engine.messages import Abort, Refused, StepReport, Submit
+from penstock.engine.messages import OnWire, Refused, StepReport
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.phases import LoadProgress
 from penstock.scheduler.types import Request, RequestId
 
 
@@ -21,6 +22,7 @@ class EngineClient:
             config.scheduler.max_num_seqs, config.max_num_queued_reqs, self._send
         )
         self._on_step: list[Callable[[StepReport], None]] = []
+        self._on_progress: Callable[[LoadProgress], None] = lambda _: None
         self._last_report: StepReport | None = None
 
     @property
@@ -55,6 +57,10 @@ class EngineClient:
         """Calls back with every step's report, on the event loop: for metrics."""
         self._on_step.append(callback)
 
+    def on_progress(self, callback: Callable[[LoadProgress], None]) -> None:
+        """Calls back when a phase of the start begins, and about how far it is."""
+        self._on_progress = callback
+
     async def start(self) -> ModelInfo:
         """Starts the process and returns when it is ready. Raises EngineFailed."""
         return await self._process.start()
@@ -66,6 +72,10 @@ class EngineClient:
     async def close(self) -> None:
         """Ends the process. Requests that are still open get EngineFailed."""
         await self._process.close()
+
+    def kill(self) -> None:
+        """Ends the process now, as `close` does, without the rest of it."""
+        self._process.kill()
 
     def check_room(self, num_answers: int) -> None:
         """Raises QueueFull if this many answers would not be accepted now; RequestRefused if there
@@ -81,18 +91,27 @@ class EngineClient:
         the iterator raises EngineFailed if the engine dies, RequestRefused if the engine does not
         accept the request.
         """
+        (stream,) = self.submit_alike([request])
+        return stream
+
+    def submit_alike(self, requests: Sequence[Request]) -> list[OutputStream]:
+        """The same of several, all or none, that differ in id, prompt and max_tokens alone: so what
+        they share is sent once."""
         if self.state is not EngineState.READY:
             raise EngineFailed(f"the engine is {self.state}")
-        return self._streams.submit(request)
+        return self._streams.submit_alike(requests)
 
     def abort(self, request_id: RequestId, index: int | None = None) -> None:
         """Ends a request, or only its answer `index`; no more outputs come for it."""
         self._streams.abort(request_id, index)
 
-    def _send(self, message: Submit | Abort) -> None:
+    def _send(self, message: OnWire) -> None:
         self._process.send(message)
 
-    def _on_message(self, message: StepReport | Refused) -> None:
+    def _on_message(self, message: LoadProgress | StepReport | Refused) -> None:
+        if isinstance(message, LoadProgress):
+            self._on_progress(message)
+            return
         if isinstance(message, Refused):
             self._streams.refuse(message.request_id, message.message)
             return

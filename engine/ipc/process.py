@@ -27,13 +27,14 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.executor import Executor
 from penstock.engine.log_writer import flush_all
 from penstock.engine.loop import EngineLoop
-from penstock.engine.messages import Failed, FromEngine, Ready, ToEngine
+from penstock.engine.messages import Failed, FromEngine, OnWire, Ready, SubmitAlike, ToEngine
+from penstock.engine.phases import Phases
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-BuildExecutor = Callable[[EngineConfig], Executor]
+BuildExecutor = Callable[[EngineConfig, Phases], Executor]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _HEARTBEAT_INTERVAL_S = 1.0
@@ -49,9 +50,10 @@ class Pipe:
         self._socket.setsockopt(zmq.LINGER, 1000)  # ms for the last message to be sent
         self._socket.connect(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._decoder = msgspec.msgpack.Decoder(OnWire)
 
     def send(self, message: FromEngine) -> None:
+        """Called by one thread at a time; `Phases` sees to it while several threads load."""
         self._socket.send(self._encoder.encode(message))
 
     def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
@@ -62,21 +64,26 @@ class Pipe:
                 return
         while True:
             try:
-                yield self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+                message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
+            if isinstance(message, SubmitAlike):
+                yield from message.each()
+            else:
+                yield message
 
     def close(self) -> None:
         self._socket.close()
         zmq.Context.instance().term()
 
 
-def build_executor(config: EngineConfig) -> Executor:
+def build_executor(config: EngineConfig, phases: Phases) -> Executor:
     """The executor of this config, its model loaded. Raises PenstockError."""
     if config.scripted:
         from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
         from penstock.engine.models.config import ModelConfig
-        from penstock.engine.sampling.grammar import Grammars, GrammarTable
+        from penstock.engine.sampling.grammar import Grammars
+        from penstock.engine.sampling.grammar_table import GrammarTable
 
         model = ModelConfig.from_dir(Path(config.model))
         info = scripted_info(
@@ -90,20 +97,22 @@ def build_executor(config: EngineConfig) -> Executor:
         )
         table = GrammarTable(grammars, config.scheduler.max_num_seqs, info.vocab_size)
         return ScriptedExecutor(info, grammars=table, step_s=config.scripted_step_s)
-    from penstock.engine.executors.loading import choose_device
+    with phases.timed("import", "importing torch"):
+        from penstock.engine.executors.loading import choose_device
 
-    if choose_device(config.device).type == "cuda":
+        device = choose_device(config.device)
+    if device.type == "cuda":
         from penstock.engine.executors.cuda.setup import build_cuda_executor
 
-        return build_cuda_executor(config, Path(config.model))
+        return build_cuda_executor(config, Path(config.model), phases=phases)
     from penstock.engine.executors.cpu import CpuExecutor
 
-    return CpuExecutor(config, Path(config.model))
+    return CpuExecutor(config, Path(config.model), phases)
 
 
 def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
     """Loads, sends `Ready`, and steps until the process is ended from outside or by an error."""
-    executor = build(config)
+    executor = build(config, Phases(pipe.send))
     info = executor.info
     scheduler = Scheduler(
         config.scheduler,

@@ -7,11 +7,11 @@ outlive an engine process that ends.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 from penstock.engine.errors import QueueFull, RequestRefused
-from penstock.engine.messages import Abort, Submit
+from penstock.engine.messages import Abort, OnWire, Submit, SubmitAlike
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request, RequestId, RequestOutput
 
@@ -127,7 +127,7 @@ class OpenStreams:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_num_queued: int, send: Callable[[Submit | Abort], None]
+        self, max_num_seqs: int, max_num_queued: int, send: Callable[[OnWire], None]
     ) -> None:
         self._max_num_seqs = max_num_seqs
         self._max_open = max_num_seqs + max_num_queued
@@ -156,12 +156,18 @@ class OpenStreams:
 
     def submit(self, request: Request) -> OutputStream:
         """Sends the request and returns its stream. Raises as `check_room`."""
-        self.check_room(request.n)
-        stream = OutputStream(self, request)
-        self._streams[request.id] = stream
-        self._num_open += request.n
-        self._send(Submit(request))
+        (stream,) = self.submit_alike([request])
         return stream
+
+    def submit_alike(self, requests: Sequence[Request]) -> list[OutputStream]:
+        """The same of several that differ as `SubmitAlike` says: all of them, or none."""
+        self.check_room(sum(request.n for request in requests))
+        streams = [OutputStream(self, request) for request in requests]
+        for stream, request in zip(streams, requests, strict=True):
+            self._streams[request.id] = stream
+            self._num_open += request.n
+        self._send(Submit(requests[0]) if len(requests) == 1 else SubmitAlike.of(requests))
+        return streams
 
     def abort(self, request_id: RequestId, index: int | None = None) -> None:
         """Ends a request, or only its answer `index`; no more outputs come for it."""

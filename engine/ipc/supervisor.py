@@ -24,12 +24,13 @@ from penstock.engine.errors import EngineFailed
 from penstock.engine.messages import (
     Failed,
     FromEngine,
+    OnWire,
     Ready,
     Refused,
     StepReport,
-    ToEngine,
 )
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.phases import LoadProgress
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class EngineProcess:
         self,
         config: EngineConfig,
         module: str,
-        on_message: Callable[[StepReport | Refused], None],
+        on_message: Callable[[LoadProgress | StepReport | Refused], None],
         on_end: Callable[[str], None],
     ) -> None:
         """module: what the process runs; it must use the protocol of `penstock.engine.ipc.process`.
@@ -138,12 +139,15 @@ class EngineProcess:
             endpoint,
             str(beats),
             stdin=asyncio.subprocess.PIPE,
+            # A group of its own: a terminal's Ctrl-C does not reach it, and it can be ended with
+            # the compiler that it may have started.
+            start_new_session=True,
             pass_fds=(beats,),
             # Threads that spin while they wait take the core that the server needs.
             env={"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ),
         )
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: OnWire) -> None:
         # No high-water mark, so this never blocks; the future is done when it returns.
         self._socket.send(self._encoder.encode(message))
 
@@ -159,12 +163,16 @@ class EngineProcess:
             return
         for task in self._tasks:
             task.cancel()
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()  # it holds nothing that must be saved
-            await self._process.wait()
+        self.kill()
+        await self._process.wait()
         self._socket.close()
         self._stop_beats()
+
+    def kill(self) -> None:
+        """Ends the process and those it started, now; it holds nothing that must be saved."""
+        if self._process and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _read(self) -> None:
         try:

@@ -2,10 +2,13 @@
 
 At batch 1 to 16 a matrix product is bound by reading the weight, and every further launch costs as
 much as reading 6 MB of weights. So one kernel reads the weight once, far ahead, and also computes
-the RMSNorm of its input (a scale per row, applied at the end), SiLU(gate) * up, the bias, and the
-residual addition.
+the RMSNorm of its input (a scale per row, applied at the end, except in float16), SiLU(gate) * up,
+the bias, and the residual addition.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,13 +20,22 @@ from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
 # The largest row count it is meant for: twice the smallest that the matrix units take.
 MAX_ROWS = 16
 _FEW_ROWS = 8
-# Per program. With four stages, 24 KiB of the weight are in flight, and 12 or 24 of x. Twice the
-# chunk would spill registers if there is a norm.
-_OUTPUTS, _CHUNK, _STAGES = 16, 256, 4
-# Each warp reads all of the program's weights from shared memory, for its part of the rows. Counted
-# from the machine code, a KiB takes 37 to 57 clocks; with four warps, 60 to 88. An H200's memory
-# delivers a KiB to a multiprocessor in some 50.
-_WARPS = 2
+
+
+class Tile(NamedTuple):
+    """A program's outputs, and the columns that it reads at a time; stages of these in flight."""
+
+    outputs: int
+    chunk: int
+    stages: int
+    warps: int
+
+
+# With four stages, 24 KiB of the weight are in flight, and 12 or 24 of x. Twice the chunk would
+# spill registers if there is a norm. Each warp reads all of the program's weights from shared
+# memory, for its part of the rows. Counted from the machine code, a KiB takes 37 to 57 clocks; with
+# four warps, 60 to 88. An H200's memory delivers a KiB to a multiprocessor in some 50.
+TILE = Tile(outputs=16, chunk=256, stages=4, warps=2)
 # Prefetched of a weight to the L2 cache while the previous kernel still runs: what memory delivers
 # in the 2 us that one kernel takes to drain and the next to fill, a small part of the cache.
 _AHEAD_BYTES = 2**23
@@ -39,6 +51,7 @@ def skinny_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     is_gated: bool = False,
+    tile: Tile = TILE,
 ) -> None:
     """out = x' W^T + bias + residual, where x' is x, or its RMSNorm if `norm` is given.
 
@@ -49,7 +62,7 @@ def skinny_linear(
     num_rows, columns = x.shape
     outputs = out.shape[1]
     assert num_rows <= MAX_ROWS and not (is_gated and (bias is not None or residual is not None))
-    _skinny[(ceil_div(outputs, _OUTPUTS),)](
+    _skinny[(ceil_div(outputs, tile.outputs),)](
         x,
         weight,
         x if norm is None else norm,
@@ -60,27 +73,29 @@ def skinny_linear(
         columns,
         outputs,
         eps,
-        _ahead_of_row(weight, columns),
+        _ahead_of_row(weight, columns, tile.chunk),
         HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
+        # Before its norm, a row times the norm's weight may exceed what float16 holds.
+        NORM_FIRST=norm is not None and x.dtype is torch.float16,
         IS_GATED=is_gated,
         ROWS=_FEW_ROWS if num_rows <= _FEW_ROWS else MAX_ROWS,
-        OUTPUTS=_OUTPUTS,
-        CHUNK=max(16, min(_CHUNK, next_power_of_2(columns))),
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        OUTPUTS=tile.outputs,
+        CHUNK=max(16, min(tile.chunk, next_power_of_2(columns))),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         **overlapped(),
     )
 
 
-def _ahead_of_row(weight: Tensor, columns: int) -> int:
+def _ahead_of_row(weight: Tensor, columns: int, chunk: int) -> int:
     """Bytes of each row to prefetch; a multiple of 16, as the instruction requires."""
     row_bytes = columns * weight.element_size()
     if row_bytes % 16:
         return 0
     share = _AHEAD_BYTES // len(weight) // 16 * 16
-    return min(row_bytes, max(share, _CHUNK * weight.element_size()))
+    return min(row_bytes, max(share, chunk * weight.element_size()))
 
 
 # One thread in four, so that the rows are spread over the warps.
@@ -120,6 +135,7 @@ def _skinny(
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
     IS_GATED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -143,6 +159,14 @@ def _skinny(
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     acc_up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     square = tl.zeros((ROWS,), tl.float32)
+    inverse = tl.full((ROWS,), 1.0, tl.float32)
+    if NORM_FIRST:
+        for start in range(0, columns, CHUNK):
+            column = start + tl.arange(0, CHUNK)
+            part = x + row[:, None] * columns + column[None, :]
+            a = tl.load(part, mask=is_row[:, None] & (column < columns)[None, :], other=0.0)
+            square += tl.sum(a.to(tl.float32) * a.to(tl.float32), 1)
+        inverse = tl.rsqrt(square / columns + eps)
     for start in range(0, columns, CHUNK):
         column = start + tl.arange(0, CHUNK)
         is_column = column < columns
@@ -152,15 +176,18 @@ def _skinny(
         a = tl.load(part, mask=is_row[:, None] & is_column[None, :], other=0.0)
         if HAS_NORM:
             wide = a.to(tl.float32)
-            square += tl.sum(wide * wide, 1)
             scale = tl.load(norm + column, mask=is_column, other=0.0).to(tl.float32)
+            if NORM_FIRST:
+                wide = wide * inverse[:, None]
+            else:
+                square += tl.sum(wide * wide, 1)
             a = (wide * scale[None, :]).to(a.dtype)
         a = tl.trans(a)
         acc = tl.dot(w, a, acc, input_precision="ieee")
         if IS_GATED:
             u = tl.load(up_row + column[None, :], mask=mask, other=0.0)
             acc_up = tl.dot(u, a, acc_up, input_precision="ieee")
-    if HAS_NORM:
+    if HAS_NORM and not NORM_FIRST:
         scale = tl.rsqrt(square / columns + eps)[None, :]
         acc = acc * scale
         acc_up = acc_up * scale

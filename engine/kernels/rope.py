@@ -116,6 +116,10 @@ def _rotate_and_store(
     s = tl.load(sin + angle, mask=is_pair, other=0.0)[None, :]
     rotated_left = (left * c - right * s).to(kind)
     rotated_right = (right * c + left * s).to(kind)
+    if kind == tl.float16:
+        # NaN for what it cannot hold, as in penstock.engine.models.layers.rotary.
+        rotated_left += rotated_left - rotated_left
+        rotated_right += rotated_right - rotated_right
 
     target = query + (token * NUM_HEADS + head)[:, None] * HEAD_DIM + pair[None, :]
     tl.store(target, rotated_left, mask=is_there & is_query)

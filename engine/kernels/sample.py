@@ -16,6 +16,7 @@ in any order.
 
 1. `_scan`: each chunk's largest logit; its winner, for a row that draws without filters; its part
    of the log-sum-exp, for a row that needs logprobs. For all rows; most need only this pass.
+   A chunk with NaN or +inf has the peak +inf, which makes its row invalid.
 2. `_coarse`: how many of a chunk's ids fall in each of 16 buckets of z, and their mass.
 3. `_gather`: lists the ids up to a bucket that certainly includes all survivors, mostly a few
    hundred of 128,256.
@@ -47,7 +48,7 @@ from torch import Tensor
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import next_power_of_2
 from penstock.engine.memory.host import tensor_to_device, to_device
-from penstock.engine.sampling.sampler import MIN_TEMPERATURE, mixed_seed
+from penstock.engine.sampling.sampler import INVALID_ID, MIN_TEMPERATURE, mixed_seed
 from penstock.engine.sampling.token_bans import has_token_bans
 from penstock.scheduler.types import SamplingParams
 
@@ -69,6 +70,7 @@ _ONE = tl.constexpr(2.0**40)
 _INF_BITS = tl.constexpr(0x7F800000)
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 _NO_ID = tl.constexpr(2**31 - 1)
+_INVALID_ID = tl.constexpr(INVALID_ID)
 
 # A slot's words in the table. Floats are stored as their bits. Stop ids come last.
 _FLAGS = tl.constexpr(0)
@@ -226,10 +228,10 @@ class DeviceSampler:
     ) -> None:
         """Writes ids, (S,) int32; and logprobs, (S,) float32, of rows that request them.
 
-        logits: (S, V) float32 or bfloat16, never written. slots, positions: (S,) int32; positions
-        are those being sampled. In a graph, all of them must keep their addresses. In Mode.ADJUSTED
-        a sampled id counts as output at once: the next call must be for the next position, unless
-        `assign` comes first.
+        logits: (S, V) of the model's type or float32, never written. slots, positions: (S,) int32;
+        positions are those being sampled. In a graph, all of them must keep their addresses. In
+        Mode.ADJUSTED a sampled id counts as output at once: the next call must be for the next
+        position, unless `assign` comes first.
         """
         num_rows, size = logits.shape
         assert num_rows <= self._max_rows and size == self._vocab_size, (num_rows, size)
@@ -276,7 +278,7 @@ class DeviceSampler:
         self._bias[slot] = _dense_bias(sampling, self._vocab_size, self._device)
         ids = to_device(token_ids, torch.int64, self._device)
         seen = self._seen[slot].zero_()
-        seen[ids[:num_prompt]] = 1
+        seen.index_fill_(0, ids[:num_prompt], 1)  # `seen[...] = 1` would wait for the device
         output = ids[num_prompt:]
         seen.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
 
@@ -325,7 +327,7 @@ def _dense_bias(sampling: SamplingParams, size: int, device: torch.device) -> Te
     """What is added to a row's logits: (V,), -inf for ids that are never allowed."""
     allowed = [i for i in sampling.allowed_token_ids if i < size]
     row = torch.full((size,), -math.inf if allowed else 0.0)
-    row[torch.tensor(allowed, dtype=torch.int64)] = 0.0
+    row.index_fill_(0, torch.tensor(allowed, dtype=torch.int64), 0.0)
     pairs = [(i, value) for i, value in sampling.logit_bias if 0 <= i < size]
     pairs += [(word[0], -math.inf) for word in sampling.bad_words if word[0] < size]
     for token_id, value in pairs:
@@ -400,6 +402,18 @@ def _repaired(x):
 
 
 @triton.jit
+def _marked(x):
+    """NaN as +inf: a row with a peak of +inf is invalid, and every pass but the first skips it."""
+    return tl.where(x != x, float("inf"), x)
+
+
+@triton.jit
+def _is_valid(peak):
+    """Whether a row of adjusted logits is, and has an id that is allowed."""
+    return (peak > float("-inf")) & (peak < float("inf"))
+
+
+@triton.jit
 def _raw(logits, row, stride, token, size):
     x = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < size, other=float("-inf"))
     return x.to(tl.float32)
@@ -410,7 +424,7 @@ def _load(
     logits, row, stride, token, size, position, slot, params, flags, bias, seen, masks,
     ADJUSTED: tl.constexpr,
 ):  # fmt: skip
-    """The adjusted logits of these ids; -inf past the vocabulary."""
+    """The adjusted logits of these ids, `_marked`; -inf past the vocabulary."""
     x = _raw(logits, row, stride, token, size)
     if ADJUSTED:
         mask = token < size
@@ -430,7 +444,7 @@ def _load(
         if ((flags & _HAS_MIN_TOKENS) != 0) & (position < tl.load(params + _MAY_STOP_AT)):
             for stop in range(0, tl.load(params + _NUM_STOPS)):
                 x = tl.where(token == tl.load(params + _STOPS + stop), float("-inf"), x)
-    return _repaired(x)
+    return _marked(x)
 
 
 @triton.jit
@@ -461,7 +475,7 @@ def _scan(
     )  # fmt: skip
     peak, winner = _first_of_best(x, token)
     won = peak
-    if (scale > 0) & ((flags & _IS_FILTERED) == 0) & (peak > float("-inf")):
+    if (scale > 0) & ((flags & _IS_FILTERED) == 0) & _is_valid(peak):
         score = _score(_row_key(params, position), token, (peak - x) * scale)
         _best, winner = _first_of_best(score, token)
         won = tl.max(tl.where(token == winner, x, float("-inf")))
@@ -474,7 +488,7 @@ def _scan(
             x = _repaired(_raw(logits, row, stride, token, size))
             peak = tl.max(x)
         total = 0.0
-        if peak > float("-inf"):
+        if _is_valid(peak):
             total = tl.sum(tl.exp(x - peak))
         tl.store(parts + 2 * part_stride + part, peak)
         tl.store(parts + 3 * part_stride + part, total)
@@ -487,6 +501,7 @@ def _emit(
 ):  # fmt: skip
     """Writes a row's id and logprob, and counts the id as output."""
     tl.store(ids + row, token)
+    token = tl.maximum(token, 0)  # those of an invalid row are void
     if (flags & _WANTS_LOGPROB) != 0:
         chunk = tl.arange(0, CHUNKS)
         part = parts + 2 * part_stride + row * chunks + chunk
@@ -494,7 +509,7 @@ def _emit(
         sums = tl.load(part + part_stride, mask=chunk < chunks, other=0.0)
         peak = tl.max(peaks)
         x = _repaired(tl.load(logits + row.to(tl.int64) * stride + token).to(tl.float32))
-        if peak > float("-inf"):
+        if _is_valid(peak):
             value = x - peak - tl.log(tl.sum(sums * tl.exp(peaks - peak)))
         else:
             value = tl.where(token == 0, 0.0, float("-inf"))
@@ -525,8 +540,8 @@ def _finish(
         return
     chunks = (size + _CHUNK - 1) // _CHUNK
     peak = _row_peak(parts, row, chunks, CHUNKS)
-    token = row * 0
-    if peak > float("-inf"):
+    token = tl.where(peak == float("inf"), _INVALID_ID, row * 0)
+    if _is_valid(peak):
         scale = _float(params + _INVERSE_TEMPERATURE)
         chunk = tl.arange(0, CHUNKS)
         part = row * chunks + chunk
@@ -569,7 +584,7 @@ def _coarse(
     if (flags & _IS_FILTERED) == 0:
         return
     peak = _row_peak(parts, row, tl.num_programs(1), CHUNKS)
-    if peak == float("-inf"):
+    if not _is_valid(peak):
         return
     position = tl.load(positions + row)
     scale = _float(params + _INVERSE_TEMPERATURE)
@@ -640,7 +655,7 @@ def _gather(
     if (flags & _IS_FILTERED) == 0:
         return
     peak = _row_peak(parts, row, tl.num_programs(1), CHUNKS)
-    if peak == float("-inf"):
+    if not _is_valid(peak):
         return
     cut, by_chunk = _cut(params, flags, counts, masses, row, tl.num_programs(1), CHUNKS)
     index = tl.arange(0, CHUNKS)
@@ -735,9 +750,9 @@ def _select(
     chunks = (size + _CHUNK - 1) // _CHUNK
     peak = _row_peak(parts, row, chunks, CHUNKS)
     position = tl.load(positions + row)
-    token_id = row * 0
+    token_id = tl.where(peak == float("inf"), _INVALID_ID, row * 0)
     limit = row * 0 + (_INF_BITS - 1)
-    if peak > float("-inf"):
+    if _is_valid(peak):
         scale = _float(params + _INVERSE_TEMPERATURE)
         lane = tl.arange(0, _WIDE_BLOCK)
         _last, by_chunk = _cut(params, flags, counts, masses, row, chunks, CHUNKS)

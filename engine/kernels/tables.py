@@ -66,7 +66,10 @@ def gather_chunks(
 
 
 def store_sampled(ids: Tensor, slots: Tensor, context_lens: Tensor, token_table: Tensor) -> None:
-    """Appends each sampled id to its sequence's tokens. ids, slots, context_lens: (S,)."""
+    """Appends each sampled id, or 0 for a negative one, to its sequence's tokens.
+
+    ids, slots, context_lens: (S,).
+    """
     num_rows = len(slots)
     _store_sampled[(ceil_div(num_rows, _BLOCK),)](
         ids, slots, context_lens, token_table, num_rows, token_table.stride(0),
@@ -148,7 +151,8 @@ def _store_sampled(
     mask = row < num_rows
     slot = tl.load(slots + row, mask=mask, other=0).to(tl.int64)
     length = tl.load(context_lens + row, mask=mask, other=0)
-    token_id = tl.load(ids + row, mask=mask, other=0).to(tl.int32)
+    # The next step, launched before the host learns that a row has no id, must find one.
+    token_id = tl.maximum(tl.load(ids + row, mask=mask, other=0).to(tl.int32), 0)
     tl.store(token_table + slot * token_stride + length, token_id, mask=mask)
 
 

@@ -29,9 +29,11 @@ def peak_bandwidth(device_name: str) -> float | None:
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Operations per second by the datasheet, without sparsity. None if it is not listed.
 
-    Only for bfloat16: how float32 is multiplied depends on torch's settings.
+    Only for bfloat16 and float16, whose peaks are the same on every GPU with both: how float32 is
+    multiplied depends on torch's settings.
     """
-    return _datasheet(device_name).get("bf16_flops") if dtype is torch.bfloat16 else None
+    is_short = dtype in (torch.bfloat16, torch.float16)
+    return _datasheet(device_name).get("bf16_flops") if is_short else None
 
 
 def _datasheet(device_name: str) -> dict[str, float]:
@@ -68,7 +70,9 @@ def matmul_flops(dtype: torch.dtype, size: int = 768, repeats: int = 3) -> float
     """Operations per second of this process's torch threads in a large matrix product: the best.
 
     size: of the square matrices, large enough to be bound by arithmetic, and a few ms long.
+    float16 is multiplied in float32 (`WidenedLinear`, step.cpp), so that is what is measured.
     """
+    dtype = torch.float32 if dtype is torch.float16 else dtype
     left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
     torch.mm(left, right)  # the first call also initialises
     best = float("inf")

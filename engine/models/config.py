@@ -2,16 +2,21 @@
 
 import dataclasses
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
+from penstock.engine.models.formats import unsupported_family, unsupported_quantization
+from penstock.engine.models.json_file import Fields, read_object, shown
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,35 +144,34 @@ class ModelConfig:
     @classmethod
     def from_dir(cls, model_dir: Path) -> "ModelConfig":
         """Reads config.json, and generation_config.json where there is one."""
-        fields = _Fields(model_dir / "config.json")
+        fields = Fields.read(model_dir / "config.json")
         family = _family(fields)
-        for name in _QUANTIZATION:
-            if fields.get(name) is not None:
-                raise InvalidModel(
-                    f"{fields.path} has a {name}, and quantized weights are not "
-                    "supported; use the float32, float16 or bfloat16 version of the model"
-                )
+        if error := unsupported_quantization(fields):
+            raise error
         for name in ("hidden_act", "hidden_activation"):
-            if fields.get(name, "silu") not in ("silu", "swish", None):
+            if fields.text(name) not in ("silu", "swish", None):
                 raise InvalidModel(
-                    f"{fields.path} has {name} {fields.get(name)!r}; only 'silu' is supported"
+                    f"{fields.path} has {name} {shown(fields.get(name))}; only 'silu' is supported"
                 )
-        if fields.get("is_causal") is False:
+        if not fields.flag("is_causal", default=True):
             raise InvalidModel(
                 f"{fields.path} has is_causal: false, so tokens also attend to later ones, which "
                 "is not supported; use a model with causal attention"
             )
         rope = _rope(fields)
-        num_layers = fields.count("num_hidden_layers")
-        num_heads = fields.count("num_attention_heads")
-        num_kv_heads = fields.count("num_key_value_heads", default=num_heads)
-        hidden_size = fields.count("hidden_size")
+        num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
+        num_heads = fields.count("num_attention_heads", most=_MAX_HEADS)
+        num_kv_heads = fields.count("num_key_value_heads", default=num_heads, most=_MAX_HEADS)
+        hidden_size = fields.count("hidden_size", most=_MAX_WIDTH)
         # Qwen3's heads are wider than hidden_size / num_heads: 128 by default.
         head_dim = fields.count(
-            "head_dim", default=128 if family == "qwen3" else hidden_size // num_heads
+            "head_dim",
+            default=128 if family == "qwen3" else hidden_size // num_heads,
+            most=_MAX_HEAD_DIM,
         )
         _check_neutral(fields, family, head_dim)
-        attention_bias = bool(fields.get("attention_bias", False))
+        attention_bias = fields.flag("attention_bias")
+        vocab_size = fields.count("vocab_size", most=_MAX_VOCABULARY)
         if num_heads % num_kv_heads:
             raise InvalidModel(
                 f"{fields.path}: num_attention_heads ({num_heads}) must be a multiple of "
@@ -180,9 +184,9 @@ class ModelConfig:
             )
         return cls(
             family=family,
-            vocab_size=fields.count("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=fields.count("intermediate_size"),
+            intermediate_size=fields.count("intermediate_size", most=_MAX_WIDTH),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -191,76 +195,28 @@ class ModelConfig:
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
             windows=_FAMILIES[family].windows(fields, num_layers),
-            tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+            tied_embeddings=fields.flag("tie_word_embeddings"),
             qkv_bias=attention_bias or family == "qwen2",
             output_bias=attention_bias and family != "qwen2",
-            mlp_bias=bool(fields.get("mlp_bias", False)),
+            mlp_bias=fields.flag("mlp_bias"),
             qk_norm=family == "qwen3",
-            eos_token_ids=_eos_token_ids(fields, model_dir / "generation_config.json"),
+            eos_token_ids=_eos_token_ids(fields, model_dir / "generation_config.json", vocab_size),
         )
 
 
-class _Fields:
-    """A JSON object in a file. Errors about its fields name the file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise InvalidModel(
-                f"{path} does not exist; a model directory in Hugging Face's layout has one"
-            ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise InvalidModel(f"{path} is not valid JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise InvalidModel(f"{path} must hold a JSON object, not {type(content).__name__}")
-        self._content = content
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._content.get(name, default)
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer; null counts as absent, as transformers writes it."""
-        value = self._content.get(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise InvalidModel(f"{self.path} lacks the field {name!r}")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidModel(f"{self.path}: {name!r} must be a positive integer, not {value!r}")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        """A positive number; null counts as absent."""
-        value = self._content.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise InvalidModel(f"{self.path}: {name!r} must be a positive number, not {value!r}")
-        return float(value)
-
-
-def _family(fields: _Fields) -> str:
-    architectures = fields.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
-        raise InvalidModel(
-            f"{fields.path}: 'architectures' must be a list of names, not {architectures!r}"
-        )
+def _family(fields: Fields) -> str:
+    architectures = fields.names("architectures") or []
+    model_type = fields.text("model_type")
     family_of = {family.architecture: name for name, family in _FAMILIES.items()}
     for name in architectures:
         if name in family_of:
             return family_of[name]
-    if not architectures and fields.get("model_type") in _FAMILIES:
-        return str(fields.get("model_type"))
-    named = ", ".join(map(str, architectures)) or fields.get("model_type") or "(none)"
-    raise InvalidModel(
-        f"{fields.path} names the architecture {named}, which is not supported; "
-        f"supported are {', '.join(family_of)}"
-    )
+    if not architectures and model_type in _FAMILIES:
+        return str(model_type)
+    raise unsupported_family(fields, architectures, model_type, list(family_of))
 
 
-def _check_neutral(fields: _Fields, family: str, head_dim: int) -> None:
+def _check_neutral(fields: Fields, family: str, head_dim: int) -> None:
     """Refuses a key that is not understood and is not at a value that changes nothing.
 
     transformers ignores most of these keys in our architectures; but a checkpoint that sets one was
@@ -274,123 +230,135 @@ def _check_neutral(fields: _Fields, family: str, head_dim: int) -> None:
         value = None if name in _FAMILIES[family].understood else fields.get(name)
         if value is not None and not any(_equals(value, each) for each in allowed):
             raise InvalidModel(
-                f"{fields.path} has {name}: {json.dumps(value)}, which changes what the model "
+                f"{fields.path} has {name}: {_json(value)}, which changes what the model "
                 f"computes and is not supported; only "
                 f"{' or '.join(map(json.dumps, (None, *allowed)))} is"
             )
     no_rope = fields.get("no_rope_layers")  # of each layer: 1 for rotary positions, 0 for none
-    if no_rope is not None and not (isinstance(no_rope, list) and all(no_rope)):
+    if no_rope is not None and not (isinstance(no_rope, list) and all(n == 1 for n in no_rope)):
         raise InvalidModel(
-            f"{fields.path} has no_rope_layers: {json.dumps(no_rope)}, and layers without rotary "
+            f"{fields.path} has no_rope_layers: {_json(no_rope)}, and layers without rotary "
             "positions are not supported"
         )
 
 
 def _equals(value: object, neutral: float) -> bool:
-    return isinstance(value, int | float) and math.isclose(value, neutral, rel_tol=1e-6)
+    try:
+        return isinstance(value, int | float) and math.isclose(value, neutral, rel_tol=1e-6)
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
-def _rope(fields: _Fields) -> RopeConfig:
+def _json(value: object) -> str:
+    """As the file has it: not all of a long one."""
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def _rope(fields: Fields) -> RopeConfig:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise InvalidModel(
-            f"{fields.path}: rope_parameters and rope_scaling must be an object or null, "
-            f"not {scaling!r}"
-        )
-    theta = float(scaling.get("rope_theta") or fields.number("rope_theta", 10_000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if any(isinstance(value, dict) for value in scaling.values()):
+    key, content = "rope_scaling", fields.mapping("rope_scaling")
+    if newer := fields.mapping("rope_parameters"):
+        key, content = "rope_parameters", newer
+    if any(isinstance(value, dict) for value in content.values()):
         raise InvalidModel(
             f"{fields.path} has rotary positions that differ between layers, which is not "
             "supported; use a model with one rope_parameters for all layers"
         )
+    scaling = Fields(f"{fields.path}: {key}", content)
+    theta = scaling.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    if theta <= 1:  # the frequencies would not fall
+        raise InvalidModel(f"{fields.path}: 'rope_theta' must be more than 1, not {theta:g}")
+    kind = scaling.text("rope_type") or scaling.text("type") or "default"
     for name, neutral in _NEUTRAL_ROPE.items():
         value = scaling.get(name)
         if value is not None and not _equals(value, neutral):
             raise InvalidModel(
-                f"{fields.path} has rotary positions with {name}: {json.dumps(value)}, which is "
+                f"{fields.path} has rotary positions with {name}: {_json(value)}, which is "
                 f"not supported; only {json.dumps(neutral)} is"
             )
-    try:
-        if kind == "default":
-            return RopeConfig(theta=theta)
-        if kind == "linear":
-            return RopeConfig(theta=theta, kind=kind, factor=float(scaling["factor"]))
-        if kind == "llama3":
-            return RopeConfig(
-                theta=theta,
-                kind=kind,
-                factor=float(scaling["factor"]),
-                low_freq_factor=float(scaling["low_freq_factor"]),
-                high_freq_factor=float(scaling["high_freq_factor"]),
-                original_max_positions=int(scaling["original_max_position_embeddings"]),
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind=kind, factor=scaling.number("factor"))
+    if kind == "llama3":
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        if high <= low:
+            raise InvalidModel(
+                f"{scaling.path}: 'high_freq_factor' ({high:g}) must be more than "
+                f"'low_freq_factor' ({low:g})"
             )
-        if kind == "yarn":
-            return _yarn(fields, theta, scaling)
-    except KeyError as error:
-        raise InvalidModel(
-            f"{fields.path} has {kind!r} rope scaling but lacks its field {error}"
-        ) from None
-    except (TypeError, ValueError) as error:
-        raise InvalidModel(
-            f"{fields.path} has {kind!r} rope scaling with a field that is not a number: {error}"
-        ) from None
+        return RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=scaling.number("factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_positions=scaling.count("original_max_position_embeddings"),
+        )
+    if kind == "yarn":
+        return _yarn(fields, theta, scaling)
     raise InvalidModel(
-        f"{fields.path} has {kind!r} rope scaling; "
+        f"{fields.path} has {shown(kind)} rope scaling; "
         "supported are 'default', 'linear', 'llama3' and 'yarn'"
     )
 
 
-def _yarn(fields: _Fields, theta: float, scaling: dict[str, Any]) -> RopeConfig:
+def _yarn(fields: Fields, theta: float, scaling: Fields) -> RopeConfig:
     """The defaults are those of transformers and of Peng et al. 2023 (arXiv:2309.00071)."""
-    factor = float(scaling["factor"])
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        if not (mscale and mscale_all_dim):
-            mscale, mscale_all_dim = 1.0, 0.0
-        growth = 0.1 * math.log(max(factor, 1.0))
-        attention_factor = (1 + mscale * growth) / (1 + mscale_all_dim * growth)
+    factor = scaling.number("factor")
+    mscale, mscale_all_dim = 1.0, 0.0
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        mscale, mscale_all_dim = scaling.number("mscale"), scaling.number("mscale_all_dim")
+    growth = 0.1 * math.log(max(factor, 1.0))
+    trained = fields.count(
+        "original_max_position_embeddings", default=fields.count("max_position_embeddings")
+    )
     return RopeConfig(
         theta=theta,
         kind="yarn",
         factor=factor,
-        low_freq_factor=float(scaling.get("beta_slow") or 1),
-        high_freq_factor=float(scaling.get("beta_fast") or 32),
-        original_max_positions=int(
-            scaling.get("original_max_position_embeddings")
-            or fields.get("original_max_position_embeddings")
-            or fields.count("max_position_embeddings")
+        low_freq_factor=scaling.number("beta_slow", 1.0) if scaling.get("beta_slow") else 1.0,
+        high_freq_factor=scaling.number("beta_fast", 32.0) if scaling.get("beta_fast") else 32.0,
+        original_max_positions=scaling.count("original_max_position_embeddings", default=trained),
+        attention_factor=scaling.number(
+            "attention_factor", (1 + mscale * growth) / (1 + mscale_all_dim * growth)
         ),
-        attention_factor=float(attention_factor),
-        truncate=bool(scaling.get("truncate", True)),
+        truncate=scaling.flag("truncate", default=True),
     )
 
 
-def _max_model_len(fields: _Fields, rope: RopeConfig) -> int:
+def _max_model_len(fields: Fields, rope: RopeConfig) -> int:
     """With YaRN, max_position_embeddings is mostly still the length that was trained on."""
     trained = fields.count("max_position_embeddings")
-    return max(trained, int(rope.original_max_positions * rope.factor) * (rope.kind == "yarn"))
+    if rope.kind != "yarn":
+        return trained
+    longest = rope.original_max_positions * rope.factor
+    if longest > _MAX_POSITIONS:
+        raise InvalidModel(
+            f"{fields.path} has yarn rope scaling to {longest:.3g} positions; at most "
+            f"{_MAX_POSITIONS:,} are supported: lower its factor"
+        )
+    return max(trained, int(longest))
 
 
-def _all_or_none(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
+def _all_or_none(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """Mistral: one window for every layer, or null for none. The default is that of transformers,
     4,096 as in the first Mistral."""
-    window = fields.get("sliding_window", 4096)
+    window = 4096 if "sliding_window" not in fields else fields.get("sliding_window")
     if window is not None:
         window = fields.count("sliding_window", default=window)
     _check_layer_types(fields, "full_attention" if window is None else "sliding_attention")
     return (window,) * num_layers
 
 
-def _by_layer(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
+def _by_layer(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """Qwen: none unless use_sliding_window, and then in the layers that layer_types names."""
-    window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
+    window = fields.get("sliding_window") if fields.flag("use_sliding_window") else None
     if window is not None:
         window = fields.count("sliding_window")
-    first = fields.get("max_window_layers", 28)
-    kinds = fields.get("layer_types") or [
+    first = fields.count("max_window_layers", default=28, least=0)
+    kinds = fields.names("layer_types") or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
     ]
     if len(kinds) != num_layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
@@ -401,37 +369,47 @@ def _by_layer(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _no_window(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
+def _no_window(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     _check_layer_types(fields, "full_attention")
     return (None,) * num_layers
 
 
-def _check_layer_types(fields: _Fields, kind: str) -> None:
+def _check_layer_types(fields: Fields, kind: str) -> None:
     """For a family whose layers are all of one kind."""
-    kinds = fields.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and set(kinds) <= {kind}):
+    kinds = fields.names("layer_types")
+    if kinds is not None and not set(kinds) <= {kind}:
         raise InvalidModel(
             f"{fields.path} has layer_types other than {kind!r}, which is not supported for "
             "this architecture"
         )
 
 
-def _eos_token_ids(config: _Fields, generation_config: Path) -> tuple[int, ...]:
+def _eos_token_ids(config: Fields, path: Path, vocab_size: int) -> tuple[int, ...]:
     """Every id that ends the output: from generation_config.json, or else from config.json."""
-    ids, path = None, generation_config
-    if generation_config.exists():
-        ids = _Fields(generation_config).get("eos_token_id")
+    generation = Fields(path, read_object(path))
+    of_config, of_generation = _token_ids(config), _token_ids(generation)
+    ids = of_config if of_generation is None else of_generation
+    # The model cannot generate others; some fine-tunes name a token that was never added.
+    if unknown := [token_id for token_id in ids or () if token_id >= vocab_size]:
+        logger.warning(
+            "eos_token_id %s of %s is outside of the vocabulary of %d tokens, and has no effect",
+            shown(unknown[0]),
+            path.parent,
+            vocab_size,
+        )
+    return tuple(token_id for token_id in ids or () if token_id < vocab_size)
+
+
+def _token_ids(fields: Fields) -> list[int] | None:
+    """Those of eos_token_id; None if it is absent."""
+    ids = fields.get("eos_token_id")
     if ids is None:
-        ids, path = config.get("eos_token_id"), config.path
-    if ids is None:
-        return ()
+        return None
     each = ids if isinstance(ids, list) else [ids]
     for token_id in each:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-            raise InvalidModel(
-                f"{path}: 'eos_token_id' must be a token id or a list of them, not {ids!r}"
-            )
-    return tuple(each)
+            raise fields.wrong("eos_token_id", "a token id or a list of them", ids)
+    return each
 
 
 class _Family(NamedTuple):
@@ -439,7 +417,7 @@ class _Family(NamedTuple):
     that have no effect on it."""
 
     architecture: str
-    windows: Callable[[_Fields, int], tuple[int | None, ...]] = _no_window
+    windows: Callable[[Fields, int], tuple[int | None, ...]] = _no_window
     understood: tuple[str, ...] = ()
 
 
@@ -451,8 +429,15 @@ _FAMILIES = {
     "qwen3": _Family("Qwen3ForCausalLM", _by_layer, understood=("use_qk_norm", "qk_layernorm")),
 }
 
-# How checkpoints announce quantized weights; `quantization` is MLX's.
-_QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+# Far more than any model has: absurd sizes are refused before anything is allocated for them.
+_MAX_LAYERS = 10_000
+_MAX_HEADS = 2**16
+_MAX_HEAD_DIM = 2**16
+_MAX_WIDTH = 2**22
+_MAX_VOCABULARY = 2**24
+_MAX_POSITIONS = 2**31 - 1
+_SHOWN_CHARS = 80
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap")
 _MULTIPLIERS = (

@@ -74,9 +74,10 @@ class FusedModel:
         num_tokens = len(step.token_ids)
         self._attention.plan(step)
         residual = model.embedding.new_empty(num_tokens, config.hidden_size)
+        mixed = self._mixed(step, residual)
         embed(step.token_ids, model.embedding, residual)
         run = self._few_tokens if num_tokens <= MAX_ROWS else self._many_tokens
-        run(step, residual)
+        run(step, residual, mixed)
         return residual
 
     def logits(self, states: Tensor) -> Tensor:
@@ -101,27 +102,40 @@ class FusedModel:
         rms_norm(states, self._model.norm, self._model.config.rms_norm_eps, normed)
         return normed
 
-    def _few_tokens(self, step: DeviceStep, residual: Tensor) -> None:
+    def _mixed(self, step: DeviceStep, residual: Tensor) -> Tensor:
+        """What every layer's attention writes to: (T, num_heads, head_dim).
+
+        Tokens that only pad a graph belong to no row, so attention writes nothing for them, and
+        they stay zeros. One buffer for all layers: zeroed in each, it would be an operation between
+        two kernels that may overlap.
+        """
+        config = self._model.config
+        shape = (len(residual), config.num_heads, config.head_dim)
+        return residual.new_empty(shape) if step.decode_lens is None else residual.new_zeros(shape)
+
+    def _few_tokens(self, step: DeviceStep, residual: Tensor, mixed: Tensor) -> None:
         config = self._model.config
         eps = config.rms_norm_eps
         active = residual.new_empty(len(residual), config.intermediate_size)
+        flat = mixed.flatten(1)
         layers = zip(self._model.layers, self._linears, strict=True)
         for index, (layer, linears) in enumerate(layers):
             projected = residual.new_empty(len(residual), linears.qkv.out_features)
             linears.qkv.few(residual, projected, norm=layer.input_norm, eps=eps)
-            mixed = self._attend(index, layer, projected, step)
-            linears.output.few(mixed, residual, residual=residual)
+            self._attend(index, layer, projected, step, mixed)
+            linears.output.few(flat, residual, residual=residual)
             linears.gate_up.few_gated(residual, active, norm=layer.mlp_norm, eps=eps)
             linears.down.few(active, residual, residual=residual)
 
-    def _many_tokens(self, step: DeviceStep, residual: Tensor) -> None:
+    def _many_tokens(self, step: DeviceStep, residual: Tensor, mixed: Tensor) -> None:
         model, eps = self._model, self._model.config.rms_norm_eps
         normed = torch.empty_like(residual)
         active = residual.new_empty(len(residual), model.config.intermediate_size)
+        flat = mixed.flatten(1)
         rms_norm(residual, model.layers[0].input_norm, eps, normed)
         for index, (layer, linears) in enumerate(zip(model.layers, self._linears, strict=True)):
-            mixed = self._attend(index, layer, linears.qkv.many(normed), step)
-            add_rms_norm(linears.output.many(mixed), residual, layer.mlp_norm, eps, normed)
+            self._attend(index, layer, linears.qkv.many(normed), step, mixed)
+            add_rms_norm(linears.output.many(flat), residual, layer.mlp_norm, eps, normed)
             silu_mul(linears.gate_up.many(normed), active)
             change = linears.down.many(active)
             if index + 1 < len(model.layers):
@@ -129,11 +143,13 @@ class FusedModel:
             else:
                 residual += change
 
-    def _attend(self, index: int, layer: Layer, projected: Tensor, step: DeviceStep) -> Tensor:
-        """Attention's output before the output layer: (T, num_heads * head_dim)."""
+    def _attend(
+        self, index: int, layer: Layer, projected: Tensor, step: DeviceStep, mixed: Tensor
+    ) -> None:
+        """Writes attention's output before the output layer to `mixed`."""
         model, config = self._model, self._model.config
         keys, values = self._pool.keys[index], self._pool.values[index]
-        query = projected.new_empty(len(projected), config.num_heads, config.head_dim)
+        query = torch.empty_like(mixed)
         rotate_and_store(
             projected,
             step.positions,
@@ -147,7 +163,4 @@ class FusedModel:
             values,
             query,
         )
-        # Tokens that only pad a graph belong to no row, so attention writes nothing for them.
-        mixed = torch.empty_like(query) if step.decode_lens is None else torch.zeros_like(query)
         self._attention(query, keys, values, step, layer.window, mixed)
-        return mixed.flatten(1)

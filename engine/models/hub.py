@@ -1,36 +1,233 @@
-"""From a model's name to a directory on this machine. Knows the hub and no tensors."""
+"""From a model's name to a directory on this machine: a path, or a model of Hugging Face's hub.
 
+What decides whether a model can be served comes first, then its tokenizer, then its weights, and
+nothing else. Knows no tensors.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.utils import disable_progress_bars
 
+from penstock.engine.models.check import (
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    check_directory,
+    check_model,
+    weight_files,
+)
+from penstock.engine.models.download import fetch, is_cached, partial_bytes
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.formats import not_a_directory
+from penstock.engine.models.hub_errors import explain
+from penstock.engine.models.progress import DownloadProgress, DownloadStopped, size
 
-_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+logger = logging.getLogger(__name__)
+
+_DECISIVE = (CONFIG, GENERATION_CONFIG, INDEX)
+_SETTINGS = (
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "modules.json",
+    "*_Pooling/config.json",
+)
+# What transformers makes a tokenizer of, where there is no tokenizer.json.
+_SLOW_TOKENIZER = (
+    *("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
+# Files at a time: one connection rarely fills a fast line, and each may have to be done again.
+_NUM_CONNECTIONS = 4
 
 
-def resolve_model(model: str) -> Path:
-    """The directory of `model`: a local path, or the hub's snapshot, downloaded if incomplete.
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model that passed the check, in a directory where all but its weights are.
 
-    Without a network, a snapshot that was downloaded earlier is used.
+    fetch: downloads the weights, None where they are there; its argument is whether progress is
+    for a terminal, not a log. It raises InvalidModel.
+    """
+
+    directory: Path
+    fetch: Callable[[bool], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    size: int
+    etag: str
+
+
+def open_model(model: str, *, needs_weights: bool = True) -> ModelFiles:
+    """Of a local path or a hub id. Raises InvalidModel for what cannot be served.
+
+    needs_weights: False for made-up weights. Without a network, what was downloaded earlier is
+    used.
     """
     local = Path(model).expanduser()
     if local.is_dir():
-        return local
-    if local.exists():
-        raise InvalidModel(f"the model {model!r} is a file; name the directory that holds it")
+        check_directory(local, needs_weights=needs_weights)
+        return ModelFiles(local)
+    if os.path.lexists(local) or model.endswith(".gguf"):
+        raise not_a_directory(model)
+    _write_logs_as_ours()
     try:
-        return Path(snapshot_download(model, allow_patterns=list(_FILES)))
+        return _Repository.listed(model).open(needs_weights)
     except HFValidationError:
         raise InvalidModel(
             f"there is no directory {model!r}, and it is not a Hugging Face id either "
             "(those look like 'owner/name'); check the path"
         ) from None
+    except InvalidModel:
+        raise
     except Exception as error:  # the hub's client also raises errors of its transport
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return ModelFiles(_downloaded_earlier(model, error, needs_weights=needs_weights))
+
+
+class _Repository:
+    """One commit of a model on the hub."""
+
+    def __init__(self, name: str, commit: str, files: dict[str, _File]) -> None:
+        self._name = name
+        self._commit = commit
+        self._files = files
+
+    @classmethod
+    def listed(cls, name: str) -> "_Repository":
+        timeout_s = constants.HF_HUB_ETAG_TIMEOUT
+        info = HfApi().model_info(name, files_metadata=True, timeout=timeout_s)
+        files = {
+            each.rfilename: _File(each.size or 0, each.lfs.sha256 if each.lfs else "")
+            for each in info.siblings or ()
+        }
+        return cls(name, info.sha or constants.DEFAULT_REVISION, files)
+
+    def open(self, needs_weights: bool) -> ModelFiles:
+        self._get(self._matching(_DECISIVE))
+        directory = self._snapshot()
+        where = f"{self._name} on {constants.ENDPOINT}"
+        check_model(where, directory, self._files, needs_weights=needs_weights)
+        weights = weight_files(where, directory, self._files) if needs_weights else []
+        missing = [name for name in weights if not is_cached(self._name, self._commit, name)]
+        self._check_space(missing)
+        self._get(self._matching((*_SETTINGS, *self._tokenizer())))
+        if missing:
+            return ModelFiles(directory, partial(self._fetch_weights, missing))
+        self._finish()
+        return ModelFiles(directory)
+
+    def _snapshot(self) -> Path:
+        if CONFIG not in self._files:  # which the check says better
+            return Path()
+        return Path(hf_hub_download(self._name, CONFIG, revision=self._commit)).parent
+
+    def _tokenizer(self) -> tuple[str, ...]:
+        return ("tokenizer.json",) if "tokenizer.json" in self._files else _SLOW_TOKENIZER
+
+    def _matching(self, patterns: Iterable[str]) -> list[str]:
+        """The files of these names; `*` does not match a slash."""
+        return [
+            name
+            for name in self._files
+            if any(
+                fnmatchcase(name, pattern) and name.count("/") == pattern.count("/")
+                for pattern in patterns
+            )
+        ]
+
+    def _get(self, names: Iterable[str]) -> None:
+        for name in names:
+            hf_hub_download(self._name, name, revision=self._commit)
+
+    def _check_space(self, missing: list[str]) -> None:
+        cache = Path(constants.HF_HUB_CACHE)
+        existing = next(path for path in (cache, *cache.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        needed = sum(
+            max(0, self._files[name].size - partial_bytes(self._name, self._files[name].etag))
+            for name in missing
+        )
+        if needed > free:
+            raise InvalidModel(
+                f"the weights of {self._name} take {size(needed)} more on the disk, but "
+                f"{cache} has only {size(free)} free; free some, or set HF_HOME to a directory on "
+                "a larger disk",
+                brief="not enough disk space",
+            )
+
+    def _fetch_weights(self, missing: list[str], draws_bar: bool) -> None:
+        try:
+            self._fetch_all(missing, draws_bar)
+            self._finish()
+        except Exception as error:  # the hub's client also raises errors of its transport
+            raise explain(self._name, error) from None
+
+    def _fetch_all(self, missing: list[str], draws_bar: bool) -> None:
+        num_bytes = sum(self._files[name].size for name in missing)
+        logger.info(
+            "downloading %s: %s in %s to %s",
+            self._name,
+            size(num_bytes),
+            "1 file" if len(missing) == 1 else f"{len(missing)} files",
+            constants.HF_HUB_CACHE,
+        )
+        with (
+            DownloadProgress(self._name, num_bytes, draws_bar=draws_bar) as progress,
+            ThreadPoolExecutor(_NUM_CONNECTIONS) as pool,
+        ):
+
+            def fetch_one(name: str) -> None:
+                try:
+                    fetch(self._name, self._commit, name, progress)
+                except BaseException:
+                    progress.stop()
+                    raise
+
+            futures = [pool.submit(fetch_one, name) for name in missing]
+            errors = [error for future in futures if (error := future.exception())]
+            # Those that were stopped are not the reason.
+            for error in sorted(errors, key=lambda each: isinstance(each, DownloadStopped)):
+                raise error
+
+    def _finish(self) -> None:
+        """Makes this commit the one that is used without a network."""
+        hf_hub_download(self._name, CONFIG)
+
+
+def _downloaded_earlier(model: str, error: Exception, *, needs_weights: bool) -> Path:
+    """The snapshot in the cache; raises InvalidModel, for `error` if there is none."""
+    config = try_to_load_from_cache(model, CONFIG)
+    if not isinstance(config, str):
+        raise explain(model, error) from None
+    directory = Path(config).parent
+    try:
+        check_directory(directory, needs_weights=needs_weights)
+    except InvalidModel as incomplete:
         raise InvalidModel(
-            f"there is no directory {model!r}, and it could not be downloaded from Hugging Face "
-            f"({type(error).__name__}: {reason}); name a directory that has config.json and "
-            "*.safetensors, or download the model first where there is a network"
+            f"{explain(model, error)}; what was downloaded earlier cannot be served: {incomplete}"
         ) from None
+    if not isinstance(error, OfflineModeIsEnabled):
+        logger.warning("%s; what was downloaded earlier is served", explain(model, error))
+    return directory
+
+
+def _write_logs_as_ours() -> None:
+    """huggingface_hub has a handler of its own, which would write plain lines between ours."""
+    library = logging.getLogger("huggingface_hub")
+    for handler in list(library.handlers):
+        library.removeHandler(handler)
+    library.propagate = True
+    for transport in ("httpx", "httpx2"):  # a line for each of its requests
+        logging.getLogger(transport).setLevel(max(logging.root.level, logging.WARNING))
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+        disable_progress_bars()

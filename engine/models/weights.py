@@ -5,20 +5,18 @@ the caller names. So q, k and v are read straight into one matrix, and nothing i
 Several threads may read from a source at the same time.
 """
 
-import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
+from penstock.engine.models.check import INDEX, SINGLE, open_safetensors, read_weight_map
 from penstock.engine.models.errors import InvalidModel
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 # Not float8, which needs scales that are stored beside it.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -41,28 +39,44 @@ class Checkpoint:
         self._model_dir = model_dir
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
-        index = model_dir / _INDEX
+        index = model_dir / INDEX
         if index.exists():
-            self._file_of = _weight_map(index)
+            self._file_of = read_weight_map(index)
             for name in sorted(set(self._file_of.values())):
                 self._open(name)
         else:
-            self._open(_SINGLE)
-            self._file_of = dict.fromkeys(self._files[_SINGLE].keys(), _SINGLE)
+            self._open(SINGLE)
+            self._file_of = dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+        parts = [self._tensor(name) for name in names]  # mapped; `copy_` is what reads them
+        num_rows = 0
+        for name, part in zip(names, parts, strict=True):
+            num_rows += part.shape[0] if part.dim() else 0
+            # Before memory is allocated: config.json may imply any amount of it.
+            if part.shape[1:] != shape[1:] or num_rows > shape[0]:
+                raise self._unexpected(name, part, shape)
+        if num_rows != shape[0]:
+            raise self._unexpected(names[-1], parts[-1], shape)
         fused = self._empty(shape)
         start = 0
-        for name in names:
-            part = self._tensor(name)
-            rows = part.shape[0] if part.dim() else 0
-            if part.shape[1:] != fused.shape[1:] or start + rows > shape[0]:
-                raise self._unexpected(name, part, shape)
-            fused[start : start + rows].copy_(part)
-            start += rows
-        if start != shape[0]:
-            raise self._unexpected(names[-1], part, shape)
+        for name, part in zip(names, parts, strict=True):
+            self._check_finite(name, part)
+            stored = fused[start : start + len(part)].copy_(part)
+            if stored.dtype is torch.float16 and part.dtype is not torch.float16:
+                self._check_overflow(name, part, stored)
+            start += len(part)
         return fused
+
+    def _check_finite(self, name: str, part: Tensor) -> None:
+        """Of a vector all, of a matrix the first row: reading all twice would cost too much."""
+        sample = part if part.dim() == 1 else part[:1]
+        if not bool(sample.isfinite().all()):
+            raise InvalidModel(
+                f"the tensor {name!r} in {self._model_dir} has numbers that are not finite (NaN or "
+                "infinity), so no answer could be right; download the model again, or convert it "
+                "again in bfloat16 if float16 was too narrow"
+            )
 
     def _tensor(self, name: str) -> Tensor:
         # Embedding models, saved without an output layer, omit the prefix "model.".
@@ -84,24 +98,36 @@ class Checkpoint:
             )
         return tensor
 
+    def _check_overflow(self, name: str, part: Tensor, stored: Tensor) -> None:
+        """Raises InvalidModel where float16 cannot hold a weight. One that is not finite in the
+        checkpoint either is not refused here: it shows in the logits, whatever the type."""
+        if not _is_finite(stored) and _is_finite(part):
+            raise InvalidModel(
+                f"the tensor {name!r} in {self._model_dir} has the value "
+                f"{float(part.abs().max()):g}, and float16 holds none above 65504; use --dtype "
+                "bfloat16 or --dtype float32"
+            )
+
     def _open(self, name: str) -> None:
         path = self._model_dir / name
-        try:
-            self._files[name] = safe_open(path, framework="pt")
-        except FileNotFoundError:
-            wanted_by = f"which {_INDEX} names" if name != _SINGLE else f"and neither does {_INDEX}"
+        if not path.exists():
+            wanted_by = f"which {INDEX} names" if name != SINGLE else f"and neither does {INDEX}"
             raise InvalidModel(
                 f"{path} does not exist, {wanted_by}; download the model again, "
                 "or use --load-format dummy for random weights"
-            ) from None
-        except (SafetensorError, OSError) as error:
-            raise InvalidModel(f"{path} is not a readable safetensors file: {error}") from None
+            )
+        self._files[name] = open_safetensors(path, framework="pt")
 
     def _unexpected(self, name: str, part: Tensor, shape: tuple[int, ...]) -> InvalidModel:
         return InvalidModel(
             f"the tensor {name!r} in {self._model_dir} has the shape {tuple(part.shape)}, "
             f"which does not fit the {shape} that config.json implies"
         )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # NaN wins both. 30 times as fast on a processor as isfinite of every element.
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 class RandomWeights:
@@ -116,11 +142,3 @@ class RandomWeights:
         weight = self._empty(shape)
         generator = torch.Generator(weight.device).manual_seed(zlib.crc32(names[0].encode()))
         return weight.normal_(std=0.02, generator=generator)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise InvalidModel(f"{index} is not a valid index of shards: {error!r}") from None
-    return dict(weight_map)

@@ -252,6 +252,11 @@ def _compiled(cache: Path) -> Path:
         return library
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_stale(cache)
+    logger.info(
+        "compile: %s compiles step.cpp for this processor, into %s",
+        compiler,
+        cache,
+    )
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache) as scratch:
         built, linked = Path(scratch, "native.o"), Path(scratch, "native.so")
         _run_compiler(compiler, *_COMPILE, str(_SOURCE), "-o", str(built))

@@ -7,11 +7,12 @@
 // unit only.
 //
 // The arithmetic is that of engine/models/llama.py, which runs where this cannot be compiled, and
-// which this is tested against. Here the residual stream and all sums are float32; T, float or
-// bfloat16, is the type of weights, normalised activations, queries, keys and values.
+// which this is tested against. Here the residual stream and all sums are float32; T, float, bfloat16
+// or float16, is the type of weights, normalised activations, queries, keys and values.
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -64,6 +65,9 @@ namespace {
 struct bf16 {
     std::uint16_t bits;
 };
+struct f16 {
+    std::uint16_t bits;
+};
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef std::uint32_t Words __attribute__((vector_size(64)));
 typedef std::uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
@@ -94,6 +98,72 @@ inline void store(bf16 *p, float x) {
 inline void store(bf16 *p, Floats x) {
     *reinterpret_cast<Halves *>(p) = __builtin_convertvector(rounded((Words)x), Halves);
 }
+
+// float16 by integer arithmetic, for one value or a vector of them, where no instruction converts.
+template <class Float, class Bits> inline Float expanded(Bits bits) {
+    // The product moves the exponent to where float32 has it, and normalises what is subnormal.
+    Float magnitude = std::bit_cast<Float>((bits & 0x7fff) << 13) * 0x1p112f;
+    Bits special = (bits & 0x7c00) == 0x7c00 ? 0x7f800000u + 0 * bits : 0 * bits;
+    return std::bit_cast<Float>(std::bit_cast<Bits>(magnitude) | special | (bits & 0x8000) << 16);
+}
+template <class Bits, class Float> inline Bits shortened(Float x) {  // to nearest, ties to even
+    Bits bits = std::bit_cast<Bits>(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    Bits normal = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    // 0.5 has steps of 2^-24, as the subnormal numbers of float16 do.
+    Bits tiny = std::bit_cast<Bits>(std::bit_cast<Float>(size) + 0.5f) - 0x3f000000u;
+    return sign | (size < 0x38800000u ? tiny : size > 0x7f800000u ? 0x7e00u + 0 * bits : normal);
+}
+// NaN for what float16 cannot hold. As an infinity, a key could get the weight 0, and the answer
+// would be wrong without a sign of it; a NaN reaches the logits.
+template <class Float> inline Float held_by_f16(Float x) {
+    return x < 65520.0f && x > -65520.0f ? x : 0 * x + NAN;
+}
+inline float widen(f16 x) { return expanded<float>(std::uint32_t(x.bits)); }
+inline void store(f16 *p, float x) { p->bits = shortened<std::uint32_t>(held_by_f16(x)); }
+#if defined(__AVX512F__)
+inline Floats load(const f16 *p) {
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+}
+inline void store(f16 *p, Floats x) {
+    __m256i bits = _mm512_cvtps_ph((__m512)held_by_f16(x), _MM_FROUND_TO_NEAREST_INT);
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), bits);
+}
+#elif defined(__F16C__)
+inline Floats load(const f16 *p) {
+    const __m128i *bits = reinterpret_cast<const __m128i *>(p);
+    const __m256 parts[] = {_mm256_cvtph_ps(_mm_loadu_si128(bits)),
+                            _mm256_cvtph_ps(_mm_loadu_si128(bits + 1))};
+    Floats x;
+    std::memcpy(&x, parts, sizeof x);
+    return x;
+}
+inline void store(f16 *p, Floats x) {
+    __m256 parts[2];
+    x = held_by_f16(x);
+    std::memcpy(parts, &x, sizeof x);
+    for (const __m256 &part : parts)
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(p) + (&part - parts),
+                         _mm256_cvtps_ph(part, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__aarch64__)
+typedef __fp16 F16s __attribute__((vector_size(32), aligned(2), may_alias));
+inline Floats load(const f16 *p) {
+    return __builtin_convertvector(*reinterpret_cast<const F16s *>(p), Floats);
+}
+inline void store(f16 *p, Floats x) {
+    *reinterpret_cast<F16s *>(p) = __builtin_convertvector(held_by_f16(x), F16s);
+}
+#else
+inline Floats load(const f16 *p) {
+    return expanded<Floats>(
+        __builtin_convertvector(*reinterpret_cast<const Halves *>(p), Words));
+}
+inline void store(f16 *p, Floats x) {
+    *reinterpret_cast<Halves *>(p) =
+        __builtin_convertvector(shortened<Words>(held_by_f16(x)), Halves);
+}
+#endif
+
 #ifdef __AVX512F__
 inline __m256 halved(__m512 v) {
     __m512d bits = _mm512_castps_pd(v);
@@ -632,6 +702,9 @@ extern "C" void penstock_step_float32(const Model *model, const Step *step) {
 extern "C" void penstock_step_bfloat16(const Model *model, const Step *step) {
     run(*model, *step, &Run<bf16>::thread);
 }
+extern "C" void penstock_step_float16(const Model *model, const Step *step) {
+    run(*model, *step, &Run<f16>::thread);
+}
 
 // Only the output layer: the logits of `samples` rows of `states`, in a step without tokens.
 extern "C" void penstock_logits_float32(const Model *model, const Step *step) {
@@ -639,4 +712,7 @@ extern "C" void penstock_logits_float32(const Model *model, const Step *step) {
 }
 extern "C" void penstock_logits_bfloat16(const Model *model, const Step *step) {
     run(*model, *step, &Run<bf16>::head_thread);
+}
+extern "C" void penstock_logits_float16(const Model *model, const Step *step) {
+    run(*model, *step, &Run<f16>::head_thread);
 }

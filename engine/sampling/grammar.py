@@ -1,7 +1,6 @@
-"""The ids that a constrained row may have next: llguidance grammars, compiled for one tokenizer.
+"""llguidance grammars, compiled for one tokenizer.
 
 `GrammarCompiler` compiles. `Grammars` compiles in other threads and caches the latest.
-`GrammarTable` has a matcher for each constrained slot of an executor.
 
 Fuel (`_LIMITS`) does not bound a compilation: that of `a{4000000000}` takes all memory, and that of
 a thousand chained rules overflows a stack of 1 MiB. So the server first compiles each grammar in a
@@ -12,22 +11,20 @@ its sequence ends with `FinishReason.ERROR`.
 Imports no torch, because the server imports it.
 """
 
-import ctypes
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.engine.config import LoadFormat
 from penstock.engine.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
 from penstock.engine.errors import BadGrammar
-from penstock.scheduler.types import SamplingParams, SlotAssignment
 
 # Fuel and items for a tenth of a millisecond each suffice for ordinary schemas; these limits, some
 # 4 ms, for unusual ones. llguidance's defaults per step are 14 ms of lexing and as much for items.
@@ -46,8 +43,6 @@ _NUM_COMPILERS = 2
 # Eight times what the server's checker compiles with, so that no accepted grammar overflows it.
 _STACK_BYTES = 16 << 20
 _REASONING_MARKERS = ("<think>", "</think>", "<seed:think>", "</seed:think>", "[THINK]", "[/THINK]")
-# Mask words from which on several threads are used: 8 rows of 128,000 ids.
-_MIN_PARALLEL_WORDS = 1 << 15
 
 
 class GrammarCompiler:
@@ -184,164 +179,3 @@ def _with_special_markers(tokenizer: str) -> str:
 
 def _first_line(message: str) -> str:
     return (message.strip().splitlines() or ["it allows no text"])[0][:300]
-
-
-class Constraint(NamedTuple):
-    """to_the_end: see `SamplingParams.grammar_to_the_end`."""
-
-    matcher: LLMatcher
-    stop_token_ids: frozenset[int]
-    to_the_end: bool
-
-
-class GrammarTable:
-    """A matcher and a mask for each slot whose request has a grammar.
-
-    In a step: `assign` for its new sequences, `start` before the model runs, `wait` when its logits
-    are ready, `advance` with the sampled ids. Matchers work in a thread between `start` and `wait`,
-    while the model runs: each consumes the id that was sampled last, and computes its mask. That id
-    must be on the host by then: an executor that runs ahead must wait for the previous step before
-    it starts one with a constrained row.
-    """
-
-    def __init__(self, grammars: Grammars, max_num_seqs: int, vocab_size: int) -> None:
-        self._grammars = grammars
-        self.words_per_row = -(-vocab_size // 32)
-        self._memory = (ctypes.c_int32 * (max_num_seqs * self.words_per_row))()
-        self._bytes = memoryview(self._memory).cast("B")  # words are little-endian, as llguidance's
-        self._nothing = bytes(4 * self.words_per_row)
-        self._max_num_seqs = max_num_seqs
-        self._constraints: dict[int, Constraint] = {}
-        self._unconsumed: dict[int, int] = {}  # by slot, the id that its matcher has yet to consume
-        self._failed: set[int] = set()
-        self._executor = LLExecutor()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._pending: Future[None] | None = None
-
-    @property
-    def memory(self) -> "ctypes.Array[ctypes.c_int32]":
-        """(max_num_seqs, words_per_row): bit i % 32 of word i // 32 is set if id i is allowed."""
-        return self._memory
-
-    def compile(self, sampling: SamplingParams) -> "Future[LLMatcher] | None":
-        """Starts compiling what `assign` will need; None if there is nothing to wait for."""
-        if sampling.grammar is None:
-            return None
-        future = self._grammars.compile(sampling.grammar, sampling.grammar_bytes)
-        return None if future.done() and not future.exception() else future
-
-    def assign(self, assignment: SlotAssignment) -> None:
-        """A sequence enters its slot; after a preemption, with the output it already has."""
-        slot = assignment.slot
-        self._constraints.pop(slot, None)
-        self._unconsumed.pop(slot, None)
-        self._failed.discard(slot)
-        sampling = assignment.sampling
-        if sampling.grammar is None:
-            return
-        # Compiled when the request arrived, though the cache may have evicted it since.
-        try:
-            compiled = self._grammars.compile(sampling.grammar, sampling.grammar_bytes)
-            matcher = compiled.result().deep_copy()
-        except BadGrammar:
-            self._failed.add(slot)
-            return
-        output_ids = assignment.token_ids[assignment.num_prompt_tokens :]
-        if output_ids and not matcher.consume_tokens(list(output_ids)):
-            self._failed.add(slot)
-        stop_token_ids = frozenset(sampling.stop_token_ids)
-        self._constraints[slot] = Constraint(matcher, stop_token_ids, sampling.grammar_to_the_end)
-
-    def start(self, slots: Iterable[int]) -> None:
-        """Starts computing the masks of those slots that have a grammar."""
-        constrained = [slot for slot in slots if slot in self._constraints]
-        if constrained:
-            self._pending = self._worker.submit(self._fill, constrained)
-
-    def wait(self) -> None:
-        """Afterwards the masks that `start` began are in `memory`."""
-        if self._pending:
-            self._pending.result()
-            self._pending = None
-
-    def is_constrained(self, slot: int) -> bool:
-        return slot in self._constraints
-
-    def constrains_any(self, slots: Iterable[int]) -> bool:
-        return not self._constraints.keys().isdisjoint(slots)
-
-    def must_end(self, slot: int) -> bool:
-        """Whether only an end token can follow: then it is sampled even if it is banned."""
-        return slot in self._constraints and self._constraints[slot].matcher.is_stopped()
-
-    def constraints(self, slots: Iterable[int]) -> list[Constraint | None]:
-        """Of the sequences that have these slots now."""
-        return [self._constraints.get(slot) for slot in slots]
-
-    def advance(
-        self, slots: list[int], token_ids: list[int], constraints: list[Constraint | None]
-    ) -> frozenset[int]:
-        """Records the sampled ids; returns the rows whose grammar has failed.
-
-        constraints: of the rows when their step was launched. Since then a slot may have been
-        assigned to another sequence, whose grammar must not consume the id of the last one.
-        A grammar fails if it runs out of fuel, or if no id that it allows could be sampled.
-        """
-        if not self._constraints and not self._failed:
-            return frozenset()
-        failed = []
-        rows = zip(slots, token_ids, constraints, strict=True)
-        for row, (slot, token_id, constraint) in enumerate(rows):
-            if constraint is not self._constraints.get(slot):
-                continue
-            if slot in self._failed:
-                failed.append(row)
-            elif constraint is None:
-                continue
-            elif not self._allows(slot, token_id):
-                failed.append(row)
-            elif token_id not in constraint.stop_token_ids:
-                self._unconsumed[slot] = token_id
-        return frozenset(failed)
-
-    def allowed_ids(self, slot: int) -> list[int]:
-        """By the mask; slow."""
-        return [i for i in range(32 * self.words_per_row) if self._allows(slot, i)]
-
-    def _allows(self, slot: int, token_id: int) -> bool:
-        byte = self._bytes[4 * self.words_per_row * slot + token_id // 8]
-        return bool(byte >> token_id % 8 & 1)
-
-    def _fill(self, slots: list[int]) -> None:
-        """Runs in the thread. A matcher that cannot consume an id gives an empty mask."""
-        pairs = [(self._constraints[slot].matcher, slot) for slot in slots]
-        address, num_bytes = ctypes.addressof(self._memory), 4 * self.words_per_row
-        unconsumed = self._unconsumed
-        if len(slots) * self.words_per_row >= _MIN_PARALLEL_WORDS:
-            ids = [(matcher, unconsumed.pop(slot)) for matcher, slot in pairs if slot in unconsumed]
-            if ids:
-                self._executor.consume_token_par(ids)
-            self._executor.unsafe_compute_mask_ptr(pairs, address, num_bytes, self._max_num_seqs)
-        else:
-            for matcher, slot in pairs:
-                if slot in unconsumed:
-                    matcher.consume_token(unconsumed.pop(slot))
-                matcher.unsafe_compute_mask_ptr(address + slot * num_bytes, num_bytes)
-        self._failed |= {slot for matcher, slot in pairs if matcher.is_error()}
-        for matcher, slot in pairs:
-            if self._constraints[slot].to_the_end and not matcher.is_stopped():
-                self._forbid_end(slot)
-
-    def _forbid_end(self, slot: int) -> None:
-        """Unless nothing else is allowed."""
-        row = self._row(slot)
-        allowed = [i for i in self._grammars.eos_token_ids if self._allows(slot, i)]
-        for token_id in allowed:
-            row[token_id // 8] ^= 1 << token_id % 8
-        if row == self._nothing:
-            for token_id in allowed:
-                row[token_id // 8] ^= 1 << token_id % 8
-
-    def _row(self, slot: int) -> memoryview:
-        num_bytes = 4 * self.words_per_row
-        return self._bytes[slot * num_bytes : (slot + 1) * num_bytes]

@@ -34,13 +34,14 @@ _INTEGER_ONE = 2.0**32
 @dataclass(slots=True)
 class _Gathered:
     """The results so far of the prompt in `slot`. state: float64 for Pooling.LAST, `_INTEGER_ONE`
-    times the sum for MEAN."""
+    times the sum for MEAN. is_valid: no logit so far is NaN or +inf, and every state is finite."""
 
     requested: PromptOutputRequest
     slot: int
     num_tokens: int
     logprobs: list[PromptLogprobs] = field(default_factory=list)
     state: Tensor | None = None
+    is_valid: bool = True
 
 
 class PromptPart(NamedTuple):
@@ -93,8 +94,9 @@ class PromptReader:
 
     def read(
         self, parts: list[PromptPart], states: Tensor, token_table: Tensor
-    ) -> tuple[PromptOutput, ...]:
-        """states: of the parts' rows. Returns the outputs of the prompts that end."""
+    ) -> tuple[PromptOutput | None, ...]:
+        """states: of the parts' rows. Returns the outputs of the prompts that end, None for one
+        that is not valid."""
         outputs = []
         of_parts = torch.split(states, [part.end - part.start for part in parts])
         for part, part_states in zip(parts, of_parts, strict=True):
@@ -102,7 +104,7 @@ class PromptReader:
             self._take(part, part_states, token_table)
             if part.end == gathered.num_tokens:
                 del self._gathered[gathered.slot]
-                outputs.append(_output(gathered))
+                outputs.append(_output(gathered) if gathered.is_valid else None)
         return tuple(outputs)
 
     def _take(self, part: PromptPart, states: Tensor, token_table: Tensor) -> None:
@@ -113,21 +115,24 @@ class PromptReader:
             next_ids = token_table[gathered.slot, part.start + 1 : gathered.num_tokens]
             next_ids = next_ids[: len(states)]
             if len(next_ids):
-                self._score(gathered.logprobs, states[: len(next_ids)], next_ids, num_logprobs)
+                self._score(gathered, states[: len(next_ids)], next_ids, num_logprobs)
+        if pooling:
+            # NaN as an integer would be a number.
+            gathered.is_valid &= bool(states.isfinite().all())
         if pooling is Pooling.LAST and part.end == gathered.num_tokens:
             gathered.state = states[-1].double()
         elif pooling is Pooling.MEAN:
             part_sum = (states.double() * _INTEGER_ONE).long().sum(0)
             gathered.state = part_sum if gathered.state is None else gathered.state + part_sum
 
-    def _score(
-        self, report: list[PromptLogprobs], states: Tensor, next_ids: Tensor, num_top: int
-    ) -> None:
+    def _score(self, gathered: _Gathered, states: Tensor, next_ids: Tensor, num_top: int) -> None:
         """Appends the logprobs of the id that follows each state."""
         size = max(1, _MAX_LOGITS // self._vocab_size)
         slices = zip(torch.split(states, size), torch.split(next_ids, size), strict=True)
         for some, ids in slices:
-            x = raw_logprobs(self._to_logits(some))
+            logits = self._to_logits(some)
+            gathered.is_valid &= bool((logits.amax(-1) < torch.inf).all())  # a NaN is not
+            x = raw_logprobs(logits)
             own = x.gather(1, ids.unsqueeze(1))
             ranks = (x > own).sum(-1) + 1
             best = x.topk(min(num_top, self._vocab_size))
@@ -135,7 +140,7 @@ class PromptReader:
             rows = zip(*(column.tolist() for column in columns), strict=True)
             for logprob, rank, top_ids, top in rows:
                 pairs = zip(top_ids, top, strict=True)
-                report.append(PromptLogprobs(logprob, rank, tuple(pairs)))
+                gathered.logprobs.append(PromptLogprobs(logprob, rank, tuple(pairs)))
 
 
 def _output(gathered: _Gathered) -> PromptOutput:

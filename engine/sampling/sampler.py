@@ -24,21 +24,25 @@ position p uses outputs 2p and 2p+1 of the stream that starts at mix(seed). It c
 point, and takes some 20 torch operations on 64-bit integers, 0.04 ms a step whatever the batch;
 Philox4x32-10 would do as well, but its ten rounds of 32-bit words take 0.16 ms.
 
-**Invalid logits**: NaN counts as -inf, and +inf as the largest float. A row in which every logit is
--inf gives id 0.
+**Invalid logits**: a row in which NaN or +inf is among the logits gives `INVALID_ID`, and the host
+learns of it with the ids. One that a grammar or a ban excludes may pass. A row in which every logit
+is -inf gives id 0. Logprobs take NaN as -inf, and +inf as the largest float.
 """
 
 import math
+from operator import is_
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.engine.memory.host import tensor_to_device, to_device
-from penstock.engine.sampling.grammar import GrammarTable
-from penstock.engine.sampling.token_bans import TokenBans, has_token_bans
-from penstock.scheduler.types import SamplingParams, TokenLogprobs
+from penstock.engine.sampling.grammar_table import GrammarTable
+from penstock.engine.sampling.token_bans import TokenBans, banned_by, has_token_bans
+from penstock.scheduler.types import FinishReason, SamplingParams, TokenLogprobs
 
+# The id of a row whose logits are invalid.
+INVALID_ID = -1
 # Ids in a block, which is summed or maximised as a unit. At 151,936, 64 balances the two levels: a
 # row's block maxima take 0.02 ms and leave 2,374 numbers for the second level.
 _BLOCK = 64
@@ -104,6 +108,7 @@ class Sampler:
         self._plans: list[_Plan | None] = [None] * max_num_seqs
         self._bias: list[tuple[Tensor, Tensor] | None] = [None] * max_num_seqs
         self._bans: list[TokenBans | None] = [None] * max_num_seqs
+        self._last_bans: tuple[tuple[object, ...], TokenBans] | None = None
         self._grammars = grammars
         self._masks = _GrammarMasks(grammars, device) if grammars else None
         self._num_logprobs: dict[int, int] = {}
@@ -140,7 +145,7 @@ class Sampler:
             weights = to_device(values, torch.float32, self._device)
             self._bias[slot] = (self._tensor(ids), weights)
         if plan.bans_tokens:
-            self._bans[slot] = TokenBans(sampling, self._vocab_size, self._device)
+            self._bans[slot] = self._bans_of(sampling)
         self._seed[slot] = _signed(mixed_seed(seed))
         self._top_k[slot] = self._max_top_k[slot] = top_k
         self._inverse_temperature[slot] = 1.0 / sampling.temperature if draws else 1.0
@@ -149,6 +154,16 @@ class Sampler:
         self._repetition[slot] = sampling.repetition_penalty
         self._presence[slot] = sampling.presence_penalty
         self._frequency[slot] = sampling.frequency_penalty
+
+    def _bans_of(self, sampling: SamplingParams) -> TokenBans:
+        """The answers of a request, and its prompts, share what they ban: it is made once, if they
+        come one after another."""
+        last = self._last_bans
+        if last and all(map(is_, last[0], banned_by(sampling))):
+            return last[1]
+        bans = TokenBans(sampling, self._vocab_size, self._device)
+        self._last_bans = banned_by(sampling), bans
+        return bans
 
     def sample(
         self,
@@ -230,8 +245,9 @@ class Sampler:
         if not plan.draws:
             return _argmax(x)
         max_top_k = max(self._max_top_k[step.slots[row]] for row in rows)
-        self._weigh(plan, x, slots, max_top_k, weights, kept)
-        return _draw(weights, step.uniforms.index_select(0, index))
+        is_valid = self._weigh(plan, x, slots, max_top_k, weights, kept)
+        ids = _draw(weights, step.uniforms.index_select(0, index))
+        return ids if is_valid is None else torch.where(is_valid, ids, INVALID_ID)
 
     def _scratch(self, num_rows: int) -> Tensor:
         """Logits, weights and a mask: (3, R, V rounded up to blocks), -inf past V.
@@ -276,13 +292,16 @@ class Sampler:
 
     def _weigh(
         self, plan: _Plan, x: Tensor, slots: Tensor, max_top_k: int, weights: Tensor, kept: Tensor
-    ) -> None:
+    ) -> Tensor | None:
         """Writes to `weights` what each id is drawn in proportion to, 0 if a filter excludes it.
 
-        x: (R, V), overwritten. kept: like x, scratch memory.
+        x: (R, V), overwritten. kept: like x, scratch memory. Returns which rows are valid, (R,), or
+        None where all are.
         """
         peak = x.amax(-1, keepdim=True)
+        is_valid = None
         if x.is_cuda or not bool(peak.isfinite().all()):
+            is_valid = peak.squeeze(1) < torch.inf  # a NaN is not
             peak = _repair(x).amax(-1, keepdim=True)
         # Shift before scaling: the other way round a large logit could overflow.
         x.sub_(peak).mul_(self._inverse_temperature.index_select(0, slots))
@@ -296,6 +315,7 @@ class Sampler:
         if plan.top_p:
             floor = _nucleus_floor(weights, self._top_p[slots])
             weights.mul_(torch.ge(weights, floor, out=kept))
+        return is_valid
 
     def logprobs(self, logits: Tensor, slots: list[int], ids: Tensor) -> list[TokenLogprobs | None]:
         """Of the raw logits, for the rows that request them. ids: (S,) int64. Waits for the
@@ -307,7 +327,7 @@ class Sampler:
             rows = self._tensor(part)
             x = raw_logprobs(logits.index_select(0, rows).float())
             nums = [min(self._num_logprobs[slots[row]], self._vocab_size) for row in part]
-            own = x.gather(1, ids[rows].unsqueeze(1)).squeeze(1).tolist()
+            own = x.gather(1, ids[rows].clamp(min=0).unsqueeze(1)).squeeze(1).tolist()
             best = x.topk(max(nums))
             tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             for row, num, logprob, (top_ids, top) in zip(part, nums, own, tops, strict=True):
@@ -378,14 +398,12 @@ def _penalise(
 
 def _argmax(x: Tensor) -> Tensor:
     """The first maximum of each row: (S,). By blocks, four times as fast on CPU as argmax."""
-    if x.is_cuda:
-        return _repair(x.clone()).argmax(-1)
-    if x.shape[1] % _BLOCK:
+    if x.is_cuda or x.shape[1] % _BLOCK:
         best, ids = x.max(-1)
     else:
         best, block = _blocks(x).amax(-1).max(-1)
         ids = block * _BLOCK + _block_of(x, block).argmax(-1)
-    return _repair(x.clone()).argmax(-1) if bool(best.isnan().any()) else ids
+    return torch.where(best < torch.inf, ids, INVALID_ID)  # a NaN is the maximum of its row
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -472,6 +490,19 @@ def mixed_seed(seed: int) -> int:
     for shift, factor in _MIX:
         z = (z ^ z >> shift) * factor % 2**64
     return z
+
+
+def failed_rows(token_ids: list[int], of_grammars: frozenset[int]) -> dict[int, FinishReason]:
+    """The rows whose sequences cannot continue, and why.
+
+    of_grammars: what `GrammarTable.advance` returned for them.
+    """
+    failed = dict.fromkeys(of_grammars, FinishReason.ERROR)
+    if min(token_ids, default=0) < 0:
+        for row, token_id in enumerate(token_ids):
+            if token_id == INVALID_ID:
+                failed[row] = FinishReason.INVALID_LOGITS
+    return failed
 
 
 def _signed(word: int) -> int:

@@ -26,7 +26,8 @@ class TokenBans:
         words = [word for word in sampling.bad_words if all(i < vocab_size for i in word)]
         words.sort(key=len)
         self._outside = torch.ones(vocab_size, dtype=torch.bool, device=device)
-        self._outside[tensor(allowed)] = False
+        # `self._outside[...] = False` would wait for the device.
+        self._outside.index_fill_(0, tensor(allowed), False)
         self._has_allowed = bool(allowed)
         self._stops, self._min_tokens = tensor(stops), sampling.min_tokens
         # A bad word is banned by its last token, after output that ends in the tokens before it.
@@ -50,6 +51,16 @@ class TokenBans:
             prefixes = self._prefixes[:num_words, self._prefixes.shape[1] - width :]
             matches = ((prefixes == tokens[length - width : length]) | (prefixes == _ANY)).all(1)
             x.index_add_(0, self._last_ids[:num_words], torch.where(matches, -torch.inf, 0.0))
+
+
+def banned_by(sampling: SamplingParams) -> tuple[object, ...]:
+    """The parameters that make its `TokenBans`."""
+    return (
+        sampling.allowed_token_ids,
+        sampling.bad_words,
+        sampling.stop_token_ids,
+        sampling.min_tokens,
+    )
 
 
 def has_token_bans(sampling: SamplingParams) -> bool:

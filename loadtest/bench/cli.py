@@ -1,39 +1,32 @@
 """`penstock bench` measures any OpenAI-compatible server, with the flags of `vllm bench serve`.
 
-Owns the order of a run, and writes what was requested: text, JSON, an HTML report and plots.
+Owns the order of a run.
 """
 
-import argparse
 import asyncio
-import math
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
-from pathlib import Path
-from typing import Any
 
-import msgspec
-
+from penstock.loadtest.bench.compare import main as compare
 from penstock.loadtest.bench.config import (
     BenchConfig,
     bench_config,
     endpoint,
     extra_body,
     ignores_eos,
-    parse_pairs,
 )
-from penstock.loadtest.bench.flags import MAX_SERVER_COUNTS, make_parser, refuse_unsupported
+from penstock.loadtest.bench.config import base_url as url_of
+from penstock.loadtest.bench.flags import MAX_SERVER_COUNTS, make_parser
 from penstock.loadtest.bench.http1 import HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.progress import Progress
 from penstock.loadtest.bench.readiness import Model, TargetUnusable, wait_until_ready, warm_up
 from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
+from penstock.loadtest.bench.results import say, settings_of, show, write
 from penstock.loadtest.bench.sweep import SweepConfig, caveats, sweep, sweep_summary, sweep_table
-from penstock.loadtest.report.figures import Run, figures
-from penstock.loadtest.report.html import html_report
-from penstock.loadtest.report.plots import save_plots
+from penstock.loadtest.bench.vllm_flags import refusal
+from penstock.loadtest.report.figures import Run
 from penstock.loadtest.report.report import (
     Replay,
     Summary,
@@ -42,6 +35,7 @@ from penstock.loadtest.report.report import (
     report_warnings,
     summarize,
 )
+from penstock.loadtest.workload.config import cache_advice
 from penstock.loadtest.workload.token_counter import estimate_tokens
 from penstock.loadtest.workload.workload import TimedRequest, Workload, make_workload
 from penstock.scheduler.errors import InvalidConfig, PenstockError
@@ -54,35 +48,37 @@ def main(argv: list[str]) -> int:
 
     With --sweep, 0 if a rate met the SLO.
     """
-    parser = make_parser()
+    if argv[:1] == ["compare"]:
+        return compare(argv[1:])
     if argv[:1] == ["serve"]:  # as `vllm bench serve` is typed
         argv = argv[1:]
     try:
-        refuse_unsupported(argv)
-        config = bench_config(parser.parse_args(argv), os.environ.get("OPENAI_API_KEY"))
+        if refused := refusal(argv):
+            raise InvalidConfig(refused)
+        config = bench_config(make_parser().parse_args(argv), os.environ.get("OPENAI_API_KEY"))
         # A bad file is reported before waiting for a server.
         workload = make_workload(config.workload, config.count or estimate_tokens)
     except InvalidConfig as error:
-        _say(str(error))
+        say(str(error))
         return 2
-    except SystemExit as ended:  # argparse has printed the error, or the help
+    except SystemExit as ended:  # argparse has printed the help
         return int(ended.code or 0)
     try:
         return run(_bench(config, workload))
     except InvalidConfig as error:
-        _say(str(error))
+        say(str(error))
         return 2
     except PenstockError as error:
-        _say(str(error))
+        say(str(error))
         return 1
     except KeyboardInterrupt:
-        _say("interrupted before anything was measured")
+        say("interrupted before anything was measured")
         return INTERRUPTED
 
 
 async def _bench(config: BenchConfig, workload: Workload) -> int:
     args = config.args
-    target_config, model = await _find_target(config)
+    target_config, model, others = await _find_target(config)
     if model.max_model_len is not None:
         limited = replace(config.workload, max_model_len=model.max_model_len)
         config = replace(config, workload=limited)
@@ -90,12 +86,14 @@ async def _bench(config: BenchConfig, workload: Workload) -> int:
     async with HttpTarget(target_config, config.count) as target:
         workload, counted_by = await _workload_for_model(config, workload, target)
         requests = workload.requests
-        settings = _settings(config, target_config) | {
+        settings = settings_of(config, target_config) | {
             "token_lengths": counted_by,
             "num_too_long": workload.num_too_long,
         }
         _log_left_out(config, workload)
-        await warm_up(target, config.workload, args.num_warmups, args.max_concurrency)
+        if config.args.seed is None:
+            say(f"seed {config.workload.seed}; --seed with it sends the same requests again")
+        await _warm_up(config, target, model, others)
         if config.sweep is not None:
             return await _sweep(config, config.sweep, target, settings)
         settings["num_prompts"] = len(requests)
@@ -106,6 +104,21 @@ async def _bench(config: BenchConfig, workload: Workload) -> int:
             progress=None if args.disable_tqdm else Progress(len(requests)),
         )
     return _report(config, requests, observed, settings)
+
+
+async def _warm_up(
+    config: BenchConfig, target: HttpTarget, model: Model, others: list[str]
+) -> None:
+    """others: the models that the server lists, if `model` is none of them: it may serve it yet."""
+    args = config.args
+    try:
+        await warm_up(target, config.workload, args.num_warmups, args.max_concurrency)
+    except TargetUnusable as error:
+        if not others:
+            raise
+        raise TargetUnusable(f"{error}; the server lists {', '.join(others)}") from error
+    if others:
+        say(f"the server lists no model {model.id!r}; it lists {', '.join(others)}")
 
 
 async def _workload_for_model(
@@ -138,36 +151,39 @@ async def _workload_for_model(
         try:
             return await asyncio.to_thread(make_workload, workload, count), "server"
         except HttpFailed as error:
-            _say(f"the server does not count tokens, so lengths are estimated: {error}")
+            say(f"the server does not count tokens, so lengths are estimated: {error}")
     return make_workload(workload), "estimated"
 
 
 def _log_left_out(config: BenchConfig, workload: Workload) -> None:
     if workload.num_too_long:
-        _say(
+        say(
             f"{workload.num_too_long} requests are left out: prompt and output are longer than the "
             f"model's limit of {config.workload.max_model_len} tokens"
         )
     num, wanted = len(workload.requests), config.workload.num_prompts
     if num < wanted and config.workload.dataset.is_file and config.sweep is None:
-        _say(f"the file has {num} requests, and --num-prompts is {wanted}")
+        say(f"the file has {num} requests, and --num-prompts is {wanted}")
 
 
 def _report(
     config: BenchConfig, requests: list[TimedRequest], observed: Replay, settings: Summary
 ) -> int:
-    if observed.is_interrupted:
-        _say(f"interrupted: {len(observed.results)} of {len(requests)} requests had ended")
     has_due_times = config.args.max_concurrency is None and requests[-1].arrival_s > 0
-    for line in report_warnings(observed, has_due_times=has_due_times):
-        _say(line)
+    notes = report_warnings(
+        observed, has_due_times=has_due_times, cache_advice=cache_advice(config.workload)
+    )
+    if observed.is_interrupted:
+        notes.insert(
+            0, f"interrupted: {len(observed.results)} of {len(requests)} requests had ended"
+        )
+    for line in notes:
+        say(line)
     summary = settings | summarize(observed, config.report)
     document = summary | details(observed) if config.args.save_detailed else summary
     text = render(summary, config.report)
-    _write(config.args, document, Run(summary=summary, observed=observed), [], text)
-    if not config.args.json:
-        print(text)
-    print(msgspec.json.encode(summary).decode(), flush=True)
+    show(config.args, summary, text)
+    write(config.args, document, Run(summary=summary, observed=observed), [], text, notes)
     if observed.is_interrupted:
         return INTERRUPTED
     return 1 if summary["failed"] else 0
@@ -184,51 +200,37 @@ async def _sweep(
         config.report,
         count=config.count or estimate_tokens,
         shows_progress=not config.args.disable_tqdm,
-        say=_say,
+        say=say,
     )
     settings |= {"num_prompts": None, "request_rate": None}
     summary = settings | sweep_summary(result, sweep_settings)
     text = sweep_table(result)
-    for line in caveats(result, config.workload):
-        _say(line)
+    notes = caveats(result, config.workload)
+    for line in notes:
+        say(line)
+    show(config.args, summary, text)
     if result.rates:
         shown = result.best or result.rates
         best = Run(summary=settings | shown[-1].summary, observed=shown[-1].observed)
         rates = [Run(summary=rate.summary, observed=rate.observed) for rate in result.rates]
-        _write(config.args, summary, best, rates, text)
-    if not config.args.json:
-        print(text)
-    print(msgspec.json.encode(summary).decode(), flush=True)
+        write(config.args, summary, best, rates, text, notes)
     if result.is_interrupted:
         return INTERRUPTED
     return 0 if result.met is not None else 1
 
 
-def _write(
-    args: argparse.Namespace, document: Summary, shown: Run, rates: list[Run], text: str
-) -> None:
-    """Writes the files that the flags name. rates: a sweep's, in the order of measurement."""
-    if args.save_result or args.append_result:
-        _say(f"saved as {_save(args, document)}")
-    drawn = figures(shown, rates) if args.report or args.plot_dir else []
-    if args.report:
-        args.report.parent.mkdir(parents=True, exist_ok=True)
-        args.report.write_text(html_report(shown.summary, drawn, text), encoding="utf-8")
-        _say(f"report written to {args.report}")
-    if args.plot_dir:
-        for path in save_plots(drawn, args.plot_dir):
-            _say(f"plot written to {path}")
+async def _find_target(config: BenchConfig) -> tuple[TargetConfig, Model, list[str]]:
+    """Waits for the server; the model is --model, or the first that the server lists.
 
-
-async def _find_target(config: BenchConfig) -> tuple[TargetConfig, Model]:
-    """Waits for the server; the model is --model, or the first that the server lists."""
+    Also returns the models that the server lists, if --model is none of them.
+    """
     args = config.args
-    base_url = args.base_url or f"http://{args.host}:{args.port}"
+    base_url = url_of(args)
     name = args.served_model_name or args.model
     models = await wait_until_ready(
         base_url,
         timeout_s=args.ready_timeout,
-        say=_say,
+        say=say,
         headers=config.headers,
         is_insecure=args.insecure,
         needs_models=name is None,
@@ -237,8 +239,6 @@ async def _find_target(config: BenchConfig) -> tuple[TargetConfig, Model]:
         raise TargetUnusable(f"{base_url} lists no model; name one with --model")
     by_name = {model.id: model for model in models}
     model = by_name.get(name, Model(name)) if name else models[0]
-    if models and model.id not in by_name:
-        _say(f"{base_url} lists no model {model.id!r}; it has {', '.join(by_name)}")
     target = TargetConfig(
         base_url=base_url,
         model=model.id,
@@ -252,81 +252,4 @@ async def _find_target(config: BenchConfig) -> tuple[TargetConfig, Model]:
         is_insecure=args.insecure,
         request_timeout_s=args.request_timeout,
     )
-    return target, model
-
-
-def _settings(config: BenchConfig, target: TargetConfig) -> Summary:
-    """The settings under vLLM's keys, so that a run can be repeated from its result file."""
-    workload, args = config.workload, config.args
-    is_chat = target.endpoint.endswith("/chat/completions")
-    backend = args.backend or ("openai-chat" if is_chat else "openai")
-    settings: dict[str, Any] = {
-        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        "backend": backend,
-        "endpoint_type": backend,
-        "label": args.label,
-        "model_id": args.model or target.model,
-        "tokenizer_id": None if args.tokenizer is None else str(args.tokenizer),
-        "num_prompts": workload.num_prompts,
-        "request_rate": _number(workload.request_rate),
-        "burstiness": workload.burstiness,
-        "max_concurrency": args.max_concurrency,
-        "seed": workload.seed,
-        "dataset_name": workload.dataset,
-    }
-    if workload.ramp is not None:
-        settings |= {
-            "ramp_up_strategy": workload.ramp.strategy,
-            "ramp_up_start_rps": workload.ramp.start_rps,
-            "ramp_up_end_rps": workload.ramp.end_rps,
-        }
-    if workload.dataset.is_file:
-        settings |= {
-            "dataset_path": str(workload.dataset_path),
-            "trace_speedup": _number(workload.trace_speedup),
-        }
-    return settings | {
-        "random_prefix_len": workload.random_prefix_len,
-        "random_input_len": workload.input_len,
-        "random_output_len": workload.output_len,
-        "random_range_ratio": workload.range_ratio,
-        "ignore_eos": target.ignore_eos,
-        "temperature": target.temperature,
-        "goodput": config.report.goodput_ms,
-        **parse_pairs("--metadata", args.metadata),
-    }
-
-
-def _number(value: float) -> float | str:
-    """JSON has no infinity."""
-    return "inf" if math.isinf(value) else value
-
-
-def _save(args: argparse.Namespace, document: Summary) -> Path:
-    """Writes to vLLM's file name, unless --result-filename is given."""
-    path = Path(args.result_dir or ".", args.result_filename or _name(args, document))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = msgspec.json.encode(document)
-    if args.append_result and path.exists() and path.stat().st_size:
-        data = b"\n" + data
-    with path.open("ab" if args.append_result else "wb") as file:
-        file.write(data)
-    return path
-
-
-def _name(args: argparse.Namespace, document: Summary) -> str:
-    if args.sweep:
-        load = "sweep"
-    elif args.ramp_up_strategy is not None:
-        ends = f"{args.ramp_up_start_rps:g}qps-{args.ramp_up_end_rps:g}qps"
-        load = f"ramp-up-{args.ramp_up_strategy}-{ends}"
-    else:
-        load = f"{document['request_rate']}qps"
-    if args.max_concurrency is not None:
-        load += f"-concurrency{args.max_concurrency}"
-    model = str(document["model_id"]).rpartition("/")[2]
-    return f"{args.label or document['backend']}-{load}-{model}-{document['date']}.json"
-
-
-def _say(text: str) -> None:
-    print(f"penstock bench: {text}", file=sys.stderr, flush=True)
+    return target, model, [] if model.id in by_name else list(by_name)

@@ -2,12 +2,21 @@
 
 import argparse
 import math
+import os
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from penstock.loadtest.bench.flags import BACKENDS, CHAT, SAMPLING
+from penstock.loadtest.bench.flags import (
+    BACKENDS,
+    CHAT,
+    COMPLETIONS,
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    SAMPLING,
+)
 from penstock.loadtest.bench.sweep import SweepConfig
 from penstock.loadtest.report.plots import check_matplotlib
 from penstock.loadtest.report.report import METRIC_TITLES, ReportConfig
@@ -35,8 +44,11 @@ def bench_config(args: argparse.Namespace, api_key: str | None) -> BenchConfig:
     """Raises InvalidConfig."""
     workload, report = workload_config(args), report_config(args)
     sweep = sweep_config(args, workload, report)
+    base_url(args)
     check_result_flags(args)
     parse_pairs("--metadata", args.metadata)
+    for flag, path in output_paths(args).items():
+        check_writable(flag, path)
     if args.plot_dir is not None:
         check_matplotlib()
     return BenchConfig(
@@ -76,7 +88,7 @@ def headers(args: argparse.Namespace, api_key: str | None) -> dict[str, str]:
 def extra_body(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling flags that were given, and --extra-body, which overrides them."""
     sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
-    return {**sampling, **args.extra_body}
+    return {**sampling, **(args.extra_body or {})}
 
 
 def ignores_eos(args: argparse.Namespace) -> bool:
@@ -98,6 +110,36 @@ def check_result_flags(args: argparse.Namespace) -> None:
             raise InvalidConfig(f"{flag} requires --save-result or --append-result")
 
 
+def base_url(args: argparse.Namespace) -> str:
+    """Where the server is. Raises InvalidConfig."""
+    if args.base_url is None:
+        return f"http://{args.host or DEFAULT_HOST}:{args.port or DEFAULT_PORT}"
+    if args.host is not None or args.port is not None:
+        raise InvalidConfig("--base-url cannot be combined with --host or --port; give one of them")
+    return str(args.base_url)
+
+
+def output_paths(args: argparse.Namespace) -> dict[str, Path]:
+    """The files that are written, by flag; without the one whose name is not known yet."""
+    paths = {} if args.report is None else {"--report": args.report}
+    if args.result_filename is not None:
+        paths["--result-filename"] = Path(args.result_dir or ".", args.result_filename)
+    elif args.result_dir is not None:
+        paths["--result-dir"] = Path(args.result_dir, "result.json")
+    return paths if args.plot_dir is None else paths | {"--plot-dir": args.plot_dir / "any.png"}
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Before the load runs, not after it. Raises InvalidConfig."""
+    if path.is_dir():
+        raise InvalidConfig(f"{flag} {path} is a directory; give a file's name")
+    folder = next(each for each in path.absolute().parents if each.exists())
+    if not folder.is_dir():
+        raise InvalidConfig(f"{flag} {path} cannot be written: {folder} is not a directory")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise InvalidConfig(f"{flag} {path} cannot be written: permission denied")
+
+
 def workload_config(args: argparse.Namespace) -> WorkloadConfig:
     is_chat = endpoint(args).endswith("/chat/completions")
     if is_chat and args.prompt_format == PromptFormat.IDS:
@@ -105,26 +147,62 @@ def workload_config(args: argparse.Namespace) -> WorkloadConfig:
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise InvalidConfig(f"--max-concurrency is {args.max_concurrency}; it must be at least 1")
     default_format = PromptFormat.TEXT if is_chat else PromptFormat.IDS
+    dataset, lengths = Dataset(args.dataset_name), _lengths(args)
+    custom_output_len = None if args.custom_output_len == -1 else args.custom_output_len
+    input_ratio, output_ratio = args.random_range_ratio or (0.0, None)
     return WorkloadConfig(
         seed=secrets.randbits(31) if args.seed is None else args.seed,
         num_prompts=args.num_prompts,
-        dataset=Dataset(args.dataset_name),
+        dataset=dataset,
         prompt_format=PromptFormat(args.prompt_format or default_format),
-        input_len=_general_or_own(args.input_len, args.random_input_len),
-        output_len=_general_or_own(args.output_len, args.random_output_len),
-        range_ratio=args.random_range_ratio,
+        input_len=lengths.prompt,
+        output_len=lengths.output,
+        range_ratio=input_ratio,
+        output_range_ratio=output_ratio,
         random_prefix_len=args.random_prefix_len,
-        shared_prefix_len=args.shared_prefix_len,
-        num_prefixes=args.num_prefixes,
+        shared_prefix_len=lengths.prefix,
+        num_prefixes=lengths.num_prefixes,
         request_rate=args.request_rate,
         burstiness=args.burstiness,
         ramp=_ramp(args),
         vocab_size=args.vocab_size,
         dataset_path=args.dataset_path,
         sharegpt_output_len=_general_or_own(args.output_len, args.sharegpt_output_len),
-        custom_output_len=_general_or_own(args.output_len, args.custom_output_len),
+        custom_output_len=_general_or_own(args.output_len, custom_output_len),
+        is_shuffled=not args.disable_shuffle,
         trace_speedup=args.trace_speedup,
         is_chat=is_chat,
+    )
+
+
+class _Lengths(NamedTuple):
+    """Of synthetic prompts."""
+
+    prompt: int
+    output: int
+    prefix: int
+    num_prefixes: int
+
+
+def _lengths(args: argparse.Namespace) -> _Lengths:
+    """From the flags of the data set; prefix_repetition has vLLM's own ones."""
+    dataset = Dataset(args.dataset_name)
+    if dataset.is_trace and args.output_len is not None:
+        raise InvalidConfig(f"--output-len does not change the lengths of {dataset}; remove it")
+    if dataset.is_file and args.input_len is not None:
+        raise InvalidConfig(f"--input-len does not change the prompts of {dataset}; remove it")
+    if dataset is Dataset.PREFIX_REPETITION:
+        return _Lengths(
+            prompt=_general_or_own(args.input_len, args.prefix_repetition_suffix_len),
+            output=_general_or_own(args.output_len, args.prefix_repetition_output_len),
+            prefix=args.prefix_repetition_prefix_len,
+            num_prefixes=args.prefix_repetition_num_prefixes,
+        )
+    return _Lengths(
+        prompt=_general_or_own(args.input_len, args.random_input_len),
+        output=_general_or_own(args.output_len, args.random_output_len),
+        prefix=args.shared_prefix_len,
+        num_prefixes=args.num_prefixes,
     )
 
 
@@ -138,6 +216,8 @@ def endpoint(args: argparse.Namespace) -> str:
     path: str | None = args.endpoint
     if path is None:
         return BACKENDS[args.backend or "openai"]
+    if not path.startswith("/"):
+        raise InvalidConfig(f"--endpoint {path} must start with /, as in {COMPLETIONS}")
     is_chat = path.endswith("/chat/completions")
     if args.backend and is_chat != (BACKENDS[args.backend] == CHAT):
         raise InvalidConfig(

@@ -23,6 +23,10 @@ class HttpFailed(PenstockError):
     """A request without a complete response; the message says what was received."""
 
 
+class NoTls(HttpFailed):
+    """The TLS handshake failed, and would fail again."""
+
+
 class _ClosedBeforeResponse(HttpFailed):
     """The connection ended before the first byte of the response; an idle one may be replaced."""
 
@@ -223,10 +227,20 @@ class ConnectionPool:
                 lambda: Connection(self._connected), self._host, self._port, ssl=self._ssl
             )
         except OSError as error:
-            refused = isinstance(error, ConnectionRefusedError)
-            why = "connection refused" if refused else error.strerror or str(error)
-            raise HttpFailed(f"cannot connect to {self._host}:{self._port}: {why}") from error
+            where = f"cannot connect to {self._host}:{self._port}"
+            kind = NoTls if isinstance(error, ssl.SSLError) else HttpFailed
+            raise kind(f"{where}: {_why_not_connected(error)}") from error
         return connection, False
+
+
+def _why_not_connected(error: OSError) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted ({error.verify_message}); give --insecure"
+    if isinstance(error, ssl.SSLError):
+        return "it does not speak TLS; is its URL http://?"
+    return error.strerror or str(error)
 
 
 def _port(parts: SplitResult) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from penstock.loadtest.bench.http1 import BufferedResponse, ConnectionPool, HttpFailed
+from penstock.loadtest.bench.http1 import BufferedResponse, ConnectionPool, HttpFailed, NoTls
 from penstock.loadtest.bench.http_target import HttpTarget
 from penstock.loadtest.bench.replay import replay
 from penstock.loadtest.bench.sse import error_message_of
@@ -57,6 +57,8 @@ async def wait_until_ready(
             try:
                 async with asyncio.timeout(max(1.0, timeout_s)):
                     return await _list_models(pool, needs_models)
+            except NoTls as error:
+                raise TargetUnusable(str(error)) from error
             except (HttpFailed, TimeoutError) as error:
                 state = str(error) or "it does not respond"
             if time.monotonic() >= deadline_s:

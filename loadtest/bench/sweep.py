@@ -23,7 +23,7 @@ from penstock.loadtest.report.report import (
     report_warnings,
     summarize,
 )
-from penstock.loadtest.workload.config import WorkloadConfig
+from penstock.loadtest.workload.config import WorkloadConfig, cache_advice
 from penstock.loadtest.workload.token_counter import TokenCounter
 from penstock.loadtest.workload.workload import TimedRequest, make_requests
 from penstock.scheduler.errors import InvalidConfig
@@ -161,7 +161,10 @@ async def sweep(
             return None
         results.append(result)
         say(f"rate {number}: {_verdict(result)}")
-        for line in report_warnings(result.observed, has_due_times=True):
+        warnings = report_warnings(
+            result.observed, has_due_times=True, cache_advice=cache_advice(workload)
+        )
+        for line in warnings:
             say(f"rate {number}: {line}")
         await asyncio.sleep(PAUSE_S)
         return result.is_met

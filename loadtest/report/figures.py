@@ -4,7 +4,7 @@ Times of a replay count from when its first request was due.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from penstock.loadtest.report.report import (
@@ -21,7 +21,9 @@ CDF_METRICS = ("ttft", "tpot", "itl", "e2el")
 NUM_TIME_BINS = 120
 # A bin narrower than the gaps between arrivals would show the gaps and not the rate.
 MIN_BIN_S = 0.05
-MAX_TIMELINE_ROWS = 300
+MAX_TIMELINE_ROWS = 100
+# Shown wherever a figure is about a distribution.
+PERCENTILES = (50, 90, 95, 99)
 # The phases of a request that its client can distinguish.
 UNSENT, FIRST_TOKEN, DECODE = "waiting to be sent", "queue and prefill", "decode"
 FAILED = "failed"  # the whole of a failed request, once it was sent
@@ -46,12 +48,22 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A point with a name, such as p99."""
+
+    name: str
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
     slug: str
     title: str
     x_label: str
     y_label: str
     series: list[Series]
+    marks: list[Mark] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +81,26 @@ class Timeline:
     title: str
     x_label: str
     rows: list[list[Span]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """low, high: the range of repeated runs; both are the value for a single one."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """Groups of bars, one bar of a group for each of `names`; None where there is no value."""
+
+    slug: str
+    title: str
+    x_label: str
+    names: list[str]
+    groups: list[tuple[str, list[Bar | None]]]
 
 
 Figure: TypeAlias = Lines | Timeline
@@ -116,13 +148,13 @@ def _against_throughput(rates: list[Run], metric: str) -> Lines:
                 ys=[point[column] for point in points],
                 has_marks=True,
             )
-            for column, name in ((1, "p50"), (2, "p99"))
+            for column, name in enumerate((f"p{percent}" for percent in PERCENTILES), start=1)
         ]
         + [
             Series(
                 name="p99 of rates stopped early",
                 xs=[point[0] for point in stopped],
-                ys=[point[2] for point in stopped],
+                ys=[point[-1] for point in stopped],
                 has_marks=True,
                 has_line=False,
             )
@@ -130,13 +162,13 @@ def _against_throughput(rates: list[Run], metric: str) -> Lines:
     )
 
 
-def _points(runs: list[Run], metric: str) -> list[tuple[float, float, float]]:
-    """Throughput, p50 and p99 in ms of each run that has a complete response."""
+def _points(runs: list[Run], metric: str) -> list[tuple[float, ...]]:
+    """Throughput, and each percentile in ms, of each run that has a complete response."""
     points = []
     for run in runs:
         if values := sorted(metric_values(run.observed.completed)[metric]):
-            p50, p99 = (percentile(values, percent) * 1000 for percent in (50, 99))
-            points.append((run.summary["output_throughput"], p50, p99))
+            figures_ms = [percentile(values, percent) * 1000 for percent in PERCENTILES]
+            points.append((run.summary["output_throughput"], *figures_ms))
     return points
 
 
@@ -155,6 +187,10 @@ def _cdf(done: list[RequestResult], metric: str) -> Lines:
                 xs=[percentile(values, share * 100) * 1000 for share in shares],
                 ys=shares,
             )
+        ],
+        marks=[
+            Mark(name=f"p{percent}", x=percentile(values, percent) * 1000, y=percent / 100)
+            for percent in (PERCENTILES if values else ())
         ],
     )
 

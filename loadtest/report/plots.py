@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.loadtest.report.figures import PARTS, Figure, Timeline
+from penstock.loadtest.report.svg import short_number
 from penstock.scheduler.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIZE_INCHES, DPI = (8.0, 4.5), 150
-COLOURS = ("#2563eb", "#c2410c", "#059669", "#be123c")
+COLOURS = ("#2563eb", "#c2410c", "#059669", "#be123c", "#7c3aed")
 
 
 def check_matplotlib() -> None:
@@ -60,12 +61,15 @@ def _draw(figure: Figure, axes: "Axes") -> None:
         )
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    if len(figure.series) > 1:
+    for mark in figure.marks:
+        label = f"{mark.name} {short_number(mark.x)}"
+        axes.plot([mark.x], [mark.y], "o", color=COLOURS[1], label=label)
+    if len(figure.series) > 1 or figure.marks:
         axes.legend()
 
 
 def _draw_timeline(figure: Timeline, axes: "Axes") -> None:
-    for part, colour in zip(PARTS, COLOURS, strict=True):
+    for part, colour in zip(PARTS, COLOURS, strict=False):
         spans = [
             (row, span)
             for row, spans in enumerate(figure.rows)

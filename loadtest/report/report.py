@@ -16,6 +16,7 @@ of `vllm bench serve`, so that results can be compared.
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from datetime import datetime
 from statistics import fmean
 from typing import Any, TypeAlias
 
@@ -43,7 +44,7 @@ class ReportConfig:
     """What the report shows, with vLLM's names. goodput_ms: the limit of each metric."""
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
-    percentiles: tuple[float, ...] = (90.0, 99.0)
+    percentiles: tuple[float, ...] = (90.0, 95.0, 99.0)
     goodput_ms: dict[str, float] | None = None
 
 
@@ -140,6 +141,7 @@ def summarize(replay: Replay, config: ReportConfig) -> Summary:
         "duration": duration,
         "completed": len(done),
         "failed": len(replay.failed),
+        "is_interrupted": replay.is_interrupted,
         "rejected": sum(result.status == 429 for result in replay.failed),
         "failure_reasons": dict(_reasons(replay).most_common(MAX_REASONS)),
         "uncounted": sum(not result.is_counted for result in done),
@@ -165,6 +167,15 @@ def summarize(replay: Replay, config: ReportConfig) -> Summary:
         for name, value in _statistics(seconds, config.percentiles).items():
             summary[f"{name}_{metric}_ms"] = None if value is None else value * 1000
     return summary
+
+
+def readable_date(date: str) -> str:
+    """20261122-040133, as vLLM writes it, is 22 November 2026, 04:01."""
+    try:
+        at = datetime.strptime(date, "%Y%m%d-%H%M%S")
+    except ValueError:
+        return date
+    return f"{at.day} {at:%B %Y, %H:%M}"
 
 
 def metric_values(done: list[RequestResult]) -> dict[str, list[float]]:
@@ -236,10 +247,11 @@ def render(summary: Summary, config: ReportConfig) -> str:
     return "\n".join([*lines, "=" * 50])
 
 
-def report_warnings(replay: Replay, *, has_due_times: bool) -> list[str]:
+def report_warnings(replay: Replay, *, has_due_times: bool, cache_advice: str) -> list[str]:
     """Why the report may be misleading: failures, and the client's own limits.
 
     has_due_times: whether requests had arrival times that nothing was allowed to delay.
+    cache_advice: what prompts in the server's prefix cache mean for this workload.
     """
     counts = _reasons(replay)
     lines = [f"{count} x {error}" for error, count in counts.most_common(MAX_REASONS)]
@@ -252,8 +264,7 @@ def report_warnings(replay: Replay, *, has_due_times: bool) -> list[str]:
         )
     if (cached := _cached_share(replay)) > _NOTABLE_CACHED_SHARE:
         lines.append(
-            f"{cached:.0%} of the prompt tokens were in the server's prefix cache: prompts that it "
-            "has seen cost less (another --seed, or none, makes new ones)"
+            f"{cached:.0%} of the prompt tokens were in the server's prefix cache: {cache_advice}"
         )
     if replay.client_cpu_share > 0.8:
         lines.append(

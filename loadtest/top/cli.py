@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
+from penstock.loadtest.address import API_KEY_VARIABLE, DEFAULT_URL, base_url
 from penstock.loadtest.top import view
 from penstock.loadtest.top.scrape import (
     History,
@@ -25,13 +26,10 @@ from penstock.loadtest.top.scrape import (
     Scraper,
     ServerUnreachable,
     Window,
-    base_url,
 )
 from penstock.loadtest.top.view import Line, View
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
-_DEFAULT_URL = "http://127.0.0.1:8000"
-_API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 _FAILED, _USAGE_ERROR = 1, 2
 _QUIT_KEYS = b"qQ"
 _ONCE_WIDTH = 100
@@ -43,10 +41,10 @@ _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 def main(argv: list[str]) -> int:
     """Returns the exit status; errors are one line on stderr."""
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     try:
         scraper = Scraper(
-            base_url(options.url), options.api_key or os.environ.get(_API_KEY_VARIABLE)
+            base_url(options.url), options.api_key or os.environ.get(API_KEY_VARIABLE)
         )
         if options.once:
             return _once(scraper, options.interval)
@@ -65,7 +63,7 @@ def main(argv: list[str]) -> int:
         return _USAGE_ERROR if isinstance(error, InvalidConfig) else _FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock top",
         description="Watch a Penstock server in the terminal: throughput, latencies, how close the "
@@ -74,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "url",
         nargs="?",
-        default=_DEFAULT_URL,
+        default=DEFAULT_URL,
         metavar="URL",
         help="the server's address (default: %(default)s)",
     )
@@ -88,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"if the server requires one (default: ${_API_KEY_VARIABLE})",
+        help=f"if the server requires one (default: ${API_KEY_VARIABLE})",
     )
     parser.add_argument(
         "--once",

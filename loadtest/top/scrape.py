@@ -14,11 +14,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.scheduler.errors import InvalidConfig, PenstockError
+from penstock.scheduler.errors import PenstockError
 
 PREFIX = "penstock_"
 _START_TIME = "process_start_time_seconds"
@@ -208,27 +207,6 @@ def parse(text: str, time_s: float) -> Scrape:
                 series = values.setdefault(sample.name, {})
                 series[frozenset(sample.labels.items())] = float(sample.value)
     return Scrape(time_s, values)
-
-
-def base_url(given: str) -> str:
-    """A typed address as the server's root URL: with a scheme, without /metrics or /v1.
-
-    Raises InvalidConfig.
-    """
-    url = given if "://" in given else f"http://{given}"
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address:
-        raise InvalidConfig(
-            f"{given} is not a server's address; write it like http://127.0.0.1:8000"
-        )
-    url = url.split("?")[0].split("#")[0].rstrip("/")
-    for ending in ("/metrics", "/v1"):
-        url = url.removesuffix(ending)
-    return url
 
 
 class Scraper:

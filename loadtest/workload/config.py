@@ -11,6 +11,7 @@ from penstock.scheduler.errors import InvalidConfig
 # Ids below 3 are <unk>, <s> and </s> in many vocabularies; every model that we know has 500 ids.
 FIRST_TOKEN_ID = 3
 DEFAULT_VOCAB_SIZE = 500
+DEFAULT_CUSTOM_OUTPUT_LEN = 256  # vLLM's
 
 
 class Dataset(StrEnum):
@@ -18,6 +19,7 @@ class Dataset(StrEnum):
 
     RANDOM = "random"
     SHARED_PREFIX = "shared-prefix"
+    PREFIX_REPETITION = "prefix_repetition"  # vLLM's name of a shared prefix, with its own flags
     SHAREGPT = "sharegpt"
     AZURE = "azure"
     BURSTGPT = "burstgpt"
@@ -26,7 +28,11 @@ class Dataset(StrEnum):
 
     @property
     def is_file(self) -> bool:
-        return self not in (Dataset.RANDOM, Dataset.SHARED_PREFIX)
+        return self is not Dataset.RANDOM and not self.has_shared_prefixes
+
+    @property
+    def has_shared_prefixes(self) -> bool:
+        return self in (Dataset.SHARED_PREFIX, Dataset.PREFIX_REPETITION)
 
     @property
     def is_trace(self) -> bool:
@@ -45,10 +51,12 @@ class PromptFormat(StrEnum):
 class WorkloadConfig:
     """Which requests are made. Lengths are in tokens, request_rate in requests per second.
 
-    range_ratio r draws lengths uniformly from [(1 - r) * length, (1 + r) * length], ends included.
+    range_ratio r draws lengths uniformly from [(1 - r) * length, (1 + r) * length], ends included;
+    output_range_ratio is that of outputs if it is another.
     A shared prefix adds to input_len, which is then the length of the unique part.
     A trace's arrival times are divided by trace_speedup; a rate or a ramp replaces them.
-    sharegpt_output_len replaces the file's lengths; custom_output_len is for lines without one.
+    sharegpt_output_len and custom_output_len replace the file's lengths.
+    is_shuffled: conversations are drawn from the whole ShareGPT file, not taken from its start.
     Every random prompt starts with the same random_prefix_len tokens.
     Requests whose prompt and output need more than max_model_len tokens are left out.
     """
@@ -60,6 +68,7 @@ class WorkloadConfig:
     input_len: int = 1024
     output_len: int = 128
     range_ratio: float = 0.0
+    output_range_ratio: float | None = None
     random_prefix_len: int = 0
     shared_prefix_len: int = 256
     num_prefixes: int = 8
@@ -69,7 +78,8 @@ class WorkloadConfig:
     vocab_size: int = DEFAULT_VOCAB_SIZE
     dataset_path: Path | None = None
     sharegpt_output_len: int | None = None
-    custom_output_len: int = 256
+    custom_output_len: int | None = None
+    is_shuffled: bool = True
     trace_speedup: float = 1.0
     is_chat: bool = False
     max_model_len: int | None = None
@@ -105,8 +115,9 @@ class WorkloadConfig:
                 f"--random-prefix-len requires --dataset-name random, and it is {self.dataset}; "
                 "remove it, or use --dataset-name shared-prefix for several prefixes"
             )
-        if not 0 <= self.range_ratio < 1:
-            raise InvalidConfig(f"--random-range-ratio is {self.range_ratio}; it must be in [0, 1)")
+        for ratio in (self.range_ratio, self.output_range_ratio):
+            if ratio is not None and not 0 <= ratio < 1:
+                raise InvalidConfig(f"--random-range-ratio is {ratio}; it must be in [0, 1)")
         if not self.request_rate > 0:
             raise InvalidConfig(
                 f"--request-rate is {self.request_rate}; it must be more than 0, or inf"
@@ -131,3 +142,17 @@ class WorkloadConfig:
                 f"--vocab-size is {self.vocab_size}; random ids start at {FIRST_TOKEN_ID}, "
                 f"so it must be at least {FIRST_TOKEN_ID + 1}"
             )
+
+
+def cache_advice(config: WorkloadConfig) -> str:
+    """What it means that the server had prompts of this workload in its prefix cache."""
+    if config.dataset.has_shared_prefixes or config.random_prefix_len:
+        return "the requests share prefixes, as asked"
+    if config.dataset is Dataset.MOONCAKE:
+        return "the trace's requests share blocks"
+    if config.dataset in (Dataset.SHAREGPT, Dataset.CUSTOM):
+        return (
+            "a file's prompts cost less when they are sent again; restart the server, or compare "
+            "with its prefix cache off"
+        )
+    return "prompts that it has seen cost less; without --seed each run sends new ones"

@@ -64,14 +64,17 @@ def read_azure(path: Path) -> Iterator[TraceRow]:
 def _azure_row(row: dict[str, str]) -> TraceRow:
     return TraceRow(
         at_s=_timestamp(row["timestamp"]),
-        num_prompt_tokens=int(row["contexttokens"]),
-        num_output_tokens=int(row["generatedtokens"]),
+        num_prompt_tokens=_whole(row, "ContextTokens"),
+        num_output_tokens=_whole(row, "GeneratedTokens"),
     )
 
 
 def _timestamp(text: str) -> float:
     """Seconds from a date and time: 2023's files have no time zone, 2024's do."""
-    time = datetime.fromisoformat(text)
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ValueError(f"TIMESTAMP is {text!r}, and not a date and time") from error
     # Only differences within a file matter: UTC for all times without a zone has no DST jumps.
     return (time if time.tzinfo else datetime.fromisoformat(f"{text}+00:00")).timestamp()
 
@@ -83,10 +86,25 @@ def read_burstgpt(path: Path) -> Iterator[TraceRow]:
 
 def _burstgpt_row(row: dict[str, str]) -> TraceRow:
     return TraceRow(
-        at_s=float(row["timestamp"]),
-        num_prompt_tokens=int(row["request tokens"]),
-        num_output_tokens=int(row["response tokens"]),
+        at_s=_seconds(row["timestamp"]),
+        num_prompt_tokens=_whole(row, "Request tokens"),
+        num_output_tokens=_whole(row, "Response tokens"),
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"Timestamp is {text!r}, and not a number of seconds") from error
+
+
+def _whole(row: dict[str, str], column: str) -> int:
+    text = row[column.lower()]
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f"{column} is {text!r}, and not a whole number") from error
 
 
 def _read_csv(
@@ -109,6 +127,8 @@ def _read_csv(
                     return
                 if not row:
                     continue
+                if len(row) != len(header):
+                    raise ValueError(f"it has {len(row)} values, and the header {len(header)}")
                 parsed = parse(dict(zip(header, row, strict=True)))
             except (ValueError, csv.Error) as error:
                 raise BadDataset(f"{path}, line {lines.line_num}: {error}") from error
@@ -148,6 +168,7 @@ class _CustomLine(msgspec.Struct, forbid_unknown_fields=True):
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
+    output_tokens: int | None = None  # vLLM's name of it
 
 
 def read_custom(path: Path, *, is_chat: bool) -> Iterator[TextRow]:
@@ -165,13 +186,12 @@ def read_custom(path: Path, *, is_chat: bool) -> Iterator[TextRow]:
             raise BadDataset(f"{path}, line {number}: messages require --backend openai-chat")
         if is_chat and isinstance(row.prompt, list):
             raise BadDataset(f"{path}, line {number}: token ids require --backend openai")
-        if row.max_tokens is not None and row.max_tokens < 1:
+        max_tokens = row.output_tokens if row.max_tokens is None else row.max_tokens
+        if max_tokens is not None and max_tokens < 1:
             raise BadDataset(
-                f"{path}, line {number}: max_tokens is {row.max_tokens}; it must be at least 1"
+                f"{path}, line {number}: max_tokens is {max_tokens}; it must be at least 1"
             )
-        yield TextRow(
-            prompt=row.prompt or "", messages=row.messages or None, max_tokens=row.max_tokens
-        )
+        yield TextRow(prompt=row.prompt or "", messages=row.messages or None, max_tokens=max_tokens)
 
 
 class _Turn(msgspec.Struct):

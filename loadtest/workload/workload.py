@@ -14,7 +14,13 @@ from random import Random
 from typing import Any, TypeVar
 
 from penstock.loadtest.workload.arrivals import arrival_times
-from penstock.loadtest.workload.config import FIRST_TOKEN_ID, Dataset, PromptFormat, WorkloadConfig
+from penstock.loadtest.workload.config import (
+    DEFAULT_CUSTOM_OUTPUT_LEN,
+    FIRST_TOKEN_ID,
+    Dataset,
+    PromptFormat,
+    WorkloadConfig,
+)
 from penstock.loadtest.workload.datasets import (
     MOONCAKE_BLOCK_TOKENS,
     BadDataset,
@@ -123,7 +129,7 @@ class _ContextLimit:
 
 
 def _synthetic_requests(config: WorkloadConfig, limit: _ContextLimit) -> list[TimedRequest]:
-    if config.dataset is Dataset.SHARED_PREFIX:
+    if config.dataset.has_shared_prefixes:
         lengths = [config.shared_prefix_len] * config.num_prefixes
     else:
         lengths = [config.random_prefix_len] if config.random_prefix_len else []
@@ -226,7 +232,8 @@ def _sharegpt_requests(config: WorkloadConfig, count: TokenCounter) -> Iterator[
     """
     assert config.dataset_path is not None
     turns = read_sharegpt(config.dataset_path)
-    Random(f"{config.seed}/conversations").shuffle(turns)
+    if config.is_shuffled:
+        Random(f"{config.seed}/conversations").shuffle(turns)
     length = config.sharegpt_output_len
     for some in _batches(turns):
         prompts = count([prompt for prompt, _ in some])
@@ -250,7 +257,8 @@ def _custom_requests(config: WorkloadConfig, count: TokenCounter) -> Iterator[Ti
         counts = count([_text_of(row) for row in rows])
         for row, num_words in zip(rows, counts, strict=True):
             num_tokens = len(row.prompt) if isinstance(row.prompt, list) else num_words
-            yield _text_request(row, num_tokens, row.max_tokens or config.custom_output_len)
+            max_tokens = config.custom_output_len or row.max_tokens or DEFAULT_CUSTOM_OUTPUT_LEN
+            yield _text_request(row, num_tokens, max_tokens)
 
 
 def _text_of(row: TextRow) -> str:
@@ -284,6 +292,8 @@ def _request(
     def draw(what: str) -> Random:
         return Random(f"{key}/{what}")
 
+    ratio = config.output_range_ratio
+    output_ratio = config.range_ratio if ratio is None else ratio
     input_len = _length(draw("input length"), config.input_len, config.range_ratio)
     ids = make_prompt(f"{key}/prompt", input_len, config.vocab_size)
     if prefixes:
@@ -293,7 +303,7 @@ def _request(
         arrival_s=arrival_s,
         prompt=ids if config.prompt_format is PromptFormat.IDS else _text(ids),
         num_prompt_tokens=len(ids),
-        max_tokens=_length(draw("output length"), config.output_len, config.range_ratio),
+        max_tokens=_length(draw("output length"), config.output_len, output_ratio),
     )
 
 

@@ -94,15 +94,17 @@ _NOT_JSON = {"/metrics": "text/plain"}
 _ERRORS = {
     400: "A field is invalid or not supported; `param` names it",
     401: "The key is missing or wrong",
+    403: "A browser sent it for a page of another site, which --allowed-origins does not name",
     404: "There is no such model, path or object",
     413: "The body is larger than --max-body-bytes",
-    415: "The body is compressed; send it as it is",
+    415: "The body is compressed, or its content-type is not JSON",
+    421: "The Host header has a name that is not this server's; see --allowed-hosts",
     429: "Too many requests wait; Retry-After says when to come back",
     500: "The server's mistake, or the engine has ended",
     503: "The model is loading, or the server is about to end; Retry-After says when to come back",
     504: "It took longer than --request-timeout",
 }
-_ERRORS_OF_GET = (400, 401, 404, 500, 503)
+_ERRORS_OF_GET = (400, 401, 404, 421, 500, 503)
 
 _ERROR = {
     "type": "object",

@@ -87,7 +87,7 @@ async def prepare(
     model = received.model
     with api.error_names(received):
         fields, prompts = await api.render(received)
-        answer_format = await constrain(fields, prompts, model)
+        answer_format = await constrain(fields, prompts, model, received.client)
         build = partial(
             build_generation_request,
             prompts=prompts,

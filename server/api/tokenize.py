@@ -9,7 +9,13 @@ from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError
 from starlette.responses import Response
 
-from penstock.server.api.common import body_of, check_model, json_response, service_of
+from penstock.server.api.common import (
+    body_of,
+    check_model,
+    json_response,
+    service_of,
+    without_collection,
+)
 from penstock.server.errors import InvalidRequest
 from penstock.server.prompt.chat import chat_prompt
 from penstock.server.prompt.limits import check_could_fit
@@ -100,7 +106,7 @@ def _has_messages(body: bytes) -> bool:
 
 
 def _checked(kind: type[Fields], body: bytes, request: Request) -> Fields:
-    fields = kind.parse(body)
+    fields = without_collection(kind.parse, body)
     check_model(service_of(request).model, fields.model)
     return fields
 

@@ -163,6 +163,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._idle_since_s = time.monotonic()
         super().on_response_complete()
 
+    def on_body(self, body: bytes) -> None:
+        """uvicorn appends to bytes, which copies them all for each of ten thousand tiny chunks."""
+        if isinstance(self.cycle.body, bytes):
+            self.cycle.body = bytearray(self.cycle.body)
+        super().on_body(body)
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_waiting()

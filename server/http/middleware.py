@@ -4,6 +4,7 @@ errors.
 Plain ASGI, because Starlette's own middleware class costs a task and two queues per request.
 """
 
+import asyncio
 import logging
 import secrets
 import time
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.scheduler.errors import PenstockError
 from penstock.server.errors import ANTHROPIC_PATH, note_error, reply_to
 from penstock.server.http.access import TENANT, Access, claimed_tenant
+from penstock.server.http.web_pages import WebPages
 from penstock.server.observability.metrics import NO_HANDLER
 from penstock.server.observability.request_context import (
     note_client_gone,
@@ -44,13 +46,14 @@ _API_PATHS = frozenset(
 
 
 class Middleware:
-    """Wraps the app. It checks the key, finds the tenant, and refuses API requests that cannot be
-    served now."""
+    """Wraps the app. It refuses what pages of other sites send, checks the key, finds the tenant,
+    and refuses API requests that cannot be served now."""
 
     def __init__(self, app: ASGIApp, service: Service, access: Access) -> None:
         self._app = app
         self._service = service
         self._access = access
+        self._web_pages = WebPages(service.config.server)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,17 +87,20 @@ class Middleware:
         is_api = path.startswith("/v1/") or path in _API_PATHS
         with self._service.counted() if is_api else nullcontext():
             try:
+                self._web_pages.check(scope["method"], headers)
                 scope[TENANT] = self._access.tenant(headers, path)
                 if is_api:
                     self._service.check_serving()
                 await self._app(scope, receive, outgoing)
             except ClientDisconnect:
                 note_client_gone()  # while it sent its body: there is no client to answer
-            except Exception as error:
+            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # panics of libraries in Rust are no Exceptions
                 await self._answer(error, scope, receive, outgoing)
 
     async def _answer(
-        self, error: Exception, scope: Scope, receive: Receive, outgoing: "_Outgoing"
+        self, error: BaseException, scope: Scope, receive: Receive, outgoing: "_Outgoing"
     ) -> None:
         if not isinstance(error, PenstockError):
             logger.error("the request failed", exc_info=error)

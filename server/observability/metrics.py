@@ -339,6 +339,10 @@ class Metrics:
                 "Tokens computed a second time because of preemptions",
             ),
             "preemptions": (stats.preemptions_total, "Sequences preempted"),
+            "invalid_logits": (
+                stats.invalid_logits_total,
+                "Answers ended with an error because the model's logits were NaN or infinite",
+            ),
             "prefix_query_tokens": (
                 stats.prefix_query_tokens_total,
                 "Prompt tokens looked up in the prefix cache",

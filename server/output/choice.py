@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from penstock.scheduler.types import FinishReason, RequestOutput
-from penstock.server.errors import GrammarFailed
+from penstock.server.errors import GrammarFailed, InvalidLogits
 from penstock.server.output.delta import LogprobEntry, OutputDelta
 from penstock.server.output.detokenizer import StopScanner, TextDecoder
 from penstock.server.output.logprobs import EchoedToken
@@ -83,6 +83,8 @@ class Choice:
         if output.finish:
             if output.finish.reason is FinishReason.ERROR:
                 raise GrammarFailed
+            if output.finish.reason is FinishReason.INVALID_LOGITS:
+                raise InvalidLogits
             rest = self._pass(self._decoder.end())
             if self._scanner and not self.has_stop_string:
                 rest += self._scanner.end()

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from penstock.engine.client import EngineClient, OutputStream
-from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import PromptOutput, RequestOutput
 from penstock.server.errors import RequestTimedOut
 from penstock.server.observability.ended_request import EndedRequest
@@ -55,13 +54,7 @@ class Generation:
     def submit(self) -> None:
         """Submits all prompts to the engine, or none. Raises QueueFull, EngineFailed, or, for more
         answers than the server can ever hold, RequestRefused."""
-        self._engine.check_room(sum(request.n for request in self.request.requests))
-        try:
-            for request in self.request.requests:
-                self._streams.append(self._engine.submit(request))
-        except PenstockError:
-            self._abort()
-            raise
+        self._streams = self._engine.submit_alike(self.request.requests)
         for i, (request, is_whole) in enumerate(
             zip(self.request.requests, self.request.are_whole, strict=True)
         ):

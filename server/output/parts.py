@@ -1,4 +1,4 @@
-"""The parts of a chat answer: text, reasoning, and calls of the client's functions.
+"""The parts of a chat answer: text, reasoning, and calls of the client's tools.
 
 Parts arrive in order and incrementally: consecutive texts of one kind belong together, and so do
 the arguments of one call.
@@ -21,18 +21,21 @@ class ReasoningPart(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """The model calls a function. index: of the call within this answer."""
+    """The model calls a function, or a custom tool. index: of the call within this answer."""
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     id: str
     name: str
+    is_custom: bool = False
 
 
 class CallArguments(NamedTuple):
-    """More of a call's arguments; all of them joined are a JSON object."""
+    """More of a call's arguments; all of them joined are a JSON object, or a custom tool's input,
+    which may be any text."""
 
     index: int  # type: ignore[assignment]
     text: str
+    is_custom: bool = False
 
 
 Part = TextPart | ReasoningPart | CallStart | CallArguments

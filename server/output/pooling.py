@@ -4,13 +4,13 @@ A directory in the layout of sentence-transformers defines it in `modules.json` 
 module's `config.json`. For others it is the last token's state, normalized, as in vLLM.
 """
 
-import json
 import math
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from penstock.engine.client import read_model_json, read_model_object
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Pooling
 from penstock.server.config import PoolerConfig
@@ -42,14 +42,15 @@ class Pooler:
 
     @classmethod
     def load(cls, directory: Path, config: PoolerConfig, hidden_size: int) -> Self:
-        """config: overrides the directory. Raises InvalidConfig if a file is not valid JSON."""
-        model = _read_json(directory / "config.json") or {}
+        """config: overrides the directory. Raises PenstockError for a file that is not as it should
+        be."""
+        model = read_model_object(directory / "config.json")
         pooling, normalizes, problem = _of_modules(directory)
         return cls(
             pooling=config.pooling or pooling or Pooling.LAST,
             normalizes=normalizes if config.normalize is None else config.normalize,
             hidden_size=hidden_size,
-            matryoshka=_matryoshka(model),
+            matryoshka=_matryoshka(directory, model),
             problem=None if config.pooling else problem,
         )
 
@@ -84,11 +85,13 @@ def normalized(values: "array[float]") -> "array[float]":
 
 def _of_modules(directory: Path) -> tuple[Pooling | None, bool, str | None]:
     """Pooling, whether it is normalized, and why it is not supported, if so."""
-    modules = _read_json(directory / "modules.json") or []
+    modules = read_model_json(directory / "modules.json") or []
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise InvalidConfig(f"{directory / 'modules.json'} must hold a JSON list of objects")
     kinds = {str(module.get("type", "")).rpartition(".")[2]: module for module in modules}
-    pooling_path = kinds["Pooling"].get("path", "") if "Pooling" in kinds else "1_Pooling"
-    config = _read_json(directory / pooling_path / "config.json") if pooling_path else None
-    if config is None:
+    config_path = pooling_config_path(directory, modules)
+    config = read_model_object(config_path) if config_path else {}
+    if not config:
         return None, True, None
     if unknown := [kind for kind in kinds if kind not in _SERVED_MODULES]:
         problem = f"this model's modules.json has {unknown[0]}, which this server does not support"
@@ -104,24 +107,33 @@ def _of_modules(directory: Path) -> tuple[Pooling | None, bool, str | None]:
     return None, normalizes, problem
 
 
+def pooling_config_path(directory: Path, modules: list[dict[str, Any]]) -> Path | None:
+    """Of the pooling module. Raises InvalidConfig for one outside of the directory."""
+    name: Any = "1_Pooling"
+    for module in modules:
+        if str(module.get("type", "")).rpartition(".")[2] == "Pooling":
+            name = module.get("path", "")
+    if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise InvalidConfig(
+            f"{directory / 'modules.json'}: 'path' must be a directory within the model's, "
+            f"not {name!r:.80}"
+        )
+    return directory / name / "config.json" if name else None
+
+
 def _modes(config: dict[str, Any]) -> list[str]:
     if name := config.get("pooling_mode"):
         return [str(name)]
     return [key for key, on in config.items() if key.startswith("pooling_mode_") and on is True]
 
 
-def _matryoshka(model: dict[str, Any]) -> tuple[int, ...] | None:
+def _matryoshka(directory: Path, model: dict[str, Any]) -> tuple[int, ...] | None:
     """From the keys of config.json that vLLM reads."""
     if lengths := model.get("matryoshka_dimensions"):
+        if not isinstance(lengths, list) or not all(type(n) is int and n > 0 for n in lengths):
+            raise InvalidConfig(
+                f"{directory / 'config.json'}: 'matryoshka_dimensions' must be a list of positive "
+                f"integers, not {lengths!r:.80}"
+            )
         return tuple(sorted(lengths))
     return () if model.get("is_matryoshka") else None
-
-
-def _read_json(path: Path) -> Any:
-    """None if there is no such file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise InvalidConfig(f"{path} is not valid JSON: {error}") from error

@@ -41,15 +41,19 @@ class AnswerFormat:
     markup: Mapping[int, str] = field(default_factory=dict)
 
 
-async def constrain(fields: GenerationFields, prompts: Prompts, model: ServedModel) -> AnswerFormat:
-    """Compiles the grammar, if there is one. Raises InvalidRequest, whose `param` is its field, and
-    GrammarQueueFull."""
+async def constrain(
+    fields: GenerationFields, prompts: Prompts, model: ServedModel, client: str = ""
+) -> AnswerFormat:
+    """Compiles the grammar, if there is one, when it is this client's turn.
+
+    Raises InvalidRequest, whose `param` is its field, and GrammarQueueFull.
+    """
     grammar = await _answer_grammar(fields)
     if not isinstance(fields, ChatCompletionRequest):
-        return AnswerFormat(grammar=grammar, grammar_bytes=await _check(grammar, model))
+        return AnswerFormat(grammar=grammar, grammar_bytes=await _check(grammar, model, client))
     grammar = await _with_calls(grammar, fields, model)
     grammar, reasoning = _with_reasoning(grammar, fields, prompts.reasoning, model)
-    num_bytes = await _check(grammar, model)
+    num_bytes = await _check(grammar, model, client)
     if make_reader(fields, model.chat_format, make_splitter(reasoning)) is None:
         return AnswerFormat(grammar=grammar, grammar_bytes=num_bytes)
 
@@ -110,8 +114,8 @@ def _with_reasoning(
     return Grammar(text, grammar.param if grammar else BUDGET_FIELD), reasoning
 
 
-async def _check(grammar: Grammar | None, model: ServedModel) -> int:
+async def _check(grammar: Grammar | None, model: ServedModel, client: str) -> int:
     """The bytes of the compiled grammar."""
     if not grammar or not model.grammars:
         return 0
-    return await check_grammar(model.grammars, grammar.text, grammar.param)
+    return await check_grammar(model.grammars, grammar.text, grammar.param, client)

@@ -9,6 +9,8 @@ from typing import Self
 
 from tokenizers import Tokenizer
 
+from penstock.server.prompt.tokenizing import ids_of
+
 # prefix, suffix, middle; in the words of CodeLlama, DeepSeek Coder, StarCoder and its kin, Qwen
 # Coder and CodeGemma.
 _MARKERS = (
@@ -67,20 +69,15 @@ class Infill:
     ) -> tuple[int, ...]:
         """The prompt whose answer belongs between. add_special_tokens: with a BOS, if any."""
         bos = tokenizer.encode("").ids[:1] if add_special_tokens else []
-        before = _encoded(tokenizer, prefix)
+        before = ids_of(tokenizer, prefix, add_special_tokens=False)
         after = self._continued(tokenizer, suffix)
         return (*bos, self.prefix_id, *before, self.suffix_id, *after, self.middle_id)
 
-    def _continued(self, tokenizer: Tokenizer, text: str) -> list[int]:
+    def _continued(self, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
         if not self.adds_space:
-            return _encoded(tokenizer, text)
-        anchor = _encoded(tokenizer, _ANCHOR)
-        return _encoded(tokenizer, _ANCHOR + text)[len(anchor) :]
-
-
-def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """As `PromptEncoder.encode`, for its reason: the text may be a long file."""
-    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return ids_of(tokenizer, text, add_special_tokens=False)
+        anchor = ids_of(tokenizer, _ANCHOR, add_special_tokens=False)
+        return ids_of(tokenizer, _ANCHOR + text, add_special_tokens=False)[len(anchor) :]
 
 
 def _ids_of(tokenizer: Tokenizer, names: tuple[str, ...]) -> list[int | None]:

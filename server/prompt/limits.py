@@ -82,9 +82,11 @@ def fit(
     max_kept = max(1, limit - (1 if wanted is None else wanted))
     num_kept, side = fields.truncate_prompt_tokens, fields.truncation_side
     kept = [truncated(prompt, num_kept, max_kept, side) for prompt in prompts]
+    # What is too long is not looked at any closer; an empty prompt is never too long.
+    max_tokens = tuple(_max_tokens(wanted, len(prompt), limit, param) for prompt in kept)
     for prompt in kept:
         check_prompt(prompt, vocab_size, param)
-    return tuple(kept), tuple(_max_tokens(wanted, len(prompt), limit, param) for prompt in kept)
+    return tuple(kept), max_tokens
 
 
 def truncated(

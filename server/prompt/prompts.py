@@ -46,9 +46,9 @@ async def completion_prompts(fields: CompletionRequest, model: ServedModel) -> P
     tokenized = await off_loop(partial(_encoded, fields, model.encoder), given, num_chars)
     for text, cut, ids in zip(fields.prompts, given, tokenized, strict=True):
         limits.check_cut(ids, model, "prompt", num_chars=len(text), num_kept=len(cut))
+    token_ids, max_tokens = limits.fit(tokenized, fields, model, "prompt")
     pieces = model.encoder.vocabulary.pieces
     are_whole = tuple(not any(i in pieces for i in prompt) for prompt in tokenized)
-    token_ids, max_tokens = limits.fit(tokenized, fields, model, "prompt")
     return Prompts(
         param="prompt",
         token_ids=token_ids,

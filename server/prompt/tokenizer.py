@@ -5,7 +5,6 @@
 and torch. Only a model without a tokenizer.json still needs its conversion.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,27 @@ from typing import Any
 from jinja2 import Template, TemplateError, meta
 from tokenizers import Tokenizer
 
-from penstock.engine.client import LoadFormat, load_dummy_tokenizer
+from penstock.engine.client import LoadFormat, load_dummy_tokenizer, read_model_object
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.prompt.infill import Infill
 from penstock.server.prompt.jinja_environment import RENDER_ERRORS, environment
 from penstock.server.prompt.sandboxed_template import TemplateFailed, render
+from penstock.server.prompt.tokenizing import ids_of
 from penstock.server.tools.prompting import Message
+
+# The bounds of the request's fields of these names, whose defaults they are.
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),
+    "repetition_penalty": (1e-6, 10),
+}
+_SPECIAL_TOKENS = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"),
+    *("cls_token", "mask_token"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +47,20 @@ class GenerationDefaults:
 
     @classmethod
     def load(cls, directory: Path) -> "GenerationDefaults":
-        """Raises InvalidConfig for a value of the wrong type."""
+        """Raises PenstockError for a value that a request could not have either."""
         path = directory / "generation_config.json"
-        values = _read_json(path)
-        for name in cls.__slots__:
-            kinds = int if name == "top_k" else (int, float)
-            value = values.get(name)
-            if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
-                raise InvalidConfig(f"{path}: {name!r} must be a number, not {value!r}")
-        return cls(**{name: values.get(name) for name in cls.__slots__})
+        values = read_model_object(path)
+        for name, (least, most) in _BOUNDS.items():
+            value, kinds = values.get(name), int if name == "top_k" else (int, float)
+            if value is None:
+                continue
+            is_number = isinstance(value, kinds) and not isinstance(value, bool)
+            if not (is_number and least <= value <= most):
+                kind = "an integer" if name == "top_k" else "a number"
+                raise InvalidConfig(
+                    f"{path}: {name!r} must be {kind} from {least:g} to {most:g}, not {value!r:.80}"
+                )
+        return cls(**{name: values.get(name) for name in _BOUNDS})
 
 
 class PromptEncoder:
@@ -71,10 +88,10 @@ class PromptEncoder:
         chat_template: Path | None,
         load_format: LoadFormat = LoadFormat.AUTO,
     ) -> "PromptEncoder":
-        """chat_template: a file to use in place of the model's own. Raises InvalidConfig."""
-        settings = _read_json(directory / "tokenizer_config.json")
+        """chat_template: a file to use in place of the model's own. Raises PenstockError."""
+        settings = read_model_object(directory / "tokenizer_config.json")
         source = _template_source(directory, settings, chat_template)
-        special_tokens = _special_tokens(settings)
+        special_tokens = _special_tokens(directory, settings)
         template = ChatTemplate(source, special_tokens) if source is not None else None
         return cls(_load_tokenizer(directory, load_format), template, special_tokens)
 
@@ -83,10 +100,9 @@ class PromptEncoder:
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """A plain text, with the special tokens (BOS) that the tokenizer puts around one."""
-        # It releases the interpreter lock: with `encode` all streams would wait for a long text.
-        encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return tuple(encodings[0].ids)
+        """A plain text, with the special tokens (BOS) that the tokenizer puts around one. Raises
+        InvalidRequest, as do all that encode."""
+        return ids_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     def encode_all(
         self, prompts: list[str | list[int]], *, add_special_tokens: bool = True
@@ -221,7 +237,10 @@ def _load_tokenizer(directory: Path, load_format: LoadFormat) -> Tokenizer:
         if path.is_file():
             return Tokenizer.from_file(str(path))
         return _convert_tokenizer(directory)
-    except Exception as error:  # tokenizers raises plain Exception, transformers many kinds
+    except BaseException as error:  # tokenizers raises plain Exception, transformers many kinds
+        is_panic = type(error).__name__ == "PanicException"  # of Rust, and no Exception
+        if not (is_panic or isinstance(error, Exception)):
+            raise
         raise InvalidConfig(f"{directory} has no tokenizer that can be read: {error}") from error
 
 
@@ -239,29 +258,33 @@ def _template_source(
 ) -> str | None:
     beside = directory / "chat_template.jinja"
     if override or beside.is_file():
-        return (override or beside).read_text(encoding="utf-8")
+        file = override or beside
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidConfig(f"the chat template {file} cannot be read: {error}") from error
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = next((t["template"] for t in template if t["name"] == "default"), None)
+    if isinstance(template, list) and all(isinstance(each, dict) for each in template):
+        # Several, by name.
+        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
+    if not (template is None or isinstance(template, str)):
+        raise InvalidConfig(
+            f"{directory / 'tokenizer_config.json'}: 'chat_template' must be a string, or a list "
+            f"of objects with a 'name' and a 'template', not {template!r:.80}"
+        )
     return template
 
 
-def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     """bos_token, eos_token ...: a string, or an object that holds one."""
     tokens = {}
     for name, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
+        elif name in _SPECIAL_TOKENS and value is not None:
+            raise InvalidConfig(
+                f"{directory / 'tokenizer_config.json'}: {name!r} must be a string, or an object "
+                f"whose 'content' is one, not {value!r:.80}"
+            )
     return tokens
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Raises InvalidConfig. A missing file is empty."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise InvalidConfig(f"{path} is not valid JSON: {error}") from error
-    return values if isinstance(values, dict) else {}

@@ -13,12 +13,18 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.protocol.structured_outputs import constraint_by_any_name
+from penstock.server.protocol.tool_specs import (
+    CustomSpec,
+    FunctionSpec,
+    InputFormat,
+    InputGrammar,
+)
 from penstock.server.protocol.tools import (
     AllowedTool,
     AllowedTools,
+    CalledCustom,
     CalledFunction,
     FunctionChoice,
-    FunctionSpec,
     NamedToolChoice,
     Tool,
     ToolCall,
@@ -36,8 +42,6 @@ MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
-# Ids of allowed_token_ids, or characters of bad_words, over all prompts: each is held for each.
-MAX_SAMPLING_LISTS = 1 << 20
 MAX_REQUEST_ID_CHARS = 128
 
 # Known but not supported: field -> the values that change nothing. OpenAI's first, then those that
@@ -75,7 +79,7 @@ _EXPECTED = {
 }
 _TOOL_MODELS = (
     *(Tool, FunctionSpec, NamedToolChoice, AllowedTools, AllowedTool, FunctionChoice),
-    *(ToolCall, CalledFunction),
+    *(ToolCall, CalledFunction, CalledCustom, CustomSpec, InputFormat, InputGrammar),
 )
 
 Probability = Annotated[float, Field(ge=0, le=1)]  # 0 keeps the best token alone
@@ -331,26 +335,12 @@ class CompletionRequest(GenerationFields):
         if len(self.prompts) > MAX_PROMPTS:
             message = f"prompt has {len(self.prompts)} prompts, more than the {MAX_PROMPTS} allowed"
             raise InvalidRequest(message, param="prompt")
-        self._check_lists(len(self.prompts))
         if not self.prompts or any(prompt == [] for prompt in self.prompts):
             raise InvalidRequest("prompt is empty; it needs at least one token", param="prompt")
         if any(isinstance(prompt, str) and "\0" in prompt for prompt in self.prompts):
             raise _nul("prompt")
         if self.suffix:
             self._check_suffix(self.suffix)
-
-    def _check_lists(self, num_prompts: int) -> None:
-        sizes = {
-            "bad_words": (self.num_bad_word_chars, "characters"),
-            "allowed_token_ids": (len(self.allowed_token_ids or ()), "ids"),
-        }
-        for param, (size, unit) in sizes.items():
-            if size * num_prompts > MAX_SAMPLING_LISTS:
-                message = (
-                    f"{param} has {size} {unit} for each of {num_prompts} prompts, more than "
-                    f"{MAX_SAMPLING_LISTS} in all; send fewer prompts at a time"
-                )
-                raise InvalidRequest(message, param=param)
 
     def _check_suffix(self, suffix: str) -> None:
         """Whether the model can fill in at all is known to server/prompt/infill.py."""
@@ -465,7 +455,7 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
     verbosity: Literal["low", "medium", "high"] | None = None
     thinking_token_budget: int | None = Field(None, ge=-1)  # vLLM's; -1: no limit
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=1024)] | None = None
     documents: list[dict[str, Any]] | None = None  # for templates that know them
     echo: bool | None = None
     include_reasoning: bool | None = None

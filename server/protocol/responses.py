@@ -77,11 +77,12 @@ _NEUTRAL_HERE: dict[str, tuple[object, ...]] = {
 # Run by OpenAI's own servers, or known to its models; Codex sends some with every request.
 _HOSTED_TOOLS = frozenset(
     (
-        *("web_search", "web_search_preview", "file_search", "code_interpreter", "mcp", "custom"),
+        *("web_search", "web_search_preview", "file_search", "code_interpreter", "mcp"),
         *("computer", "computer_use", "computer_use_preview", "image_generation", "tool_search"),
         *("local_shell", "shell", "apply_patch", "namespace"),
     )
 )
+_SERVED_TOOLS = ("function", "custom")
 _DATE = re.compile(r"_\d{4}_\d{2}_\d{2}$")
 # What a complaint about the chat completion is about here.
 _CHAT_TO_RESPONSES = {
@@ -93,7 +94,9 @@ _CHAT_TO_RESPONSES = {
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
     "tool_choice.allowed_tools.": "tool_choice.",
+    ".custom.format.grammar.": ".format.",
     ".function.": ".",
+    ".custom.": ".",
 }
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -133,7 +136,15 @@ class FunctionCall(Wire):
     arguments: str
 
 
-class FunctionCallOutput(Wire):
+class CustomToolCall(Wire):
+    call_id: str
+    name: str
+    input: str
+
+
+class CallOutput(Wire):
+    """Of a function or a custom tool."""
+
     call_id: str
     output: str | Annotated[list[InputPart], Field(fail_fast=True)]
 
@@ -199,14 +210,14 @@ class ResponsesRequest(TranslatedRequest):
             kind = str(tool.get("type"))[:64]
             if _DATE.sub("", kind) in _HOSTED_TOOLS:
                 report_unused(f"a tool of the type {kind}", "this server runs no tools")
-            elif kind != "function":
-                param = f"tools[{i}].type"
-                raise UnsupportedParameter(f"{param} {kind!r}", "send tools of the type function")
+            elif kind not in _SERVED_TOOLS:
+                param, hint = f"tools[{i}].type", "send tools of the types function and custom"
+                raise UnsupportedParameter(f"{param} {kind!r}", hint)
 
     @property
-    def functions(self) -> list[Item]:
+    def served_tools(self) -> list[Item]:
         """The tools that we can serve. Hosted ones are skipped: Codex always sends some."""
-        return [tool for tool in self.tools or () if tool.get("type") == "function"]
+        return [tool for tool in self.tools or () if tool.get("type") in _SERVED_TOOLS]
 
     def chat_fields(self, history: list[Item], items: list[Item]) -> dict[str, Any]:
         """As a chat completion has them. history: the items of the responses before this one.
@@ -224,8 +235,8 @@ class ResponsesRequest(TranslatedRequest):
             "top_logprobs": self.num_logprobs,
             "stream": self.stream,
         }
-        if self.functions:
-            fields["tools"] = [_chat_tool(tool) for tool in self.functions]
+        if self.served_tools:
+            fields["tools"] = [_chat_tool(tool) for tool in self.served_tools]
             fields["parallel_tool_calls"] = self.parallel_tool_calls
         fields["tool_choice"] = _chat_tool_choice(self.tool_choice)
         if self.reasoning and self.reasoning.effort:
@@ -256,7 +267,7 @@ def names_of_responses(
     fields: ResponsesRequest,
 ) -> contextlib.AbstractContextManager[None]:
     """Within it, errors of chat completions name the fields of this API."""
-    served = {id(tool) for tool in fields.functions}
+    served = {id(tool) for tool in fields.served_tools}
     indexes = [i for i, tool in enumerate(fields.tools or ()) if id(tool) in served]
     return renamed_errors(_CHAT_TO_RESPONSES, indexes)
 
@@ -299,11 +310,11 @@ def _add(messages: list[dict[str, Any]], item: Item, at: str) -> None:
         case "function_call":
             call = checked(FunctionCall, item, at)
             _check_arguments(call, at)
-            turn = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-            turn = turn or _turn(messages)
-            turn.setdefault("tool_calls", []).append(_chat_tool_call(call))
-        case "function_call_output":
-            output = checked(FunctionCallOutput, item, at)
+            _add_call(messages, _chat_tool_call(call))
+        case "custom_tool_call":
+            _add_call(messages, _chat_custom_call(checked(CustomToolCall, item, at)))
+        case "function_call_output" | "custom_tool_call_output":
+            output = checked(CallOutput, item, at)
             text = _text(output.output, f"{at}.output")
             messages.append({"role": "tool", "tool_call_id": output.call_id, "content": text})
         case "reasoning":
@@ -313,8 +324,14 @@ def _add(messages: list[dict[str, Any]], item: Item, at: str) -> None:
             before = turn.get("reasoning_content")
             turn["reasoning_content"] = f"{before}\n{text}" if before else text
         case other:
-            hint = "send messages, function_call and function_call_output items"
+            hint = "send messages, and calls of functions and custom tools with their outputs"
             raise UnsupportedParameter(f"{at}.type {str(other)[:64]!r}", hint)
+
+
+def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
+    turn = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    turn = turn or _turn(messages)
+    turn.setdefault("tool_calls", []).append(call)
 
 
 def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -363,20 +380,44 @@ def _chat_tool_call(call: FunctionCall) -> dict[str, Any]:
     return {"id": call.call_id, "type": "function", "function": function}
 
 
+def _chat_custom_call(call: CustomToolCall) -> dict[str, Any]:
+    custom = {"name": call.name, "input": call.input}
+    return {"id": call.call_id, "type": "custom", "custom": custom}
+
+
 def _chat_tool(tool: Item) -> dict[str, Any]:
+    if tool["type"] == "custom":
+        return {"type": "custom", "custom": _chat_custom(tool)}
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {k: tool[k] for k in names if tool.get(k) is not None}}
 
 
+def _chat_custom(tool: Item) -> Item:
+    """In a chat a grammar has an object of its own."""
+    custom = {k: tool[k] for k in ("name", "description", "format") if tool.get(k) is not None}
+    form = custom.get("format")
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        grammar = {k: form[k] for k in ("definition", "syntax") if k in form}
+        custom["format"] = {"type": "grammar", "grammar": grammar}
+    return custom
+
+
 def _chat_tool_choice(choice: str | Item | None) -> object:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") in _SERVED_TOOLS:
+        return _named(choice)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         return _chat_allowed_tools(choice)
     if isinstance(choice, dict):
         kind = str(choice.get("type"))[:64]
-        raise UnsupportedParameter(f"tool_choice.type {kind!r}", "name a function")
+        raise UnsupportedParameter(f"tool_choice.type {kind!r}", "name a function or custom tool")
     return choice
+
+
+def _named(tool: Item) -> Item:
+    """A tool by its type and name, as a chat has it."""
+    kind = tool.get("type")
+    what = "custom" if kind == "custom" else "function"
+    return {"type": kind, what: {"name": tool.get("name")}}
 
 
 def _chat_allowed_tools(choice: Item) -> Item:
@@ -384,11 +425,8 @@ def _chat_allowed_tools(choice: Item) -> Item:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         param = "tool_choice.tools"
         raise InvalidRequest(f"{param} must be a list of tools, by type and name", param=param)
-    allowed = [{"type": tool.get("type"), "function": {"name": tool.get("name")}} for tool in tools]
-    return {
-        "type": "allowed_tools",
-        "allowed_tools": {"mode": choice.get("mode"), "tools": allowed},
-    }
+    allowed = {"mode": choice.get("mode"), "tools": list(map(_named, tools))}
+    return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
 def _chat_format(form: dict[str, Any]) -> dict[str, Any]:

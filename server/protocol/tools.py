@@ -1,95 +1,131 @@
-"""What a chat request says of functions that the model may call, as it comes over the wire."""
+"""What a chat request says of tools that the model may call, as it comes over the wire."""
 
 import json
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, PrivateAttr, TypeAdapter, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.protocol.tool_specs import (
+    INPUT,
+    CustomFunction,
+    CustomSpec,
+    FunctionSpec,
+    StrictWire,
+)
 
 MAX_TOOLS = 128
 # A model that never stops calling would call until its context is full.
 MAX_REQUIRED_CALLS = 16
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-class FunctionSpec(_Strict):
-    """parameters: a JSON schema of the arguments; None for a function without any."""
-
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(_Strict):
+class Tool(StrictWire):
     type: str
     function: FunctionSpec | None = None
+    custom: CustomSpec | None = None
 
-    def checked(self, param: str) -> FunctionSpec:
-        if self.type != "function":
-            hint = 'this server supports tools of the type "function"'
-            raise UnsupportedParameter(f"{param}.type {self.type!r}", hint)
-        if self.function is None:
-            raise InvalidRequest(f"{param}.function is missing", param=f"{param}.function")
+    @cached_property
+    def spec(self) -> FunctionSpec | None:
+        """As the model sees it."""
+        if self.type == "custom":
+            return self.custom.as_function() if self.custom else None
         return self.function
 
+    def checked(self, param: str) -> FunctionSpec:
+        if self.type not in _TYPES:
+            hint = 'this server supports tools of the types "function" and "custom"'
+            raise UnsupportedParameter(f"{param}.type {self.type!r}", hint)
+        if self.spec is None:
+            raise InvalidRequest(f"{param}.{self.type} is missing", param=f"{param}.{self.type}")
+        if self.custom:
+            self.custom.check(f"{param}.custom")
+        return self.spec
 
-class FunctionChoice(_Strict):
+
+_TYPES = ("function", "custom")
+
+
+class FunctionChoice(StrictWire):
     name: str
 
 
-class AllowedTool(_Strict):
-    type: Literal["function"] = "function"
-    function: FunctionChoice
+class AllowedTool(StrictWire):
+    type: Literal["function", "custom"] = "function"
+    function: FunctionChoice | None = None
+    custom: FunctionChoice | None = None
+
+    @property
+    def name(self) -> str | None:
+        choice = self.custom if self.type == "custom" else self.function
+        return choice.name if choice else None
 
 
-class AllowedTools(_Strict):
+class AllowedTools(StrictWire):
     mode: Literal["auto", "required"]
     tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class NamedToolChoice(_Strict):
-    """The function that is to be called, or those of which the model may choose."""
+class NamedToolChoice(StrictWire):
+    """The tool that is to be called, or those of which the model may choose."""
 
     type: str
     function: FunctionChoice | None = None
+    custom: FunctionChoice | None = None
     allowed_tools: AllowedTools | None = None
+
+    @property
+    def name(self) -> str | None:
+        choice = self.custom if self.type == "custom" else self.function
+        return choice.name if choice else None
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
-class CalledFunction(_Strict):
+class CalledFunction(StrictWire):
     name: str
     arguments: str
 
 
-class ToolCall(_Strict):
+class CalledCustom(StrictWire):
+    name: str
+    input: str
+
+
+class ToolCall(StrictWire):
     """A call that the assistant made earlier in the conversation."""
 
     id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
 
 
 def call_for_template(call: ToolCall, param: str) -> dict[str, Any]:
     """With the arguments as an object, as Hugging Face's templates want them."""
-    field = f"{param}.function.arguments"
+    called = call.custom if call.type == "custom" else call.function
+    if called is None:
+        field = f"{param}.{call.type}"
+        code = "missing_required_parameter"
+        raise InvalidRequest(f"{field} is missing", param=field, code=code)
+    if isinstance(called, CalledCustom):
+        arguments: dict[str, Any] = {INPUT: called.input}
+    else:
+        arguments = _arguments_of(called, f"{param}.function.arguments")
+    function = {"name": called.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _arguments_of(called: CalledFunction, field: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        arguments = json.loads(called.arguments or "{}")
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{field} is not valid JSON: {error}", param=field) from error
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{field} must contain a JSON object", param=field)
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": call.type, "function": function}
+    return arguments
 
 
 _TOOLS = TypeAdapter(Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)])
@@ -146,13 +182,13 @@ class ToolFields(BaseModel):
 
     @cached_property
     def usable_tools(self) -> list[Tool]:
-        """Those that the prompt shows to the model: only functions that it may call."""
+        """Those that the prompt shows to the model: only tools that it may call."""
         if self.tool_choice == "none":
             return []
         if not self._allowed:
             return self.tools or []
-        names = {tool.function.name for tool in self._allowed.tools}
-        return [t for t in self.tools or () if t.function and t.function.name in names]
+        names = {tool.name for tool in self._allowed.tools}
+        return [t for t in self.tools or () if t.spec and t.spec.name in names]
 
     @cached_property
     def _allowed(self) -> AllowedTools | None:
@@ -163,14 +199,26 @@ class ToolFields(BaseModel):
 
     @cached_property
     def functions(self) -> list[FunctionSpec]:
-        return [tool.function for tool in self.usable_tools if tool.function]
+        """Custom tools too, as the model sees them."""
+        return [tool.spec for tool in self.usable_tools if tool.spec]
+
+    @cached_property
+    def custom_names(self) -> frozenset[str]:
+        return frozenset(f.name for f in self.functions if isinstance(f, CustomFunction))
+
+    @cached_property
+    def raw_call(self) -> CustomFunction | None:
+        """The tool whose input is the whole answer: the only one that can be called, if its input
+        has a Lark grammar, which could not be enforced within a string of JSON."""
+        only = self.to_call[0] if self.must_call and len(self.to_call) == 1 else None
+        return only if isinstance(only, CustomFunction) and only.lark is not None else None
 
     @cached_property
     def named_function(self) -> FunctionSpec | None:
         """The one that must be called, where the client names one."""
-        if not isinstance(self.tool_choice, NamedToolChoice) or not self.tool_choice.function:
+        if not isinstance(self.tool_choice, NamedToolChoice) or not self.tool_choice.name:
             return None
-        name = self.tool_choice.function.name
+        name = self.tool_choice.name
         return next((f for f in self.functions if f.name == name), None)
 
     @cached_property
@@ -191,36 +239,39 @@ class ToolFields(BaseModel):
 
     def check_tools(self) -> None:
         """Raises InvalidRequest."""
-        names = [tool.checked(f"tools[{i}]").name for i, tool in enumerate(self.tools or ())]
-        for i, name in enumerate(names):
-            if name in names[:i]:
+        names: dict[str, str] = {}
+        for i, tool in enumerate(self.tools or ()):
+            name = tool.checked(f"tools[{i}]").name
+            if name in names:
                 message = f"tools has two functions with the name {name!r}; give each its own"
-                raise InvalidRequest(message, param=f"tools[{i}].function.name")
+                raise InvalidRequest(message, param=f"tools[{i}].{tool.type}.name")
+            names[name] = tool.type
         if not names and self.tool_choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice requires tools", param="tool_choice")
         if isinstance(self.tool_choice, NamedToolChoice):
             self._check_named(self.tool_choice, names)
 
     @staticmethod
-    def _check_named(choice: NamedToolChoice, names: list[str]) -> None:
+    def _check_named(choice: NamedToolChoice, names: Mapping[str, str]) -> None:
+        """names: of the tools, and the type of each."""
         if choice.type == "allowed_tools":
             ToolFields._check_allowed(choice.allowed_tools, names)
             return
-        if choice.type != "function":
-            hint = 'name one function, or use "none", "auto" or "required"'
+        if choice.type not in _TYPES:
+            hint = 'name one tool, or use "none", "auto" or "required"'
             raise UnsupportedParameter(f"tool_choice.type {choice.type!r}", hint)
-        name = choice.function.name if choice.function else None
-        if name not in names:
-            message = f"tool_choice names the function {name!r}, which is not among tools"
-            raise InvalidRequest(message, param="tool_choice.function.name")
+        name, what = choice.name, "function" if choice.type == "function" else "custom tool"
+        if name is None or names.get(name) != choice.type:
+            message = f"tool_choice names the {what} {name!r}, which is not among tools"
+            raise InvalidRequest(message, param=f"tool_choice.{choice.type}.name")
 
     @staticmethod
-    def _check_allowed(allowed: AllowedTools | None, names: list[str]) -> None:
+    def _check_allowed(allowed: AllowedTools | None, names: Mapping[str, str]) -> None:
         at = "tool_choice.allowed_tools"
         if allowed is None:
             raise InvalidRequest(f"{at} is missing; it holds mode and tools", param=at)
         for i, tool in enumerate(allowed.tools):
-            if tool.function.name not in names:
-                param = f"{at}.tools[{i}].function.name"
-                message = f"{param} is {tool.function.name!r}, which is not among tools"
+            if tool.name is None or names.get(tool.name) != tool.type:
+                param = f"{at}.tools[{i}].{tool.type}.name"
+                message = f"{param} is {tool.name!r}, which is not among tools"
                 raise InvalidRequest(message, param=param)

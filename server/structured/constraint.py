@@ -77,12 +77,16 @@ def regex_grammar(regex: str) -> str:
 
     Raises ValueError.
     """
-    regex = regex.removeprefix("^")
-    num_backslashes = len(regex[:-1]) - len(regex[:-1].rstrip("\\"))
-    if regex.endswith("$") and num_backslashes % 2 == 0:
-        regex = regex[:-1]
+    regex = without_anchors(regex)
     check_regex(regex)
     return LLMatcher.grammar_from_regex(regex)
+
+
+def without_anchors(regex: str) -> str:
+    regex = regex.removeprefix("^")
+    num_backslashes = len(regex[:-1]) - len(regex[:-1].rstrip("\\"))
+    has_end = regex.endswith("$") and num_backslashes % 2 == 0
+    return regex[:-1] if has_end else regex
 
 
 def choice_grammar(choices: list[str]) -> str:
@@ -105,6 +109,16 @@ def gbnf_grammar(text: str) -> str:
         raise ValueError(str(error)) from error
     check_lark(lark)
     return LLMatcher.grammar_from_lark(lark)
+
+
+def lark_grammar(text: str) -> str:
+    """Raises ValueError."""
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise ValueError(
+            f"it has {len(text)} characters, more than the {MAX_GRAMMAR_CHARS} allowed"
+        )
+    check_lark(text)
+    return LLMatcher.grammar_from_lark(text)
 
 
 def structural_tag_grammar(value: dict[str, Any] | str) -> str:
@@ -159,13 +173,13 @@ def constraint_of(
     return found[0] if found else None
 
 
-async def check_grammar(checker: GrammarChecker, grammar: str, param: str) -> int:
-    """Compiles it in another process; returns the bytes that the compiled grammar takes. Raises
-    InvalidRequest and GrammarQueueFull."""
+async def check_grammar(checker: GrammarChecker, grammar: str, param: str, client: str) -> int:
+    """Compiles it in another process; returns the bytes that the compiled grammar takes. client:
+    see `GrammarChecker.check`. Raises InvalidRequest and GrammarQueueFull."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         _refuse(param, f"it has more than {MAX_GRAMMAR_CHARS} characters")
     try:
-        return await checker.check(grammar)
+        return await checker.check(grammar, client)
     except BadGrammar as error:
         _refuse(param, str(error))
 

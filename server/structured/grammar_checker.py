@@ -2,7 +2,8 @@
 
 A grammar can take all memory or overflow the stack, whatever its text looks like, and neither the
 server nor the engine would survive it. So a few processes (checker_process.py) try each one first.
-They start when the first grammars come. A verdict is cached, so a grammar is tried once.
+They start when the first grammars come. A verdict is cached, so a grammar is tried once. Clients
+take turns, so that one with many grammars does not keep the processes from the others.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from penstock.engine.client import BadGrammar, LoadFormat, ModelInfo
 from penstock.server.errors import GrammarQueueFull
+from penstock.server.structured.fair_turns import FairTurns, NoTurn
 
 logger = logging.getLogger("penstock")
 
@@ -58,18 +60,18 @@ class GrammarChecker:
             }
         )
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
-        self._turns = asyncio.Semaphore(NUM_PROCESSES)
-        self._num_waiting = 0
+        self._turns = FairTurns(NUM_PROCESSES, max_waiting=MAX_WAITING, max_wait_s=MAX_WAIT_S)
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
         self._checks: set[asyncio.Task[_Verdict]] = set()
 
-    async def check(self, grammar: str) -> int:
-        """The bytes that it takes once it is compiled. Raises BadGrammar and GrammarQueueFull."""
+    async def check(self, grammar: str, client: str = "") -> int:
+        """The bytes that it takes once it is compiled. client: whose turn it takes. Raises
+        BadGrammar and GrammarQueueFull."""
         digest = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
         verdict = self._verdicts.get(digest)
         if verdict is None:
-            await self._wait_for_turn()
+            await self._take_turn(client)
             # A client that disconnects ends the waiting, not the check, whose process is in use.
             check = asyncio.create_task(self._check(grammar, digest))
             self._checks.add(check)
@@ -86,19 +88,11 @@ class GrammarChecker:
             process.kill()
         await asyncio.gather(*(process.wait() for process in self._all))
 
-    async def _wait_for_turn(self) -> None:
-        if not self._turns.locked():
-            await self._turns.acquire()  # at once, so it does not count as waiting
-            return
-        if self._num_waiting >= MAX_WAITING:
-            raise GrammarQueueFull
-        self._num_waiting += 1
+    async def _take_turn(self, client: str) -> None:
         try:
-            await asyncio.wait_for(self._turns.acquire(), MAX_WAIT_S)
-        except TimeoutError as error:
+            await self._turns.take(client)
+        except NoTurn as error:
             raise GrammarQueueFull from error
-        finally:
-            self._num_waiting -= 1
 
     async def _check(self, grammar: str, digest: bytes) -> _Verdict:
         try:
@@ -110,7 +104,7 @@ class GrammarChecker:
                     self._verdicts.popitem(last=False)
             return verdict
         finally:
-            self._turns.release()
+            self._turns.give_back()
 
     async def _tried(self, grammar: str) -> _Verdict:
         self._idle = [process for process in self._idle if process.is_alive]

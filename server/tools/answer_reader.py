@@ -5,9 +5,11 @@ from typing import Any
 from penstock.server.output.parts import AnswerReader, Part, TextPart
 from penstock.server.output.reasoning import ReasoningSplitter, ReasoningState
 from penstock.server.protocol.openai import ChatCompletionRequest
-from penstock.server.protocol.tools import FunctionSpec, ToolFields
+from penstock.server.protocol.tool_specs import FunctionSpec
+from penstock.server.protocol.tools import ToolFields
 from penstock.server.tools.call_grammar import uses_native_format
 from penstock.server.tools.chat_format import ChatFormat
+from penstock.server.tools.custom_input import CustomInputs
 from penstock.server.tools.parsers import (
     JsonParser,
     NamedCallParser,
@@ -18,15 +20,20 @@ from penstock.server.tools.parsers import (
 
 
 class ChatAnswerReader:
-    """The `AnswerReader` of a chat answer. Without a call parser all but reasoning is text."""
+    """The `AnswerReader` of a chat answer. Without a call parser all but reasoning is text.
+
+    custom_inputs: if there are custom tools, and their inputs are written as JSON.
+    """
 
     def __init__(
         self,
         splitter: ReasoningSplitter | None,
         calls: ToolParser | NamedCallParser | None,
+        custom_inputs: CustomInputs | None = None,
     ) -> None:
         self._splitter = splitter
         self._calls = calls
+        self._custom_inputs = custom_inputs
 
     @property
     def is_thinking(self) -> bool:
@@ -47,7 +54,8 @@ class ChatAnswerReader:
 
     def end(self) -> list[Part]:
         parts = self._with_calls(self._splitter.end() if self._splitter else [])
-        return parts + (self._calls.end() if self._calls else [])
+        parts += self._with_inputs(self._calls.end()) if self._calls else []
+        return parts + (self._custom_inputs.end() if self._custom_inputs else [])
 
     def _with_calls(self, parts: list[Part]) -> list[Part]:
         if self._calls is None:
@@ -55,7 +63,10 @@ class ChatAnswerReader:
         with_calls: list[Part] = []
         for part in parts:
             with_calls += self._calls.feed(part.text) if isinstance(part, TextPart) else [part]
-        return with_calls
+        return self._with_inputs(with_calls)
+
+    def _with_inputs(self, parts: list[Part]) -> list[Part]:
+        return self._custom_inputs.of(parts) if self._custom_inputs else parts
 
 
 def make_splitter(reasoning: ReasoningState | None) -> ReasoningSplitter | None:
@@ -68,12 +79,15 @@ def make_reader(
     fields: ChatCompletionRequest, form: ChatFormat, splitter: ReasoningSplitter | None
 ) -> AnswerReader | None:
     """The reader of one answer; None if all of it is plain text."""
+    if fields.raw_call:
+        return ChatAnswerReader(splitter, NamedCallParser(fields.raw_call.name, is_custom=True))
+    inputs = CustomInputs(fields.custom_names) if fields.custom_names else None
     if fields.must_call or (fields.functions and fields.constraint):
-        return ChatAnswerReader(splitter, _enforced_parser(fields, form.tools))
+        return ChatAnswerReader(splitter, _enforced_parser(fields, form.tools), inputs)
     calls = None
     if fields.functions and form.tools:
         calls = _parser(form.tools, fields.functions, fields.parallel_tool_calls)
-    return ChatAnswerReader(splitter, calls) if splitter or calls else None
+    return ChatAnswerReader(splitter, calls, inputs) if splitter or calls else None
 
 
 def _enforced_parser(fields: ToolFields, form: ToolFormat | None) -> ToolParser | NamedCallParser:

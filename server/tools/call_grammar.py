@@ -5,8 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.server.errors import InvalidRequest
-from penstock.server.protocol.tools import FunctionSpec, ToolFields
-from penstock.server.structured.constraint import grammar_of_schema, json_schema_grammar
+from penstock.server.protocol.tool_specs import FunctionSpec
+from penstock.server.protocol.tools import ToolFields
+from penstock.server.structured.constraint import (
+    grammar_of_schema,
+    json_schema_grammar,
+    lark_grammar,
+)
 from penstock.server.structured.lark import nested
 from penstock.server.structured.limits import check_schema
 from penstock.server.tools.native_grammar import (
@@ -25,6 +30,8 @@ def call_grammar(fields: ToolFields, form: ToolFormat | None, special: Mapping[s
     the special tokens that spell markup.
     """
     try:
+        if fields.raw_call and fields.raw_call.lark is not None:
+            return lark_grammar(fields.raw_call.lark)
         for function in fields.functions:
             check_schema(function.parameters or {})
         if form and uses_native_format(form, fields):

@@ -12,7 +12,8 @@ from typing import Any
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.protocol.openai import ChatCompletionRequest
-from penstock.server.protocol.tools import FunctionSpec, Tool
+from penstock.server.protocol.tool_specs import CustomFunction, FunctionSpec
+from penstock.server.protocol.tools import Tool
 from penstock.server.tools.chat_format import ChatFormat
 
 # A message of a conversation, as chat templates know it.
@@ -27,8 +28,15 @@ answer in plain words."""
 
 
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
-    """The variable `tools` of chat templates: the tools as sent by the client."""
-    return [tool.model_dump(exclude_unset=True) for tool in tools]
+    """The variable `tools` of chat templates: the tools as sent by the client, custom ones as the
+    functions that they are to the model."""
+    return [_for_template(tool) for tool in tools]
+
+
+def _for_template(tool: Tool) -> dict[str, Any]:
+    if isinstance(tool.spec, CustomFunction):
+        return {"type": "function", "function": tool.spec.model_dump(exclude_unset=True)}
+    return tool.model_dump(exclude_unset=True)
 
 
 def with_string_arguments(messages: list[Message]) -> list[Message]:

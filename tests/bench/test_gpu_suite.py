@@ -12,61 +12,76 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from tests.bench.engine.__main__ import main as bench
 from tests.bench.gpu.goals import GOALS, LLAMA, SMALL, table, verdicts, with_shares
-from tests.bench.gpu.suite import PARTS, Suite, main
-
-
-def _suite(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Exit status, the JSON file, and what it printed."""
-    out = tmp_path / "results" / "suite.json"
-    command = [
-        sys.executable,
-        "-m",
-        "tests.bench.gpu.suite",
-        "--tiny",
-        "--out",
-        str(out),
-        *arguments,
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert out.exists(), ended.stderr
-    return ended.returncode, json.loads(out.read_text()), ended.stdout
+from tests.bench.gpu.parts import Run
+from tests.bench.gpu.record import Record
+from tests.bench.gpu.suite import main
 
 
 def test_each_goal_is_reported_and_a_failing_part_ends_no_other(tmp_path: Path) -> None:
-    missing = tmp_path / "nothing"
-    status, result, printed = _suite(
-        tmp_path, "--parts", "small", "attention", "device", "--flash-attn-3", str(missing)
-    )
-    assert status == 1
-    assert list(result["seconds"]) == ["device", "attention", "small"]  # by importance
-    messages = [failure["message"] for failure in result["failures"]]
-    assert len(messages) == 2 and all(str(missing) in message for message in messages)
-    assert "2 failures" in printed
-    right = [row for row in result["rows"] if row.get("is_right")]
-    assert {"rms_norm", "sample", "gather_decodes"} <= {row["kernel"] for row in right}
-    assert all(row["of_copy"] > 0 for row in right)
-    assert all(f"{goal.what} " in printed for goal in GOALS)
-    assert {goal["is"] for goal in result["goals"]} == {"not measured"}
+    out, missing = tmp_path / "results", tmp_path / "nothing"
+    command = [sys.executable, "-m", "tests.bench.gpu.suite", "--tiny", "--out", str(out)]
+    command += ["--parts", "tables,decode-attention", "device", "--flash-attn-3", str(missing)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 1, ended.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert list(summary["seconds"]) == ["device", "decode-attention", "tables"]  # by importance
+    (failure,) = summary["failures"]
+    assert failure["of"] == "decode-attention" and str(missing) in failure["message"]
+    assert "1 failures" in ended.stdout
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    right = {row["kernel"] for row in rows if row.get("is_right")}
+    assert {"gather_decodes", "gather_chunks"} <= right
+    assert "of_copy" in (out / "summary.txt").read_text()
+    assert all(f"{goal.what} " in ended.stdout for goal in GOALS)
+    assert {goal["is"] for goal in summary["goals"]} == {"not measured"}
+
+
+def _bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert bench([*arguments, "--tiny"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
 
 
 def test_steps_are_timed_and_points_that_do_not_fit_are_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert bench(["steps", SMALL, "--tiny"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
+    rows = _bench(capsys, "steps", SMALL)
     points = [row for row in rows if row["part"] == "decode"]
     skipped = [row for row in points if "skipped" in row]
     assert len(points) == 2 and len(skipped) == 1
     assert all(row in skipped or row["tpot_ms"] > 0 for row in points)
-    assert next(row for row in rows if row["part"] == "ttft")["ttft_ms"] > 0
-    assert next(row for row in rows if row["part"] == "overlap")["one_by_one_ms"] > 0
+
+
+def test_the_points_that_goals_name_are_timed_alone_and_say_how_kernels_were_launched(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = _bench(capsys, "steps", SMALL, "--points", "goals", "--enforce-eager")
+    assert [row["part"] for row in rows] == ["load", "ttft", "decode"]
+    assert rows[0]["graphs"] is False and rows[0]["overlaps"] is False
+    assert rows[1]["ttft_ms"] > 0 and rows[2]["tpot_ms"] > 0
+
+
+def test_overlap_is_timed_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = _bench(capsys, "steps", SMALL, "--points", "overlap")
+    assert [row["part"] for row in rows] == ["load", "overlap"]
+    assert rows[1]["one_by_one_ms"] > 0
+
+
+def test_tiles_of_the_linear_kernel_are_compared_with_torch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = _bench(capsys, "linear-tiles")
+    (choice,) = [row for row in rows if row["part"] == "linear choice"]
+    tiles = [row for row in rows if row["part"] == "linear tile"]
+    assert len(tiles) == 2 * 4 and all(row["is_right"] for row in tiles)
+    assert choice["measured"] == 2 and choice["us"] <= choice["present_us"]
+    assert choice["tile"] in [row["tile"] for row in tiles]
+    assert choice["is_faster_than_torch"] == (choice["us"] < choice["torch_us"])
 
 
 def test_when_the_time_is_used_up_the_rest_is_noted_as_not_run(tmp_path: Path) -> None:
-    out = tmp_path / "suite.json"
-    assert main(["--tiny", "--minutes", "0", "--out", str(out)]) == 1
-    failures = json.loads(out.read_text())["failures"]
-    assert [failure["part"] for failure in failures] == [part.name for part in PARTS]
+    assert main(["--tiny", "--minutes", "0", "--out", str(tmp_path), "--parts", "http,device"]) == 1
+    failures = json.loads((tmp_path / "summary.json").read_text())["failures"]
+    assert [failure["of"] for failure in failures] == ["device", "http"]
     assert all("--minutes" in failure["message"] for failure in failures)
 
 
@@ -74,13 +89,13 @@ def test_an_unknown_part_is_refused_with_the_known_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--parts", "everything"]) == 2
-    assert "choose from device, steps-llama" in capsys.readouterr().err
+    assert "choose from probe, tests, compile" in capsys.readouterr().err
 
 
 def test_a_kernel_that_is_wrong_is_a_failure(tmp_path: Path) -> None:
-    suite = Suite(tiny=True, flash_attn_3=None, ends_s=0.0)
-    suite.note({"part": "kernel", "kernel": "embed", "error": 0.5, "is_right": False})
-    assert "kernel=embed, error=0.5" in suite.failures[0]["message"]
+    run = Run(Record(tmp_path), part="small")
+    run.note({"part": "kernel", "kernel": "embed", "error": 0.5, "is_right": False})
+    assert "kernel=embed, error=0.5" in run.record.failures()[0]["message"]
 
 
 def test_a_goal_is_met_on_its_own_side_of_the_limit() -> None:

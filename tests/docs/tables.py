@@ -27,7 +27,7 @@ class BadMarks(PenstockError):
 
 def flags() -> str:
     """All flags of `penstock serve`, a table for each group of its help."""
-    from penstock.server.cli import add_serve_flags
+    from penstock.server.serve_flags import add_serve_flags
 
     parser = argparse.ArgumentParser()
     add_serve_flags(parser)

@@ -32,6 +32,14 @@ def test_llama_is_as_large_as_its_card_says(sizing: Sizing) -> None:
     assert sizing.token_bytes == 2 * 32 * 8 * 128 * 2  # K and V, layers, heads, width, bfloat16
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [("half", 1), ("float16", 1), ("float", 2)])
+def test_another_type_takes_the_bytes_of_its_size(
+    dtype: str, factor: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(LLAMA), "--device", "H100", "--memory-gb", "80", "--dtype", dtype]) == 0
+    assert f"| {16.060522496 * factor:.1f} GB | {131_072 * factor:,} |" in capsys.readouterr().out
+
+
 def test_the_kv_cache_gets_the_memory_that_is_left(sizing: Sizing) -> None:
     left = 72 * GB - 2 * 8_030_261_248 - OTHER_BYTES
     assert sizing.kv_tokens == left // 131_072

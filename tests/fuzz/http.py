@@ -61,7 +61,7 @@ def request_bytes(rng: random.Random) -> bytes:
     seeds = SEEDS.get(path, [{}])
     body = json.dumps({"model": MODEL} | rng.choice(seeds)).encode()
     method = "POST" if path in SEEDS and rng.random() < 0.7 else rng.choice(_METHODS)
-    headers = ["Host: x", f"Content-Length: {len(body)}"]
+    headers = ["Host: localhost", f"Content-Length: {len(body)}"]
     for _ in range(rng.choice((0, 0, 1, 2))):
         headers.insert(rng.randrange(len(headers) + 1), rng.choice(_HEADERS))
     version = rng.choice(("HTTP/1.1",) * 8 + ("HTTP/1.0", "HTTP/2", "HTTP/9.9", ""))

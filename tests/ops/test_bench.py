@@ -99,6 +99,12 @@ def new_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewPage]:
         yield new_page
 
 
+_DARK = {"name": "prefers-color-scheme", "value": "dark"}
+# Smaller, and nobody reads it.
+_SMALL = """[...document.querySelectorAll('svg text')].filter(t =>
+  t.getBoundingClientRect().height < 9).map(t => t.textContent)"""
+
+
 async def refuse(exchange: Exchange) -> None:
     await exchange.head("500 Internal Server Error", "Content-Length: 2")
     await exchange.write(b"no")
@@ -107,7 +113,10 @@ async def refuse(exchange: Exchange) -> None:
 def reports(folder: Path) -> dict[str, Path]:
     """One report of each kind."""
     common = ["--random-input-len", "8", "--json"]
-    paths = {name: folder / f"{name}.html" for name in ("many", "one", "token", "sweep", "failed")}
+    paths = {
+        name: folder / f"{name}.html"
+        for name in ("many", "one", "token", "sweep", "failed", "compared")
+    }
     with running_server("--scripted-step-ms", "10", "--max-num-seqs", "4") as server:
         many = ["--num-prompts", "60", "--request-rate", "40"]
         sweep = [
@@ -119,6 +128,11 @@ def reports(folder: Path) -> dict[str, Path]:
             "--sweep-precision",
             "0.5",
         ]
+        compared = [str(folder / f"{number}.json") for number in range(2)]
+        for saved in compared:
+            few = [*many, "--random-output-len", "20", "--save-result", "--result-filename", saved]
+            main(["--base-url", server.url, *common, *few])
+        main(["compare", *compared, "--html", str(paths["compared"])])
         for name, flags in {
             "many": [*many, "--random-output-len", "20"],
             "one": ["--num-prompts", "1", "--random-output-len", "20"],
@@ -141,9 +155,14 @@ def test_every_kind_of_report_is_readable_in_a_browser(new_page: NewPage, tmp_pa
             assert page.js("document.querySelectorAll('svg').length") >= 2, name
             assert page.js(_OVERLAPS) == [], (name, width)
             assert page.js(_EMPTY) == [], (name, width)
+            assert page.js(_SMALL) == [], (name, width)
             assert page.js("document.documentElement.scrollWidth <= innerWidth"), (name, width)
+        page.call("Emulation.setEmulatedMedia", media="print", features=[_DARK])
+        assert page.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        page.call("Emulation.setEmulatedMedia", media="", features=[])
         ink = page.js("getComputedStyle(document.body).color")
         page.emulate(width=1340, height=900, scheme="dark")
         assert page.js("getComputedStyle(document.body).color") != ink
         assert {url.partition(":")[0] for url in page.urls()} <= {"file", "data"}
-    assert "9 failed: HTTP 500: no" in page.text()
+        if name == "failed":
+            assert "9 failed: HTTP 500: no" in page.text()

@@ -10,15 +10,25 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import Page, running_browser
+from tests.support.chat_page import (
+    DESKTOP,
+    PHONE,
+    NewPage,
+    choose,
+    finished,
+    last_request,
+    opened,
+    questions,
+    send,
+    show_settings,
+    use,
+)
 from tests.support.load import load_on
 from tests.support.serving import RunningServer, running_server, wait_until
 
 KEY = "a-key-of-ours"
-_DESKTOP, _PHONE = (1440, 900), (360, 740)
 # SCREENSHOTS=folder keeps screenshots.
 _SCREENSHOTS = os.environ.get("SCREENSHOTS")
-
-NewPage = Callable[[], Page]
 
 
 @pytest.fixture(scope="module")
@@ -53,35 +63,6 @@ def page(demo: RunningServer, new_page: NewPage) -> Iterator[Page]:
     assert all(url.startswith(demo.url + "/") for url in page.urls())
 
 
-def opened(page: Page, url: str, size: tuple[int, int] = _DESKTOP) -> Page:
-    page.emulate(width=size[0], height=size[1])
-    page.open(url)
-    page.wait("document.querySelector('#state').dataset.state === 'ready'")
-    return page
-
-
-def send(page: Page, question: str) -> None:
-    page.write("#prompt", question)
-    page.press("Enter")
-
-
-def finished(page: Page, num_answers: int = 1) -> None:
-    page.wait(f"document.querySelectorAll('.tools').length === {num_answers}")
-    page.wait("!document.querySelector('#send').hidden")
-
-
-def show_settings(page: Page) -> None:
-    page.click("#settings-open")
-    page.wait("!document.querySelector('#settings').hidden")
-
-
-def last_request(page: Page) -> dict[str, object]:
-    """The body in the curl command of the last output."""
-    line: str = page.js("[...document.querySelectorAll('.curl pre')].at(-1).textContent")
-    body: dict[str, object] = json.loads(line.partition("-d '")[2][:-1].replace("'\\''", "'"))
-    return body
-
-
 def screenshot(page: Page, name: str) -> None:
     if _SCREENSHOTS:
         page.screenshot(Path(_SCREENSHOTS) / f"{name}.png")
@@ -97,9 +78,9 @@ def test_an_output_has_timings_and_the_chat_continues(page: Page) -> None:
     )
     send(page, "What is continuous batching?")
     finished(page, 2)
-    roles = [message["role"] for message in last_request(page)["messages"]]  # type: ignore[attr-defined]
+    roles = [message["role"] for message in last_request(page)["messages"]]
     assert roles == ["user", "assistant", "user"]
-    page.click("#clear")
+    page.click("#new")
     page.wait("!document.querySelector('article') && !document.querySelector('#welcome').hidden")
 
 
@@ -118,7 +99,7 @@ def test_an_output_streams_and_escape_or_the_button_stops_it(
     slow: RunningServer, new_page: NewPage
 ) -> None:
     page = opened(new_page(), slow.url)
-    length = "document.querySelector('article:last-of-type .content').textContent.length"
+    length = "document.querySelector('article:last-of-type .content')?.textContent.length"
     stops: list[Callable[[], None]] = [
         lambda: page.press("Escape"),
         lambda: page.click("#stop-answer"),
@@ -156,17 +137,19 @@ def test_settings_are_sent_and_empty_ones_are_not(page: Page) -> None:
 
 def test_a_schema_gives_json_and_an_invalid_one_an_error(page: Page) -> None:
     show_settings(page)
-    page.js("document.querySelector('#format').value = 'json_schema'; 0")
-    page.js("document.querySelector('#format').dispatchEvent(new Event('change')); 0")
+    choose(page, "#format", "json_schema")
     send(page, "Name somebody.")
     finished(page)
     assert set(json.loads(page.text(".answer .content"))) == {"name", "age"}
     page.write("#schema", "{no")
     send(page, "Name somebody.")
-    finished(page, 2)
-    assert "The JSON schema is not valid JSON" in page.text(".error")
+    page.wait("!document.querySelector('#ask-error').hidden")
+    assert "The JSON schema is not valid JSON" in page.text("#ask-error")
     assert page.js("document.activeElement.id") == "schema"
     assert page.js("document.querySelector('#prompt').value") == "Name somebody."
+    assert len(questions(page)) == 1
+    page.write("#schema", "{}")
+    page.wait("document.querySelector('#ask-error').hidden")
 
 
 def test_completion_continues_a_text_without_streaming_too(page: Page) -> None:
@@ -187,12 +170,12 @@ def test_an_error_is_shown_with_the_servers_message(demo: RunningServer, new_pag
     page.write("#temperature", "99")
     send(page, "Who are you?")
     finished(page)
-    assert "temperature" in page.text(".error")
-    assert page.text(".error").endswith(".")
-    assert page.js("document.querySelector('.error').role") == "alert"
+    assert "temperature" in page.text(".answer .error")
+    assert page.text(".answer .error").endswith(".")
+    assert page.js("document.querySelector('.answer .error').role") == "alert"
 
 
-def test_a_full_queue_is_reported_and_the_prompt_is_kept(new_page: NewPage) -> None:
+def test_a_full_queue_is_reported_and_the_question_can_be_sent_again(new_page: NewPage) -> None:
     flags = ("--scripted-step-ms", "100", "--max-num-seqs", "1", "--max-num-queued-reqs", "1")
     with running_server(*flags) as server:
         tabs = [opened(new_page(), server.url) for _ in range(3)]
@@ -201,8 +184,14 @@ def test_a_full_queue_is_reported_and_the_prompt_is_kept(new_page: NewPage) -> N
             if card:
                 wait_until(lambda card=card: server.metric(f"{card}_sequences") == 1)
         finished(tabs[2])
-        assert "waiting already" in tabs[2].text(".error")
-        assert tabs[2].js("document.querySelector('#prompt').value") == "Am I in?"
+        assert "waiting already" in tabs[2].text(".answer .error")
+        for tab in tabs[:2]:
+            tab.click("#stop-answer")
+        server.wait_until_idle()
+        use(tabs[2], "Try again")
+        tabs[2].wait("document.querySelector('.content')?.textContent.length > 5")
+        assert questions(tabs[2]) == ["Am I in?"]
+        assert not tabs[2].js("Boolean(document.querySelector('.answer .error'))")
 
 
 def test_an_output_past_its_deadline_ends_with_the_servers_message(new_page: NewPage) -> None:
@@ -210,7 +199,7 @@ def test_an_output_past_its_deadline_ends_with_the_servers_message(new_page: New
         page = opened(new_page(), server.url)
         send(page, "Tell me a story.")
         finished(page)
-        assert "longer than 1 s" in page.text(".error")
+        assert "longer than 1 s" in page.text(".answer .error")
         assert page.text(".answer .content")
 
 
@@ -222,7 +211,7 @@ def test_a_long_output_is_rendered_per_frame_not_per_token(new_page: NewPage) ->
         page.write("#max_tokens", "10000")
         page.js(
             "window.numChanges = 0; new MutationObserver((all) => { numChanges += all.length; })"
-            ".observe(document.body, {subtree: true, characterData: true})"
+            ".observe(document.body, {subtree: true, characterData: true, childList: true})"
         )
         send(page, "Tell me everything.")
         finished(page)
@@ -250,7 +239,7 @@ def test_the_copied_curl_command_sends_the_same_request(page: Page) -> None:
     question = 'It\'s "you", $HOME, `id`, \\n, שלום 👩‍👧 <b>'
     send(page, question)
     finished(page)
-    page.click(".tools button[aria-expanded]")
+    use(page, "curl")
     page.call("Page.bringToFront")
     for _ in range(2):  # the second while the button still reports the first copy
         page.click(".curl button")
@@ -270,7 +259,7 @@ def test_each_line_is_aligned_by_the_direction_of_its_script(page: Page) -> None
     send(page, "שלום\nThis line goes from left to right, and is the longer of the two.")
     finished(page)
     left, right = page.js(
-        "(() => { const e = document.querySelector('.question'), r = document.createRange();"
+        "(() => { const e = document.querySelector('.said'), r = document.createRange();"
         "const box = e.getBoundingClientRect();"
         "const place = (from, to) => { r.setStart(e.firstChild, from); r.setEnd(e.firstChild, to);"
         "return r.getBoundingClientRect(); };"
@@ -284,7 +273,7 @@ def test_an_unreachable_server_is_reported(new_page: NewPage) -> None:
         page = opened(new_page(), server.url)
     send(page, "Who are you?")
     finished(page)
-    assert "cannot be reached" in page.text(".error")
+    assert "cannot be reached" in page.text(".answer .error")
     page.wait("document.querySelector('#live-note').textContent.includes('cannot be reached')")
     assert page.text("#model-text") == "The server cannot be reached"
 
@@ -323,7 +312,7 @@ def test_an_interrupted_output_is_reported_and_its_text_stays(new_page: NewPage)
         send(page, "Tell me a story.")
         page.wait("document.querySelector('.answer .content').textContent.length > 5")
     finished(page)
-    assert page.text(".error").endswith("; send again.")
+    assert page.text(".answer .error").endswith("; send again.")
     assert page.text(".answer .content")
 
 
@@ -348,8 +337,28 @@ def test_a_key_is_requested_and_kept_in_the_tab_only(new_page: NewPage) -> None:
         page.wait("document.querySelector('#batch .value').textContent === '0'")
         assert page.js("Object.values(sessionStorage)") == [KEY]
         assert KEY not in page.js("JSON.stringify(localStorage) + document.cookie")
+        use(page, "curl")
         line = page.js("document.querySelector('.curl pre').textContent")
         assert "$PENSTOCK_API_KEY" in line and KEY not in line
+
+
+def test_a_key_is_kept_in_the_browser_only_as_long_as_the_user_wants(new_page: NewPage) -> None:
+    kept = "Object.values(localStorage).includes('" + KEY + "')"
+    with running_server("--api-key", KEY) as server:
+        page = new_page()
+        page.open(server.url)
+        page.wait("!document.querySelector('#key-form').hidden")
+        page.write("#key", KEY)
+        page.click("#key-keep")
+        page.click("#key-form .primary")
+        page.wait("document.querySelector('#state').dataset.state === 'ready'")
+        assert page.js(kept)
+        later = page.beside()
+        opened(later, server.url)
+        later.click("#key-open")
+        later.click("#key-keep")
+        later.click("#key-form .primary")
+        later.wait(f"!{kept}")
 
 
 def test_a_wrong_key_and_one_that_no_header_can_hold_are_reported(new_page: NewPage) -> None:
@@ -369,15 +378,14 @@ def test_markup_is_shown_as_text(page: Page) -> None:
     page.click("input[value=completion]")
     show_settings(page)
     schema = {"type": "string", "const": evil}
-    page.js("document.querySelector('#format').value = 'json_schema'; 0")
-    page.js("document.querySelector('#format').dispatchEvent(new Event('change')); 0")
+    choose(page, "#format", "json_schema")
     page.write("#schema", json.dumps(schema))
     send(page, evil)
     finished(page)
-    assert page.text(".question") == evil
+    assert questions(page) == [evil]
     assert json.loads(page.text(".answer .content")) == evil
     assert page.js("document.querySelectorAll('#conversation img').length") == 0
-    assert page.js("document.title") == "Penstock"
+    assert page.js("document.title") == f"{evil} - Penstock"
 
 
 def test_live_figures_change_under_load(page: Page, demo: RunningServer) -> None:
@@ -440,17 +448,17 @@ def test_each_live_figure_is_explained_on_focus(page: Page) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [_DESKTOP, _PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_nothing_overflows_and_text_has_contrast(
     page: Page, scheme: str, size: tuple[int, int]
 ) -> None:
     page.emulate(width=size[0], height=size[1], scheme=scheme)
     send(page, "A long word: " + "x" * 200)
     finished(page)
-    page.click(".tools button[aria-expanded]")
+    use(page, "curl")
     show_settings(page)
     for view in ("playground", "live"):
-        if size == _PHONE:
+        if size == PHONE:
             page.click(f"[data-show={view}]")
         assert page.js("document.documentElement.scrollWidth") <= size[0]
         assert page.js("visualViewport.scale") == 1
@@ -538,10 +546,21 @@ def test_the_page_is_accessible(page: Page) -> None:
 def test_the_keyboard_reaches_everything_in_visual_order(page: Page) -> None:
     page.js("document.querySelector('.skip').focus(); 0")
     seen = []
-    for _ in range(14):
+    for _ in range(24):
         page.press("Tab")
         seen.append(page.js("document.activeElement.id"))
-    order = ["key-open", "theme", "settings-open", "conversation", "prompt", "send", "tokens"]
+    order = [
+        "chats-open",
+        "live-open",
+        "key-open",
+        "theme",
+        "chats-new",
+        "settings-open",
+        "conversation",
+        "prompt",
+        "send",
+        "tokens",
+    ]
     assert [name for name in seen if name in order] == order
 
 

@@ -44,19 +44,38 @@ def test_an_output_streams_with_timings_and_escape_stops_the_next(
     page.click("#settings-open")
     page.js("document.querySelector('#max_tokens').value = 40")
     send(page, "Who are you?")
-    length = "document.querySelector('article:last-of-type .content').textContent.length"
+    length = "document.querySelector('article:last-of-type .content')?.textContent.length"
     page.wait(f"{length} > 5")
     assert not page.js("Boolean(document.querySelector('.figures'))")  # still streaming
-    page.wait("document.querySelectorAll('.tools').length === 1")
+    page.wait("document.querySelectorAll('.answer:not(.running)').length === 1")
     figures = page.text(".figures").replace("\n", " ")
     assert re.search(r"TTFT ?[\d.]+ m?s.*TPOT ?[\d.]+ ms.*Out ?40 .*length", figures), figures
     page.js("document.querySelector('#max_tokens').value = 500")
     send(page, "And now?")
     page.wait(f"{length} > 5")
     page.write("#prompt", "Escape")
-    page.wait("document.querySelectorAll('.tools').length === 2")
+    page.wait("document.querySelectorAll('.answer:not(.running)').length === 2")
     slow.wait_until_idle()
     assert slow.metric('requests_total{outcome="abandoned"}') == 1
+
+
+def test_a_conversation_survives_a_reload_and_is_deleted(
+    page: Firefox, slow: RunningServer
+) -> None:
+    page.js("document.querySelector('#max_tokens').value = 30")
+    send(page, "Who are you?")
+    page.wait("document.querySelectorAll('.answer:not(.running)').length === 1")
+    answer = page.text(".content")
+    page.js("window.isOld = true")
+    page.js("location.reload()")
+    page.wait("!window.isOld && document.querySelectorAll('.answer').length === 1")
+    assert page.text(".content") == answer
+    num_chats = "document.querySelectorAll('.chat').length"
+    before = page.js(num_chats)
+    page.click("[aria-label='More about Who are you?']")
+    page.click("#chat-delete")
+    page.click("#dialog-done")
+    page.wait(f"{num_chats} === {before - 1} && !document.querySelector('article')")
 
 
 def test_the_live_view_follows_the_load(page: Firefox) -> None:

@@ -34,7 +34,7 @@ class Hand:
         accepted: dict[int, list[AcceptedDraft]] | None = None,
         num_drafts: dict[int, int] | None = None,
         logprobs: list[TokenLogprobs | None] | None = None,
-        failed: frozenset[int] = frozenset(),
+        failed: dict[int, FinishReason] | None = None,
     ) -> None:
         sampled = SampledTokens(
             step=batch.step,
@@ -42,7 +42,7 @@ class Hand:
             accepted=accepted or {},
             num_drafts=num_drafts or {},
             logprobs=logprobs,
-            failed=failed,
+            failed=failed or {},
         )
         self.driver.record(self.scheduler.update(sampled))
 
@@ -204,7 +204,7 @@ def test_an_aborted_or_failed_verification_frees_everything() -> None:
     hand.update(batch, 60, accepted={0: drafts(51)})
     assert hand.driver.tokens["a", 0] == [50] and hand.driver.kv.num_used == 0
     hand.prefill(4)
-    hand.update(hand.schedule(), 60, accepted={0: drafts(51)}, failed=frozenset({0}))
+    hand.update(hand.schedule(), 60, accepted={0: drafts(51)}, failed={0: FinishReason.ERROR})
     assert hand.driver.finishes["a", 0][1].reason is FinishReason.ERROR
     assert not hand.scheduler.has_work and hand.driver.kv.num_used == 0
 

@@ -52,7 +52,7 @@ async def test_what_fails_while_it_ends_does_not_keep_it_from_ending() -> None:
 
     service.close = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError):
-        await service.drain()
+        await service.drain("SIGTERM")
     assert service.over.done()
 
 

@@ -65,7 +65,7 @@ async def test_a_step_that_fails_is_an_error_to_its_requests_and_ends_the_server
     service: Service, stream: bool
 ) -> None:
     transport = httpx.ASGITransport(build_app(service))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         body = {"model": MODEL, "prompt": "Once", "max_tokens": 100, "stream": stream}
         async with asyncio.timeout(10):
             response = await http.post("/v1/completions", json=body)

@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from penstock.engine.executors.loading import choose_dtype
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server import cli
-from penstock.server.cli import add_serve_flags, main
+from penstock.server.cli import main
 from penstock.server.config import ServeConfig
 from penstock.server.flag_values import VLLM_FLAGS, FlagParser, set_defaults, size
+from penstock.server.serve_flags import add_serve_flags
 
 
 @pytest.fixture
@@ -65,6 +68,23 @@ def test_the_model_may_be_a_flag_as_in_vllm(served: list[ServeConfig]) -> None:
     assert main(["serve", "--model", "some/model"]) == 0
     assert served[0].engine.model == "some/model"
     assert served[0].server.served_model_names == ("some/model",)
+
+
+@pytest.mark.parametrize(
+    ("name", "computed"),
+    [
+        ("half", torch.float16),
+        ("float16", torch.float16),
+        ("bfloat16", torch.bfloat16),
+        ("float", torch.float32),
+        ("float32", torch.float32),
+    ],
+)
+def test_a_type_has_each_name_that_vllm_has_for_it(
+    name: str, computed: torch.dtype, served: list[ServeConfig]
+) -> None:
+    assert main(["serve", "--dtype", name]) == 0
+    assert choose_dtype(served[0].engine.dtype, torch.device("cpu")) is computed
 
 
 def test_the_command_line_overrides_variables_and_these_the_file(

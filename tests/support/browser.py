@@ -40,12 +40,12 @@ def chromium() -> str:
 class Browser:
     """Sends commands, and reads responses and events in a thread so that no event is missed."""
 
-    def __init__(self, profile: Path) -> None:
+    def __init__(self, profile: Path, *flags: str) -> None:
         to_read, write = os.pipe()
         read, to_write = os.pipe()
         # Chromium uses file descriptors 3 and 4; the shell assigns them.
         command = f'exec "$@" 3<&{to_read} 4>&{to_write}'
-        arguments = [chromium(), *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        arguments = [chromium(), *_FLAGS, *flags, f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
             ["bash", "-c", command, "bash", *arguments],
             pass_fds=(to_read, to_write),
@@ -80,6 +80,11 @@ class Browser:
         assert "error" not in answer, (method, answer["error"])
         result: dict[str, Any] = answer["result"]
         return result
+
+    def new_tab(self, context: str) -> "Page":
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=context)
+        attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        return Page(self, attached["sessionId"])
 
     def close(self) -> None:
         with contextlib.suppress(AssertionError, OSError):
@@ -117,6 +122,11 @@ class Page:
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **params)
+
+    def beside(self) -> "Page":
+        """Another tab, with the same storage."""
+        context = self.call("Target.getTargetInfo")["targetInfo"]["browserContextId"]
+        return self._browser.new_tab(context)
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
@@ -165,7 +175,7 @@ class Page:
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, *, shift: bool = False) -> None:
-        codes = {"Enter": 13, "Escape": 27, "Tab": 9}
+        codes = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowLeft": 37, "ArrowRight": 39}
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             self.call(
@@ -225,15 +235,12 @@ class Page:
 
 
 @contextlib.contextmanager
-def running_browser(profile: Path) -> Iterator[Callable[[], Page]]:
+def running_browser(profile: Path, *flags: str) -> Iterator[Callable[[], Page]]:
     """Yields a function that opens a tab with storage of its own."""
-    browser = Browser(profile)
+    browser = Browser(profile, *flags)
 
     def new_page() -> Page:
-        context = browser.call("Target.createBrowserContext")["browserContextId"]
-        target = browser.call("Target.createTarget", url="about:blank", browserContextId=context)
-        attached = browser.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        return Page(browser, attached["sessionId"])
+        return browser.new_tab(browser.call("Target.createBrowserContext")["browserContextId"])
 
     try:
         yield new_page

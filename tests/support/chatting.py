@@ -210,7 +210,7 @@ def client_of(response: httpx.Response) -> openai.OpenAI:
     """The real client, and a wire that carries one answer."""
     wire: Any = httpx.Client(transport=httpx.MockTransport(lambda _: response))
     return openai.OpenAI(
-        base_url="http://test/v1",
+        base_url="http://localhost/v1",
         api_key="x",
         http_client=wire,
         _strict_response_validation=True,

@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.attention.paged import PagedAttention
 from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels import launch
+from penstock.engine.kernels.blocks import copy_blocks
 from penstock.engine.kernels.sample import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
+    gather_chunks,
     gather_decodes,
     store_lengths,
     store_sampled,
@@ -39,6 +42,7 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
+from penstock.scheduler.types import SamplingParams
 from tests.support.address_width import narrow_offsets
 
 META = torch.device("meta")
@@ -47,6 +51,7 @@ NUM_SMS = 132
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -66,6 +71,7 @@ class Launch:
     def __init__(self, kernel: JITFunction[Any], arguments: dict[str, Any]) -> None:
         self.name = kernel.__name__
         self._kernel = kernel
+        self._given = dict(arguments)
         self.options = {k: arguments.pop(k) for k in _OPTIONS if k in arguments}
         self.signature: dict[str, str] = {}
         self.constants: dict[str, Any] = {}
@@ -74,7 +80,8 @@ class Launch:
             value = arguments[parameter.name]
             if parameter.is_constexpr:
                 self.signature[parameter.name] = "constexpr"
-                self.constants[parameter.name] = value
+                is_wrapped = isinstance(value, triton.language.constexpr)
+                self.constants[parameter.name] = value.value if is_wrapped else value
             else:
                 self._add(index, parameter, value)
 
@@ -97,11 +104,16 @@ class Launch:
         parts = (self.name, self.signature, self.constants, self.options, self._aligned)
         return repr(parts)
 
+    def warm_up(self) -> None:
+        """Compiles it for the device at hand, into Triton's cache, as its launch would."""
+        self._kernel.run(**self._given, grid=(1,), warmup=True)
+
     def compile(self, capability: int) -> dict[str, Any]:
         aligned = {(index,): [["tt.divisibility", 16]] for index in self._aligned}
         source = ASTSource(self._kernel, self.signature, self.constants, aligned)
         target = GPUTarget("cuda", capability, 32)
         compiled = triton.compile(source, target=target, options=self.options)
+        machine_code = _tool("nvdisasm", "-c", cubin=compiled.asm["cubin"])
         return {
             "kernel": self.name,
             "capability": capability,
@@ -110,7 +122,10 @@ class Launch:
             "shared_bytes": compiled.metadata.shared,
             "is_overlapped": self.options.get("launch_pdl", False),
             "narrow_offsets": narrow_offsets(compiled.asm["ttir"], *_SAMPLING.get(self.name, ())),
-            "before_wait": before_wait(_tool("nvdisasm", "-c", cubin=compiled.asm["cubin"])),
+            "before_wait": before_wait(machine_code),
+            "types": {name: kind for name, kind in self.signature.items() if kind[0] == "*"},
+            "warps": compiled.metadata.num_warps,
+            **instructions(machine_code),
             **_resources(compiled.asm["cubin"]),
         }
 
@@ -128,6 +143,19 @@ def _tool(name: str, *options: str, cubin: bytes) -> str:
 def _resources(cubin: bytes) -> dict[str, int]:
     found = dict(re.findall(r"(REG|STACK):(\d+)", _tool("cuobjdump", "-res-usage", cubin=cubin)))
     return {"registers": int(found["REG"]), "stack_bytes": int(found["STACK"])}
+
+
+# Copies to shared memory that nobody waits for (a software pipeline), and products on the matrix
+# units; what lets the next kernel start, and what waits for those before.
+_COUNTED = ("LDGSTS", "UTMALDG", "HMMA", "HGMMA")
+_WAIT = ("PREEXIT", "ACQBULK")
+
+
+def instructions(machine_code: str) -> dict[str, Any]:
+    """How many of these kinds a kernel has, and in which order it waits."""
+    operations = re.findall(r"^\s+/\*\w+\*/\s+(?:@!?U?P\w+ )?(\w+)", machine_code, re.MULTILINE)
+    counts = {name: operations.count(name) for name in _COUNTED if name in operations}
+    return {"instructions": counts, "wait": [name for name in operations if name in _WAIT]}
 
 
 def before_wait(machine_code: str) -> list[str] | None:
@@ -170,27 +198,50 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 class MetaWeights:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
     def read(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=META)
+        return torch.empty(shape, dtype=self._dtype, device=META)
 
 
 class MetaModel:
     """A model of any size on tensors without data."""
 
-    def __init__(self, model_dir: Path, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        block_size: int = BLOCK_SIZE,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        max_rows: int = 512,
+        max_tokens: int = 8192,
+        num_sms: int = NUM_SMS,
+    ) -> None:
+        """max_rows, max_tokens: of one step."""
         config = ModelConfig.from_dir(model_dir)
         self.config = config
+        self._dtype = dtype
         llama = LlamaModel(
-            config, MetaWeights(), PlainLinear, gathered_attention, max_model_len=8192, device=META
+            config,
+            MetaWeights(dtype),
+            PlainLinear,
+            gathered_attention,
+            max_model_len=8192,
+            device=META,
         )
-        pool = KVPool(config.kv_shape, 100, block_size, torch.bfloat16, META)
+        pool = KVPool(config.kv_shape, 100, block_size, dtype, META)
         shape = config.attention_shape(block_size)
-        attention = PagedAttention(shape, config.windows, 512, 8192, NUM_SMS, META, torch.bfloat16)
-        self.model = FusedModel(llama, pool, attention, max_rows=512)
+        attention = PagedAttention(
+            shape, config.windows, max_rows, max_tokens, num_sms, META, dtype
+        )
+        self.model = FusedModel(llama, pool, attention, max_rows)
+        self._pool, self._max_rows, self._block_size = pool, max_rows, block_size
 
     def launches(self, num_decodes: int, chunk: int = 0) -> list[Launch]:
         """Of a step with this many decodes, and one prefill chunk of `chunk` tokens if not 0."""
         num_rows, num_tokens = num_decodes + bool(chunk), num_decodes + chunk
+        num_slots = self._max_rows + 1
         step = DeviceStep(
             token_ids=_ints(num_tokens),
             positions=_ints(num_tokens),
@@ -199,28 +250,39 @@ class MetaModel:
             context_lens=_ints(num_rows),
             num_decodes=num_decodes,
             chunk_starts=_ints(2) if chunk else None,
-            block_tables=_ints(513, 128),
+            block_tables=_ints(num_slots, 128),
         )
-        lengths, token_table = _ints(513), _ints(513, 8193)
+        lengths, token_table = _ints(num_slots), _ints(num_slots, 8193)
         with recorded() as launches, torch.inference_mode():
-            gather_decodes(
-                step.slots, lengths, token_table, step.block_tables, BLOCK_SIZE,
-                step.token_ids, step.positions, step.kv_slots, step.context_lens,
-            )  # fmt: skip
+            if chunk:
+                gather_chunks(
+                    step.slots, _ints(num_rows), _ints(num_rows + 1), token_table,
+                    step.block_tables, self._block_size, chunk,
+                    step.token_ids, step.positions, step.kv_slots, step.context_lens,
+                )  # fmt: skip
+            else:
+                gather_decodes(
+                    step.slots, lengths, token_table, step.block_tables, self._block_size,
+                    step.token_ids, step.positions, step.kv_slots, step.context_lens,
+                )  # fmt: skip
             self.model.logits(self.model(step)[:num_rows])
             store_sampled(_ints(num_rows), step.slots, step.context_lens, token_table)
             store_lengths(step.slots, step.context_lens, lengths)
             update_block_tables(_ints(num_rows, 3), step.block_tables)
+            copy_blocks(_ints(1, 2), self._pool.keys, self._pool.values)
         return launches
 
-    def sampling_launches(self) -> list[Launch]:
-        """Of the mode that does everything."""
-        sampler = DeviceSampler(512, self.config.vocab_size, META)
+    def sampling_launches(self, mode: Mode = Mode.ADJUSTED) -> list[Launch]:
+        """Of a request's settings, and of a step. Many rows have logits of the model's type."""
+        sampler = DeviceSampler(self._max_rows, self.config.vocab_size, META)
         sampler.allow_adjustments()
-        logits = torch.empty(8, self.config.vocab_size, dtype=torch.bfloat16, device=META)
         ids = _ints(8)
         with recorded() as launches:
-            sampler.sample(logits, ids, ids, ids, torch.empty(8, device=META), Mode.ADJUSTED)
+            sampler.assign(0, SamplingParams(max_tokens=1), 0, [1], 1)
+            sampler.flush()
+            for dtype in (torch.float32, self._dtype):
+                logits = torch.empty(8, self.config.vocab_size, dtype=dtype, device=META)
+                sampler.sample(logits, ids, ids, ids, torch.empty(8, device=META), mode)
         return launches
 
 
@@ -237,8 +299,8 @@ def launches_in_a_decode_layer(model: MetaModel, num_decodes: int) -> Counter[st
 
 def main(model_dirs: list[str]) -> None:
     seen = set()
-    for model_dir in model_dirs:
-        model = MetaModel(Path(model_dir))
+    for model_dir, dtype in product(model_dirs, (torch.bfloat16, torch.float16)):
+        model = MetaModel(Path(model_dir), dtype=dtype)
         with launch.overlap(True):
             launches = model.sampling_launches()
             for num_decodes, chunk in ((1, 0), (16, 0), (256, 0), (7, 1024)):

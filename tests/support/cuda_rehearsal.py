@@ -22,6 +22,7 @@ import torch
 
 from penstock.engine.config import Device, EngineConfig, LoadFormat
 from penstock.engine.executor import PendingTokens
+from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.kernels.tables import store_lengths
@@ -30,28 +31,11 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Pooling, Request, RequestId, SamplingParams
 from tests.bench.engine.models import model_fields
 from tests.support.pretend_gpu import BrokenRule, PretendGpu
-
-# All ways to sample, and all outputs of prompts.
-WAYS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
-    {},
-    {"top_p": 0.9},
-    {"top_k": 20, "min_p": 0.05},
-    {"num_logprobs": 5},
-    {"temperature": 0.0, "num_logprobs": 0, "num_prompt_logprobs": 3},
-    {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
-    {"logit_bias": ((5, 2.0),), "min_tokens": 2, "stop_token_ids": (7, 8)},
-    {"bad_words": ((5, 6),), "top_p": 0.8},
-    {"allowed_token_ids": (65, 66)},
-    {"grammar": '{"grammars":[{"lark_grammar":"start: /[a-z]*/"}]}'},
-    {"grammar": '{"grammars":[{"lark_grammar":"start: /[a-z]*/"}]}', "top_k": 5},
-    {"grammar": '{"grammars":[{"lark_grammar":"start: /[a-z]*/"}]}', "logit_bias": ((5, 2.0),)},
-)
-
+from tests.support.sampling_ways import WAYS
 
 # Differences from `write_model`.
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
+    "llama": {"num_hidden_layers": 2},
     "qwen2": {  # biases, and a sliding window in all layers but the first
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -113,6 +97,9 @@ def broken_rules() -> dict[str, str]:
         cases: dict[str, Callable[[], object]] = {
             "a number is read in a capture": lambda: captured(lambda: x[0].item()),
             "a list is sent in a capture": lambda: captured(lambda: x[[1, 2]]),
+            "a number is assigned by index in a capture": lambda: captured(
+                lambda: x.__setitem__(ids.long(), 1.0)
+            ),
             "a capture synchronizes": lambda: captured(torch.cuda.synchronize),
             "a kernel is compiled in a capture": lambda: captured(
                 lambda: store_lengths(lengths, lengths, ids)
@@ -198,8 +185,11 @@ class Rehearsal:
 
 
 def serve_everything(rehearsal: Rehearsal, seed: int, rounds: int) -> int:
-    """Requests of all kinds and lengths, added while others run. Returns the number of steps."""
-    chance, steps = random.Random(seed), 0
+    """Each kind of request once, then all kinds and lengths, added while others run. Returns the
+    number of steps."""
+    for way in WAYS:
+        rehearsal.add(5, **way)
+    chance, steps = random.Random(seed), rehearsal.finish()
     for _ in range(rounds):
         for way in chance.sample(WAYS, chance.randint(1, len(WAYS))):
             length = chance.choice((1, 2, 5, 17, 63, 64, 130, 333, 700, 1500))
@@ -215,7 +205,7 @@ def serve_everything(rehearsal: Rehearsal, seed: int, rounds: int) -> int:
 
 
 def write_model(directory: Path, **changes: Any) -> Path:
-    """Llama-3.1-8B's configuration with one narrow layer."""
+    """Llama-3.1-8B's configuration with one narrow layer, but for the changes."""
     fields = model_fields("Llama-3.1-8B", tiny=True)
     fields |= {"max_position_embeddings": 4096, "vocab_size": 8192, "eos_token_id": 2}
     (directory / "config.json").write_text(json.dumps(fields | changes), encoding="utf-8")
@@ -243,6 +233,9 @@ def rehearse(rounds: int, model: str, **changes: Any) -> dict[str, Any]:
             "bytes_at_start": used,
             "bytes_at_most": gpu.peak_bytes,
             "bytes_allowed": gpu.total_bytes * rehearsal.config.gpu_memory_utilization,
+            "operations_in_chunk_graphs": [
+                Counter(graph.operations) for graph in gpu.graphs[: len(CHUNK_SIZES)]
+            ],
             "decode": decode_alone(rehearsal),
         }
 

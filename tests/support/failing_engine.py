@@ -10,7 +10,8 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.ipc.process import build_executor, main
 from penstock.engine.model_info import ModelInfo
-from penstock.scheduler.types import Request, SampledTokens, ScheduledBatch
+from penstock.engine.phases import Phases
+from penstock.scheduler.types import Request, RequestId, SampledTokens, ScheduledBatch
 
 MESSAGE = "CUDA error: an illegal memory access was encountered"
 
@@ -38,13 +39,16 @@ class FailsInItsThirdStep:
     def prepare(self, request: Request) -> "Future[Any] | None":
         return self._executor.prepare(request)
 
+    def release(self, request_id: RequestId) -> None:
+        self._executor.release(request_id)
+
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         self._num_steps += 1
         return _Failed() if self._num_steps >= 3 else self._executor.execute(batch)
 
 
-def build(config: EngineConfig) -> Executor:
-    return FailsInItsThirdStep(build_executor(config))
+def build(config: EngineConfig, phases: Phases) -> Executor:
+    return FailsInItsThirdStep(build_executor(config, phases))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ import resource
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.package_index import empty_wheel
 from tests.support.paths import ROOT
 from tests.support.serving import free_port
 
@@ -49,7 +49,7 @@ def missing_tools() -> str | None:
 
 
 def build(dockerfile: Path, name: str, *, find_links: Path | None = None) -> str:
-    """Like `docker build`, with this machine's settings of pip.
+    """Like `docker build`, with this machine's settings of pip, and no index besides.
 
     find_links: replaces this machine's own directories of wheels.
     """
@@ -62,6 +62,7 @@ def build(dockerfile: Path, name: str, *, find_links: Path | None = None) -> str
         "--pull-never",
         "--layers",
         "--format=docker",
+        "--build-arg=TORCH_INDEX=",
     )
     _run(
         "buildah", *_STORE, "bud", *options, *mounts, f"--tag={name}", f"--file={dockerfile}", ROOT
@@ -175,14 +176,7 @@ def fresh_volume() -> Iterator[str]:
 
 def build_empty_torch(directory: Path, version: str, triton: str) -> None:
     """Writes an empty wheel named torch that depends on Triton, as the CUDA build does."""
-    name = f"torch-{version}+empty"
-    info = f"{name}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}+empty\n"
-    tags = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    with zipfile.ZipFile(directory / f"{name}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{info}/METADATA", f"{metadata}Requires-Dist: triton=={triton}\n")
-        wheel.writestr(f"{info}/WHEEL", tags)
-        wheel.writestr(f"{info}/RECORD", "")
+    empty_wheel(directory, f"torch-{version}+empty", requires=f"triton=={triton}")
 
 
 def _import_base(name: str, suite: str) -> None:

@@ -6,9 +6,9 @@ from torch import Tensor
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Triton's interpreter multiplies bfloat16 matrices wrongly (3.6 to 3.9), so only GPUs test it.
-DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 # Of ||out - ref|| / ||ref||, the reference being computed in float32.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 # Of a logprob. Near -10 float32 has steps of 1e-6, and thousands of exponentials are summed in an
 # order of the processor's own; a temperature or a penalty applied by mistake changes it by 0.1.
 LOGPROB_TOLERANCE = 1e-4

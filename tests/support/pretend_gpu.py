@@ -49,6 +49,7 @@ _ALIGNMENT = 512  # of torch's allocator
 _MAX_GRID_Y = 65535
 _ENGINE = str(ROOT / "penstock" / "engine")
 _aten = torch.ops.aten
+_PUTS = (_aten.index_put_.default, _aten.index_put.default)
 
 
 class BrokenRule(AssertionError):
@@ -130,6 +131,7 @@ class PretendGpu:
     compiled: dict[str, str] = field(default_factory=dict)  # by key, the place of its first launch
     memories: dict[int, Memory] = field(default_factory=dict)
     capturing: Graph | None = None
+    forbids_waits: bool = False  # torch.cuda.set_sync_debug_mode
     live_bytes: int = 0
     reserved_bytes: int = 0
     peak_bytes: int = 0
@@ -193,6 +195,8 @@ class PretendGpu:
     def wait(self, why: str) -> None:
         if self.capturing:
             raise BrokenRule(f"{why} in a capture")
+        if self.forbids_waits:
+            raise BrokenRule(f"{why} where none may be, at {_place()}")
         self.waits.append(f"{why} at {_place()}")
         self.known = self.clock
 
@@ -286,21 +290,29 @@ class PretendGpu:
                     raise BrokenRule("a wait for an event in a capture")
                 gpu.known = max(gpu.known, self.at)
 
+            def query(self) -> bool:
+                return gpu.known >= self.at
+
             def elapsed_time(self, other: "Event") -> float:
                 return 1.0
 
         @contextmanager
-        def capture(graph: Graph, *, pool: object, capture_error_mode: str) -> Iterator[None]:
+        def capture(
+            graph: Graph, *, pool: object = None, capture_error_mode: str = "global"
+        ) -> Iterator[None]:
             if capture_error_mode == "global":
                 raise BrokenRule("another thread may break a capture")
             gpu.wait("a capture")
             gpu._empty_cache()
-            graph.pool, gpu.capturing = pool, graph
+            graph.pool, gpu.capturing = pool or object(), graph
             try:
                 yield
             finally:
                 gpu.capturing = None
             gpu.graphs.append(graph)
+
+        def set_sync_debug_mode(mode: str) -> None:
+            gpu.forbids_waits = mode == "error"
 
         class Threads(ThreadPoolExecutor):
             """Dispatch modes are per thread: threads that load weights need them, one at a time."""
@@ -333,7 +345,9 @@ class PretendGpu:
             watch.read(self)
             return gpu._made_up(list(self.shape), self.dtype)
 
-        properties = SimpleNamespace(multi_processor_count=132)
+        properties = SimpleNamespace(
+            multi_processor_count=132, L2_cache_size=60_000_000, total_memory=self.total_bytes
+        )
         return [
             (cuda, "is_available", lambda: True),
             (cuda, "current_device", lambda: 0),
@@ -348,6 +362,7 @@ class PretendGpu:
             ),
             (cuda, "synchronize", lambda device=None: self.wait("synchronize")),
             (cuda, "empty_cache", self._empty_cache),
+            (cuda, "set_sync_debug_mode", set_sync_debug_mode),
             (cuda, "Event", Event),
             (cuda, "CUDAGraph", lambda: Graph(self)),
             (cuda, "graph_pool_handle", object),
@@ -385,6 +400,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _aten._local_scalar_dense.default:
             self.read(args[0])
             return self._gpu._made_up([], args[0].dtype)
+        if func is _aten.equal.default:
+            for tensor in args:
+                self.read(tensor)
+            return True
         if func is _aten._pin_memory.default:
             pinned = args[0].clone()
             self._gpu.adopt(pinned).is_pinned = True
@@ -425,6 +444,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             host = args[1] if args[0].is_cuda else args[0]
             blocking = not (len(args) > 2 and args[2])
             gpu.transfer(host, non_blocking=not blocking, is_upload=args[0].is_cuda)
+        elif func in _PUTS and args[0].is_cuda and not args[2].is_cuda:
+            # `x[index] = 1`: torch makes a host tensor of the number, and waits for its copy.
+            gpu.transfer(args[2], non_blocking=False, is_upload=True)
         elif any(tensor.is_cuda for tensor in tensors) or _is_on_gpu(kwargs.get("device")):
             gpu.clock += 1
             name = func.overloadpacket.__name__

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,14 @@ _START_TIMEOUT_S = 120.0  # the first start compiles engine/native, on a busy ma
 class RunningServer:
     """A `penstock serve` process, and requests to it."""
 
-    def __init__(self, *flags: str, port: int | None = None, prefix: tuple[str, ...] = ()) -> None:
-        """prefix: a command that runs the server."""
+    def __init__(
+        self,
+        *flags: str,
+        port: int | None = None,
+        prefix: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """prefix: a command that runs the server. env: variables besides those of this process."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "penstock", "serve", "--port", str(self.port), *flags]
@@ -34,7 +40,7 @@ class RunningServer:
         self.process = subprocess.Popen(
             [*prefix, *command],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
         )
@@ -79,6 +85,10 @@ class RunningServer:
         """Waits until nothing runs and no KV block is in use."""
         names = ("running_sequences", "waiting_sequences", "kv_used_blocks")
         wait_until(lambda: not any(self.metric(name) for name in names))
+
+    def errors(self) -> str:
+        """The text on stderr until now."""
+        return os.pread(self._errors.fileno(), 1 << 20, 0).decode()
 
     def exit_code(self, timeout_s: float = 60.0) -> tuple[int, str]:
         """Waits for its end; returns the code and the text on stderr."""

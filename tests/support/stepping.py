@@ -32,10 +32,15 @@ class SteppedEngine:
             self._num_requests += 1
             name = RequestId(f"{request.id}-{self._num_requests}")
             outputs[name] = []
-            self.scheduler.add(replace(request, id=name))
+            request = replace(request, id=name)
+            if future := self.executor.prepare(request):
+                future.result()
+            self.scheduler.add(request)
         while batch := self.scheduler.schedule(0.0):
             for output in self.scheduler.update(self.executor.execute(batch).wait()):
                 outputs[output.request_id].append(output)
+        for name in outputs:
+            self.executor.release(name)
         return list(outputs.values())
 
 

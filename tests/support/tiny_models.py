@@ -1,6 +1,7 @@
 """Small random models of every family, as transformers saves them, and hand-made steps."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from penstock.engine.config import Device, Dtype, EngineConfig
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import build_model_input
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers.linear import PackedLinear, PlainLinear
+from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.native.model import NativeModel, load_library
@@ -109,18 +110,19 @@ class Harness:
         blocks_each = MAX_LEN // BLOCK_SIZE
         num_blocks = num_sequences * blocks_each
         native = options.get("native", False)
+        dtype = options.get("dtype", torch.float32)
         self.model: Model
         self.model = llama = LlamaModel(
             config,
-            Checkpoint(model_dir, torch.empty),
-            options.get("make_linear", PlainLinear if native else PackedLinear),
+            Checkpoint(model_dir, partial(torch.empty, dtype=dtype)),
+            options.get("make_linear", PlainLinear if native else cpu_linear(dtype)),
             gathered_attention,
             max_model_len=MAX_LEN,
             device=CPU,
         )
-        self.pool = KVPool(config.kv_shape, num_blocks, BLOCK_SIZE, torch.float32, CPU)
+        self.pool = KVPool(config.kv_shape, num_blocks, BLOCK_SIZE, dtype, CPU)
         if native:
-            library = load_library()
+            library = options.get("library") or load_library()
             assert library is not None
             self.model = NativeModel(library, llama, self.pool, threads=2)
         self.token_table = torch.zeros(num_sequences, MAX_LEN + 1, dtype=torch.int64)

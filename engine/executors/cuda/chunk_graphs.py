@@ -5,7 +5,7 @@ device needs less. So one graph for each number of tokens runs any mix of decode
 rows are described by tensors that are written before it runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -45,8 +45,8 @@ class ChunkGraphs:
     def takes(self, num_tokens: int) -> bool:
         return any(num_tokens <= size for size in self._sizes)
 
-    def capture(self) -> None:
-        self._graphs.capture(reversed(self._sizes))
+    def capture(self, on_captured: Callable[[], None]) -> None:
+        self._graphs.capture(reversed(self._sizes), on_captured)
 
     def __call__(
         self, batch: ScheduledBatch, query_starts: list[int]

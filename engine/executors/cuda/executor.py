@@ -9,7 +9,7 @@ Only `LaunchedStep.wait` waits for the device, for the ids that it copies out; a
 grammar or logprobs does, because the host needs the ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -33,11 +33,13 @@ from penstock.engine.kernels.tables import (
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.fused import FusedModel
-from penstock.engine.sampling.grammar import GrammarTable
+from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
+from penstock.engine.sampling.sampler import failed_rows
 from penstock.scheduler.types import (
     PromptOutput,
     Request,
+    RequestId,
     SampledTokens,
     ScheduledBatch,
     TokenLogprobs,
@@ -53,7 +55,7 @@ class LaunchedStep:
         ids: Tensor,
         slots: list[int],
         logprobs: list[TokenLogprobs | None] | None,
-        prompts: tuple[PromptOutput, ...],
+        prompts: tuple[PromptOutput | None, ...],
         grammars: GrammarTable,
     ) -> None:
         """ids: (S,) on the device, of the sampling rows, whose slots these are."""
@@ -77,11 +79,12 @@ class LaunchedStep:
             if self._event:
                 self._event.synchronize()
             ids = self._ids.tolist()
+            of_grammars = self._grammars.advance(self._slots, ids, self._constraints)
             self._sampled = SampledTokens(
                 step=self._step,
                 token_ids=ids,
                 logprobs=self._logprobs,
-                failed=self._grammars.advance(self._slots, ids, self._constraints),
+                failed=failed_rows(ids, of_grammars),
                 prompts=self._prompts,
             )
         return self._sampled
@@ -144,14 +147,18 @@ class CudaExecutor:
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
-        return self._grammars.compile(request.sampling)
+        return self._grammars.prepare(request)
 
     @torch.inference_mode()
-    def capture(self) -> None:
+    def capture(self, on_captured: Callable[[], None] = lambda: None) -> None:
         """Captures the graphs of all batch sizes, some 20 ms each, so that no request waits for
-        one."""
-        self._chunk_graphs.capture()
-        self._graphs.capture((size, mode) for size in reversed(self._sizes) for mode in GRAPH_MODES)
+        one. Calls back after each."""
+        self._chunk_graphs.capture(on_captured)
+        keys = ((size, mode) for size in reversed(self._sizes) for mode in GRAPH_MODES)
+        self._graphs.capture(keys, on_captured)
+
+    def release(self, request_id: RequestId) -> None:
+        self._grammars.release(request_id)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LaunchedStep:
@@ -162,7 +169,7 @@ class CudaExecutor:
             if self._launched:
                 self._launched.wait()  # a mask depends on the previous id
             self._grammars.start(slots)
-        prompts: tuple[PromptOutput, ...] = ()
+        prompts: tuple[PromptOutput | None, ...] = ()
         ids: Tensor | None = None
         if batch.num_decodes == len(batch.slots):
             mode = self._sampler.graph_mode(slots)
@@ -253,7 +260,7 @@ class CudaExecutor:
 
     def _run_chunks(
         self, batch: ScheduledBatch, rows: list[int]
-    ) -> tuple[Tensor, tuple[PromptOutput, ...], Tensor, Tensor]:
+    ) -> tuple[Tensor, tuple[PromptOutput | None, ...], Tensor, Tensor]:
         """A step with prefill chunks: the sampling rows' logits, the outputs of prompts, and the
         slots and lengths of the sampling rows."""
         query_starts = [0]
@@ -311,7 +318,9 @@ class CudaExecutor:
         store_lengths(slots, context_lens, tables.lengths)
         return states, slots, context_lens
 
-    def _read_prompts(self, parts: list[PromptPart], states: Tensor) -> tuple[PromptOutput, ...]:
+    def _read_prompts(
+        self, parts: list[PromptPart], states: Tensor
+    ) -> tuple[PromptOutput | None, ...]:
         if not parts:
             return ()
         normed = self._model.normed(states)

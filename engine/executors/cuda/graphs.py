@@ -1,14 +1,9 @@
 """CUDA graphs: one call launches all kernels of a captured step."""
 
-import logging
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 import torch
-
-logger = logging.getLogger(__name__)
-
-_PROGRESS = 10  # graphs from one line in the log to the next: about a second
 
 Key = TypeVar("Key", bound=Hashable)
 Output = TypeVar("Output")
@@ -47,15 +42,14 @@ class StepGraphs(Generic[Key, Output]):
         graph.replay()
         return output
 
-    def capture(self, keys: Iterable[Key]) -> None:
-        """Captures them in this order, best the largest first: the rest reuse its memory."""
+    def capture(self, keys: Iterable[Key], on_captured: Callable[[], None]) -> None:
+        """Captures them in this order, best the largest first: the rest reuse its memory. Calls
+        back after each."""
         if not self._is_on:
             return
-        ordered = list(keys)
-        for number, key in enumerate(ordered, start=1):
+        for key in keys:
             self._capture(key)
-            if number % _PROGRESS == 0 or number == len(ordered):
-                logger.info("%d of %d graphs captured", number, len(ordered))
+            on_captured()
 
     def _capture(self, key: Key) -> Output:
         """Runs it once, which compiles its kernels, then captures it, which runs nothing."""

@@ -25,10 +25,10 @@ from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES
 from penstock.engine.executors.loading import (
     Ledger,
-    Phases,
     choose_device,
     choose_dtype,
     describe,
+    reading,
     weight_source,
 )
 from penstock.engine.kernels.linear import MAX_ROWS
@@ -52,7 +52,9 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
-from penstock.engine.sampling.grammar import Grammars, GrammarTable
+from penstock.engine.phases import Phases
+from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import (
@@ -86,11 +88,14 @@ _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 def build_cuda_executor(
-    config: EngineConfig, model_dir: Path, gpu: Gpu | None = None
+    config: EngineConfig,
+    model_dir: Path,
+    gpu: Gpu | None = None,
+    phases: Phases | None = None,
 ) -> CudaExecutor:
     """Loads, measures, captures. Raises InvalidConfig for what does not fit, or no such GPU."""
     gpu = gpu or CudaGpu(choose_device(config.device))
-    phases = Phases()
+    phases = phases or Phases()
     try:
         return _Setup(config, model_dir, gpu, phases).build()
     except RuntimeError as error:
@@ -135,25 +140,27 @@ class _Setup:
     def build(self) -> CudaExecutor:
         gpu, phases = self._gpu, self._phases
         self._check_weights(gpu.total_bytes - gpu.used_bytes())
-        with phases.timed("bandwidth"):
+        with phases.timed("bandwidth", "measuring how fast memory is copied"):
             self._bandwidth = gpu.copy_bandwidth()
-        with phases.timed("flops"):
+        with phases.timed("flops", "measuring how fast matrices are multiplied"):
             self._flops = gpu.matmul_flops(self._dtype)
         used_before = gpu.used_bytes()
-        with phases.timed("weights"):
+        weight_bytes = self._model.weight_bytes(self._dtype.itemsize)
+        with phases.timed("weights", reading(weight_bytes, self._dtype), total=weight_bytes):
             llama = self._load()
             used = gpu.used_bytes()
         weights = max(0, used - used_before)
-        with phases.timed("activations"):
+        with phases.timed("activations", "compiling kernels, and running the largest step"):
             activations = self._measure_step(llama, used)
-        with phases.timed("kv_pool"):
+        with phases.timed("kv_pool", "allocating the pool of keys and values"):
             graphs = graph_bytes(self._num_graphs, activations)
             budget = MemoryBudget(total=gpu.total_bytes, used=used, reserved=activations + graphs)
             size = self._size_pool(budget)
             executor = self._executor(llama, size, use_graphs=self._uses_graphs)
             used = gpu.used_bytes()
-        with phases.timed("graphs"):
-            executor.capture()
+        capturing = f"capturing {self._num_graphs} CUDA graphs"
+        with phases.timed("graphs", capturing, total=self._num_graphs, unit="graphs"):
+            executor.capture(phases.advance)
             gpu.release()
         pool = (size.num_blocks + 1) * self._block_bytes
         Ledger(
@@ -189,7 +196,7 @@ class _Setup:
         config = self._config
         return LlamaModel(
             self._model,
-            weight_source(config.load_format, self._model_dir, empty),
+            weight_source(config.load_format, self._model_dir, empty, self._phases),
             PlainLinear,
             gathered_attention,
             max_model_len=self._max_len,

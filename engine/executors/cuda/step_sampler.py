@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.sample import DeviceSampler, Mode, can_fuse
 from penstock.engine.memory.host import tensor_to_device, to_device
-from penstock.engine.sampling.grammar import GrammarTable
+from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.sampler import Sampler
 from penstock.scheduler.types import SamplingParams, SlotAssignment, TokenLogprobs
 

@@ -53,6 +53,11 @@ def _yarn_kept(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates each pair (i, i + head_dim / 2) of x, (T, heads, head_dim); cos, sin: (T, 1, .)."""
+    """Rotates each pair (i, i + head_dim / 2) of x, (T, heads, head_dim); cos, sin: (T, 1, .).
+
+    What float16 cannot hold is NaN. As an infinity, a key could get the weight 0, and the answer
+    would be wrong without a sign of it; a NaN reaches the logits.
+    """
     left, right = x.float().chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+    rotated = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+    return rotated + (rotated - rotated) if x.dtype is torch.float16 else rotated

@@ -1,6 +1,7 @@
 """`/v1/messages`: Anthropic's API."""
 
 from contextlib import AbstractContextManager
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -9,6 +10,8 @@ from penstock.server.api.anthropic.writer import MessageWriter
 from penstock.server.api.common import Received, json_response, receive
 from penstock.server.api.pipeline import answer_request, prepare
 from penstock.server.output.generation import Generation
+from penstock.server.prompt.limits import check_could_fit
+from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts, chat_prompts
 from penstock.server.protocol.anthropic import (
     CountTokensRequest,
@@ -41,7 +44,10 @@ class Messages:
         self, received: Received[CountTokensRequest]
     ) -> tuple[ChatCompletionRequest, Prompts]:
         model = received.model
-        fields = chat_request(received.fields, thinks=model.chat_format.reasoning is not None)
+        sent = received.fields
+        check_could_fit(model, "messages", num_messages=len(sent.messages))
+        make = partial(chat_request, thinks=model.chat_format.reasoning is not None)
+        fields = await off_loop(make, sent, sent.num_bytes)
         return fields, await chat_prompts(fields, model)
 
     def error_names(self, _: Received[CountTokensRequest]) -> AbstractContextManager[None]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from penstock.engine.client import OutputStream, QueueFull
-from penstock.scheduler.types import Request
-from penstock.server.errors import RequestTimedOut
+from penstock.scheduler.types import FinishReason, Request
+from penstock.server.errors import InvalidLogits, RequestTimedOut
 from penstock.server.observability.ended_request import EndedRequest
 from penstock.server.observability.metrics import RequestTimes
 from penstock.server.service import Service
@@ -158,6 +158,8 @@ async def _state_of(stream: OutputStream) -> bytes:
     state = None
     async for outputs in stream:
         for output in outputs:
+            if output.finish and output.finish.reason is FinishReason.INVALID_LOGITS:
+                raise InvalidLogits
             if output.prompt is not None:
                 state = output.prompt.embedding
     assert state is not None, "the engine ended a prompt without its state"

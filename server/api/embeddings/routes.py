@@ -283,6 +283,7 @@ async def rerank(http: HttpRequest) -> Response:
 def _numbered(name: str, items: Sequence[Any]) -> dict[str, Any]:
     if not items:
         raise InvalidRequest(f"{name} is empty; send at least one text", param=name)
+    _check_number(len(items), name)
     return {f"{name}[{i}]": item for i, item in enumerate(items)}
 
 
@@ -325,9 +326,7 @@ def _shortened(
 
 
 def _check_inputs(inputs: dict[str, str | list[int]]) -> None:
-    if len(inputs) > MAX_INPUTS:
-        message = f"{len(inputs)} texts exceed the limit of {MAX_INPUTS} per request"
-        raise InvalidRequest(f"{message}; send several requests", param=_field(inputs))
+    _check_number(len(inputs), _field(inputs))
     for param, given in inputs.items():
         if not given:
             raise InvalidRequest(
@@ -336,6 +335,12 @@ def _check_inputs(inputs: dict[str, str | list[int]]) -> None:
         if isinstance(given, str) and "\0" in given:
             message = f"{param} has a NUL character (U+0000), which is not text; remove it"
             raise InvalidRequest(message, param=param)
+
+
+def _check_number(num_inputs: int, param: str) -> None:
+    if num_inputs > MAX_INPUTS:
+        message = f"{num_inputs} texts exceed the limit of {MAX_INPUTS} per request"
+        raise InvalidRequest(f"{message}; send several requests", param=param)
 
 
 def _field(inputs: dict[str, str | list[int]]) -> str:

@@ -122,8 +122,9 @@ def message_of(parts: Iterable[Part]) -> dict[str, Any]:
             case ReasoningPart():
                 reasoning += part.text
             case CallStart():
-                function = {"name": part.name, "arguments": ""}
-                calls.append({"id": part.id, "type": "function", "function": function})
+                calls.append({"id": part.id, **_begun(part)})
+            case CallArguments(is_custom=True):
+                calls[part.index]["custom"]["input"] += part.text
             case CallArguments():
                 calls[part.index]["function"]["arguments"] += part.text
     content = text or (None if calls or reasoning else "")
@@ -150,8 +151,14 @@ def delta_of(part: Part) -> dict[str, Any]:
         case ReasoningPart():
             return dict.fromkeys(_REASONING, part.text)
         case CallStart():
-            function = {"name": part.name, "arguments": ""}
-            call = {"index": part.index, "id": part.id, "type": "function", "function": function}
-            return {"tool_calls": [call]}
+            return {"tool_calls": [{"index": part.index, "id": part.id, **_begun(part)}]}
+        case CallArguments(is_custom=True):
+            return {"tool_calls": [{"index": part.index, "custom": {"input": part.text}}]}
         case CallArguments():
             return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+
+
+def _begun(call: CallStart) -> dict[str, Any]:
+    if call.is_custom:
+        return {"type": "custom", "custom": {"name": call.name, "input": ""}}
+    return {"type": "function", "function": {"name": call.name, "arguments": ""}}

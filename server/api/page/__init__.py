@@ -2,13 +2,17 @@
 
 It uses the same routes as any client, `/v1` and `/metrics`, with the key that the user enters; so
 the page itself needs none. Its headers forbid the browser to load anything from elsewhere, to run
-inline scripts, and to treat text as markup.
+inline scripts, and to treat text as markup that the sanitizer did not pass. `vendor/` has the
+libraries; its libraries.json says what they are and where they come from.
 """
 
+import gzip
+import hashlib
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -24,9 +28,10 @@ _HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'"
+        "require-trusted-types-for 'script'; trusted-types dompurify"
     ),
-    "cache-control": "no-cache",  # so that the page is always that of the running server
+    # Asked for again each time, so that the page is always that of the running server.
+    "cache-control": "no-cache",
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
@@ -35,31 +40,52 @@ _HEADERS = {
 router = APIRouter(include_in_schema=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    content: bytes
+    gzipped: bytes
+    media_type: str
+    etag: str
+
+
 @router.get("/")
-async def page() -> Response:
-    return _file("index.html")
+async def page(request: Request) -> Response:
+    return _response(request, "index.html")
 
 
-@router.get(ASSETS_PREFIX + "{name}")
-async def asset(name: str) -> Response:
-    return _file(name)
+@router.get(ASSETS_PREFIX + "{name:path}")
+async def asset(request: Request, name: str) -> Response:
+    return _response(request, name)
 
 
-def _file(name: str) -> Response:
+def _response(request: Request, name: str) -> Response:
     """Raises HTTPException for unknown names."""
-    content = _contents().get(name)
-    if content is None:
+    file = _files().get(name)
+    if file is None:
         raise HTTPException(404)
-    media_type = _MEDIA_TYPES[name.rpartition(".")[2]]
-    return Response(content, headers=_HEADERS, media_type=media_type)
+    headers = _HEADERS | {"etag": file.etag, "vary": "accept-encoding"}
+    if request.headers.get("if-none-match") == file.etag:
+        return Response(status_code=304, headers=headers)
+    if "gzip" not in request.headers.get("accept-encoding", ""):
+        return Response(file.content, headers=headers, media_type=file.media_type)
+    headers["content-encoding"] = "gzip"
+    return Response(file.gzipped, headers=headers, media_type=file.media_type)
 
 
 @cache
-def _contents() -> dict[str, bytes]:
-    """Name -> content of every file that is served; no other path is read."""
-    names = (entry for entry in files(__package__).iterdir() if entry.is_file())
+def _files() -> dict[str, _File]:
+    """Path under the page -> every file that is served; no other path is read."""
+    home = files(__package__)
+    entries = [(entry.name, entry) for entry in home.iterdir()]
+    entries += [(f"vendor/{entry.name}", entry) for entry in (home / "vendor").iterdir()]
     return {
-        entry.name: entry.read_bytes()
-        for entry in names
-        if entry.name.rpartition(".")[2] in _MEDIA_TYPES
+        name: _file(entry.read_bytes(), media_type)
+        for name, entry in entries
+        if entry.is_file() and (media_type := _MEDIA_TYPES.get(name.rpartition(".")[2]))
     }
+
+
+def _file(content: bytes, media_type: str) -> _File:
+    # A weak tag, since it stands for the content with and without compression.
+    etag = f'W/"{hashlib.sha256(content).hexdigest()[:16]}"'
+    return _File(content, gzip.compress(content, mtime=0), media_type, etag)

@@ -10,13 +10,38 @@ export class ServerError extends Error {
   }
 }
 
+let key = stored();
+
 export function apiKey() {
-  return sessionStorage.getItem(KEY) ?? "";
+  return key;
 }
 
-export function storeApiKey(key) {
-  if (key) sessionStorage.setItem(KEY, key);
-  else sessionStorage.removeItem(KEY);
+// For this tab; isKept: for this browser, until it is removed.
+export function storeApiKey(given, isKept) {
+  key = given;
+  try {
+    sessionStorage.setItem(KEY, key);
+    if (isKept && key) localStorage.setItem(KEY, key);
+    else localStorage.removeItem(KEY);
+  } catch {
+    // storage is off: the key lasts until a reload
+  }
+}
+
+export function isApiKeyKept() {
+  try {
+    return localStorage.getItem(KEY) !== null;
+  } catch {
+    return false;
+  }
+}
+
+function stored() {
+  try {
+    return sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "";
+  } catch {
+    return "";
+  }
 }
 
 // Relative to the page, so that it also works under a proxy's path.

@@ -1,4 +1,4 @@
-// Elements and text. Output of the model and the server is inserted as text, never as markup.
+// Elements and text. What is given as text stays text; markdown.js alone makes elements of text.
 
 export function byId(id) {
   return document.getElementById(id);
@@ -16,23 +16,6 @@ export function button(text, onClick) {
   const element = make("button", { type: "button", class: "quiet small" }, text);
   element.addEventListener("click", () => onClick(element));
   return element;
-}
-
-// Text that arrives incrementally and is shown once per frame: with a layout for each token, a long
-// answer would freeze the page. onShow: called after more text is shown.
-export function growingText(onShow) {
-  const node = document.createTextNode("");
-  let rest = "";
-  const show = () => {
-    node.appendData(rest);
-    rest = "";
-    onShow();
-  };
-  const add = (more) => {
-    if (!rest) requestAnimationFrame(show);
-    rest += more;
-  };
-  return { node, add, show, whole: () => node.data + rest };
 }
 
 // Opens or closes the panel of a button with aria-expanded.

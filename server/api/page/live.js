@@ -1,8 +1,10 @@
-// The live view: reads /metrics every second while it is visible, and keeps five minutes of values.
+// The live view: reads /metrics every second while it is visible, and keeps five minutes of values. Folded away, it
+// reads nothing.
 
 import { request } from "./api.js";
 import { canvas, drawBar, drawLines, drawRoof, short } from "./chart.js";
 import { byId, make } from "./dom.js";
+import { keep as keepChoice, recall } from "./preferences.js";
 import { CLASSES, isRestart, perSecond, quantile, readingOf, roofPoints, stepRate } from "./metrics.js";
 
 const PERIOD_MS = 1000;
@@ -58,6 +60,8 @@ const USES = [
   },
 ];
 
+const SHOWN = "show-live";
+
 let readings = [];
 let views = [];
 
@@ -66,6 +70,7 @@ let views = [];
 export function startLive({ onReachable }) {
   views = [...CARDS.map(lineCard), ...USES.map(useCard), roofCard()];
   byId("cards").append(...views.map((view) => view.element));
+  startFolding();
   let isLocked = false;
   let isReachable = true;
   const reach = (isReachableNow) => {
@@ -77,7 +82,7 @@ export function startLive({ onReachable }) {
       const response = await request("metrics");
       reach(true);
       keep(readingOf(await response.text(), performance.now()));
-      note(windowMs() < WINDOW_MS ? "Every second since this page was opened" : "Every second, the last five minutes");
+      note(windowMs() < WINDOW_MS ? "Every second while this is open" : "Every second, the last five minutes");
     } catch (error) {
       isLocked = error.status === 401;
       reach(error.status !== 0);
@@ -86,11 +91,23 @@ export function startLive({ onReachable }) {
   };
   // One request at a time: a slow server gets no more requests than it answers.
   const loop = async () => {
-    if (!document.hidden && !isLocked) await read();
+    if (!document.hidden && !isLocked && byId("live").checkVisibility()) await read();
     setTimeout(loop, PERIOD_MS);
   };
   loop();
   return { resume: () => { isLocked = false; } };
+}
+
+function startFolding() {
+  const show = (isShown) => {
+    byId("live-open").setAttribute("aria-expanded", String(isShown));
+    document.body.classList.toggle("without-live", !isShown);
+  };
+  show(recall(SHOWN, true));
+  byId("live-open").addEventListener("click", () => {
+    keepChoice(SHOWN, !recall(SHOWN, true));
+    show(recall(SHOWN, true));
+  });
 }
 
 function note(text) {
@@ -152,6 +169,7 @@ function useCard(use) {
 
 function roofCard() {
   const svg = canvas(372, 214, false);
+  svg.toggleAttribute("hidden", true);
   const text = make("p", {}, make("small", {}, "Waiting for steps"));
   const legend = make("ul", { class: "legend" });
   const card = { id: "roof", name: "Roofline: steps against the hardware's limit", tip: "The line is the limit of the hardware. On its slope the limit is memory bandwidth: few operations per byte read, as in decoding; on its flat part it is arithmetic, as in prefill. The points are the steps of the last 15 seconds; the gap above each is its distance from the limit." };

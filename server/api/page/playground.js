@@ -1,254 +1,252 @@
-// The playground: one question at a time, its streamed answer, and its timings.
+// The conversation that is open: what is asked, what is shown, and what is running.
 
-import { curlLine, events, request } from "./api.js";
-import { button, byId, copy, growingText, make, setOpen } from "./dom.js";
-import { readSettings, SettingsError, startSettings } from "./settings.js";
+import { curlLine } from "./api.js";
+import { receive, requestFor } from "./answering.js";
+import { find, save } from "./conversations.js";
+import { button, byId, copy, setOpen } from "./dom.js";
+import { toMarkdown } from "./exchange.js";
+import { answerView, questionView, resultsView, unansweredView } from "./messages.js";
+import { isCompletion, readSettings, SettingsError, startSettings } from "./settings.js";
+import { addNode, newConversation, pathOf, removeLeaf, showBranch, versionsOf } from "./tree.js";
 
 const SUGGESTIONS = ["Who are you?", "What is continuous batching?", "Tell me a little story."];
 const NEAR_END_PX = 80;
+// A reload loses at most this much of an answer.
+const SAVE_PERIOD_MS = 1000;
+// Of an imported answer that has none.
+const DEFAULT_SETTINGS = { stream: true };
 
 let model = null;
-let running = null; // the AbortController of the running request
+let open = newConversation();
+let views = []; // of the path that is shown
 let isFollowing = true; // whether to scroll to the end, until the user scrolls away from it
-let turns = []; // {question, answer} of the chat, if completed or stopped
+let hooks = {};
+const runs = new Map(); // id of a conversation -> {controller, node, view}
+const failures = new WeakMap(); // question without an answer -> why
 
-export function startPlayground({ onKeyNeeded }) {
+// Called by the buttons of a message.
+const act = {
+  isCompletion: (answer) => open.nodes[answer.parent]?.mode === "completion",
+  answerLast: () => ask(() => pathOf(open).at(-1)),
+  regenerate: (answer) => ask(() => open.nodes[answer.parent]),
+  continueAnswer: (answer) => ask(() => answer),
+  editQuestion: (question, text) => ask(() => addNode(open, open.nodes[question.parent], { role: "user", text, mode: question.mode })),
+  sendResults: (answer, results) => ask(() => addNode(open, answer, { role: "tool", results, text: "" })),
+  editAnswer: (answer, text) => {
+    const { id, parent, atMs, figures, logprobs, ...fields } = answer;
+    addNode(open, open.nodes[parent], { ...fields, text, figures: null, finish: null, note: "Edited", isFailed: false });
+    save(open);
+    show();
+  },
+  showVersion: (node) => {
+    showBranch(open, node);
+    save(open);
+    show();
+  },
+};
+
+// onKeyNeeded(), onUnreachable(): called after a request failed so. onOpen(): another conversation is shown.
+export function startPlayground(given) {
+  hooks = given;
   startSettings();
   byId("settings-open").addEventListener("click", () => {
     setOpen(byId("settings-open"), byId("settings"), byId("settings").hidden);
   });
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
-    send(onKeyNeeded);
+    send();
   });
   byId("prompt").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    send(onKeyNeeded);
+    send();
   });
   byId("prompt").addEventListener("input", fitPrompt);
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") running?.abort();
+    // Else it closes what is open.
+    if (event.key === "Escape" && !document.querySelector("dialog[open], :popover-open")) stop(open);
   });
   byId("conversation").addEventListener("scroll", () => {
     const { scrollHeight, scrollTop, clientHeight } = byId("conversation");
     isFollowing = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
   });
-  byId("stop-answer").addEventListener("click", () => running?.abort());
-  byId("clear").addEventListener("click", clear);
-  byId("copy-all").addEventListener("click", () => copy(asText(), byId("copy-all")));
+  byId("conversation").addEventListener("click", ({ target }) => {
+    if (target.classList.contains("copy-code")) copy(target.closest(".code-block").querySelector("code").textContent, target);
+  });
+  byId("stop-answer").addEventListener("click", () => stop(open));
+  byId("copy-all").addEventListener("click", () => copy(toMarkdown(open), byId("copy-all")));
   for (const text of SUGGESTIONS) {
     byId("suggestions").append(button(text, () => {
       byId("prompt").value = text;
-      send(onKeyNeeded);
+      send();
     }));
   }
-  return { use: (name) => { model = name; } };
+  addEventListener("pagehide", () => {
+    for (const id of runs.keys()) saveKept(find(id));
+  });
+  show();
 }
 
-async function send(onKeyNeeded) {
-  const question = byId("prompt").value;
-  if (running || !question.trim()) return;
-  const view = addTurn(question);
+export function useModel(name) {
+  model = name;
+}
+
+export function openId() {
+  return open.id;
+}
+
+export function isRunning(conversation) {
+  return runs.has(conversation.id);
+}
+
+// A new one if none is given.
+export function openConversation(conversation = newConversation()) {
+  open = conversation;
+  for (const { element } of views) element.remove();
+  views = [];
+  show();
+  scrollToEnd();
+  hooks.onOpen();
+  if (matchMedia("(pointer: fine)").matches) byId("prompt").focus(); // no keyboard over the answers on a phone
+}
+
+export function stop(conversation) {
+  runs.get(conversation.id)?.controller.abort();
+}
+
+function send() {
+  const text = byId("prompt").value;
+  if (!text.trim()) return;
+  const isAsked = ask(() => {
+    const leaf = pathOf(open).at(-1);
+    // A question without an answer is replaced: many models take only turns that alternate.
+    const parent = leaf?.role === "user" ? open.nodes[leaf.parent] : leaf;
+    return addNode(open, parent, { role: "user", text, mode: isCompletion() ? "completion" : "chat" });
+  });
+  if (!isAsked) return;
   byId("prompt").value = "";
   fitPrompt();
-  setRunning(new AbortController());
+}
+
+// asked(): the node to answer, or the answer to continue. Nothing changes if the settings are wrong.
+function ask(asked) {
+  byId("ask-error").hidden = true;
   try {
-    const { path, body } = requestFor(question);
-    view.curl(curlLine(path, body));
-    const figures = await answer(path, body, view);
-    view.end(figures);
-    remember(question, view.text());
+    if (runs.has(open.id)) throw new SettingsError("An answer is still arriving; stop it first, or wait for its end.", "prompt");
+    if (!model) throw new SettingsError("The model is not ready yet; wait until its name appears above.", "prompt");
+    const settings = readSettings();
+    start(asked(), settings);
+    return true;
   } catch (error) {
-    onFailure(error, question, view, onKeyNeeded);
-  } finally {
-    setRunning(null);
-    followEnd();
+    if (!(error instanceof SettingsError)) throw error;
+    byId("ask-error").textContent = error.message;
+    byId("ask-error").hidden = false;
+    const field = byId(error.field);
+    if (byId("settings").contains(field)) setOpen(byId("settings-open"), byId("settings"), true);
+    field.focus();
+    return false;
   }
 }
 
-function onFailure(error, question, view, onKeyNeeded) {
-  if (error.name === "AbortError") {
-    view.end(null, "Stopped");
-    remember(question, view.text());
-    return;
-  }
-  if (!error.status && !(error instanceof SettingsError)) console.warn(error.message);
-  view.fail(error.message);
-  if (!byId("prompt").value) byId("prompt").value = question; // to be corrected and sent again
-  fitPrompt();
-  if (error instanceof SettingsError) {
-    setOpen(byId("settings-open"), byId("settings"), true);
-    byId(error.field).focus();
-  }
-  if (error.status === 401) onKeyNeeded();
+function start(asked, settings) {
+  const begun = asked.role === "assistant" ? asked : null;
+  const before = begun ? open.nodes[begun.parent] : asked;
+  failures.delete(before);
+  const sent = requestFor(model, pathOf(open, before.id), settings, begun);
+  const node = begun ?? addNode(open, before, { role: "assistant", text: "", reasoning: "", toolCalls: [], figures: null, finish: null });
+  Object.assign(node, { model, settings, note: null, isFailed: false });
+  if (begun) open.leaf = node.id;
+  run(open, node, sent);
 }
 
-function remember(question, answer) {
-  if (!isCompletion()) turns.push({ question, answer });
-}
-
-function requestFor(question) {
-  if (!model) throw new SettingsError("The model is not ready yet; wait until its name appears above.", "prompt");
-  const { system, ...fields } = readSettings();
-  const body = { model, ...fields };
-  if (body.stream) body.stream_options = { include_usage: true };
-  if (isCompletion()) return { path: "v1/completions", body: { ...body, prompt: question } };
-  const messages = system ? [{ role: "system", content: system }] : [];
-  for (const turn of turns) {
-    messages.push({ role: "user", content: turn.question }, { role: "assistant", content: turn.answer });
-  }
-  messages.push({ role: "user", content: question });
-  return { path: "v1/chat/completions", body: { ...body, messages } };
-}
-
-function isCompletion() {
-  return document.querySelector("input[name=mode]:checked").value === "completion";
-}
-
-// Fills the view; returns the figures of the answer.
-async function answer(path, body, view) {
-  const startMs = performance.now();
-  const response = await request(path, { body, signal: running.signal });
-  if (!body.stream) {
-    const whole = await response.json();
-    take(whole.choices[0], view);
-    return { ...usageOf(whole), finish: whole.choices[0].finish_reason, totalMs: performance.now() - startMs };
-  }
-  const figures = {};
-  for await (const event of events(response)) {
-    const choice = event.choices[0];
-    if (choice && take(choice, view)) {
-      figures.lastMs = performance.now();
-      figures.firstMs ??= figures.lastMs;
-    }
-    if (choice?.finish_reason) figures.finish = choice.finish_reason;
-    if (event.usage) Object.assign(figures, usageOf(event));
-  }
-  return { ...figures, ttftMs: figures.firstMs - startMs, totalMs: performance.now() - startMs };
-}
-
-// Returns whether there was text in it.
-function take(choice, view) {
-  const part = choice.delta ?? choice.message ?? { content: choice.text };
-  if (part.reasoning_content) view.reason(part.reasoning_content);
-  if (part.content) view.write(part.content);
-  return Boolean(part.reasoning_content || part.content);
-}
-
-function usageOf({ usage }) {
-  return {
-    numIn: usage.prompt_tokens,
-    numOut: usage.completion_tokens,
-    numCached: usage.prompt_tokens_details?.cached_tokens ?? 0,
-  };
-}
-
-function addTurn(question) {
-  byId("welcome").hidden = true;
-  const text = growingText(followEnd);
-  const reasoning = growingText(followEnd);
-  const details = make("details", { class: "reasoning" }, make("summary", {}, "Reasoning"), make("div", {}, reasoning.node));
-  const content = make("div", { class: "content" }, text.node);
-  const foot = make("div", { class: "foot" });
-  const answerView = make("article", { class: "answer waiting", "aria-label": "Answer" }, content, foot);
-  byId("conversation").append(make("article", { class: "question", "aria-label": "Question" }, question), answerView);
+async function run(conversation, node, sent) {
+  const current = { controller: new AbortController(), node, view: null };
+  runs.set(conversation.id, current);
+  show(node);
   scrollToEnd();
-  let command = null;
-  const finish = () => {
-    answerView.classList.remove("waiting");
-    text.show();
-    reasoning.show();
-    foot.append(...tools(text.whole(), command));
-    updateButtons();
-  };
-  return {
-    text: text.whole,
-    curl: (line) => { command = line; },
-    write: (more) => { text.add(more); answerView.classList.remove("waiting"); },
-    reason: (more) => {
-      if (!details.isConnected) content.before(details);
-      reasoning.add(more);
-    },
-    end: (figures, note) => {
-      foot.append(figures ? figureList(figures) : make("p", { class: "stopped" }, note));
-      finish();
-    },
-    fail: (message) => {
-      answerView.classList.add("failed");
-      foot.before(make("p", { class: "error", role: "alert" }, message));
-      finish();
-    },
-  };
-}
-
-function tools(text, command) {
-  const row = make("div", { class: "tools" });
-  if (text) row.append(button("Copy", (element) => copy(text, element)));
-  const parts = [row];
-  if (command) {
-    const line = make("pre", { tabindex: "0", role: "group", "aria-label": "The request as a curl command" }, command);
-    const box = make("div", { class: "curl", hidden: "" }, line, button("Copy curl", (element) => copy(command, element)));
-    const opener = button("curl", (element) => setOpen(element, box, box.hidden));
-    opener.setAttribute("aria-expanded", "false");
-    row.append(opener);
-    parts.push(box);
+  save(conversation);
+  let savedMs = performance.now();
+  try {
+    await receive(sent, node, current.controller.signal, () => {
+      current.view?.update();
+      if (performance.now() < savedMs + SAVE_PERIOD_MS) return;
+      savedMs = performance.now();
+      saveKept(conversation);
+    });
+  } catch (error) {
+    onFailure(error, conversation, node);
   }
-  return parts;
+  runs.delete(conversation.id);
+  saveKept(conversation);
+  if (conversation !== open) return;
+  if (open.nodes[node.id]) current.view?.finish();
+  byId("ask-error").hidden = true;
+  show();
+  followEnd();
 }
 
-function figureList(figures) {
-  const { numIn, numCached, numOut, finish } = figures;
-  const decodeMs = figures.lastMs - figures.firstMs;
-  const list = make("dl", { class: "figures" });
-  const add = (name, value, tip) => list.append(make("div", { title: tip }, make("dt", {}, name), make("dd", {}, value)));
-  if (figures.ttftMs) add("TTFT", ms(figures.ttftMs), "From sending the question to the first text of the answer, as measured by this page.");
-  if (numOut > 1 && decodeMs > 0) {
-    add("TPOT", ms(decodeMs / (numOut - 1)), "The mean time per token after the first.");
+// Unless it was deleted while its answer arrived.
+function saveKept(conversation) {
+  if (conversation && find(conversation.id)) save(conversation);
+}
+
+function onFailure(error, conversation, node) {
+  const isStopped = error.name === "AbortError";
+  if (!isStopped && !error.status) console.warn(error.message);
+  node.note = isStopped ? "Stopped" : error.message;
+  node.isFailed = !isStopped;
+  node.figures = null;
+  if (!node.text && !node.reasoning && !node.toolCalls.length) {
+    failures.set(conversation.nodes[node.parent], isStopped ? "Stopped before the answer began." : error.message);
+    removeLeaf(conversation, node);
   }
-  add("Speed", `${rate((numOut / figures.totalMs) * 1e3)} tok/s`, "Tokens of the answer divided by the total time, queueing included.");
-  add("Total", ms(figures.totalMs), "From sending the question to the end of the answer.");
-  add("In", numCached ? `${numIn} (${numCached} cached)` : `${numIn}`, "Tokens of the prompt, and how many of them were in the prefix cache.");
-  add("Out", `${numOut}`, "Tokens of the answer.");
-  add("End", finish === "length" ? "length" : "stop", finish === "length"
-    ? "The answer reached max tokens or the end of the model's context." : "The model or a stop string ended the answer.");
-  return list;
+  if (error.status === 401) hooks.onKeyNeeded();
+  if (error.status === 0) hooks.onUnreachable();
 }
 
-function ms(value) {
-  if (value >= 1e4) return `${(value / 1e3).toFixed(1)} s`;
-  return `${value >= 100 ? value.toFixed(0) : value.toPrecision(value >= 10 ? 3 : 2)} ms`;
+// Shows the path to the leaf. Messages that are shown already stay, but for `changed` and what follows it.
+function show(changed = null) {
+  const path = pathOf(open);
+  let numKept = 0;
+  while (views[numKept]?.node && views[numKept].node === path[numKept] && path[numKept] !== changed) numKept += 1;
+  for (const { element } of views.splice(numKept)) element.remove();
+  for (const node of path.slice(numKept)) views.push(viewOf(node));
+  const last = path.at(-1);
+  if (last && last.role !== "assistant") views.push(unansweredView(failures.get(last), act));
+  byId("conversation").append(...views.slice(numKept).map(({ element }) => element));
+  byId("welcome").hidden = Boolean(last);
+  showRunning();
 }
 
-function rate(value) {
-  return value >= 100 ? Math.round(value).toLocaleString("en") : value.toFixed(1);
+function viewOf(node) {
+  const versions = versionsOf(open, node);
+  if (node.role === "user") return questionView(node, versions, act);
+  if (node.role === "tool") return resultsView(node);
+  const current = runs.get(open.id);
+  const isCurrent = current?.node === node;
+  const before = open.nodes[node.parent];
+  const view = answerView(node, {
+    versions,
+    isRunning: isCurrent,
+    // One that the model did not end itself; a grammar would start again.
+    canContinue: () => node.text && node.finish !== "stop" && !node.toolCalls.length && !node.settings.response_format,
+    curl: () => {
+      const { path, body } = requestFor(node.model, pathOf(open, before?.id), { ...DEFAULT_SETTINGS, ...node.settings });
+      return curlLine(path, body);
+    },
+    onShow: followEnd,
+  }, act);
+  if (isCurrent) current.view = view;
+  return view;
 }
 
-function setRunning(controller) {
-  running = controller;
-  byId("conversation").setAttribute("aria-busy", String(Boolean(controller)));
-  byId("send").hidden = Boolean(controller);
-  byId("stop-answer").hidden = !controller;
-  updateButtons();
-}
-
-function updateButtons() {
-  const isEmpty = !byId("conversation").querySelector("article");
-  byId("copy-all").disabled = isEmpty;
-  byId("clear").disabled = isEmpty || Boolean(running);
-}
-
-function clear() {
-  turns = [];
-  for (const element of byId("conversation").querySelectorAll("article")) element.remove();
-  byId("welcome").hidden = false;
-  updateButtons();
-  byId("prompt").focus();
-}
-
-function asText() {
-  const articles = [...byId("conversation").querySelectorAll("article")];
-  return articles.map((article) => (article.querySelector(".content") ?? article).textContent).join("\n\n");
+function showRunning() {
+  const isBusy = runs.has(open.id);
+  byId("conversation").setAttribute("aria-busy", String(isBusy));
+  byId("send").hidden = isBusy;
+  byId("stop-answer").hidden = !isBusy;
+  byId("copy-all").disabled = !open.leaf;
+  byId("new").disabled = !open.leaf;
 }
 
 function fitPrompt() {

@@ -1,8 +1,14 @@
 // The settings of a request. Empty fields are not sent, so that the model's defaults apply.
 
+import { COMPLETION_MAX_TOKENS } from "./answering.js";
+import { isStoring } from "./conversations.js";
 import { byId } from "./dom.js";
+import { keep, recall } from "./preferences.js";
 
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const NUMBERS = [
+  "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+];
+const KEPT = "settings";
 const EXAMPLE_SCHEMA = {
   type: "object",
   properties: { name: { type: "string" }, age: { type: "integer" } },
@@ -19,22 +25,53 @@ export class SettingsError extends Error {
 }
 
 export function startSettings() {
-  byId("schema").value = JSON.stringify(EXAMPLE_SCHEMA, null, 2);
-  byId("format").addEventListener("change", () => {
-    byId("schema-field").hidden = byId("format").value !== "json_schema";
+  const form = byId("settings");
+  byId("schema").defaultValue = JSON.stringify(EXAMPLE_SCHEMA, null, 2);
+  fill(recall(KEPT, {}));
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("input", () => {
+    byId("ask-error").hidden = true;
+    showSchema();
+    if (isStoring()) keep(KEPT, values());
   });
-  byId("settings").addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("reset", () => {
+    keep(KEPT, {});
+    setTimeout(showSchema); // after the browser has reset the fields
+  });
   for (const radio of document.querySelectorAll("input[name=mode]")) {
     radio.addEventListener("change", () => {
-      document.querySelector(".only-chat").hidden = radio.value === "completion";
-      byId("prompt").placeholder = radio.value === "completion" ? "A text to continue" : "Ask something";
+      for (const element of document.querySelectorAll(".only-chat")) element.hidden = isCompletion();
+      byId("max_tokens").placeholder = isCompletion() ? COMPLETION_MAX_TOKENS : "no limit";
+      byId("prompt").placeholder = isCompletion() ? "A text to continue" : "Ask something";
     });
   }
 }
 
-// The request's fields, and `system`. Throws SettingsError.
+export function isCompletion() {
+  return document.querySelector("input[name=mode]:checked").value === "completion";
+}
+
+function values() {
+  return Object.fromEntries([...byId("settings").elements].filter(({ id }) => id).map((field) => [field.id, field.type === "checkbox" ? field.checked : field.value]));
+}
+
+function fill(kept) {
+  for (const field of byId("settings").elements) {
+    if (!(field.id in kept)) continue;
+    if (field.type === "checkbox") field.checked = kept[field.id];
+    else field.value = kept[field.id];
+  }
+  showSchema();
+}
+
+function showSchema() {
+  byId("schema-field").hidden = byId("format").value !== "json_schema";
+}
+
+// The request's fields, and what `requestFor` makes fields of: system, tools, reasoning_effort, wantsLogprobs.
+// Throws SettingsError.
 export function readSettings() {
-  const fields = { stream: byId("stream").checked };
+  const fields = { system: byId("system").value.trim(), stream: byId("stream").checked };
   for (const name of NUMBERS) {
     const value = readNumber(name);
     if (value !== null) fields[name] = value;
@@ -43,7 +80,10 @@ export function readSettings() {
   if (stop.length) fields.stop = stop;
   const format = readFormat();
   if (format) fields.response_format = format;
-  return { system: byId("system").value.trim(), ...fields };
+  if (byId("reasoning_effort").value) fields.reasoning_effort = byId("reasoning_effort").value;
+  if (byId("tools").value.trim()) fields.tools = readTools();
+  if (byId("logprobs").checked) fields.wantsLogprobs = true;
+  return fields;
 }
 
 function readNumber(name) {
@@ -57,9 +97,19 @@ function readNumber(name) {
 function readFormat() {
   const type = byId("format").value;
   if (type !== "json_schema") return type ? { type } : null;
+  return { type, json_schema: { name: "answer", strict: true, schema: readJson("schema", "The JSON schema", "or choose another answer format") } };
+}
+
+function readTools() {
+  const tools = readJson("tools", "The list of tools", "or clear the field");
+  if (!Array.isArray(tools)) throw new SettingsError("The tools are not a list; write them as [{\"type\": \"function\", …}], or clear the field.", "tools");
+  return tools;
+}
+
+function readJson(field, what, otherwise) {
   try {
-    return { type, json_schema: { name: "answer", strict: true, schema: JSON.parse(byId("schema").value) } };
+    return JSON.parse(byId(field).value);
   } catch (error) {
-    throw new SettingsError(`The JSON schema is not valid JSON (${error.message}); correct it, or choose another answer format.`, "schema");
+    throw new SettingsError(`${what} is not valid JSON (${error.message}); correct it, ${otherwise}.`, field);
   }
 }

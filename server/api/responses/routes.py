@@ -189,7 +189,13 @@ def _with_ids(items: list[Item]) -> list[Item]:
 def _as_listed(item: Item) -> Item:
     """As OpenAI gives it back: with an id, a type, a status, and a message's text in parts."""
     kind = item.get("type", "message")
-    prefix = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
+    prefix = {
+        "message": "msg",
+        "function_call": "fc",
+        "function_call_output": "fco",
+        "custom_tool_call": "ctc",
+        "custom_tool_call_output": "ctco",
+    }
     listed = item | {"type": kind}
     if not isinstance(item.get("id"), str):
         listed["id"] = f"{prefix.get(kind, kind)}_{secrets.token_hex(12)}"

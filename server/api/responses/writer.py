@@ -245,11 +245,12 @@ class _OpenReasoning(_OpenItem):
 
 class _OpenCall(_OpenItem):
     prefix, text_kind, whole_name = "fc", "function_call_arguments", "arguments"
+    item_type = "function_call"
 
     def __init__(self, writer: ResponseWriter, start: CallStart) -> None:
         self._start = start
-        whole = {"type": "function_call", "call_id": start.id, "name": start.name, "arguments": ""}
-        super().__init__(writer, whole)
+        call = {"type": self.item_type, "call_id": start.id, "name": start.name}
+        super().__init__(writer, call | {self.whole_name: ""})
 
     def takes(self, part: Part) -> bool:
         return isinstance(part, CallArguments) and part.index == self._start.index
@@ -261,7 +262,7 @@ class _OpenCall(_OpenItem):
         return {}
 
     def _filled(self, text: str) -> Item:
-        return {"arguments": text}
+        return {self.whole_name: text}
 
     def _done_fields(self) -> Item:
         return {"name": self._start.name}
@@ -270,12 +271,22 @@ class _OpenCall(_OpenItem):
         return b""
 
 
+class _OpenCustomCall(_OpenCall):
+    prefix, text_kind, whole_name = "ctc", "custom_tool_call_input", "input"
+    item_type = "custom_tool_call"
+
+    def _done_fields(self) -> Item:
+        return {}
+
+
 def _item_for(part: Part, writer: ResponseWriter) -> _OpenItem:
     match part:
         case TextPart():
             return _OpenMessage(writer)
         case ReasoningPart():
             return _OpenReasoning(writer)
+        case CallStart(is_custom=True):
+            return _OpenCustomCall(writer, part)
         case CallStart():
             return _OpenCall(writer, part)
         case CallArguments():
@@ -317,7 +328,7 @@ def response_head(
         "temperature": sampling.temperature,
         "text": {"format": form, "verbosity": fields.text.verbosity if fields.text else None},
         "tool_choice": fields.tool_choice or "auto",
-        "tools": [_tool(tool) for tool in fields.functions],
+        "tools": [_tool(tool) for tool in fields.served_tools],
         "top_logprobs": fields.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": fields.truncation or "disabled",
@@ -340,6 +351,13 @@ def usage_fields(usage: Usage) -> Item:
 
 
 def _tool(tool: Item) -> Item:
+    if tool["type"] == "custom":
+        return {
+            "type": "custom",
+            "name": tool.get("name"),
+            "description": tool.get("description"),
+            "format": tool.get("format") or {"type": "text"},
+        }
     return {
         "type": "function",
         "name": tool.get("name"),

@@ -36,6 +36,10 @@ def _run(args: argparse.Namespace) -> None:
             )
         # Before a kernel is imported: Triton then runs it in its interpreter.
         os.environ["TRITON_INTERPRET"] = "1"
+    if args.enforce_eager:
+        from tests.bench.engine.timing import time_without_graphs
+
+        time_without_graphs()
     if args.part == "device":
         from tests.bench.engine.device import measure_device
 
@@ -43,15 +47,19 @@ def _run(args: argparse.Namespace) -> None:
     elif args.part == "kernels":
         from tests.bench.engine.kernels import measure_kernels
 
-        measure_kernels(args.groups, args.tiny, args.flash_attn_3)
+        measure_kernels(args.groups, args.tiny, args.flash_attn_3, args.first)
     elif args.part == "steps":
-        from tests.bench.engine.steps import measure_steps
+        from tests.bench.engine.steps import Points, measure_steps
 
-        measure_steps(args.model, args.tiny)
+        measure_steps(args.model, args.tiny, Points(args.points), args.enforce_eager)
     elif args.part == "offline":
         from tests.bench.engine.offline import measure_offline
 
-        measure_offline(args.model, args.tiny)
+        measure_offline(args.model, args.tiny, args.enforce_eager)
+    elif args.part == "linear-tiles":
+        from tests.bench.engine.linear_tiles import measure_linear_tiles
+
+        measure_linear_tiles(args.tiny)
     elif args.part == "model-dir":
         from tests.bench.engine.models import write_model_dir
 
@@ -72,22 +80,27 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         part = parts.add_parser(name, help=text)
         part.add_argument("--tiny", action="store_true", help="the same code at toy sizes")
+        part.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
         return part
 
     add("device", "copy bandwidth and matrix rate, versions")
     kernels = add("kernels", "each kernel against its reference and the peak")
     kernels.add_argument("groups", nargs="*", help="default: all", default=[])
+    kernels.add_argument("--first", type=int, metavar="N", help="cases of each group, not all")
     kernels.add_argument(
         "--flash-attn-3",
         type=Path,
         metavar="DIR",
         help="folder with _vllm_fa3_C.abi3.so and flash_attn_interface.py, to compare with",
     )
-    for name, text in (
-        ("steps", "decode steps by batch and context, and the time to a first token"),
-        ("offline", "256 requests of mixed lengths through the scheduler and the executor"),
-    ):
-        add(name, text).add_argument("model", help="a folder of configs/models")
+    add("linear-tiles", "tiles of the linear layers for few rows, against torch's product")
+    steps = add("steps", "decode steps by batch and context, and the time to a first token")
+    offline = add("offline", "256 requests of mixed lengths through scheduler and executor")
+    for part in (steps, offline):
+        part.add_argument("model", help="a folder of configs/models")
+    steps.add_argument(
+        "--points", choices=("goals", "sweep", "overlap"), default="sweep", help="what is measured"
+    )
     model_dir = add("model-dir", "writes a model's directory")
     model_dir.add_argument("model", help="a folder of configs/models")
     model_dir.add_argument("directory", type=Path)

@@ -50,7 +50,7 @@ class Driver:
         """Runs a prompt of `length` tokens, then copies its blocks to all others."""
         info = self.info
         length = min(length, info.max_model_len - 1, info.num_blocks * info.block_size)
-        num_filled = length // info.block_size
+        num_filled = max(1, length // info.block_size)
         self._run((0,), 0, length, (self._assignment(0, length, length),)).wait()
         for first in range(num_filled, info.num_blocks, _COPIES):
             targets = range(first, min(first + _COPIES, info.num_blocks))

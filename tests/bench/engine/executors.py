@@ -15,9 +15,18 @@ _INTERPRETED_BLOCK_SIZE, _INTERPRETED_BLOCKS = 16, 40
 
 
 def build_executor(
-    model_dir: Path, *, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
+    model_dir: Path,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    enforce_eager: bool = False,
+    kv_cache_memory_bytes: int | None = None,
 ) -> CudaExecutor:
-    """With random weights; on the GPU, or without one in Triton's interpreter."""
+    """With random weights; on the GPU, or without one in Triton's interpreter.
+
+    kv_cache_memory_bytes: on a GPU; None means all that is left.
+    """
     device = the_device()
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
@@ -29,6 +38,8 @@ def build_executor(
             dtype=Dtype.BFLOAT16,
             load_format=LoadFormat.DUMMY,
             max_model_len=max_model_len,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            enforce_eager=enforce_eager,
             scheduler=scheduler,
         )
         return build_cuda_executor(config, model_dir)
@@ -41,6 +52,7 @@ def build_executor(
         max_model_len=max_model_len,
         block_size=_INTERPRETED_BLOCK_SIZE,
         kv_cache_memory_bytes=(_INTERPRETED_BLOCKS + 1) * _INTERPRETED_BLOCK_SIZE * token_bytes,
+        enforce_eager=enforce_eager,
         scheduler=scheduler,
     )
     return build_cuda_executor(config, model_dir, Interpreter())

@@ -7,6 +7,7 @@ They are timed as in serving: one after another in a graph, where ours may overl
 import math
 import sys
 import traceback
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -31,13 +32,16 @@ GROUPS: dict[str, MakeCases] = {
 }
 
 
-def measure_kernels(groups: list[str], tiny: bool, flash_attn_3: Path | None) -> None:
+def measure_kernels(
+    groups: list[str], tiny: bool, flash_attn_3: Path | None, num_cases: int | None = None
+) -> None:
+    """num_cases: of each group, the first; None means all."""
     for group in groups:
         if group not in GROUPS:
             raise InvalidConfig(f"there are no kernels {group!r}; choose from {', '.join(GROUPS)}")
     bench = Bench(tiny=tiny, flash_attn_3=flash_attn_3)
     for group in groups or GROUPS:
-        for make in GROUPS[group](bench):
+        for make in islice(GROUPS[group](bench), num_cases):
             try:
                 _measure(make(), group, bench)
             except Exception as error:

@@ -36,7 +36,7 @@ FULL = Workload(num_requests=256, shortest=100, longest=1024, max_batched_tokens
 TINY = Workload(num_requests=2, shortest=3, longest=8, max_batched_tokens=32)
 
 
-def measure_offline(model: str, tiny: bool) -> None:
+def measure_offline(model: str, tiny: bool, enforce_eager: bool) -> None:
     workload = TINY if tiny else FULL
     scheduler = SchedulerConfig(
         max_num_seqs=workload.num_requests, max_num_batched_tokens=workload.max_batched_tokens
@@ -47,6 +47,7 @@ def measure_offline(model: str, tiny: bool) -> None:
             max_model_len=2 * workload.longest,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            enforce_eager=enforce_eager,
         )
     # A short warm-up, which compiles the kernels.
     warm = replace(workload, num_requests=workload.num_requests // 2, longest=workload.shortest)

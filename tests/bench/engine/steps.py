@@ -5,12 +5,13 @@ The pool has the keys and values of a prompt in every block: zeros would be read
 
 import time
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.engine.executors.cuda.executor import CudaExecutor
-from penstock.engine.kernels.launch import overlap
+from penstock.engine.kernels.launch import overlap, overlapped
 from tests.bench.engine.driver import Driver
 from tests.bench.engine.executors import build_executor
 from tests.bench.engine.models import model_dir
@@ -22,12 +23,14 @@ _PROFILED_STEPS = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """num_steps: timed of each point, after warm_steps. first_prompt: tokens before a first one.
+    goals: the batch and the context of each point that a goal names.
 
     overlap_batches: at which decoding is timed again with kernels that start one by one.
     """
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
+    goals: tuple[tuple[int, int], ...]
     profiled_batches: tuple[int, ...]
     overlap_batches: tuple[int, ...]
     warm_steps: int
@@ -37,10 +40,10 @@ class Sizes:
     first_repeats: int
 
 
-# Batch 256 at context 1,024 and batch 1 at 512 are rows of the table of goals.
 FULL = Sizes(
     batches=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     contexts=(512, 1024, 2048, 8192),
+    goals=((1, 512), (256, 1024)),
     profiled_batches=(1, 64),
     overlap_batches=(1, 8, 64),
     warm_steps=6,
@@ -52,6 +55,7 @@ FULL = Sizes(
 TINY = Sizes(
     batches=(2, 5),
     contexts=(150,),
+    goals=((2, 150),),
     profiled_batches=(1,),
     overlap_batches=(1,),
     warm_steps=2,
@@ -62,16 +66,30 @@ TINY = Sizes(
 )
 
 
-def measure_steps(model: str, tiny: bool) -> None:
+class Points(StrEnum):
+    """What is measured. GOALS: the points of the table of goals, and the time to a first token."""
+
+    GOALS = "goals"
+    SWEEP = "sweep"
+    OVERLAP = "overlap"
+
+
+def measure_steps(model: str, tiny: bool, points: Points, enforce_eager: bool) -> None:
     sizes = TINY if tiny else FULL
+    at = [(batch, context) for context in sizes.contexts for batch in sizes.batches]
+    if points is Points.GOALS:
+        at = list(sizes.goals)
+    elif points is Points.OVERLAP:
+        at = [(batch, sizes.contexts[0]) for batch in sizes.overlap_batches]
     room = sizes.warm_steps + sizes.num_steps + 1
     start = time.perf_counter()
     with model_dir(model, tiny) as directory:
         executor = build_executor(
             directory,
-            max_model_len=max(sizes.contexts) + room,
-            max_num_seqs=max(sizes.batches),
+            max_model_len=max(sizes.first_prompt, *(context for _, context in at)) + room,
+            max_num_seqs=max(batch for batch, _ in at),
             max_num_batched_tokens=sizes.max_batched_tokens,
+            enforce_eager=enforce_eager,
         )
     info = executor.info
     report(
@@ -82,21 +100,31 @@ def measure_steps(model: str, tiny: bool) -> None:
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         weight_bytes=info.weight_bytes,
+        overlaps=overlapped()["PDL"],
+        graphs=not enforce_eager,
     )
     driver = Driver(executor)
     driver.fill(sizes.max_batched_tokens)
-    first = driver.seconds_to_first_token(sizes.first_prompt, sizes.first_repeats)
-    report(part="ttft", model=model, prompt=sizes.first_prompt, ttft_ms=first * 1e3)
-    for context in sizes.contexts:
-        for batch in sizes.batches:
-            _measure_decode(driver, model, batch, context, sizes)
-    _compare_overlap(executor, driver, model, sizes)
+    if points is Points.OVERLAP:
+        _compare_overlap(executor, driver, model, sizes)
+        return
+    if points is Points.GOALS:
+        _measure_first_token(driver, model, sizes)
+    for batch, context in at:
+        _measure_decode(driver, model, batch, context, sizes)
+    if points is Points.GOALS:
+        return
     # At the end: the profiler slows launches for as long as the process lives.
     for batch in sizes.profiled_batches:
         driver.begin(batch, sizes.contexts[0], room)
         driver.decode(sizes.warm_steps)
         launches = _count_launches(driver)
         report(part="launches", model=model, batch=batch, kernels_per_step=launches)
+
+
+def _measure_first_token(driver: Driver, model: str, sizes: Sizes) -> None:
+    first = driver.seconds_to_first_token(sizes.first_prompt, sizes.first_repeats)
+    report(part="ttft", model=model, prompt=sizes.first_prompt, ttft_ms=first * 1e3)
 
 
 def _measure_decode(driver: Driver, model: str, batch: int, context: int, sizes: Sizes) -> None:

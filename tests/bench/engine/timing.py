@@ -18,6 +18,8 @@ _MIN_REPEATS, _MAX_REPEATS = 3, 30
 _TIMES_L2 = 4
 _MAX_SETS = 48
 
+_uses_graphs = True
+
 
 def the_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,10 +49,18 @@ def num_input_sets(num_bytes: int, device: torch.device) -> int:
     return max(1, min(_MAX_SETS, -(-_TIMES_L2 * cache // max(1, num_bytes))))
 
 
-def seconds_per_call(calls: Sequence[Call]) -> float:
+def time_without_graphs() -> None:
+    """Where a GPU does not capture: `seconds_per_call` then launches the calls one by one, and the
+    host's part counts where it is longer."""
+    global _uses_graphs
+    _uses_graphs = False
+
+
+def seconds_per_call(calls: Sequence[Call], budget_s: float = _BUDGET_S) -> float:
     """The mean of these calls, one after the other: the median over replays of a CUDA graph.
 
     calls: the same work on inputs of their own. On the CPU they are run once, by the clock.
+    budget_s: roughly, for what is timed.
     """
     if not torch.cuda.is_available():
         start = time.perf_counter()
@@ -61,16 +71,25 @@ def seconds_per_call(calls: Sequence[Call]) -> float:
         call()
     torch.cuda.synchronize()
     once = _event_seconds(lambda: [call() for call in calls])
-    rounds = max(1, min(_LAUNCHES // len(calls), int(_BUDGET_S / max(once, 1e-6))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    rounds = max(1, min(_LAUNCHES // len(calls), int(budget_s / max(once, 1e-6))))
+
+    def run_all() -> None:
         for _ in range(rounds):
             for call in calls:
                 call()
-    first = _event_seconds(graph.replay)
-    repeats = max(_MIN_REPEATS, min(_MAX_REPEATS, int(_BUDGET_S / max(first, 1e-6))))
-    times = [_event_seconds(graph.replay) for _ in range(repeats)]
+
+    run = _captured(run_all) if _uses_graphs else run_all
+    first = _event_seconds(run)
+    repeats = max(_MIN_REPEATS, min(_MAX_REPEATS, int(budget_s / max(first, 1e-6))))
+    times = [_event_seconds(run) for _ in range(repeats)]
     return statistics.median(times) / (rounds * len(calls))
+
+
+def _captured(run: Call) -> Call:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
 
 
 def _event_seconds(run: Call) -> float:

@@ -1,6 +1,5 @@
 """The goals for one H200, in bf16 with random weights, and whether a run meets them."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +24,9 @@ class Goal:
     limit: str = ""
     scale: float = 1.0
 
-    def measured(self, rows: Iterable[Row]) -> float | None:
-        """None where the row, or the figure in it, is missing."""
-        for row in rows:
+    def measured(self, rows: list[Row]) -> float | None:
+        """Of the last such row; None where the row, or the figure in it, is missing."""
+        for row in reversed(rows):
             if self.row.items() <= row.items() and row.get(self.key) is not None:
                 return float(row[self.key]) * self.scale
         return None

@@ -1,5 +1,9 @@
-"""The HTTP server with random weights: under load, and from its start to its first response."""
+"""`python -m tests.bench.gpu.http http|ready MODEL`: the HTTP server with random weights.
 
+Under load, or from its start to its first response.
+"""
+
+import argparse
 import contextlib
 import json
 import shutil
@@ -32,7 +36,9 @@ class PartFailed(PenstockError):
     """A part could not be measured; the message says why."""
 
 
-def measure_http(model: str, tiny: bool, limit_s: float) -> Iterator[dict[str, Any]]:
+def measure_http(
+    model: str, tiny: bool, limit_s: float, more_flags: list[str]
+) -> Iterator[dict[str, Any]]:
     """Two rows: `start` of dummy weights, and `http` under 256 streams of 128 and 1,024 tokens."""
     num_streams, prompt, output = (4, 8, 6) if tiny else (256, 128, 1024)
     ends_s = time.monotonic() + limit_s
@@ -40,7 +46,7 @@ def measure_http(model: str, tiny: bool, limit_s: float) -> Iterator[dict[str, A
     flags += ["--max-model-len", str(prompt + output + 16), "--no-enable-prefix-caching"]
     with tempfile.TemporaryDirectory() as folder:
         vocab_size = _write_model(Path(folder), model, tiny, ends_s - time.monotonic())
-        with Server(Path(folder), [*flags, *_device_flags(tiny)]) as server:
+        with Server(Path(folder), [*flags, *_device_flags(tiny), *more_flags]) as server:
             yield {"part": "start", "model": model, **server.until_ready(ends_s)}
             workload = WorkloadConfig(
                 num_prompts=num_streams, input_len=prompt, output_len=output, vocab_size=vocab_size
@@ -49,10 +55,10 @@ def measure_http(model: str, tiny: bool, limit_s: float) -> Iterator[dict[str, A
             yield {"part": "http", "model": model, **row}
 
 
-def measure_ready(model: str, tiny: bool, limit_s: float) -> dict[str, Any]:
+def measure_ready(model: str, tiny: bool, limit_s: float, more_flags: list[str]) -> dict[str, Any]:
     """From the start of the process to its first response, with weights in the page cache."""
     ends_s = time.monotonic() + limit_s
-    flags = ["--max-model-len", "256" if tiny else "8192", *_device_flags(tiny)]
+    flags = ["--max-model-len", "256" if tiny else "8192", *_device_flags(tiny), *more_flags]
     with tempfile.TemporaryDirectory() as folder:
         _write_model(Path(folder), model, tiny, limit_s, with_weights=True)
         num_bytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
@@ -206,3 +212,28 @@ def _tokenizer(vocab_size: int) -> dict[str, Any]:
         "decoder": None,
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"},
     }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.http")
+    parser.add_argument("part", choices=("http", "ready"))
+    parser.add_argument("model", help="a folder of configs/models")
+    parser.add_argument("--limit-s", type=float, default=120.0)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
+    args = parser.parse_args(argv)
+    flags = ["--enforce-eager"] if args.enforce_eager else []
+    try:
+        if args.part == "ready":
+            print(json.dumps(measure_ready(args.model, args.tiny, args.limit_s, flags)), flush=True)
+            return 0
+        for row in measure_http(args.model, args.tiny, args.limit_s, flags):
+            print(json.dumps(row), flush=True)
+    except PartFailed as error:
+        print(f"tests.bench.gpu.http: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.loadtest.bench.flags import HelpFormatter
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.parser import HelpFormatter
 from penstock.loadtest.bench.readiness import TargetUnusable, wait_until_ready, warm_up
 from penstock.loadtest.bench.replay import replay, run
 from penstock.loadtest.report.report import ReportConfig, Summary, summarize

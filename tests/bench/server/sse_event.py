@@ -32,7 +32,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.executors.scripted import scripted_info
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.supervisor import EngineProcess, EngineState
-from penstock.engine.messages import Abort, FromEngine, StepReport, Submit
+from penstock.engine.messages import FromEngine, OnWire, StepReport, Submit
 from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.stats import NO_WORK, SchedulerStats
 from penstock.scheduler.types import Request, RequestOutput
@@ -72,7 +72,7 @@ class FedProcess(EngineProcess):
     def feed(self, message: bytes) -> None:
         self._receive(message)
 
-    def send(self, message: Submit | Abort) -> None:
+    def send(self, message: OnWire) -> None:
         if isinstance(message, Submit):
             self.submitted.append(message.request)
 

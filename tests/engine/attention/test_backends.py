@@ -189,6 +189,12 @@ def test_blocks_too_small_for_flash_attn_are_refused_with_the_size_that_fits() -
         _make(AttentionBackend.FLASH_ATTN, block_size=64)
 
 
+@pytest.mark.usefixtures("flash_attn")
+def test_float16_is_computed_by_flash_attention() -> None:
+    made = _make(AttentionBackend.FLASH_ATTN, dtype=torch.float16, block_size=256)
+    assert isinstance(made, FlashAttention)
+
+
 def test_float32_is_refused_by_flash_attention() -> None:
     with pytest.raises(InvalidConfig, match="use --dtype bfloat16"):
         _make(AttentionBackend.FLASH_ATTN, dtype=torch.float32, block_size=256)

@@ -75,7 +75,7 @@ def _answers(engine: SteppedEngine) -> list[Answer]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16])
 def test_ids_and_logprobs_are_the_same_alone_together_in_chunks_and_after_a_preemption(
     model: Path, dtype: Dtype
 ) -> None:

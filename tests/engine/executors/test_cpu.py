@@ -13,6 +13,7 @@ from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.ipc.process import build_executor
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.native.model import load_library
+from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate, Tier
 from tests.support.paths import STORIES
@@ -195,17 +196,20 @@ def test_info_counts_the_bytes_that_a_weight_format_stores(
     model = make_model("llama_biases")
     config = engine_config(save(model, tmp_path))
     monkeypatch.setattr("penstock.engine.executors.cpu.PlainLinear", NegatedLinear)
-    monkeypatch.setattr("penstock.engine.executors.cpu.PackedLinear", NegatedLinear)
+    monkeypatch.setattr("penstock.engine.executors.cpu.cpu_linear", lambda dtype: NegatedLinear)
     embedding = 96 * 64  # the rest of the matrices are linear layers, stored in float64
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) - embedding
     vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
     assert CpuExecutor(config, tmp_path).info.weight_bytes == 8 * matrices + 4 * vectors
 
 
+@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.HALF])
 @pytest.mark.parametrize("family", ["llama2", "llama3.2_tied", "llama_biases", "qwen3_bias"])
-def test_the_layers_have_as_many_bytes_as_config_json_says(family: str, tmp_path: Path) -> None:
+def test_the_layers_have_as_many_bytes_as_config_json_says(
+    family: str, dtype: Dtype, tmp_path: Path
+) -> None:
     path = save(make_model(family), tmp_path)
-    info = CpuExecutor(engine_config(path, dtype=Dtype.BFLOAT16), path).info
+    info = CpuExecutor(engine_config(path, dtype=dtype), path).info
     config = ModelConfig.from_dir(path)
     assert info.weight_bytes == config.step_weight_bytes(2)
     assert config.weight_bytes(2) == 2 * info.num_parameters
@@ -256,4 +260,4 @@ def test_a_context_beyond_the_models_is_refused(tiny: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused(tiny: Path) -> None:
     with pytest.raises(InvalidConfig, match="use --device cpu"):
-        build_executor(engine_config(tiny, device=Device.CUDA))
+        build_executor(engine_config(tiny, device=Device.CUDA), Phases())

@@ -24,7 +24,8 @@ from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.weights import Checkpoint
-from penstock.engine.sampling.grammar import Grammars, GrammarTable
+from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams

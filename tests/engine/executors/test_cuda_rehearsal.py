@@ -31,13 +31,21 @@ def test_a_step_of_decodes_alone_is_one_graph_and_sends_nothing(report: dict[str
     decode = report["decode"]
     assert decode["launches"] == []
     assert decode["replays"] == decode["steps"]
-    # Seven launches a layer, here one of them, and the output layer is one more of `_skinny`.
-    layer = {"_skinny": 5, "_rotate_and_store": 1, "_decode": 1, "_combine": 1}
-    assert {name: decode["launches_in_graph"][name] for name in layer} == layer
-    assert sum(decode["launches_in_graph"].values()) == 7 + 11
+    # Seven launches a layer, here two of them, and the output layer is one more of `_skinny`.
+    layers = {"_skinny": 9, "_rotate_and_store": 2, "_decode": 2, "_combine": 2}
+    assert {name: decode["launches_in_graph"][name] for name in layers} == layers
+    assert sum(decode["launches_in_graph"].values()) == 14 + 11
     assert decode["operations_in_graph"] == []
+
+
+def test_a_chunk_graph_fills_its_padding_once_and_not_in_every_layer(
+    report: dict[str, Any],
+) -> None:
+    graphs = report["operations_in_chunk_graphs"]
+    assert len(graphs) == 6 and all(graph["mm"] == 8 for graph in graphs)  # two layers
+    assert [graph["fill_"] + graph["new_zeros"] for graph in graphs] == [2] * 6
 
 
 def test_the_rehearsal_fails_on_what_a_gpu_forbids(report: dict[str, Any]) -> None:
     assert [name for name, refusal in report["rules"].items() if not refusal] == []
-    assert len(report["rules"]) == 11
+    assert len(report["rules"]) == 12

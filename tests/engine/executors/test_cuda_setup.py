@@ -66,8 +66,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
-def test_what_is_set_up_answers_as_the_cpu_executor_and_refuses_an_adapter(tiny: Path) -> None:
-    config = interpreted(tiny)
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.HALF])
+def test_what_is_set_up_answers_as_the_cpu_executor_and_refuses_an_adapter(
+    tiny: Path, dtype: Dtype
+) -> None:
+    config = interpreted(tiny, dtype=dtype)
     requests = [make_request("a", 5, max_tokens=2), make_request("b", 14, max_tokens=2)]
     expected = SteppedEngine(config).run(requests)
     engine = SteppedEngine(config, build_cuda_executor(config, tiny, Interpreter()))

@@ -10,8 +10,10 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.executors.cuda.step_sampler import StepSampler
 from penstock.engine.kernels.sample import Mode
-from penstock.engine.sampling.grammar import Grammars, GrammarTable
+from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.types import SamplingParams, SlotAssignment, TokenLogprobs
+from tests.support.grammars import prepare
 from tests.support.kernels import DEVICE, LOGPROB_TOLERANCE, random
 
 VOCAB_SIZE, EOS = 2048, (2, 0)
@@ -47,6 +49,7 @@ class Step:
             tokens[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
             assignment = SlotAssignment(slot, ids, len(PROMPT), (), sampling, seed=slot)
             self.sampler.assign(assignment)
+            prepare(grammars, sampling)
             grammars.assign(assignment)
         self.sampler.flush()
         self.logits = random(len(SAMPLINGS), VOCAB_SIZE)[list(slots)]

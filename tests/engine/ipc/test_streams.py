@@ -2,13 +2,15 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from penstock.engine.errors import EngineFailed, QueueFull, RequestRefused
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
-from penstock.engine.messages import Abort, Submit
-from penstock.scheduler.types import Finish, FinishReason, RequestId, RequestOutput
+from penstock.engine.messages import Abort, OnWire, Submit, SubmitAlike
+from penstock.scheduler.types import Finish, FinishReason, RequestId, RequestOutput, SamplingParams
 from tests.support.scheduling import make_request
 
 FINISH = Finish(FinishReason.LENGTH, None, 0.0, 0, 0)
@@ -18,7 +20,7 @@ class Streams(OpenStreams):
     """Room for two running answers and two waiting ones; keeps what it sends."""
 
     def __init__(self) -> None:
-        self.sent: list[Submit | Abort] = []
+        self.sent: list[OnWire] = []
         super().__init__(2, 2, self.sent.append)
 
 
@@ -40,6 +42,41 @@ async def test_a_request_is_sent_and_its_outputs_reach_its_own_stream() -> None:
     streams.push([output("a", 9, is_last=True), output("b", 10, is_last=True)])
     assert streams.num_open == 0
     assert [await ids(a), await ids(b)] == [[7, 9], [8, 10]]
+
+
+async def test_requests_of_one_kind_are_one_message_that_has_what_they_share_once() -> None:
+    streams = Streams()
+    shared = SamplingParams(
+        max_tokens=5,
+        allowed_token_ids=tuple(range(1000)),
+        logit_bias=((1, 2.0),),
+        bad_words=((1, 2), (3,)),
+        grammar="x" * 1000,
+    )
+    requests = [
+        replace(make_request(name, num_prompt), sampling=replace(shared, max_tokens=max_tokens))
+        for name, num_prompt, max_tokens in (("a", 3, 5), ("b", 4, 5), ("c", 5, 6), ("d", 6, 5))
+    ]
+    opened = streams.submit_alike(requests)
+    assert len(opened) == streams.num_open == 4
+    (message,) = streams.sent
+    encoded = msgspec.msgpack.encode(message)
+    assert len(encoded) < len(msgspec.msgpack.encode(Submit(requests[0]))) + 500
+    received = msgspec.msgpack.decode(encoded, type=OnWire)
+    assert isinstance(received, SubmitAlike)
+    each = [submit.request for submit in received.each()]
+    assert each == requests
+    for name in ("allowed_token_ids", "logit_bias", "bad_words", "grammar"):
+        assert len({id(getattr(request.sampling, name)) for request in each}) == 1
+    assert each[0].sampling is each[1].sampling is each[3].sampling
+
+
+async def test_requests_of_one_kind_are_all_taken_or_none() -> None:
+    streams = Streams()
+    requests = [make_request(str(i), 3) for i in range(5)]
+    with pytest.raises(RequestRefused):
+        streams.submit_alike(requests)
+    assert streams.num_open == 0 and not streams.sent
 
 
 async def test_answers_count_until_their_final_output_and_the_limit_holds() -> None:

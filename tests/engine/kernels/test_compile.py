@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from tests.support.address_width import narrow_offsets
 from tests.support.compile_kernels import before_wait
+from tests.support.kernel_table import faults, line
 
 # The limit per thread block on an H100 or H200, from the CUDA programming guide.
 MAX_SHARED_BYTES = 227 * 1024
@@ -57,7 +58,8 @@ def test_kernels_that_start_early_touch_no_memory_before_they_wait(
     assert [entry for entry in early if entry["before_wait"] != []] == []
     # These come first in a step or between two, after copies: there is no kernel to overlap with.
     alone = {entry["kernel"] for entry in compiled} - {entry["kernel"] for entry in early}
-    assert alone == {"_gather_decodes", "_update_block_tables"}
+    first, between = {"_gather_decodes", "_gather_chunks"}, {"_scatter", "_copy_blocks"}
+    assert alone == first | between | {"_update_block_tables"}
 
 
 def test_no_address_is_computed_in_fewer_bits_than_the_largest_pool_needs(
@@ -65,6 +67,33 @@ def test_no_address_is_computed_in_fewer_bits_than_the_largest_pool_needs(
 ) -> None:
     narrow = {entry["kernel"]: entry["narrow_offsets"] for entry in compiled}
     assert {name: lines for name, lines in narrow.items() if lines} == {}
+
+
+def test_no_kernel_is_over_a_limit_of_the_table(compiled: list[dict[str, Any]]) -> None:
+    assert {entry["kernel"]: faults(entry) for entry in compiled if faults(entry)} == {}
+    decode = next(entry for entry in compiled if entry["kernel"] == "_decode")
+    assert line(decode).startswith("_decode") and len(line(decode).split()) == 9
+
+
+@pytest.mark.parametrize(
+    ("kernel", "change", "fault"),
+    [
+        ("_decode", {"shared_bytes": 240_000}, "240000 bytes of shared memory"),
+        ("_decode", {"shared_bytes": 100_000}, "2 programs fit a multiprocessor"),
+        ("_decode", {"registers": 255}, "2 programs fit a multiprocessor"),
+        ("_combine", {"stack_bytes": 40}, "40 bytes are spilled"),
+        ("_combine", {"wait": ["ACQBULK", "PREEXIT"]}, "in this order"),
+        ("_combine", {"before_wait": ["LDG.E R9"]}, "before it waits: ['LDG.E R9']"),
+        ("_skinny", {"instructions": {"HMMA": 16}}, "no copies run ahead"),
+        ("_prefill", {"instructions": {"LDGSTS": 8, "HMMA": 16}}, "no HGMMA"),
+    ],
+)
+def test_what_is_over_a_limit_is_named(
+    compiled: list[dict[str, Any]], kernel: str, change: dict[str, Any], fault: str
+) -> None:
+    entry = next(entry for entry in compiled if entry["kernel"] == kernel)
+    assert any(fault in found for found in faults(entry | change))
+    assert fault in line(entry | change)
 
 
 OFFSETS = """

@@ -1,5 +1,7 @@
 """Each Triton kernel agrees with plain torch: in the interpreter, or on a GPU if there is one."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional
@@ -85,6 +87,34 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
     assert error(query, rotate(q, cos, sin)) < TOLERANCE[dtype]
     assert error(keys, expected_keys) < TOLERANCE[dtype]
     assert error(values, expected_values) < TOLERANCE[dtype]
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # by the interpreter
+def test_a_query_or_key_that_float16_cannot_hold_is_nan_and_not_infinite() -> None:
+    heads, shape = 2, (1, 4, 1, 8)
+    qkv = torch.full((1, 4 * 8), 60_000.0, dtype=torch.float16, device=DEVICE)
+    zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    angles = torch.full((1, 4), math.pi / 4, device=DEVICE)
+    keys, values = (torch.zeros(shape, dtype=torch.float16, device=DEVICE) for _ in "kv")
+    query = poisoned(1, heads, 8, dtype=torch.float16)
+    rotate_and_store(
+        qkv, zero, zero.long(), angles.cos(), angles.sin(), None, None, EPS, keys, values, query
+    )
+    # 60,000 times the sine and cosine of 45 degrees: their difference is 0, their sum 84,853.
+    for rotated in (query[0, 0], query[0, 1], keys[0, 0, 0]):
+        assert rotated[:4].abs().max() == 0 and bool(rotated[4:].isnan().all())
+    expected = rotate(qkv.view(1, 4, 8), angles.cos()[:, None], angles.sin()[:, None])
+    assert bool(expected[0, :, 4:].isnan().all()) and expected[0, :, :4].abs().max() == 0
+
+
+def test_in_float16_an_input_times_its_norms_weight_may_be_larger_than_its_type_holds() -> None:
+    columns = 300
+    x = 2_000 * random(2, columns, dtype=torch.float16)
+    norm, weight = 100 + random(columns, dtype=torch.float16), random(16, columns) / 100
+    out = poisoned(2, 16, dtype=torch.float16)
+    skinny_linear(x, weight.half(), out, norm=norm, eps=EPS)
+    expected = functional.rms_norm(x.float(), (columns,), norm.float(), EPS) @ weight.T
+    assert error(out, expected) < 2 * TOLERANCE[torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,7 +20,7 @@ import triton.language as tl  # noqa: E402
 
 from penstock.engine.kernels import sample as kernels  # noqa: E402
 from penstock.engine.kernels.sample import DeviceSampler, Mode, can_fuse  # noqa: E402
-from penstock.engine.sampling.sampler import Sampler, _repair, _Step  # noqa: E402
+from penstock.engine.sampling.sampler import INVALID_ID, Sampler, _repair, _Step  # noqa: E402
 from penstock.scheduler.types import SamplingParams  # noqa: E402
 from tests.support.kernels import LOGPROB_TOLERANCE  # noqa: E402
 
@@ -63,7 +63,7 @@ class Drawn:
         self.mode = self.sampler.mode(slots) if mode is None else mode
         if self.mode is Mode.ADJUSTED:
             self.sampler.allow_adjustments()
-        ids, logprobs = int32([-1] * num_rows), torch.full((num_rows,), math.nan, device=DEVICE)
+        ids, logprobs = int32([-7] * num_rows), torch.full((num_rows,), math.nan, device=DEVICE)
         before = logits.clone()
         self.sampler.sample(
             logits.to(DEVICE), int32(slots), int32(positions), ids, logprobs, self.mode
@@ -149,10 +149,23 @@ def test_greedy_takes_the_first_of_the_best(dtype: torch.dtype) -> None:
     odd[7, 4999] = 0.0
     drawn = Drawn(odd.to(dtype), [params(0.0)] * 8)
     assert drawn.mode is Mode.PLAIN
-    assert drawn.ids == [7, 4099, 4500, 900, 0, 0, 4321, 4999]
+    assert drawn.ids == [7, 4099, INVALID_ID, INVALID_ID, 0, INVALID_ID, 4321, 4999]
 
 
-def test_a_row_that_draws_tolerates_nan_and_infinity() -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        params(),
+        params(0.0, num_logprobs=0),
+        params(top_p=0.9, top_k=3, num_logprobs=0),
+        params(frequency_penalty=1.0),
+        params(0.0, logit_bias=((2, 1.0),), num_logprobs=0),
+    ],
+    ids=str,
+)
+def test_a_row_with_nan_or_infinity_gives_no_id_and_the_others_theirs(
+    sampling: SamplingParams,
+) -> None:
     inf, nan = math.inf, math.nan
     odd = torch.tensor(
         [
@@ -163,8 +176,10 @@ def test_a_row_that_draws_tolerates_nan_and_infinity() -> None:
             [-inf, -inf, -inf, -1e30],
         ]
     )
-    assert Drawn(odd, [params()] * 5).ids == [1, 2, 0, 0, 3]
-    assert Drawn(odd, [params(top_p=0.9, top_k=3)] * 5).ids == [1, 2, 0, 0, 3]
+    drawn = Drawn(odd, [sampling] * 5)
+    assert drawn.ids == [INVALID_ID, INVALID_ID, 0, INVALID_ID, 3]
+    if sampling.num_logprobs is not None:
+        assert drawn.logprobs[4] == 0.0
 
 
 def test_filters_that_leave_one_id_are_greedy() -> None:
@@ -342,8 +357,7 @@ def test_adjusted_logits_are_the_cpus() -> None:
         logits.to(DEVICE), slots, positions, sampler._table, sampler._bias, sampler._seen,
         sampler.masks, size, out, SIZE=128,
     )  # fmt: skip
-    largest = torch.finfo(torch.float32).max
-    expected.nan_to_num_(nan=-math.inf, posinf=largest, neginf=-math.inf)
+    expected.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # both make it invalid
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 

@@ -43,7 +43,7 @@ BF16 = torch.bfloat16
 def test_a_device_gets_its_own_peaks_and_not_those_of_a_similar_name(
     name: str, flops: float, bandwidth: float
 ) -> None:
-    assert peak_flops(name, BF16) == flops
+    assert peak_flops(name, BF16) == peak_flops(name, torch.float16) == flops
     assert peak_bandwidth(name) == bandwidth
 
 

@@ -1,19 +1,24 @@
 """Every family agrees with transformers, however its prompts are chunked and batched."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from penstock.engine.models.layers.linear import PackedLinear, PlainLinear
 from penstock.engine.native.model import load_library
+from tests.support.paths import STORIES
 from tests.support.tiny_models import FAMILIES, Harness, make_model, save
 from tests.support.weight_formats import NegatedLinear
 
 PROMPT_LEN = 70  # beyond the llama3 configuration's original 32, and beyond every window
 TOLERANCE = 1e-4
+# Logits are up to 5. Both round to 11 bits, at different places; in bfloat16 they differ by 0.1.
+HALF_TOLERANCE = 0.04
 
 
 @pytest.fixture(params=FAMILIES, scope="module")
@@ -31,6 +36,18 @@ def native(request: pytest.FixtureRequest) -> bool:
     if request.param == "native" and load_library() is None:
         pytest.skip("there is no C++ compiler")
     return bool(request.param == "native")
+
+
+@pytest.fixture(scope="module")
+def in_half(family: Any) -> Tensor:
+    """transformers' logits of the first prompt, computed in float16."""
+    path, _, prompts = family
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float16, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        logits: Tensor = model(prompts[:1]).logits[0].float()
+    return logits
 
 
 def harness(path: Path, prompts: Tensor, **options: Any) -> Harness:
@@ -72,3 +89,33 @@ def test_decodes_in_a_step_with_another_prompts_chunks_give_the_same_logits(
         assert_close(late[0], expected[0, 61 + step])
         assert_close(early[0], expected[0, 40 + step])
         assert_close(chunk, expected[1, 7 * step : 7 * step + 7])
+
+
+@pytest.mark.parametrize("chunk", [1, PROMPT_LEN])
+def test_in_float16_the_logits_are_those_of_transformers_in_float16(
+    family: Any, in_half: Tensor, native: bool, chunk: int
+) -> None:
+    path, _, prompts = family
+    made = harness(path, prompts, native=native, dtype=torch.float16)
+    for start in range(0, PROMPT_LEN, chunk):
+        (logits,) = made.run([(0, start, min(chunk, PROMPT_LEN - start))])
+        expected = in_half[start : start + len(logits)]
+        torch.testing.assert_close(logits, expected, atol=HALF_TOLERANCE, rtol=0)
+
+
+@pytest.mark.skipif(
+    not STORIES.exists(), reason="the stories260K weights are not beside the checkout"
+)
+def test_in_float16_trained_weights_give_the_logits_of_transformers_in_float16(
+    native: bool,
+) -> None:
+    (story, *_) = json.loads((STORIES / "golden.json").read_text())
+    ids = torch.tensor([[*story["prompt_ids"], *story["new_ids"]]])
+    model = transformers.AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float16)
+    with torch.inference_mode():
+        expected = model(ids).logits[0].float()
+    made = Harness(STORIES, native=native, dtype=torch.float16)
+    made.token_table[:1, : ids.shape[1]] = ids
+    (logits,) = made.run([(0, 0, ids.shape[1])])
+    # Logits are up to 22 here; in bfloat16 they differ by 0.18 or more.
+    torch.testing.assert_close(logits, expected, atol=0.1, rtol=0)

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.hub import resolve_model
+from penstock.engine.models.hub import open_model
 from penstock.engine.models.weights import Checkpoint
+from tests.support.paths import DEMO_MODEL
 from tests.support.tiny_models import Harness, make_model, save
 
 
@@ -44,6 +45,28 @@ def test_half_precision_on_disk_is_widened(tiny: Path, dtype: torch.dtype) -> No
     file = tiny / "model.safetensors"
     save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
     torch.testing.assert_close(logits(tiny), expected, atol=0.3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_float16_cannot_hold_is_refused_with_a_type_that_can(
+    tiny: Path, dtype: torch.dtype
+) -> None:
+    file = tiny / "model.safetensors"
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = -70_000
+    save_file(tensors, file)
+    message = r"'model\.layers\.1\.mlp\.up_proj\.weight'.* 7.*65504; use --dtype bfloat16"
+    with pytest.raises(InvalidModel, match=message):
+        Harness(tiny, dtype=torch.float16)
+    assert Harness(tiny, dtype=torch.bfloat16).run([(0, 0, 9)])[0].isfinite().all()
+
+
+def test_a_weight_that_is_not_finite_in_the_checkpoint_is_not_blamed_on_float16(tiny: Path) -> None:
+    file = tiny / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.down_proj.weight"][3] = float("nan")  # what a start does not check
+    save_file(tensors, file)
+    assert Harness(tiny, dtype=torch.float16).run([(0, 0, 9)])[0].isnan().any()
 
 
 def test_a_missing_tensor_is_named(tiny: Path) -> None:
@@ -84,14 +107,26 @@ def test_a_file_that_is_not_safetensors_is_named(tiny: Path) -> None:
         ({"num_hidden_layers": "many"}, "'num_hidden_layers' must be a positive integer"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' rope scaling; supported are"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' rope scaling but lacks its field"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters lacks the field 'factor'"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": None}},
-            "field that is not a number",
+            {"rope_parameters": {"rope_type": "yarn", "factor": "4"}},
+            "rope_parameters: 'factor' must be a positive number, not '4'",
         ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "differ between layers"),
         ({"rope_parameters": "linear"}, "must be an object or null, not 'linear'"),
         ({"rope_parameters": ..., "rope_theta": "big"}, "'rope_theta' must be a positive number"),
+        ({"rope_parameters": {"rope_theta": 1}}, "'rope_theta' must be more than 1, not 1"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8,
+                    "low_freq_factor": 4,
+                    "high_freq_factor": 4,
+                }
+            },
+            r"'high_freq_factor' \(4\) must be more than 'low_freq_factor' \(4\)",
+        ),
         ({"rms_norm_eps": -1}, "'rms_norm_eps' must be a positive number, not -1"),
         (
             {"architectures": ["MistralForCausalLM"], "sliding_window": "4096"},
@@ -107,7 +142,7 @@ def test_a_file_that_is_not_safetensors_is_named(tiny: Path) -> None:
             {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["chunked_attention"] * 3},
             "other kinds are not supported",
         ),
-        ({"rope_parameters": {"rope_type": "linear"}}, "lacks its field 'factor'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "lacks the field 'factor'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"num_key_value_heads": 3}, "must be a multiple"),
         ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
@@ -245,10 +280,11 @@ def test_rope_theta_is_read_in_both_spellings(tiny: Path) -> None:
     assert ModelConfig.from_dir(tiny).rope.theta == 7.0
 
 
-def test_a_local_directory_is_used_as_it_is(tmp_path: Path) -> None:
-    assert resolve_model(str(tmp_path)) == tmp_path
+def test_a_local_directory_is_used_as_it_is() -> None:
+    files = open_model(str(DEMO_MODEL))
+    assert (files.directory, files.fetch) == (DEMO_MODEL, None)
 
 
 def test_a_name_that_is_neither_a_directory_nor_an_id_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidModel, match="check the path"):
-        resolve_model(str(tmp_path / "no" / "such" / "model"))
+        open_model(str(tmp_path / "no" / "such" / "model"))

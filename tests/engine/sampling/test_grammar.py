@@ -12,7 +12,8 @@ from penstock.engine.errors import BadGrammar
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Abort, FromEngine, Refused, StepReport, Submit
-from penstock.engine.sampling.grammar import Grammars, GrammarTable
+from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import (
@@ -22,6 +23,7 @@ from penstock.scheduler.types import (
     SamplingParams,
     SlotAssignment,
 )
+from tests.support.grammars import prepare
 from tests.support.inbox import ListInbox
 from tests.support.paths import DEMO_MODEL
 from tests.support.scheduling import make_request
@@ -42,6 +44,7 @@ def table_with(
     sampling = SamplingParams(max_tokens=9, grammar=grammar, stop_token_ids=EOS, **fields)
     ids = (*range(7, 7 + num_prompt), *output_ids)
     table = GrammarTable(grammars, 8, VOCAB_SIZE)
+    prepare(table, sampling)
     table.assign(SlotAssignment(3, ids, num_prompt, (), sampling, 0))
     return table
 
@@ -73,7 +76,7 @@ def test_masks_from_several_threads_are_the_same(
 ) -> None:
     schema = LLMatcher.grammar_from_json_schema({"type": "array", "items": {"type": "integer"}})
     inline = allowed(table_with(grammars, schema))
-    monkeypatch.setattr("penstock.engine.sampling.grammar._MIN_PARALLEL_WORDS", 1)
+    monkeypatch.setattr("penstock.engine.sampling.grammar_table._MIN_PARALLEL_WORDS", 1)
     assert allowed(table_with(grammars, schema)) == inline
 
 
@@ -121,6 +124,7 @@ def test_the_id_of_a_slots_last_sequence_is_not_consumed_by_the_next_ones_gramma
     launched = table.constraints([3])
     letters = LLMatcher.grammar_from_regex("[a-z]{6}")
     sampling = SamplingParams(max_tokens=9, grammar=letters)
+    prepare(table, sampling)
     table.assign(SlotAssignment(3, (5,), 1, (), sampling, 0))
     assert table.advance([3], [67], launched) == frozenset()
     assert allowed(table) == allowed(table_with(grammars, letters))
@@ -137,6 +141,7 @@ def test_ids_beyond_the_tokenizers_vocabulary_are_not_allowed() -> None:
     larger = Grammars.of_model(DEMO_MODEL, 2_500, EOS)
     sampling = SamplingParams(max_tokens=9, grammar=LLMatcher.grammar_from_regex("(?s:.)*"))
     table = GrammarTable(larger, 4, 2_500)
+    prepare(table, sampling)
     table.assign(SlotAssignment(3, (7,), 1, (), sampling, 0))
     assert max(allowed(table)) < VOCAB_SIZE
 

@@ -237,6 +237,7 @@ def read(reader: PromptReader, states: Tensor, prompt: list[int], num_top: int) 
     reader.assign(assignment)
     batch = make_batch((0,), (0,), (len(prompt),), samples=(False,))
     (output,) = reader.read(reader.parts(batch, [0, len(prompt)]), states, torch.tensor([prompt]))
+    assert output
     return output
 
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.sampling.sampler import Sampler, _draw, _penalise, _pick, _uniforms
-from penstock.scheduler.types import SamplingParams, TokenLogprobs
+from penstock.engine.sampling.sampler import (
+    INVALID_ID,
+    Sampler,
+    _draw,
+    _penalise,
+    _pick,
+    _uniforms,
+    failed_rows,
+)
+from penstock.scheduler.types import FinishReason, SamplingParams, TokenLogprobs
 from tests.support.kernels import LOGPROB_TOLERANCE
 
 CPU = torch.device("cpu")
@@ -274,6 +283,17 @@ def test_a_slot_keeps_nothing_of_its_previous_sequence() -> None:
     assert used.sample(logits, [0], [8], table, [1])[0].tolist() == [int(logits.argmax())]
 
 
+def test_answers_that_ban_the_same_share_one_mask() -> None:
+    ids, other_ids = tuple(range(9)), tuple(range(10))
+    shared = SamplingParams(max_tokens=5, allowed_token_ids=ids)
+    sampler = Sampler(3, 131, CPU)
+    sampler.assign(0, shared, 1)
+    sampler.assign(1, replace(shared, max_tokens=6), 2)
+    sampler.assign(2, replace(shared, allowed_token_ids=other_ids), 3)
+    first, second, third = sampler._bans
+    assert first is second is not third
+
+
 @pytest.mark.parametrize("step", [1, 2, 1_000])
 def test_neighbouring_positions_and_seeds_are_uncorrelated(step: int) -> None:
     num, vocab_size = 20_000, 16
@@ -447,11 +467,11 @@ HUGE = 3e38
 @pytest.mark.parametrize(
     ("values", "allowed"),
     [
-        ([0.0, INF, 1.0, INF], {1, 3}),
-        ([NAN, 1.0, NAN, -INF], {1}),
-        ([NAN, NAN, NAN, NAN], {0}),
+        ([0.0, INF, 1.0, INF], {INVALID_ID}),
+        ([NAN, 1.0, NAN, -INF], {INVALID_ID}),
+        ([NAN, NAN, NAN, NAN], {INVALID_ID}),
         ([-INF, -INF, -INF, -INF], {0}),
-        ([NAN, -INF, -INF, -INF], {0}),
+        ([NAN, -INF, -INF, -INF], {INVALID_ID}),
         ([-INF, -INF, 2.0, -INF], {2}),
         ([HUGE, -HUGE, HUGE, 0.0], {0, 2}),
         ([-HUGE, -HUGE, -HUGE, -HUGE], {0, 1, 2, 3}),
@@ -472,7 +492,7 @@ HUGE = 3e38
     ],
     ids=str,
 )
-def test_extreme_logits_give_a_defined_id_and_do_not_affect_other_rows(
+def test_invalid_logits_give_no_id_extreme_ones_a_defined_id_and_neither_affects_other_rows(
     values: list[float], allowed: set[int], vocab_size: int, sampling: SamplingParams
 ) -> None:
     logits = torch.full((3, vocab_size), -INF)
@@ -498,11 +518,22 @@ def test_extreme_logits_give_a_defined_id_and_do_not_affect_other_rows(
     sampling=samplings,
     seed=st.integers(0, 2**64 - 1),
 )
-def test_any_logits_give_an_id_in_range(
+def test_any_logits_give_an_id_in_range_unless_one_is_nan_or_infinite(
     values: list[float], sampling: SamplingParams, seed: int
 ) -> None:
     ids = draw(torch.tensor(values), sampling, num=4, seed=seed)
-    assert all(0 <= i < len(values) for i in ids)
+    if any(math.isnan(value) or value == INF for value in values):
+        assert {int(i) for i in ids} == {INVALID_ID}
+    else:
+        assert all(0 <= i < len(values) for i in ids)
+
+
+def test_a_row_without_an_id_fails_and_so_does_one_whose_grammar_fails() -> None:
+    assert failed_rows([3, INVALID_ID, 0, 7], frozenset({3})) == {
+        1: FinishReason.INVALID_LOGITS,
+        3: FinishReason.ERROR,
+    }
+    assert failed_rows([3, 0], frozenset()) == failed_rows([], frozenset()) == {}
 
 
 @pytest.mark.gpu

@@ -1,6 +1,9 @@
 """The flags of `vllm bench serve` do what they say, or are refused by name."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -95,7 +98,6 @@ def test_results_are_appended_with_their_metadata(tmp_path: Path) -> None:
         ),
         (["--plot-timeline"], "use --report FILE"),
         (["--hf-split=train"], "--hf-split of vllm bench serve is not supported: save the set"),
-        (["--prefix-repetition-prefix-len", "5"], "use --dataset-name shared-prefix"),
         (["--tokenizer", "/nowhere"], "--tokenizer /nowhere has no tokenizer.json"),
         (["--tokenizer", __file__], "cannot be read"),
         (["--header", "x"], "--header 'x' is not valid; write NAME=VALUE"),
@@ -111,6 +113,12 @@ def test_results_are_appended_with_their_metadata(tmp_path: Path) -> None:
             ["--random-prefix-len", "4", "--dataset-name", "shared-prefix"],
             "requires --dataset-name random",
         ),
+        (["--base-url", "http://x", "--port", "8001"], "cannot be combined with --host or --port"),
+        (["--endpoint", "v1/completions"], "must start with /"),
+        (["--report", "."], "is a directory; give a file's name"),
+        (["--report", f"{__file__}/r.html"], "test_flags.py is not a directory"),
+        (["--random-range-ratio", "{}{"], '"output": 0.5'),
+        (["--random-range-ratio", '{"input": 0.1, "output": 1}'], "is 1.0; it must be in [0, 1)"),
         (["--base-url", "ftp://x"], "write one like http://127.0.0.1:8000"),
         (["--base-url", "http://x:port"], "has no port"),
         (
@@ -133,12 +141,38 @@ def test_a_tokenizer_gives_the_lengths_of_conversations(
     flags = ["--dataset-name", "sharegpt", "--dataset-path", str(sharegpt(tmp_path / "s.json"))]
     with stub(answer_five) as server:
         argv = ["--base-url", server.url, *FEW, *flags, "--num-prompts", "50", "--num-warmups", "0"]
-        assert main([*argv, "--tokenizer", str(DEMO)]) == 0
+        assert main([*argv, "--tokenizer", str(DEMO), "--json"]) == 0
     sent = {exchange.body["prompt"]: exchange.body["max_tokens"] for exchange in server.exchanges}
     expected = {f"{number}. {QUESTION}": count([ANSWER * (number + 1)])[0] for number in range(12)}
     assert sent == expected  # the thirteenth is longer than the limit of vLLM
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    summary = json.loads(capsys.readouterr().out)
     assert (summary["token_lengths"], summary["tokenizer_id"]) == ("tokenizer", str(DEMO))
+
+
+@pytest.mark.parametrize(
+    ("is_known", "message"), [(True, "counted "), (False, "cannot be downloaded")]
+)
+def test_a_tokenizer_may_be_a_hub_id(is_known: bool, message: str, tmp_path: Path) -> None:
+    """In a process of its own: the hub's client reads its variables when it is imported."""
+    if is_known:
+        repository = tmp_path / "hub" / "models--own--model"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("a1")
+        (repository / "snapshots" / "a1").mkdir(parents=True)
+        shutil.copy(DEMO / "tokenizer.json", repository / "snapshots" / "a1" / "tokenizer.json")
+    program = (
+        "from pathlib import Path\n"
+        "from penstock.loadtest.workload.token_counter import tokenizer_counter\n"
+        "print('counted', *tokenizer_counter(Path('own/model'))(['Who are you?']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert message in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("num", "is_asked"), [(201, False), (3, True)])  # two texts each
@@ -146,12 +180,20 @@ def test_the_server_does_not_count_many_texts(
     num: int, is_asked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = sharegpt(tmp_path / "s.json", num=num)
-    argv = ["--dataset-name", "sharegpt", "--dataset-path", str(path), "--num-prompts", "500"]
+    argv = [
+        "--dataset-name",
+        "sharegpt",
+        "--dataset-path",
+        str(path),
+        "--num-prompts",
+        "500",
+        "--json",
+    ]
     with stub(answer_five) as server:  # it has no /tokenize
         assert main(["--base-url", server.url, *argv]) == 0
     assert any(head.startswith(b"POST /tokenize ") for head in server.heads) is is_asked
     captured = capsys.readouterr()
-    assert json.loads(captured.out.splitlines()[-1])["token_lengths"] == "estimated"
+    assert json.loads(captured.out)["token_lengths"] == "estimated"
     assert ("does not count tokens" in captured.err) is is_asked
 
 
@@ -165,11 +207,11 @@ def test_requests_too_long_for_the_model_are_left_out_and_reported(
     with stub(answer_five) as server:
         server.max_model_len = 99
         url = ["--base-url", server.url]
-        assert main([*url, *trace]) == 0
+        assert main([*url, *trace, "--json"]) == 0
         printed = capsys.readouterr()
         assert main([*url, *FEW, "--random-input-len", "95"]) == 2
     assert "2 requests are left out" in printed.err and "limit of 99 tokens" in printed.err
-    summary = json.loads(printed.out.splitlines()[-1])
+    summary = json.loads(printed.out)
     assert (summary["completed"], summary["num_too_long"]) == (2, 2)
     assert {len(exchange.body["prompt"]) for exchange in server.exchanges} == {50}
     assert "none of the 4 requests is that short" in capsys.readouterr().err
@@ -223,10 +265,10 @@ def test_a_client_that_stalls_does_not_make_the_server_look_fast(
         await exchange.finish(1)
 
     with stub(stall) as server:
-        flags = ["--num-prompts", "20", "--request-rate", "100", "--burstiness", "1000"]
+        flags = ["--num-prompts", "20", "--request-rate", "100", "--burstiness", "1000", "--json"]
         assert main(["--base-url", server.url, *FEW, *flags]) == 0
     captured = capsys.readouterr()
-    summary = json.loads(captured.out.splitlines()[-1])
+    summary = json.loads(captured.out)
     assert summary["max_send_delay_ms"] > 200
     # Requests that were due during the stall waited for its end, and that time counts.
     assert summary["mean_ttft_ms"] > 50

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from penstock.loadtest.bench.replay import replay, run
 from penstock.loadtest.report.report import Replay, RequestResult
 from penstock.loadtest.workload.config import PromptFormat, WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests
+from tests.support.paths import ROOT
 from tests.support.stub_server import (
     Behaviour,
     Exchange,
@@ -359,18 +363,30 @@ def test_ctrl_c_keeps_finished_results_and_disconnects_the_rest() -> None:
 FEW = ["--num-prompts", "8", "--random-input-len", "4", "--random-output-len", "5"]
 
 
-def test_the_last_line_is_json_with_vllms_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_vllms_keys(capsys: pytest.CaptureFixture[str]) -> None:
     with stub(answer_five) as server:
-        assert main(["--base-url", server.url, *FEW]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "============ Serving Benchmark Result ============"
-    summary = json.loads(lines[-1])
+        assert main(["--base-url", server.url, *FEW, "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    summary = json.loads(line)
     assert summary["model_id"] == "stub"
     assert summary["completed"] == 8
     assert summary["total_output_tokens"] == 40
     for metric in ("ttft", "tpot", "itl", "e2el"):
-        for name in ("mean", "median", "std", "p90", "p99"):
+        for name in ("mean", "median", "std", "p90", "p95", "p99"):
             assert summary[f"{name}_{metric}_ms"] >= 0
+
+
+def test_without_a_flag_only_text_is_printed_and_no_file_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with stub(answer_five) as server:
+        assert main(["--base-url", server.url, *FEW]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "============ Serving Benchmark Result ============"
+    assert lines[-1] == "=" * 50
+    assert not any("{" in line for line in lines)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_saved_result_has_every_request(
@@ -393,6 +409,52 @@ def test_bench_waits_for_a_server_that_loads(capsys: pytest.CaptureFixture[str])
         server.num_loading_responses = 2
         assert main(["--base-url", server.url, *FEW]) == 0
     assert "still loading" in capsys.readouterr().err
+
+
+def test_a_full_disk_loses_a_file_and_not_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--append-result", "--result-dir", "/dev", "--result-filename", "full", "--json"]
+    with stub(answer_five) as server:
+        assert main(["--base-url", server.url, *FEW, *flags]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["completed"] == 8
+    assert "/dev/full cannot be written: No space left on device" in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_an_address_without_tls_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert main(["--base-url", f"https://127.0.0.1:{server.server_port}", *FEW]) == 1
+        thread.join()
+    # The others are that server's log.
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.endswith("it does not speak TLS; is its URL http://?")
+
+
+def test_a_reader_that_closes_early_gets_no_traceback() -> None:
+    with stub(answer_five) as server:
+        command = [sys.executable, "-m", "penstock", "bench", "--base-url", server.url, *FEW]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+        process.stderr.close()
+        process.wait(timeout=60)
+    assert "Traceback" not in errors and "BrokenPipe" not in errors
+
+
+def test_a_drawn_seed_is_named_so_that_the_run_can_be_repeated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with stub(answer_five) as server:
+        assert main(["--base-url", server.url, *FEW, "--json"]) == 0
+        printed = capsys.readouterr()
+        assert f"seed {json.loads(printed.out)['seed']};" in printed.err
+        assert main(["--base-url", server.url, *FEW, "--seed", "5"]) == 0
+    assert "seed" not in capsys.readouterr().err
 
 
 def test_a_missing_server_gets_an_error_message(capsys: pytest.CaptureFixture[str]) -> None:
@@ -432,7 +494,10 @@ def test_a_request_that_the_server_refuses_stops_the_run(
             "does not accept token ids",
         ),
         (["--dataset-name", "nope"], "invalid choice: 'nope'"),
-        (["--nope"], "unrecognized arguments: --nope"),
+        (["--nope"], "unknown flag --nope; see penstock bench --help"),
+        (["--num-promts", "3"], "unknown flag --num-promts; did you mean --num-prompts?"),
+        (["--num-prompts", "ten"], "--num-prompts: invalid int value: 'ten'"),
+        (["prompts"], "unexpected argument 'prompts'"),
     ],
 )
 def test_a_wrong_flag_gets_an_error_message(

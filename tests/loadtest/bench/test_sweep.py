@@ -90,8 +90,8 @@ def bench(url: str, *flags: str) -> int:
     return main([*common, "--ignore-eos", *flags])
 
 
-def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+def printed_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads(capsys.readouterr().out)
     return summary
 
 
@@ -99,8 +99,8 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_a_paced_server_has_the_tpot_of_its_steps(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench(url, "--num-prompts", "8", "--max-concurrency", "4") == 0
-    summary = last_json(capsys)
+    assert bench(url, "--num-prompts", "8", "--max-concurrency", "4", "--json") == 0
+    summary = printed_json(capsys)
     assert summary["median_tpot_ms"] == pytest.approx(STEP_MS, rel=0.1)
     # A request waits for the step that runs, then for its own.
     assert STEP_MS * 0.5 < summary["median_ttft_ms"] < STEP_MS * 4
@@ -119,10 +119,11 @@ def test_a_sweep_finds_the_rate_that_the_servers_concurrency_allows(
         url,
         *("--sweep", "--sweep-seconds", "0.3", "--sweep-precision", "0.5", "--burstiness", "50"),
         *("--request-rate", "10", "--goodput", "ttft:150", "--sweep-goodput-ratio", "0.8"),
-        *("--report", str(report)),
+        *("--report", str(report), "--save-result", "--result-dir", str(tmp_path)),
     )
     printed = capsys.readouterr().out
-    summary = json.loads(printed.splitlines()[-1])
+    (saved,) = tmp_path.glob("*.json")
+    summary = json.loads(saved.read_text())
     assert status == 0
     assert 5 <= summary["max_request_rate"] <= 30
     assert summary["missed_request_rate"] <= summary["max_request_rate"] * 1.5 + 1e-9
@@ -162,9 +163,9 @@ def test_custom_messages_reach_the_chat_endpoint(
     line = {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 3}
     path.write_text(f"{json.dumps(line)}\n" * 4)
     flags = ["--dataset-name", "custom", "--dataset-path", str(path), "--backend", "openai-chat"]
-    assert bench(url, *flags) == 0
+    assert bench(url, *flags, "--json") == 0
     captured = capsys.readouterr()
-    summary = json.loads(captured.out.splitlines()[-1])
+    summary = json.loads(captured.out)
     assert (summary["completed"], summary["total_output_tokens"]) == (4, 12)
     assert summary["num_prompts"] == 4 and "the file has 4 requests" in captured.err
 
@@ -238,12 +239,16 @@ def test_an_unknown_model_is_reported_with_the_known_ones(
 ) -> None:
     assert main(["--base-url", server.url, *FEW, "--model", "nope"]) == 1
     printed = capsys.readouterr().err
-    assert "lists no model 'nope'; it has penstock" in printed
-    assert "a warm-up request failed: HTTP 404" in printed
+    (line,) = [line for line in printed.splitlines() if "seed" not in line]
+    assert "a warm-up request failed: HTTP 404" in line
+    assert line.endswith(f"; the server lists {MODEL}")
 
 
-def test_ctrl_c_prints_the_results_so_far(server: RunningServer) -> None:
-    command = [sys.executable, "-m", "penstock", "bench", "--base-url", server.url]
+def test_ctrl_c_prints_and_reports_the_results_so_far(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "penstock", "bench", "--base-url", server.url, "--json"]
+    command += ["--report", str(tmp_path / "r.html")]
     command += ["--num-prompts", "500", "--random-input-len", "4", "--random-output-len", "5"]
     process = subprocess.Popen(
         command,
@@ -264,4 +269,6 @@ def test_ctrl_c_prints_the_results_so_far(server: RunningServer) -> None:
         out, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "of 500 requests had ended" in errors and "Traceback" not in errors
-    assert json.loads(out.splitlines()[-1])["completed"] >= 4
+    summary = json.loads(out)
+    assert summary["completed"] >= 4 and summary["is_interrupted"]
+    assert "of 500 requests had ended" in (tmp_path / "r.html").read_text()

@@ -12,8 +12,8 @@ from penstock.loadtest.report.figures import (
     Timeline,
     figures,
 )
-from penstock.loadtest.report.html import ticks
 from penstock.loadtest.report.report import Replay, ReportConfig, summarize
+from penstock.loadtest.report.svg import ticks
 from penstock.loadtest.workload.config import Dataset, WorkloadConfig
 from tests.support.results import result
 
@@ -68,8 +68,9 @@ def test_a_rate_that_was_stopped_early_is_not_on_the_line() -> None:
         each for each in figures(rates[0], rates) if each.slug == "ttft-against-throughput"
     ]
     assert isinstance(figure, Lines)
-    assert [list(series.xs) for series in figure.series] == [[3.0, 4.0], [3.0, 4.0], [4.0]]
-    assert [series.has_line for series in figure.series] == [True, True, False]
+    assert [list(series.xs) for series in figure.series] == [[3.0, 4.0]] * 4 + [[4.0]]
+    assert [series.has_line for series in figure.series] == [True] * 4 + [False]
+    assert [series.name for series in figure.series][:4] == ["p50", "p90", "p95", "p99"]
 
 
 def test_an_axis_of_zeros_has_a_scale() -> None:

@@ -18,10 +18,8 @@ from penstock.loadtest.top.scrape import (
     Scraper,
     ServerUnreachable,
     Window,
-    base_url,
     parse,
 )
-from penstock.scheduler.errors import InvalidConfig
 from tests.support.serving import free_port
 
 INF = math.inf
@@ -141,25 +139,6 @@ def test_history_keeps_its_span_and_is_cleared_by_a_restart() -> None:
 def test_only_our_own_series_are_kept() -> None:
     scrape = scrape_at(0, "vllm:num_requests_running 5\npenstock_running_sequences 3\n")
     assert scrape.value("running_sequences") == 3 and len(scrape.values) == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "url"),
-    [
-        ("127.0.0.1:8000", "http://127.0.0.1:8000"),
-        ("http://a.example/metrics", "http://a.example"),
-        ("https://a.example/llm/v1/", "https://a.example/llm"),
-        ("http://[::1]:8000", "http://[::1]:8000"),
-    ],
-)
-def test_an_address_may_be_written_in_many_ways(given: str, url: str) -> None:
-    assert base_url(given) == url
-
-
-@pytest.mark.parametrize("given", ["ftp://a", "", "http://", "http://a:port", "http://a:99999"])
-def test_an_invalid_address_is_refused_with_an_example(given: str) -> None:
-    with pytest.raises(InvalidConfig, match=r"write it like http://127\.0\.0\.1:8000"):
-        base_url(given)
 
 
 @contextmanager

@@ -1,12 +1,8 @@
 """`penstock top` as it is seen: drawn at many sizes, once as text, and live in a terminal."""
 
-import fcntl
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
 import termios
@@ -14,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
 
 import pytest
 
@@ -22,6 +17,7 @@ from penstock.loadtest.top.scrape import History, parse
 from penstock.loadtest.top.view import ASCII, MINUTE_S, View, draw, text
 from tests.support.paths import ROOT
 from tests.support.serving import RunningServer, running_server, wait_until
+from tests.support.terminal import Terminal, plain
 from tests.support.timing import retried_when_disturbed
 
 LATENCY = "time_to_first_token_seconds"
@@ -217,60 +213,20 @@ def test_an_api_key_is_required_and_accepted(locked: RunningServer) -> None:
     refused = once(locked.url)
     assert refused.returncode == 1 and "give it with --api-key" in refused.stderr
     assert once(locked.url, PENSTOCK_API_KEY="secret").returncode == 0
-    with Terminal(locked.url, flags=("--api-key", "secret")) as terminal:
+    with Top(locked.url, flags=("--api-key", "secret")) as terminal:
         terminal.wait_for("running")
 
 
-class Terminal:
+class Top(Terminal):
     """`penstock top` in a pseudo-terminal."""
 
     def __init__(self, url: str, flags: tuple[str, ...] = (), **env: str) -> None:
-        self.main_fd, self.fd = pty.openpty()
-        self.before = termios.tcgetattr(self.fd)
-        self.output = ""
-        self.resize(24, 80)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "top", url, "--interval", "0.2", *flags],
-            stdin=self.fd,
-            stdout=self.fd,
-            stderr=self.fd,
-            env=environment(**env),
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self.main_fd)
-        os.close(self.fd)
-
-    def resize(self, rows: int, columns: int) -> None:
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    def press(self, key: bytes) -> None:
-        os.write(self.main_fd, key)
-
-    def read(self, seconds: float = 0.05) -> str:
-        """What it has written, and writes in the next moment."""
-        new = b""
-        while select.select([self.main_fd], [], [], seconds)[0]:
-            new += os.read(self.main_fd, 65536)
-        self.output += new.decode("utf-8", "replace")
-        return self.output
-
-    def wait_for(self, words: str) -> None:
-        wait_until(lambda: re.search(words, plain(self.read())))
+        command = [sys.executable, "-m", "penstock", "top", url, "--interval", "0.2", *flags]
+        super().__init__(command, environment(**env))
 
     def end(self) -> int:
         """Its exit status, once it has ended and left the terminal as it was."""
-        # Keep reading: a process that writes to a full terminal waits forever.
-        wait_until(lambda: (self.read(), self.process.poll() is not None)[1])
-        code = self.process.wait()
-        self.read()
+        code = self.exit_code()
         assert self.output.endswith("\x1b[?1049l"), self.output[-200:]
         assert "\x1b[?25h" in self.output[-40:]  # the cursor is back
         assert termios.tcgetattr(self.fd) == self.before
@@ -278,12 +234,8 @@ class Terminal:
         return code
 
 
-def plain(output: str) -> str:
-    return re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", output)
-
-
 def test_live_it_follows_the_load_and_q_restores_the_terminal(server: RunningServer) -> None:
-    with load(server), Terminal(server.url) as terminal:
+    with load(server), Top(server.url) as terminal:
         terminal.wait_for(r"output +[\d,]{3,} +[▁-█]{2}")
         terminal.wait_for(r"running +4 ")
         assert "\x1b[?1049h" in terminal.output and "\x1b[32m" in terminal.output
@@ -293,7 +245,7 @@ def test_live_it_follows_the_load_and_q_restores_the_terminal(server: RunningSer
 
 @pytest.mark.parametrize("how", ["ctrl-c", "sigterm"])
 def test_however_it_ends_the_terminal_is_restored(server: RunningServer, how: str) -> None:
-    with Terminal(server.url) as terminal:
+    with Top(server.url) as terminal:
         terminal.wait_for("running")
         # The session has no controlling terminal, so that Ctrl-C comes as its signal.
         terminal.process.send_signal(signal.SIGINT if how == "ctrl-c" else signal.SIGTERM)
@@ -303,7 +255,7 @@ def test_however_it_ends_the_terminal_is_restored(server: RunningServer, how: st
 def test_suspending_restores_the_terminal_and_resuming_takes_it_again(
     server: RunningServer,
 ) -> None:
-    with Terminal(server.url) as terminal:
+    with Top(server.url) as terminal:
         terminal.wait_for("running")
         terminal.process.send_signal(signal.SIGTSTP)
         _, status = os.waitpid(terminal.process.pid, os.WUNTRACED)
@@ -319,7 +271,7 @@ def test_suspending_restores_the_terminal_and_resuming_takes_it_again(
 
 
 def test_it_is_redrawn_when_the_terminal_is_resized(server: RunningServer) -> None:
-    with Terminal(server.url) as terminal:
+    with Top(server.url) as terminal:
         terminal.wait_for("running")
         terminal.read()
         terminal.output = ""
@@ -335,7 +287,7 @@ def test_it_is_redrawn_when_the_terminal_is_resized(server: RunningServer) -> No
 
 
 def test_no_color_is_respected(server: RunningServer) -> None:
-    with Terminal(server.url, NO_COLOR="1") as terminal:
+    with Top(server.url, NO_COLOR="1") as terminal:
         terminal.wait_for("running")
         terminal.press(b"q")
         assert terminal.end() == 0
@@ -343,7 +295,7 @@ def test_no_color_is_respected(server: RunningServer) -> None:
 
 
 def test_a_server_that_dies_is_shown_as_unreachable() -> None:
-    with running_server() as server, Terminal(server.url) as terminal:
+    with running_server() as server, Top(server.url) as terminal:
         terminal.wait_for("running")
         server.process.kill()
         terminal.wait_for("The server is unreachable: connection refused")
@@ -354,7 +306,7 @@ def test_a_server_that_dies_is_shown_as_unreachable() -> None:
 
 
 def test_a_wrong_address_is_an_error_message_on_a_terminal_too(locked: RunningServer) -> None:
-    with Terminal(locked.url) as terminal:
+    with Top(locked.url) as terminal:
         assert terminal.process.wait(timeout=60) == 1
         assert "give it with --api-key" in plain(terminal.read())
         assert termios.tcgetattr(terminal.fd) == terminal.before

@@ -150,9 +150,29 @@ def test_custom_lines_are_sent_in_their_order(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     lines = [{"prompt": "One"}, {"messages": messages, "max_tokens": 5}]
     path = written(tmp_path / "custom.jsonl", "\n\n".join(map(json.dumps, lines)))
-    one, two = make_requests(config(Dataset.CUSTOM, path, custom_output_len=9, is_chat=True))
-    assert (one.prompt, one.max_tokens, one.messages) == ("One", 9, None)
+    one, two = make_requests(config(Dataset.CUSTOM, path, is_chat=True))
+    assert (one.prompt, one.max_tokens, one.messages) == ("One", 256, None)
     assert (two.messages, two.max_tokens) == (messages, 5)
+
+
+def test_a_length_for_custom_replaces_that_of_the_line_under_either_name(tmp_path: Path) -> None:
+    lines = [{"prompt": "One", "output_tokens": 4}, {"prompt": "Two", "max_tokens": 5}]
+    path = written(tmp_path / "custom.jsonl", "\n".join(map(json.dumps, lines)))
+    own = make_requests(config(Dataset.CUSTOM, path))
+    assert [request.max_tokens for request in own] == [4, 5]
+    given = make_requests(config(Dataset.CUSTOM, path, custom_output_len=9))
+    assert [request.max_tokens for request in given] == [9, 9]
+
+
+def test_conversations_that_are_not_shuffled_are_in_the_files_order(tmp_path: Path) -> None:
+    path = written(tmp_path / "sharegpt.json", json.dumps(SHAREGPT))
+    ordered, again = (
+        [r.prompt for r in make_requests(config(Dataset.SHAREGPT, path, seed=s, is_shuffled=False))]
+        for s in (1, 2)
+    )
+    assert ordered == again
+    drawn = [request.prompt for request in make_requests(config(Dataset.SHAREGPT, path))]
+    assert ordered != drawn and sorted(map(str, ordered)) == sorted(map(str, drawn))
 
 
 def test_warmup_requests_have_the_same_lengths_and_share_nothing(tmp_path: Path) -> None:
@@ -167,10 +187,26 @@ def test_warmup_requests_have_the_same_lengths_and_share_nothing(tmp_path: Path)
     ("dataset", "text", "message"),
     [
         (Dataset.AZURE, "TIMESTAMP,ContextTokens\n", "line 1: there is no column 'GeneratedTok"),
-        (Dataset.AZURE, AZURE_2023 + "yesterday,1,2\n", "line 4: Invalid isoformat"),
-        (Dataset.AZURE, AZURE_2023 + "2023-11-16 18:15:47,x,2\n", "line 4: invalid literal"),
-        (Dataset.AZURE, AZURE_2023 + "2023-11-16 18:15:47,5\n", "line 4: zip"),
-        (Dataset.BURSTGPT, BURSTGPT.replace("118", "soon"), "line 4: could not convert"),
+        (
+            Dataset.AZURE,
+            AZURE_2023 + "yesterday,1,2\n",
+            "line 4: TIMESTAMP is 'yesterday', and not a date",
+        ),
+        (
+            Dataset.AZURE,
+            AZURE_2023 + "2023-11-16 18:15:47,x,2\n",
+            "line 4: ContextTokens is 'x', and not a whole number",
+        ),
+        (
+            Dataset.AZURE,
+            AZURE_2023 + "2023-11-16 18:15:47,5\n",
+            "line 4: it has 2 values, and the header 3",
+        ),
+        (
+            Dataset.BURSTGPT,
+            BURSTGPT.replace("118", "soon"),
+            "line 4: Timestamp is 'soon', and not a number",
+        ),
         (Dataset.MOONCAKE, mooncake_line(0, 9, [1]) + "\n{\n", "line 2: input data was trunc"),
         (Dataset.MOONCAKE, '{"timestamp": 1}\n', "line 1: object missing required field"),
         (Dataset.MOONCAKE, mooncake_line(0, 10**12, [1]), "line 1: 1000000000000 tokens are more"),

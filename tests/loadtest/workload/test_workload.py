@@ -75,6 +75,13 @@ def test_lengths_reach_both_ends_of_their_range() -> None:
     assert {request.num_prompt_tokens for request in requests} == set(range(7, 14))
 
 
+def test_outputs_may_vary_more_than_prompts() -> None:
+    varied = replace(SMALL, num_prompts=400, input_len=10, output_len=10, output_range_ratio=0.3)
+    requests = make_requests(varied)
+    assert {request.num_prompt_tokens for request in requests} == {10}
+    assert {request.max_tokens for request in requests} == set(range(7, 14))
+
+
 def test_random_ids_stay_below_the_vocabulary_and_above_the_special_ones() -> None:
     for request in make_requests(SMALL):
         assert isinstance(request.prompt, list)

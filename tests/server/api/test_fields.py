@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support.paths import ROOT
-from tests.support.serving import MODEL, RunningServer
+from tests.support.serving import MODEL, RunningServer, running_server
 
 TOKENIZER = Tokenizer.from_file(str(ROOT / "engine" / "demo_model" / "tokenizer.json"))
 CHAT = "/v1/chat/completions"
@@ -288,3 +288,10 @@ def test_what_is_not_served_is_refused_by_name(
 ) -> None:
     error = refusal(server.complete(**fields))
     assert (error["code"], error["param"]) == ("unsupported_parameter", next(iter(fields)))
+
+
+def test_two_thousand_prompts_may_share_a_long_list_of_allowed_ids() -> None:
+    with running_server("--max-num-queued-reqs", "2048") as server:
+        ids = [i % 500 for i in range(1 << 18)]
+        answer = server.complete(prompt=["Once"] * 2048, allowed_token_ids=ids, max_tokens=1)
+        assert answer.status_code == 200 and len(answer.json()["choices"]) == 2048

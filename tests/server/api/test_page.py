@@ -1,5 +1,7 @@
 """The page at `/`, as far as it can be tested without a browser; see tests/ops/test_page.py."""
 
+import hashlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,13 @@ from penstock.server.api import page
 from tests.support.serving import RunningServer, running_server
 
 FOLDER = Path(page.__file__).parent
-FILES = sorted(path for path in FOLDER.iterdir() if path.suffix in {".html", ".css", ".js", ".svg"})
+_SUFFIXES = {".html", ".css", ".js", ".svg"}
+OURS = sorted(path for path in FOLDER.iterdir() if path.suffix in _SUFFIXES)
+LIBRARIES = sorted((FOLDER / "vendor").glob("*.js"))
+FILES = [*OURS, *LIBRARIES]
+# What the page weighs on the wire, all of it. The largest peer's page is about two megabytes.
+MAX_PAGE_BYTES = 160_000
+_HIDDEN = ("/page/vendor/libraries.json", "/page/vendor/LICENSES.txt", "/page/vendor/")
 # Names of a kind of document, not addresses that anything is loaded from.
 _NAMESPACES = ("http://www.w3.org/2000/svg",)
 
@@ -23,22 +31,27 @@ def server() -> Iterator[RunningServer]:
         yield server
 
 
+def address(path: Path) -> str:
+    return f"/page/{path.relative_to(FOLDER)}"
+
+
 def test_the_page_and_its_files_are_served_without_a_key(server: RunningServer) -> None:
     assert "<title>Penstock</title>" in server.get("/").text
     assert len(FILES) > 5
     for path in FILES:
-        response = server.get(f"/page/{path.name}")
+        response = server.get(address(path))
         assert (response.status_code, response.content) == (200, path.read_bytes())
     assert server.get("/metrics").status_code == server.get("/v1/models").status_code == 401
 
 
 def test_every_file_has_a_policy_that_allows_no_other_origin(server: RunningServer) -> None:
-    for path in ("/", *(f"/page/{file.name}" for file in FILES)):
+    for path in ("/", *map(address, FILES)):
         headers = server.get(path).headers
         policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
         assert policy["default-src"] == "'none'"
         assert {policy[f"{kind}-src"] for kind in ("script", "style", "connect")} == {"'self'"}
         assert policy["require-trusted-types-for"] == "'script'"
+        assert policy["trusted-types"] == "dompurify"
         assert headers["x-content-type-options"] == "nosniff"
 
 
@@ -47,16 +60,48 @@ def test_every_reference_of_the_page_exists(server: RunningServer) -> None:
     for reference in re.findall(r'(?:src|href)="([^"#]+)"', html):
         assert server.get(f"/{reference}").status_code == 200, reference
     for script in FOLDER.glob("*.js"):
-        for reference in re.findall(r'from "\./([^"]+)"', script.read_text()):
+        for reference in re.findall(r'(?:from |import ?\(?)"\./([^"]+)"', script.read_text()):
             assert (FOLDER / reference).is_file(), reference
 
 
 def test_no_other_path_under_the_page_is_a_file(server: RunningServer) -> None:
-    for path in ("/page/__init__.py", "/page/", "/page/..%2fcli.py", "/page/a/b"):
+    for path in ("/page/__init__.py", "/page/", "/page/..%2fcli.py", "/page/a/b", *_HIDDEN):
         assert server.get(path).json()["error"]["code"] == "unknown_url", path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_libraries_are_those_of_the_record() -> None:
+    record = json.loads((FOLDER / "vendor" / "libraries.json").read_text())
+    assert set(record) == {path.name for path in LIBRARIES}
+    licences = (FOLDER / "vendor" / "LICENSES.txt").read_text()
+    for path in LIBRARIES:
+        library = record[path.name]
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == library["sha256"], path.name
+        for package in (f"{library['package']}@{library['version']}", *library["bundles"]):
+            name, _, version = package.rpartition("@")
+            assert f"{name} {version}\n===" in licences, package
+
+
+def test_a_file_is_compressed_for_clients_that_take_it(server: RunningServer) -> None:
+    sizes = 0
+    for path in FILES:
+        plain = server.get(address(path), headers={"accept-encoding": "identity"})
+        packed = server.get(address(path), headers={"accept-encoding": "gzip, br"})
+        assert plain.content == packed.content == path.read_bytes()
+        assert "content-encoding" not in plain.headers
+        assert packed.headers["content-encoding"] == "gzip"
+        sizes += int(packed.headers["content-length"])
+    assert sizes < MAX_PAGE_BYTES
+
+
+def test_a_file_that_the_browser_has_is_not_sent_again(server: RunningServer) -> None:
+    first = server.get("/page/app.js")
+    again = server.get("/page/app.js", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    other = server.get("/page/style.css", headers={"if-none-match": first.headers["etag"]})
+    assert other.status_code == 200
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)
 def test_a_file_contains_no_foreign_address_and_makes_no_markup_from_text(path: Path) -> None:
     text = path.read_text()
     for name in _NAMESPACES:

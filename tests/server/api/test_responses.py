@@ -373,7 +373,6 @@ def test_what_openais_schema_requires_of_a_response_is_always_there(
 
 def test_tools_that_only_openai_runs_are_skipped(client: openai.OpenAI) -> None:
     tools = [{"type": kind} for kind in ("web_search", "web_search_2025_08_26", "local_shell")]
-    tools += [{"type": "custom", "name": "apply_patch"}]
     response = respond(client, tools=tools)
     assert response.output_text and response.tools == []
 

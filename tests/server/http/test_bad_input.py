@@ -19,11 +19,12 @@ DETOKENIZE, RESPONSES = "/detokenize", "/v1/responses"
 TOKENIZE, EMBEDDINGS = "/tokenize", "/v1/embeddings"
 HELLO = {"role": "user", "content": "Who are you?"}
 MAX_STALL_S = 5.0
+FLAGS = ("--num-threads", "1", "--trust-request-chat-template", "--max-body-bytes", "32M")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    running = RunningServer("--num-threads", "1", "--trust-request-chat-template")
+    running = RunningServer(*FLAGS)
     try:
         running.wait_until_ready()
         yield running

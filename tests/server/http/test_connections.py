@@ -18,7 +18,7 @@ from penstock.server.http.body import read_body
 from penstock.server.http.connection import HttpProtocol, spare_files
 from tests.support.serving import RunningServer, running_server, wait_until
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 NUM_FILES = 256
 
 

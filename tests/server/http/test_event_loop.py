@@ -28,7 +28,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
         while service.state is not State.READY:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     transport = httpx.ASGITransport(build_app(service))
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -104,11 +104,40 @@ def test_a_compressed_body_is_a_415_that_says_so(server: RunningServer, encoding
     assert encoding in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_json_is_read_whatever_it_is_called(server: RunningServer, kind: str) -> None:
-    """Without an option, curl sends it as a form."""
-    answer = httpx.post(server.url + COMPLETIONS, content=BODY, headers={"content-type": kind})
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "application/json",
+        "Application/JSON; charset=utf-8",
+        "application/vnd.api+json",
+        "text/json",
+        "",
+    ],
+)
+def test_what_is_called_json_or_nothing_at_all_is_read(server: RunningServer, kind: str) -> None:
+    headers = {"content-type": kind} if kind else {}
+    answer = httpx.post(server.url + COMPLETIONS, content=BODY, headers=headers)
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/messages", "/v1/embeddings", "/tokenize"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "text/plain",
+        "text/plain;application/json",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "application/xml",
+    ],
+)
+def test_a_body_that_is_not_called_json_is_a_415_that_says_what_to_send(
+    server: RunningServer, path: str, kind: str
+) -> None:
+    """Without an option, curl sends a form."""
+    answer = httpx.post(server.url + path, content=BODY, headers={"content-type": kind})
+    assert answer.status_code == 415
+    assert "-H 'Content-Type: application/json'" in answer.json()["error"]["message"]
 
 
 def test_a_byte_order_mark_is_passed_over(server: RunningServer) -> None:
@@ -123,7 +152,7 @@ def test_of_a_key_that_comes_twice_the_last_counts(server: RunningServer) -> Non
 
 
 def test_a_client_that_expects_100_continue_gets_it(server: RunningServer) -> None:
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(BODY)}\r\n"
     head += "Expect: 100-continue\r\nConnection: close\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(head.encode())
@@ -172,7 +201,7 @@ def test_a_disconnect_frees_a_request_and_the_one_pipelined_after_it(
     server: RunningServer,
 ) -> None:
     long = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 50_000}).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(long)}\r\n\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(long)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall((head.encode() + long) * 2)
         while not server.metric("running_sequences"):

@@ -75,8 +75,12 @@ def test_a_stream_has_its_line_when_it_ends(server: RunningServer) -> None:
 
 def test_the_engines_lines_have_the_same_id(server: RunningServer) -> None:
     complete(server, "to-the-engine")
-    ours = [e for e in entries(server) if e.get("request_id") == "to-the-engine"]
-    assert "engine: accepted" in {entry["message"] for entry in ours}
+
+    def is_told() -> bool:
+        ours = [e for e in entries(server) if e.get("request_id") == "to-the-engine"]
+        return "engine: accepted" in {entry["message"] for entry in ours}
+
+    wait_until(is_told)  # lines are written some milliseconds later
 
 
 def test_a_client_that_disconnects_is_a_client_gone(server: RunningServer) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Pooling
 from penstock.server.cli import main
 from penstock.server.config import PoolerConfig
@@ -117,7 +117,7 @@ def test_a_model_that_was_trained_for_none_refuses_dimensions(tmp_path: Path) ->
 
 def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("[")
-    with pytest.raises(InvalidConfig, match=r"modules\.json"):
+    with pytest.raises(PenstockError, match=r"modules\.json"):
         pooler_of(tmp_path)
 
 

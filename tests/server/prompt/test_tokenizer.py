@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.errors import InvalidRequest
@@ -133,3 +133,27 @@ def test_a_clients_template_is_rendered_without_the_servers_environment(
     monkeypatch.setenv("PENSTOCK_API_KEY", "secret")
     assert sandboxed_template.render("{{ x }}", {"x": 1}) == "done"
     assert given["PATH"] == os.environ["PATH"] and "secret" not in given.values()
+
+
+# Llama 3's, from its tokenizer.json.
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def test_a_text_that_the_tokenizer_gives_up_on_is_the_requests_error() -> None:
+    """With these rules, 12 MiB of spaces make it panic."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA_3), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    encoder = PromptEncoder(tokenizer, None)
+    with pytest.raises(InvalidRequest, match="break up very long runs of spaces"):
+        encoder.encode(" " * (12 << 20))
+    assert encoder.encode("a b")

@@ -1,0 +1,144 @@
+"""Whether a model can be served, by its JSON files and the names of the others.
+
+The start refuses by it, for a directory and for a model of the hub, whose weights are not yet
+downloaded; so does the list of models. Of safetensors it reads the headers, where they are there.
+What only the weights themselves show is found later.
+"""
+
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.formats import not_a_directory, without_config, without_weights
+from penstock.engine.models.json_file import Fields, check_regular, read_json
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# One of them is enough; without tokenizer.json, transformers converts the others.
+_TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+# What is read, here or later, by us or by transformers.
+_READ = (
+    *(CONFIG, GENERATION_CONFIG, INDEX, SINGLE, "modules.json", "chat_template.jinja"),
+    *(*_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "merges.txt",
+)
+# Of directories below the one that was named, to see whether one of them was meant.
+_MAX_DEPTH = 2
+_MAX_ENTRIES = 2_000
+
+
+def check_directory(directory: Path, *, needs_weights: bool = True) -> ModelConfig:
+    """Raises InvalidModel unless it can be served."""
+    names = names_in(directory)
+    for name in names:
+        if any(fnmatchcase(name, pattern) for pattern in _READ):
+            check_regular(directory / name)
+    config = check_model(str(directory), directory, names, needs_weights=needs_weights)
+    if needs_weights:
+        for name in weight_files(str(directory), directory, names):
+            open_safetensors(directory / name, framework="numpy")
+    return config
+
+
+def open_safetensors(path: Path, *, framework: str) -> Any:
+    """Reads the header alone; its sizes must be those of the file. Raises InvalidModel."""
+    check_regular(path)
+    try:
+        return safe_open(path, framework=framework)
+    except (SafetensorError, OSError) as error:
+        raise InvalidModel(
+            f"{path} is not a readable safetensors file: {error}; delete it, and copy or download "
+            "it again",
+            brief=f"{path.name} is damaged",
+        ) from None
+
+
+def check_model(
+    model: str, directory: Path, names: Collection[str], *, needs_weights: bool = True
+) -> ModelConfig:
+    """Raises InvalidModel unless it can be served.
+
+    model: its name for the message. names: of all its files; of these, `directory` must have
+    config.json, generation_config.json and the index of shards. needs_weights: False for made-up
+    weights, which need no tokenizer either.
+    """
+    if CONFIG not in names:
+        raise without_config(model, names)
+    config = ModelConfig.from_dir(directory)
+    if needs_weights:
+        if missing := [file for file in weight_files(model, directory, names) if file not in names]:
+            raise InvalidModel(
+                f"{model} lacks {missing[0]}, which {INDEX} names; download the model again, or "
+                "use --load-format dummy for random weights",
+                brief=f"{len(missing)} of its weight files are missing",
+            )
+        if not any(fnmatchcase(name, pattern) for name in names for pattern in _TOKENIZERS):
+            raise InvalidModel(
+                f"{model} has no tokenizer that can be read; copy the tokenizer.json of its base "
+                "model into it",
+                brief="no tokenizer",
+            )
+    return config
+
+
+def weight_files(model: str, directory: Path, names: Collection[str]) -> list[str]:
+    """The safetensors that are read: the index's shards, or the only file. Raises InvalidModel."""
+    if INDEX in names:
+        return sorted(set(read_weight_map(directory / INDEX).values()))
+    if SINGLE in names:
+        return [SINGLE]
+    raise without_weights(model, names)
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The shard of each tensor, by its name. Raises InvalidModel."""
+    content = read_json(index)
+    if not isinstance(content, dict) or not content.get("weight_map"):
+        raise InvalidModel(f"{index} is not a valid index of shards: it lacks 'weight_map'")
+    weight_map = Fields(index, content).mapping("weight_map")
+    for tensor, file in weight_map.items():
+        # Nothing outside of the model's directory, and nothing but weights.
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or not file.endswith(".safetensors")
+        ):
+            raise Fields(f"{index}: weight_map", weight_map).wrong(
+                tensor, "the name of a safetensors file beside the index", file
+            )
+    return weight_map
+
+
+def names_in(directory: Path) -> list[str]:
+    """Of what is in it, relative to it; of its directories only what may be a model."""
+    if not directory.is_dir():
+        raise not_a_directory(str(directory))
+    try:
+        paths = sorted(directory.iterdir())
+    except OSError as error:
+        raise InvalidModel(f"{directory} cannot be read: {error.strerror or error}") from None
+    names = [path.name for path in paths]
+    if CONFIG in names:
+        return names
+    below = (inner for path in paths[:_MAX_ENTRIES] for inner in _models_below(path, _MAX_DEPTH))
+    return [*names, *(str(path.relative_to(directory)) for path in below)]
+
+
+def _models_below(path: Path, depth: int) -> list[Path]:
+    """Each config.json in and below it; none of a file."""
+    try:
+        if not depth or not path.is_dir():
+            return []
+        if (path / CONFIG).is_file():
+            return [path / CONFIG]
+        entries = sorted(path.iterdir())[:_MAX_ENTRIES]
+    except OSError:  # not ours to read
+        return []
+    return [inner for entry in entries for inner in _models_below(entry, depth - 1)]

@@ -1,0 +1,105 @@
+"""Installs torch into the environment of the Python that runs this: `make` does so before all else.
+
+PyPI's builds of torch for Linux bring gigabytes of CUDA. Without an NVIDIA device the CPU build is
+the one to take; PyTorch's own index has it. That index is added to those that pip is configured
+with, never put in their place, and only where they lack the CPU build and it can be reached.
+
+    python install_torch.py --build auto --index https://... torch==2.13.0
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_NVIDIA = "0x10de"  # its number among the vendors of PCI devices
+# A machine without a network should not wait long to learn that it has none.
+_QUICKLY = ("--retries", "0", "--timeout", "5")
+
+
+def main(argv: Sequence[str] | None = None, root: Path = Path("/")) -> int:
+    """Returns the exit code. root: where this machine's devices are found."""
+    options = _parser().parse_args(argv)
+    has_device = has_nvidia_device(root)
+    if options.build == "cuda" or (options.build == "auto" and has_device):
+        why = "this machine has an NVIDIA device" if options.build == "auto" else "TORCH=cuda"
+        _say(f"a build for CUDA, because {why}; TORCH=cpu chooses the CPU build")
+        return _pip("install", f"{options.torch},!={_version(options.torch)}+cpu")
+    indexes = _indexes_of_cpu_build(options.torch, options.index)
+    if indexes is not None:
+        why = "this machine has no NVIDIA device" if options.build == "auto" else "TORCH=cpu"
+        _say(f"the CPU build, because {why}; TORCH=cuda chooses a build for CUDA")
+        return _pip("install", *indexes, f"{options.torch}+cpu")
+    place = options.index or "an index of CPU builds (TORCH_INDEX is empty)"
+    missing = f"pip's own indexes lack the CPU build, and {place} lacks it or cannot be reached"
+    if options.build == "cpu":
+        _say(f"{missing}; name another with TORCH_INDEX=...")
+        return 1
+    _say(f"{missing}: what follows may bring gigabytes of CUDA; TORCH_INDEX=... names another")
+    return _pip("install", options.torch)
+
+
+def has_nvidia_device(root: Path) -> bool:
+    """With a driver or without one: then it is to be installed."""
+    nodes = ("dev/nvidiactl", "dev/nvhost-gpu", "usr/lib/wsl/lib/libcuda.so.1")  # also Jetson, WSL
+    if any((root / node).exists() for node in nodes):
+        return True
+    vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
+    return any(vendor.read_text(encoding="ascii").strip() == _NVIDIA for vendor in vendors)
+
+
+def _indexes_of_cpu_build(torch: str, index: str) -> list[str] | None:
+    """What pip needs besides its own settings to find the CPU build; None if it cannot."""
+    wanted = f"{_version(torch)}+cpu"
+    if wanted in _versions():
+        return []
+    extra = ["--extra-index-url", index]
+    return extra if index and wanted in _versions(*extra, *_QUICKLY) else None
+
+
+def _versions(*options: str) -> list[str]:
+    """The versions of torch that pip finds for this Python."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        label, _, versions = line.partition(":")
+        if label.strip() == "Available versions":
+            return versions.replace(",", " ").split()
+    return []
+
+
+def _version(torch: str) -> str:
+    return torch.removeprefix("torch==")
+
+
+def _pip(*arguments: str) -> int:
+    return subprocess.run([sys.executable, "-m", "pip", *arguments]).returncode
+
+
+def _say(text: str) -> None:
+    print(f"torch: {text}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Install torch, by default as the machine needs it."
+    )
+    parser.add_argument("torch", metavar="torch==VERSION", help="the version that is pinned")
+    parser.add_argument(
+        "--build",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto is cpu where there is no NVIDIA device (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--index",
+        default="",
+        metavar="URL",
+        help="an index of CPU builds, besides those that pip is configured with (default: none)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

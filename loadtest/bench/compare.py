@@ -1,0 +1,57 @@
+"""`penstock bench compare`: results of penstock or vLLM side by side. Owns the command line."""
+
+from pathlib import Path
+
+from penstock.loadtest.bench.config import check_writable
+from penstock.loadtest.bench.parser import BenchParser
+from penstock.loadtest.bench.results import say, show_text, writing
+from penstock.loadtest.report.comparison import compare, read_sides
+from penstock.loadtest.report.comparison_html import comparison_html
+from penstock.loadtest.report.comparison_text import comparison_text
+from penstock.scheduler.errors import InvalidConfig, PenstockError
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status: 2 for files that cannot be compared."""
+    try:
+        options = _parser().parse_args(argv)
+        if options.html is not None:
+            check_writable("--html", options.html)
+        comparison = compare(read_sides(options.results))
+        for note in comparison.notes:
+            say(note)
+        show_text(comparison_text(comparison))
+        if options.html is not None:
+            with writing(options.html):
+                options.html.parent.mkdir(parents=True, exist_ok=True)
+                options.html.write_text(comparison_html(comparison), encoding="utf-8")
+            say(f"comparison written to {options.html}")
+    except PenstockError as error:
+        say(str(error))
+        return 2 if isinstance(error, InvalidConfig) else 1
+    except SystemExit as ended:  # the help
+        return int(ended.code or 0)
+    return 0
+
+
+def _parser() -> BenchParser:
+    parser = BenchParser(
+        prog="penstock bench compare",
+        description="""\
+Show results of penstock bench or vllm bench serve side by side: their values,
+the ratio to the first, and which of the two is better. With repeated runs, a
+value is their median, and a difference counts only where the ranges of the
+runs do not overlap.
+
+  penstock bench compare before.json after.json --html compared.html
+  penstock bench compare before1.json,before2.json after1.json,after2.json""",
+    )
+    parser.add_argument(
+        "results",
+        nargs="+",
+        metavar="FILE",
+        help="of --save-result, or of --append-result for repeated runs; commas join the files of "
+        "repeated runs",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
+    return parser

@@ -1,0 +1,84 @@
+"""The parser of a command line: a short help, a long one, and one line for what is wrong."""
+
+import argparse
+import difflib
+from typing import Any, NoReturn
+
+from penstock.scheduler.errors import InvalidConfig
+
+_HELP, _HELP_ALL = "--help", "--help-all"
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of each flag that has one; examples keep their lines."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False) or action.help is argparse.SUPPRESS:
+            return action.help
+        return super()._get_help_string(action)
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help of every flag."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, BenchParser)
+        parser.show_all()
+        parser.print_help()
+        parser.exit()
+
+
+class BenchParser(argparse.ArgumentParser):
+    """Raises InvalidConfig for a wrong command line, with the flag that was probably meant.
+
+    --help shows the flags in `common` alone, if there are any, and --help-all shows every flag.
+    """
+
+    def __init__(self, common: frozenset[str] = frozenset(), **settings: Any) -> None:
+        super().__init__(formatter_class=HelpFormatter, **settings)
+        self._common = common
+        self._hidden: list[tuple[argparse.Action, str | None]] = []
+        if common:
+            self.add_argument(_HELP_ALL, action=_HelpAll, nargs=0, help="describe every flag")
+
+    def hide_uncommon(self) -> None:
+        """Called when all flags are added."""
+        for action in self._actions:
+            if not {*action.option_strings} & {*self._common, _HELP, _HELP_ALL}:
+                self._hidden.append((action, action.help))
+                action.help = argparse.SUPPRESS
+
+    def show_all(self) -> None:
+        for action, text in self._hidden:
+            action.help = text
+        self.epilog = None
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidConfig(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+    def parse_args(  # type: ignore[override]
+        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        options, unknown = self.parse_known_args(_with_dashes(args or []), namespace)
+        if unknown:
+            self.error(self._explained(unknown[0].partition("=")[0]))
+        return options
+
+    def _explained(self, unknown: str) -> str:
+        if not unknown.startswith("-"):
+            return f"unexpected argument {unknown!r}"
+        near = difflib.get_close_matches(unknown, self._option_string_actions, n=1, cutoff=0.75)
+        return f"unknown flag {unknown}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _with_dashes(args: list[str]) -> list[str]:
+    """--num_prompts is --num-prompts, as in vLLM."""
+
+    def with_dashes(argument: str) -> str:
+        flag, equals, value = argument.partition("=")
+        return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
+
+    return [with_dashes(argument) for argument in args]

@@ -1,0 +1,155 @@
+"""What a run leaves: its settings and numbers as text or JSON, and the files that flags name."""
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.loadtest.bench.config import BenchConfig, parse_pairs
+from penstock.loadtest.bench.http_target import TargetConfig
+from penstock.loadtest.report.figures import Run, figures
+from penstock.loadtest.report.html import html_report
+from penstock.loadtest.report.plots import save_plots
+from penstock.loadtest.report.report import Summary
+from penstock.scheduler.errors import PenstockError
+
+
+class FileNotWritten(PenstockError):
+    """A file that was asked for could not be written; the results were printed before."""
+
+
+def settings_of(config: BenchConfig, target: TargetConfig) -> Summary:
+    """The settings under vLLM's keys, so that a run can be repeated from its result file."""
+    workload, args = config.workload, config.args
+    is_chat = target.endpoint.endswith("/chat/completions")
+    backend = args.backend or ("openai-chat" if is_chat else "openai")
+    settings: dict[str, Any] = {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": backend,
+        "endpoint_type": backend,
+        "label": args.label,
+        "model_id": args.model or target.model,
+        "tokenizer_id": None if args.tokenizer is None else str(args.tokenizer),
+        "num_prompts": workload.num_prompts,
+        "request_rate": _number(workload.request_rate),
+        "burstiness": workload.burstiness,
+        "max_concurrency": args.max_concurrency,
+        "seed": workload.seed,
+        "dataset_name": workload.dataset,
+    }
+    if workload.ramp is not None:
+        settings |= {
+            "ramp_up_strategy": workload.ramp.strategy,
+            "ramp_up_start_rps": workload.ramp.start_rps,
+            "ramp_up_end_rps": workload.ramp.end_rps,
+        }
+    if workload.dataset.is_file:
+        settings |= {
+            "dataset_path": str(workload.dataset_path),
+            "trace_speedup": _number(workload.trace_speedup),
+        }
+    return settings | {
+        "random_prefix_len": workload.random_prefix_len,
+        "random_input_len": workload.input_len,
+        "random_output_len": workload.output_len,
+        "random_range_ratio": workload.range_ratio
+        if workload.output_range_ratio in (None, workload.range_ratio)
+        else {"input": workload.range_ratio, "output": workload.output_range_ratio},
+        "ignore_eos": target.ignore_eos,
+        "temperature": target.temperature,
+        "goodput": config.report.goodput_ms,
+        **parse_pairs("--metadata", args.metadata),
+    }
+
+
+def _number(value: float) -> float | str:
+    """JSON has no infinity."""
+    return "inf" if math.isinf(value) else value
+
+
+def _save(path: Path, document: Summary, *, is_appended: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = msgspec.json.encode(document)
+    if is_appended and path.exists() and path.stat().st_size:
+        data = b"\n" + data
+    with path.open("ab" if is_appended else "wb") as file:
+        file.write(data)
+
+
+def _name(args: argparse.Namespace, document: Summary) -> str:
+    if args.sweep:
+        load = "sweep"
+    elif args.ramp_up_strategy is not None:
+        ends = f"{args.ramp_up_start_rps:g}qps-{args.ramp_up_end_rps:g}qps"
+        load = f"ramp-up-{args.ramp_up_strategy}-{ends}"
+    else:
+        load = f"{document['request_rate']}qps"
+    if args.max_concurrency is not None:
+        load += f"-concurrency{args.max_concurrency}"
+    model = str(document["model_id"]).rpartition("/")[2]
+    return f"{args.label or document['backend']}-{load}-{model}-{document['date']}.json"
+
+
+def show(args: argparse.Namespace, summary: Summary, text: str) -> None:
+    """On stdout: the text, or with --json the summary as one line."""
+    show_text(msgspec.json.encode(summary).decode() if args.json else text)
+
+
+def show_text(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `penstock bench | head -3` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def write(
+    args: argparse.Namespace,
+    document: Summary,
+    shown: Run,
+    rates: list[Run],
+    text: str,
+    notes: list[str],
+) -> None:
+    """Writes the files that the flags name, and nothing else. Raises FileNotWritten.
+
+    rates: a sweep's, in the order of measurement. notes: why the result may be misleading.
+    """
+    if args.save_result or args.append_result:
+        path = Path(args.result_dir or ".", args.result_filename or _name(args, document))
+        with writing(path):
+            _save(path, document, is_appended=args.append_result)
+        say(f"saved as {path}")
+    drawn = figures(shown, rates) if args.report or args.plot_dir else []
+    if args.report:
+        with writing(args.report):
+            args.report.parent.mkdir(parents=True, exist_ok=True)
+            page = html_report(shown.summary, drawn, text, notes)
+            args.report.write_text(page, encoding="utf-8")
+        say(f"report written to {args.report}")
+    if args.plot_dir:
+        with writing(args.plot_dir):
+            for path in save_plots(drawn, args.plot_dir):
+                say(f"plot written to {path}")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises FileNotWritten instead of OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise FileNotWritten(
+            f"{path} cannot be written: {error.strerror}; the results above are complete"
+        ) from error
+
+
+def say(text: str) -> None:
+    """On stderr: stdout has the result alone."""
+    print(f"penstock bench: {text}", file=sys.stderr, flush=True)

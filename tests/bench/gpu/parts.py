@@ -1,0 +1,197 @@
+"""The parts of the suite, by importance, and what each runs."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.scheduler.errors import InvalidConfig
+from tests.bench.gpu.goals import LLAMA, QWEN, SMALL, Row
+from tests.bench.gpu.kernel_tests import ALONE, FILES, TINY_FILES, KernelTests
+from tests.bench.gpu.probe import Climb
+from tests.bench.gpu.processes import Process
+from tests.bench.gpu.record import Record
+from tests.bench.gpu.ways import Way
+
+# See `tests.bench.gpu.probe`.
+_CORES_FOR_RUNGS = 8
+
+
+@dataclass(slots=True)
+class Run:
+    """One command of the suite. simulated: see `tests.bench.gpu.simulated`, by part or rung.
+
+    patience: of all limits; less than 1 for simulations. part: the one that runs.
+    """
+
+    record: Record
+    tiny: bool = False
+    flash_attn_3: Path | None = None
+    way: Way = field(default_factory=Way)
+    simulated: dict[str, str] = field(default_factory=dict)
+    patience: float = 1.0
+    part: str = ""
+
+    def note(self, row: Row) -> None:
+        """Records a row, and a failure if it says one."""
+        self.record.note(row)
+        if row.get("failed"):
+            self.fail(str(row.get("kernel", row.get("group", ""))), str(row["failed"]))
+        elif row.get("is_right") is False and "rung" not in row:
+            fields = ", ".join(f"{key}={row[key]}" for key in row if key not in ("part", "rivals"))
+            self.fail("", f"a result is wrong: {fields}")
+
+    def fail(self, what: str, message: str) -> None:
+        """what: the rung, test or kernel, if it is one of several."""
+        self.record.event("failure", of=self.part, what=what, message=message)
+        name = f"{self.part}, {what}" if what else self.part
+        print(f"gpu_suite: {name} failed: {message}", file=sys.stderr, flush=True)
+
+    @property
+    def kind(self) -> str | None:
+        """Of the simulation that takes this part's place."""
+        return self.simulated.get(self.part, self.simulated.get("all"))
+
+    def run_module(self, limit_s: float, *arguments: str) -> None:
+        """`python -m ARGUMENTS`, in the way that was found. Records its rows, and how it ends."""
+        process = self.start_module(limit_s, *arguments)
+        problem = process.wait().problem
+        if problem:
+            self.fail("", problem)
+
+    def start_module(self, limit_s: float, *arguments: str, has_flags: bool = True) -> Process:
+        """has_flags: it takes --tiny and --enforce-eager."""
+        flags = [*(["--tiny"] if self.tiny else []), *self.way.flags] if has_flags else []
+        if self.kind:
+            arguments, flags = ("tests.bench.gpu.simulated", self.kind, self.part), self.way.flags
+        return Process(
+            [sys.executable, "-m", *arguments, *flags],
+            self.note,
+            self.record.log,
+            limit_s=limit_s,
+            # What only compiles has nothing to do where the tests turn the interpreter on.
+            environment=self.way.environment | ({} if has_flags else {"TRITON_INTERPRET": "0"}),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """estimate_s: on an H200, where all is well. limit_s: when it is stopped; its rows count."""
+
+    name: str
+    estimate_s: int
+    limit_s: int
+    measure: Callable[[Run, float], None]
+
+
+def _probe(run: Run, limit_s: float) -> None:
+    # What its rungs launch is compiled meanwhile, on the cores that they leave.
+    cores = 0 if run.tiny or run.simulated else (os.cpu_count() or 1) - _CORES_FOR_RUNGS
+    ahead = _start_compiling(run, limit_s, ["probe"], max(0, cores))
+    climb = Climb(run.tiny, run.simulated, run.note, run.fail, run.record.log, run.patience)
+    run.way = climb.way(time.monotonic() + limit_s)
+    run.record.event("way", overlaps=run.way.overlaps, graphs=run.way.graphs, name=run.way.name)
+    _wait_for_compilers(run, ahead)
+
+
+def _tests(run: Run, limit_s: float) -> None:
+    if run.kind:
+        run.run_module(limit_s)
+        return
+    files, alone = (TINY_FILES, ()) if run.tiny else (FILES, ALONE)
+    record, environment = run.record, run.way.environment
+    tests = KernelTests(files, alone, record.note, run.fail, record.log, environment)
+    tests.run(time.monotonic() + limit_s)
+
+
+def _compile(run: Run, limit_s: float) -> None:
+    num_shares = 1 if run.tiny or run.kind else os.cpu_count() or 1
+    what = ["probe", "--most", "3"] if run.tiny else ["models", "tiles"]
+    _wait_for_compilers(run, _start_compiling(run, limit_s, what, num_shares))
+
+
+def _start_compiling(run: Run, limit_s: float, what: list[str], num_shares: int) -> list[Process]:
+    """Together they compile each kernel once."""
+    command = ("tests.bench.gpu.compile", *what, "--share")
+    return [
+        run.start_module(limit_s, *command, f"{share}/{num_shares}", has_flags=False)
+        for share in range(num_shares)
+    ]
+
+
+def _wait_for_compilers(run: Run, processes: list[Process]) -> None:
+    for number, process in enumerate(processes):
+        problem = process.wait().problem
+        if problem:
+            run.fail(f"compiler {number}", problem)
+
+
+def _bench(*arguments: str) -> Callable[[Run, float], None]:
+    """A part that is a process of `tests.bench.engine`."""
+
+    def measure(run: Run, limit_s: float) -> None:
+        more: list[str] = []
+        if run.flash_attn_3 and "kernels" in arguments:
+            more = ["--flash-attn-3", str(run.flash_attn_3)]
+        run.run_module(limit_s, "tests.bench.engine", *arguments, *more)
+
+    return measure
+
+
+def _http(part: str, model: str) -> Callable[[Run, float], None]:
+    def measure(run: Run, limit_s: float) -> None:
+        # A second less, so that it says itself why it was late.
+        limit = f"{max(1.0, limit_s - 1):.0f}"
+        run.run_module(limit_s, "tests.bench.gpu.http", part, model, "--limit-s", limit)
+
+    return measure
+
+
+# First what the others depend on, then what the goals name, then the rest.
+PARTS: tuple[Part, ...] = (
+    Part("probe", 60, 180, _probe),
+    Part("tests", 90, 150, _tests),
+    Part("compile", 25, 60, _compile),
+    Part("device", 12, 60, _bench("device")),
+    Part("linear", 75, 120, _bench("linear-tiles")),
+    Part("goals-llama", 35, 80, _bench("steps", LLAMA, "--points", "goals")),
+    Part("goals-small", 20, 60, _bench("steps", SMALL, "--points", "goals")),
+    Part("goals-attention", 10, 40, _bench("kernels", "decode-attention", "--first", "1")),
+    Part("offline-small", 30, 80, _bench("offline", SMALL)),
+    Part("offline-llama", 40, 90, _bench("offline", LLAMA)),
+    Part("http", 70, 120, _http("http", QWEN)),
+    Part("ready", 60, 120, _http("ready", LLAMA)),
+    Part("overlap", 30, 60, _bench("steps", LLAMA, "--points", "overlap")),
+    Part("decode-attention", 30, 60, _bench("kernels", "decode-attention")),
+    Part("prefill-attention", 25, 60, _bench("kernels", "prefill-attention")),
+    Part("steps-llama", 60, 120, _bench("steps", LLAMA)),
+    Part("steps-small", 50, 90, _bench("steps", SMALL)),
+    Part("steps-qwen", 60, 120, _bench("steps", QWEN)),
+    Part("linear-layers", 50, 90, _bench("kernels", "linear")),
+    Part("small", 15, 40, _bench("kernels", "small")),
+    Part("sampling", 12, 40, _bench("kernels", "sampling")),
+    Part("tables", 8, 30, _bench("kernels", "tables")),
+)
+
+
+def chosen(names: list[str] | None) -> list[Part]:
+    """In the order of `PARTS`; all if there are no names. Raises InvalidConfig."""
+    known = {part.name: part for part in PARTS}
+    wanted = [name for names_ in names or () for name in names_.split(",") if name]
+    for name in wanted:
+        if name not in known:
+            raise InvalidConfig(f"--parts: unknown part {name!r}; choose from {', '.join(known)}")
+    return [part for part in PARTS if not wanted or part.name in wanted]
+
+
+def estimates(parts: list[Part], minutes: float) -> str:
+    """A line for each part, with the seconds up to its end."""
+    total, lines = 0, []
+    for part in parts:
+        total += part.estimate_s
+        late = "  may not fit" if total > 60 * minutes else ""
+        lines.append(f"{part.name:<18} {part.estimate_s:>4} s {total:>6} s{late}")
+    lines.append(f"{'together':<18} {total:>4} s, of {60 * minutes:.0f} s that --minutes allows")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""The GPU suite's ladder, climbed for real at toy sizes: `make test-ladder`."""

@@ -1,0 +1,274 @@
+"""What cannot be served is named, before its weights are read, with what is supported."""
+
+import json
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.engine.models.check import check_directory
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.hub import open_model
+from penstock.engine.models.weights import Checkpoint
+from tests.support.tiny_models import make_model, save
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+def model(directory: Path, *files: str, **changes: Any) -> Path:
+    """A model of empty files, but for config.json; a change to `...` removes the key."""
+    directory.mkdir(exist_ok=True, parents=True)
+    config = {key: value for key, value in (LLAMA | changes).items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(config))
+    for file in files:
+        (directory / file).write_bytes(b"\2" + b"\0" * 7 + b"{}")  # safetensors of nothing
+    return directory
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(InvalidModel) as refused:
+        check_directory(directory)
+    return str(refused.value)
+
+
+def test_a_complete_model_passes(tmp_path: Path) -> None:
+    directory = model(tmp_path, "model.safetensors", "tokenizer.json")
+    assert check_directory(directory).family == "llama"
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "AWQ"),
+        ({"quant_method": "gptq", "bits": 4}, "GPTQ"),
+        ({"quant_method": "fp8"}, "FP8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "mxfp4"}, "MXFP4"),
+        ({"quant_method": "of the future"}, "of the future"),
+        ("awq", "unknown"),
+    ],
+)
+def test_a_quantized_checkpoint_is_refused_by_its_format(
+    tmp_path: Path, settings: object, name: str
+) -> None:
+    message = refusal(model(tmp_path, "model.safetensors", quantization_config=settings))
+    assert f"the format {name}, which is not supported" in message
+    assert "float32, float16 or bfloat16" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
+            "MixtralForCausalLM (a mixture of experts)",
+        ),
+        ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM, which is not supported"),
+        (
+            {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}},
+            "(a vision model)",
+        ),
+        ({"architectures": ["BertForMaskedLM"]}, "(an encoder, which generates no text)"),
+        (
+            {"architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta"},
+            "(an encoder, which generates no text)",
+        ),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "(a classifier, which generates no text)",
+        ),
+        (
+            {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+            "(an encoder-decoder)",
+        ),
+        (
+            {
+                "architectures": ["GptOssForCausalLM"],
+                "num_local_experts": 32,
+                "quantization_config": {"quant_method": "mxfp4"},
+            },
+            "GptOssForCausalLM (a mixture of experts, with MXFP4 weights)",
+        ),
+        ({"architectures": ..., "model_type": "phi"}, "the architecture phi,"),
+        ({"architectures": None, "model_type": ...}, "names no architecture and no model_type"),
+    ],
+)
+def test_another_family_is_refused_by_its_name_and_kind(
+    tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    message = refusal(model(tmp_path, "model.safetensors", **changes))
+    assert expected in message
+    assert "supported are LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM" in message
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_without_architectures_the_model_type_tells_the_family(tmp_path: Path, family: str) -> None:
+    files = ("model.safetensors", "tokenizer.json")
+    directory = model(tmp_path, *files, architectures=..., model_type=family)
+    assert check_directory(directory).family == family
+
+
+@pytest.mark.parametrize(
+    ("files", "expected", "without_config"),
+    [
+        (("llama-3-8b.Q4_K_M.gguf",), "GGUF, llama.cpp's format", None),
+        (("pytorch_model.bin",), "PyTorch's pickled weights", None),
+        (("pytorch_model-00001-of-00002.bin",), "PyTorch's pickled weights", None),
+        (
+            ("consolidated.safetensors", "params.json"),
+            "original format of Mistral or Meta",
+            None,
+        ),
+        (("adapter_config.json", "adapter_model.safetensors"), "a LoRA adapter", None),
+        (("model.onnx",), "ONNX", None),
+        (("other.safetensors",), "neither model.safetensors nor", "has no config.json"),
+        ((), "has no weights", "is empty"),
+    ],
+)
+def test_weights_in_another_format_are_named(
+    tmp_path: Path, files: tuple[str, ...], expected: str, without_config: str | None
+) -> None:
+    directory = model(tmp_path, *files)
+    message = refusal(directory)
+    assert expected in message and "safetensors" in message
+    (directory / "config.json").unlink()
+    message = refusal(directory)
+    assert (without_config or expected) in message and "safetensors" in message
+
+
+def test_a_gguf_file_is_named_too(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(InvalidModel, match=r"model\.gguf is a GGUF file"):
+        open_model(str(file))
+
+
+def test_a_directory_above_the_models_says_which_was_meant(tmp_path: Path) -> None:
+    model(tmp_path / "Qwen" / "Qwen3-0.6B", "model.safetensors")
+    assert "its directory Qwen/Qwen3-0.6B has one" in refusal(tmp_path)
+
+
+def test_a_directory_without_a_model_says_so(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    assert "has no config.json" in refusal(tmp_path)
+
+
+def test_a_missing_shard_is_found_before_any_is_read(tmp_path: Path) -> None:
+    directory = model(tmp_path, "model-00001-of-00002.safetensors", "tokenizer.json")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    assert "lacks model-00002-of-00002.safetensors" in refusal(directory)
+
+
+def test_a_model_without_a_tokenizer_is_refused_and_dummy_weights_need_none(
+    tmp_path: Path,
+) -> None:
+    directory = model(tmp_path, "model.safetensors")
+    assert "no tokenizer" in refusal(directory)
+    assert check_directory(directory, needs_weights=False).vocab_size == 96
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {},
+        [],
+        {"weight_map": None},
+        {"weight_map": []},
+        {"weight_map": "model.safetensors"},
+        {"weight_map": {"a": 1}},
+        {"weight_map": {"a": ["model.safetensors"]}},
+        {"weight_map": {"a": "../../model.safetensors"}},
+        {"weight_map": {"a": "/etc/passwd"}},
+    ],
+)
+def test_an_index_of_wrong_types_is_refused(tmp_path: Path, index: object) -> None:
+    directory = model(tmp_path, "tokenizer.json", "model.safetensors.index.json")
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model.safetensors.index.json" in refusal(directory)
+
+
+NAMES = ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_a_regular_file_is_named_and_never_opened(tmp_path: Path, name: str) -> None:
+    directory = model(tmp_path / "model", "model.safetensors", "tokenizer.json")
+    file = directory / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    assert f"{file} is a FIFO" in refusal(directory)
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    assert f"{file} is a device" in refusal(directory)
+    file.unlink()
+    file.symlink_to("nowhere")
+    assert f"{file} is a link to nowhere, which does not exist" in refusal(directory)
+    file.unlink()
+    file.mkdir()
+    assert f"{file} is a directory" in refusal(directory)
+
+
+def test_a_file_that_nobody_reads_may_be_anything(tmp_path: Path) -> None:
+    directory = model(tmp_path, "model.safetensors", "tokenizer.json")
+    os.mkfifo(directory / "notes.txt")
+    (directory / "training.json").symlink_to("nowhere")
+    assert check_directory(directory).family == "llama"
+
+
+def test_a_socket_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = model(tmp_path, "model.safetensors", "tokenizer.json")
+    monkeypatch.chdir(directory)  # the name of a socket must be short
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("generation_config.json")
+        assert stat.S_ISSOCK((directory / "generation_config.json").stat().st_mode)
+        assert "is a socket" in refusal(directory)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 100, 0.5, -1])
+def test_a_truncated_safetensors_file_is_named(tmp_path: Path, kept: float) -> None:
+    directory = save(make_model("llama2"), tmp_path)
+    file = directory / "model.safetensors"
+    content = file.read_bytes()
+    end = int(len(content) * kept) if isinstance(kept, float) else kept
+    file.write_bytes(content[:end])
+    with pytest.raises(InvalidModel, match=r"model\.safetensors is not a readable"):
+        Checkpoint(directory, torch.empty)
+    (directory / "tokenizer.json").write_text("{}")
+    assert "model.safetensors is not a readable" in refusal(directory)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, name: str, number: float) -> None:
+    directory = save(make_model("llama2"), tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    tensors[name].fill_(number)
+    save_file(tensors, directory / "model.safetensors")
+    checkpoint = Checkpoint(directory, torch.empty)
+    with pytest.raises(InvalidModel, match=f"{name}.*not finite"):
+        checkpoint.read(tuple(tensors[name].shape), name)
+
+
+def test_a_size_that_no_memory_holds_is_refused_before_it_is_allocated(tmp_path: Path) -> None:
+    directory = save(make_model("llama2"), tmp_path)
+    checkpoint = Checkpoint(directory, torch.empty)
+    with pytest.raises(InvalidModel, match="has the shape"):
+        checkpoint.read((2**24, 2**22), "model.embed_tokens.weight")

@@ -1,0 +1,1 @@
+"""What a release is made of, built and tried: `make test-release`."""

@@ -1,0 +1,100 @@
+"""`penstock models`: what is in the hub's cache and in directories, and what can be served."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import DEMO_MODEL, ROOT
+from tests.support.stub_hub import StubHub, stub_hub
+
+NAME = "someone/something"
+
+
+@pytest.fixture
+def hub() -> Iterator[StubHub]:
+    with stub_hub() as running:
+        running.add(NAME, DEMO_MODEL)
+        yield running
+
+
+def penstock(hub: StubHub, home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "penstock", *arguments]
+    env = hub.environment(home)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+def download(hub: StubHub, home: Path, name: str) -> None:
+    script = (
+        "import sys; from penstock.engine.models.hub import open_model\n"
+        "files = open_model(sys.argv[1]); files.fetch and files.fetch(False)"
+    )
+    command = [sys.executable, "-c", script, name]
+    subprocess.run(command, cwd=ROOT, env=hub.environment(home), check=False, capture_output=True)
+
+
+def test_the_cache_is_listed_with_sizes_families_and_what_cannot_be_served(
+    hub: StubHub, tmp_path: Path
+) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    hub.add("other/mixture", DEMO_MODEL, **{"config.json": json.dumps(config).encode()})
+    download(hub, tmp_path, NAME)
+    download(hub, tmp_path, "other/mixture")
+    listed = penstock(hub, tmp_path, "models")
+    assert (listed.returncode, listed.stderr) == (0, "")
+    header, mixture, served = listed.stdout.splitlines()
+    assert header.split() == ["MODEL", "SIZE", "FAMILY", "CAN", "BE", "SERVED"]
+    assert mixture.split()[0] == "other/mixture" and "mixtral" in mixture
+    assert mixture.endswith("no: MixtralForCausalLM is not supported")
+    sizes = [len(hub.repositories[NAME][name]) for name in set(hub.fetched)]
+    assert served.split() == [NAME, f"{sum(sizes) / 1e6:.1f}", "MB", "llama", "yes"]
+
+
+def test_directories_are_listed_beside_the_cache(hub: StubHub, tmp_path: Path) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path / "models" / "demo")
+    (tmp_path / "models" / "quantized").mkdir()
+    (tmp_path / "models" / "quantized" / "q4.gguf").write_bytes(b"GGUF" * 1000)
+    bad = shutil.copytree(DEMO_MODEL, tmp_path / "models" / "bad")
+    (bad / "generation_config.json").write_text('{"temperature": "0.7"}')
+    listed = penstock(hub, tmp_path, "models", "--json", str(tmp_path / "models"))
+    models = {Path(each["model"]).name: each for each in json.loads(listed.stdout)}
+    assert set(models) == {"demo", "quantized", "bad"}
+    assert models["demo"]["can_be_served"] and models["demo"]["problem"] is None
+    assert models["demo"]["family"] == "llama"
+    assert models["quantized"]["size_bytes"] == 4000
+    assert models["quantized"]["family"] is None
+    assert models["quantized"]["problem"] == "GGUF, llama.cpp's format"
+    assert models["bad"]["problem"].startswith("generation_config.json: 'temperature' must be")
+
+
+def test_the_reason_is_that_of_the_start(hub: StubHub, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    shutil.copy(DEMO_MODEL / "config.json", directory)
+    problem = json.loads(penstock(hub, tmp_path, "models", "--json", str(directory)).stdout)
+    assert problem[0]["problem"] == "no weights"
+    assert "has no weights" in penstock(hub, tmp_path, "serve", str(directory)).stderr
+
+
+def test_an_incomplete_download_is_listed_as_such(hub: StubHub, tmp_path: Path) -> None:
+    download(hub, tmp_path, NAME)
+    [weights] = tmp_path.glob("hub/*/snapshots/*/model.safetensors")
+    blob = weights.resolve()
+    weights.unlink()
+    blob.rename(blob.with_name(f"{blob.name}.incomplete"))
+    [model] = json.loads(penstock(hub, tmp_path, "models", "--json").stdout)
+    assert (model["can_be_served"], model["family"]) == (False, "llama")
+    assert model["problem"] == "its download is not complete; penstock serve continues it"
+
+
+def test_an_empty_cache_and_a_missing_directory_are_said(hub: StubHub, tmp_path: Path) -> None:
+    empty = penstock(hub, tmp_path, "models")
+    assert empty.returncode == 0 and "there are no models" in empty.stdout
+    assert penstock(hub, tmp_path, "models", "--json").stdout == "[]\n"
+    missing = penstock(hub, tmp_path, "models", str(tmp_path / "nowhere"))
+    assert missing.returncode == 2 and missing.stderr.count("\n") == 1

@@ -1,0 +1,103 @@
+"""The start with a model that must be downloaded, or that cannot be served."""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import DEMO_MODEL
+from tests.support.serving import RunningServer, wait_until
+from tests.support.stub_hub import StubHub, stub_hub
+
+NAME = "someone/something"
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StubHub]:
+    """Where servers download from, into `tmp_path`."""
+    with stub_hub() as running:
+        running.add(NAME, DEMO_MODEL)
+        for name, value in running.environment(tmp_path).items():
+            monkeypatch.setenv(name, value)
+        yield running
+
+
+def refusal(*arguments: str) -> str:
+    """The last line on stderr of a server that does not start."""
+    server = RunningServer(*arguments)
+    try:
+        code, errors = server.exit_code(timeout_s=120)
+    finally:
+        server.stop()
+    assert code == 2
+    assert "Traceback" not in errors, errors
+    last = errors.splitlines()[-1]
+    assert last.startswith("penstock: error: "), errors
+    return last
+
+
+def test_the_port_answers_503_during_the_download_and_then_serves(hub: StubHub) -> None:
+    gate = hub.gates[WEIGHTS] = threading.Event()
+    server = RunningServer(NAME)
+    try:
+        wait_until(lambda: WEIGHTS in hub.fetched)
+        response = server.get("/v1/models")
+        assert response.status_code == 503
+        assert response.headers["x-penstock-state"] == "starting"
+        gate.set()
+        server.wait_until_ready()
+        assert server.complete(model=NAME).status_code == 200
+    finally:
+        server.stop()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_before_the_weights(hub: StubHub) -> None:
+    hub.repositories[NAME]["tokenizer.json"] = b'{"model": 7}'
+    assert "no tokenizer that can be read" in refusal(NAME)
+    assert WEIGHTS not in hub.fetched
+
+
+def test_defaults_of_a_wrong_type_are_refused_before_the_weights(hub: StubHub) -> None:
+    hub.repositories[NAME]["generation_config.json"] = b'{"temperature": "0.7"}'
+    assert "'temperature' must be a number from 0 to 2, not '0.7'" in refusal(NAME)
+    assert WEIGHTS not in hub.fetched
+
+
+def test_dummy_weights_are_not_downloaded(hub: StubHub) -> None:
+    server = RunningServer(NAME, "--load-format", "dummy", "--num-threads", "1")
+    try:
+        server.wait_until_ready()
+    finally:
+        server.stop()
+    assert WEIGHTS not in hub.fetched
+
+
+def test_an_unsupported_model_ends_the_server_with_one_sentence(
+    hub: StubHub, tmp_path: Path
+) -> None:
+    config = json.loads(hub.repositories[NAME]["config.json"])
+    config["architectures"] = ["MixtralForCausalLM"]
+    hub.repositories[NAME]["config.json"] = json.dumps(config).encode()
+    assert "MixtralForCausalLM" in refusal(NAME)
+    assert "has no model of that name" in refusal("someone/other")
+    (tmp_path / "empty").mkdir()
+    assert "is empty" in refusal(str(tmp_path / "empty"))
+
+
+def test_a_fifo_in_a_models_directory_ends_the_server_with_one_sentence(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", WEIGHTS):
+        (tmp_path / name).symlink_to(DEMO_MODEL / name)
+    os.mkfifo(tmp_path / "generation_config.json")
+    assert "generation_config.json is a FIFO" in refusal(str(tmp_path))
+
+
+def test_a_truncated_file_ends_the_server_with_one_sentence(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).symlink_to(DEMO_MODEL / name)
+    content = (DEMO_MODEL / WEIGHTS).read_bytes()
+    (tmp_path / WEIGHTS).write_bytes(content[: len(content) // 2])
+    assert "is not a readable safetensors file" in refusal(str(tmp_path))

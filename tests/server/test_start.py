@@ -1,0 +1,186 @@
+"""What a start that takes long shows, in a log and on a terminal, and how signals end it."""
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.engine.client import CLEAR_LINE
+from penstock.server.cli import main
+from tests.support.serving import RunningServer, running_server, wait_until
+from tests.support.terminal import Terminal
+
+# A compiler that never ends, has a child as g++ has, and leaves their ids.
+_ENDLESS_COMPILER = """#!/bin/sh
+sleep 600 &
+echo "$$ $!" > "$(dirname "$0")/new"
+mv "$(dirname "$0")/new" "$(dirname "$0")/pids"
+wait
+"""
+_LONG = {"prompt": "Once", "max_tokens": 50_000, "stream": True}
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> dict[str, str]:
+    """The environment of a server whose compiler never ends."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(_ENDLESS_COMPILER)
+    compiler.chmod(0o755)
+    return {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+def compiler_pids(endless: dict[str, str]) -> list[int]:
+    """Of the compiler and its child, once it runs."""
+    file = Path(endless["CXX"]).with_name("pids")
+    wait_until(file.exists)
+    return [int(pid) for pid in file.read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def terminal(*flags: str, env: dict[str, str] | None = None) -> Terminal:
+    command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
+    return Terminal(command, {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", **(env or {})})
+
+
+def test_each_phase_of_the_start_is_announced_before_it_is_timed() -> None:
+    server = RunningServer("--num-threads", "1")
+    try:
+        server.wait_until_ready()
+        log = server.errors()
+    finally:
+        server.stop()
+    assert re.search(rf"penstock \S+ loads \S+demo_model; .*:{server.port} answers", log)
+    for phase in ("import", "compile", "weights", "kv_pool", "bandwidth", "flops", "tokenizer"):
+        assert re.search(rf"INFO {phase}: [^\d].*\n(.*\n)*.*INFO {phase}: \d+\.\d\d s\n", log), (
+            phase
+        )
+    assert re.search(r"INFO weights: reading 0\.\d+ GiB of weights, as \w+\n", log)
+
+
+def test_a_compiler_that_takes_long_is_named_counted_and_told_by_health(
+    endless: dict[str, str],
+) -> None:
+    server = RunningServer("--num-threads", "1", env=endless)
+    try:
+        compiler_pids(endless)
+        health = server.get("/health")
+        assert health.status_code == 503
+        assert re.search(r"still loading \(compile, \d+ s\)", health.json()["error"]["message"])
+        refused = server.complete().json()["error"]["message"]
+        assert re.search(r"still loading \(compile, \d+ s\); try again soon", refused)
+        wait_until(lambda: re.search(r"INFO compile, \d s\n", server.errors()))
+        assert f"{endless['CXX']} compiles step.cpp for this processor" in server.errors()
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_step_is_compiled_ends_the_compiler_too(
+    endless: dict[str, str], number: signal.Signals
+) -> None:
+    server = RunningServer("--num-threads", "1", env=endless)
+    try:
+        pids = compiler_pids(endless)
+        assert all(is_running(pid) for pid in pids)
+        server.process.send_signal(number)
+        code, errors = server.exit_code(timeout_s=20)
+    finally:
+        server.stop()
+    assert code == 0
+    assert errors.splitlines()[-1].endswith(
+        f"{number.name}: no request is open, so the server ends now"
+    )
+    wait_until(lambda: not any(is_running(pid) for pid in pids), timeout_s=10)
+
+
+def test_a_terminal_shows_a_line_that_moves_and_is_gone_at_the_end(
+    endless: dict[str, str],
+) -> None:
+    with terminal("--num-threads", "1", env=endless) as shown:
+        shown.wait_for(r"compile  2 s")
+        drawn = set(re.findall(r"\x1b\[K(\S) compile  \d s", shown.output))
+        assert len(drawn) > 3  # the wheel turns
+        shown.press(b"\x03")
+        assert shown.exit_code() == 0
+        last = shown.output.split(CLEAR_LINE)
+        assert "SIGINT: no request is open, so the server ends now" in "".join(last[-3:])
+        assert not last[-1].strip() or "SIGINT" in last[-1]  # nothing is drawn after it
+
+
+def test_json_logs_stay_json_on_a_terminal(endless: dict[str, str]) -> None:
+    with terminal("--num-threads", "1", "--log-format", "json", env=endless) as shown:
+        compiler_pids(endless)
+        shown.wait_for(r'"message":"compile, \d s"')
+        shown.press(b"\x03")
+        assert shown.exit_code() == 0
+        lines = [line for line in shown.output.splitlines() if line and line != "^C"]
+        messages = [json.loads(line.removeprefix("^C"))["message"] for line in lines]
+    assert any(message.startswith("compile: ") for message in messages)
+
+
+def test_a_drain_says_for_whom_and_how_long_and_counts_those_that_ended() -> None:
+    with running_server("--shutdown-timeout", "25") as server:
+        body = _LONG | {"max_tokens": 30_000}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as stream:
+            parts = stream.iter_raw()
+            next(parts)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(
+                lambda: (
+                    "drain: SIGTERM: 1 request may take up to 25 s to finish, then the server "
+                    "ends; a second SIGTERM ends it at once" in server.errors()
+                )
+            )
+            for _ in parts:
+                pass
+        code, errors = server.exit_code()
+    assert code == 0 and re.search(r"INFO drain: \d+\.\d\d s$", errors.strip())
+
+
+def test_a_drain_names_the_requests_that_it_cut_off_and_the_flag() -> None:
+    with running_server("--shutdown-timeout", "0.2") as server:
+        with httpx.stream("POST", server.url + "/v1/completions", json=_LONG) as stream:
+            parts = stream.iter_raw()
+            next(parts)
+            server.process.send_signal(signal.SIGTERM)
+            for _ in parts:
+                pass
+        code, errors = server.exit_code()
+    assert code == 0
+    assert "1 request did not finish in 0.2 s" in errors and "--shutdown-timeout" in errors
+
+
+def test_a_second_signal_says_that_it_ends_the_server_at_once() -> None:
+    with (
+        running_server() as server,
+        httpx.stream("POST", server.url + "/v1/completions", json=_LONG) as stream,
+    ):
+        parts = stream.iter_raw()
+        next(parts)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "drain: SIGTERM" in server.errors())
+        server.process.send_signal(signal.SIGTERM)
+        code, errors = server.exit_code(timeout_s=10)
+    assert code == 128 + signal.SIGTERM
+    assert errors.splitlines()[-1].endswith("a second signal, so the server ends at once")
+
+
+def test_an_interrupt_before_the_server_listens_is_an_exit_code_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.server.app.serve", interrupted)
+    assert main(["serve"]) == 128 + signal.SIGINT

@@ -1,0 +1,95 @@
+"""What the browser tests of the page at `/` do again and again."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.browser import Page
+
+DESKTOP, PHONE = (1440, 900), (360, 740)
+
+NewPage = Callable[[], Page]
+
+
+def opened(page: Page, url: str, size: tuple[int, int] = DESKTOP) -> Page:
+    page.emulate(width=size[0], height=size[1])
+    page.open(url)
+    page.wait("document.querySelector('#state').dataset.state === 'ready'")
+    return page
+
+
+def send(page: Page, question: str) -> None:
+    page.write("#prompt", question)
+    page.press("Enter")
+
+
+def finished(page: Page, num_answers: int = 1) -> None:
+    page.wait(f"document.querySelectorAll('.answer:not(.running)').length === {num_answers}")
+    page.wait("!document.querySelector('#send').hidden")
+
+
+def asked(page: Page, question: str) -> None:
+    """Sends a question and waits for the end of its answer."""
+    num_answers = page.js("document.querySelectorAll('.answer').length")
+    send(page, question)
+    finished(page, num_answers + 1)
+
+
+def show_settings(page: Page) -> None:
+    page.click("#settings-open")
+    page.wait("!document.querySelector('#settings').hidden")
+
+
+def choose(page: Page, selector: str, value: str) -> None:
+    """An option of a selection."""
+    element = f"document.querySelector({json.dumps(selector)})"
+    page.js(f"{element}.value = {json.dumps(value)}; 0")
+    page.js(f"{element}.dispatchEvent(new Event('input', {{bubbles: true}})); 0")
+
+
+def use(page: Page, name: str, within: str = "#conversation") -> None:
+    """Clicks the last visible button of that name."""
+    found = page.js(
+        f"(() => {{ const e = [...document.querySelectorAll({json.dumps(within + ' button')})]"
+        f".filter((e) => [e.textContent, e.ariaLabel].includes({json.dumps(name)}))"
+        ".filter((e) => e.checkVisibility()).at(-1); e?.click(); return Boolean(e); })()"
+    )
+    assert found, f"no button {name}: {page.text(within)}"
+
+
+def has_button(page: Page, name: str) -> bool:
+    names: list[str] = page.js(
+        "[...document.querySelectorAll('#conversation button')]"
+        ".filter((e) => e.checkVisibility()).map((e) => e.textContent)"
+    )
+    return name in names
+
+
+def answers(page: Page) -> list[str]:
+    texts: list[str] = page.js(
+        "[...document.querySelectorAll('.answer .content')].map((e) => e.innerText.trim())"
+    )
+    return texts
+
+
+def questions(page: Page) -> list[str]:
+    texts: list[str] = page.js("[...document.querySelectorAll('.said')].map((e) => e.textContent)")
+    return texts
+
+
+def titles(page: Page) -> list[str]:
+    """The conversations in the list."""
+    texts: list[str] = page.js("[...document.querySelectorAll('.chat')].map((e) => e.textContent)")
+    return texts
+
+
+def last_request(page: Page) -> dict[str, Any]:
+    """The body in the curl command of the last answer."""
+    line: str = page.js(
+        "(() => { const last = [...document.querySelectorAll('.answer')].at(-1);"
+        "const opener = [...last.querySelectorAll('button')].find((e) => e.textContent === 'curl');"
+        "if (opener.ariaExpanded === 'false') opener.click();"
+        "return last.querySelector('.curl pre').textContent; })()"
+    )
+    body: dict[str, Any] = json.loads(line.partition("-d '")[2][:-1].replace("'\\''", "'"))
+    return body

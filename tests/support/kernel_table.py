@@ -1,0 +1,118 @@
+"""`python -m tests.support.kernel_table MODEL_DIR...`: what this compiler makes of our kernels.
+
+A line for each kernel that the models' steps launch, compiled for Hopper, with what is over its
+limit; the exit status is 1 if anything is. `make kernel-table` runs it with the Triton version that
+the images and GPU machines have, which may not be the one that the tests use.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from penstock.engine.kernels import launch
+from penstock.engine.kernels.sample import Mode
+from tests.support.compile_kernels import MetaModel
+
+Entry = dict[str, Any]
+
+# Of an H100 or H200, from the CUDA programming guide: of a block, and of a multiprocessor.
+_MAX_BLOCK_SHARED, _SHARED, _REGISTERS, _RESERVED = 227 * 1024, 228 * 1024, 65536, 1024
+# Two or four words that are spilled across a loop cost nothing.
+_MAX_STACK_BYTES = 16
+# What reads weights or keys hides the memory's latency behind copies that run ahead, and multiplies
+# on the matrix units. Those of Hopper (HGMMA) take 64 rows at least.
+_PRODUCTS = {"_skinny": "HMMA", "_decode": "HMMA", "_prefill": "HGMMA"}
+# Programs that must fit a multiprocessor at once, for as many bytes in flight as the memory needs.
+_LEAST_PROGRAMS = {"_decode": 3, "_skinny": 2, "_prefill": 1}
+
+
+def programs_that_fit(entry: Entry) -> int:
+    """On one multiprocessor, by registers (allocated in eights, per warp) and shared memory."""
+    registers = -(-entry["registers"] // 8) * 8 * 32 * entry["warps"]
+    shared = entry["shared_bytes"] + _RESERVED
+    return int(min(_REGISTERS // registers, _SHARED // shared, 64 // entry["warps"]))
+
+
+def faults(entry: Entry) -> list[str]:
+    """What is over a limit, in words."""
+    name, instructions = entry["kernel"], entry["instructions"]
+    found = []
+    if entry["shared_bytes"] > _MAX_BLOCK_SHARED:
+        found.append(f"{entry['shared_bytes']} bytes of shared memory")
+    if entry["stack_bytes"] > _MAX_STACK_BYTES:
+        found.append(f"{entry['stack_bytes']} bytes are spilled")
+    if entry["is_overlapped"] and entry["before_wait"] != []:
+        found.append(f"before it waits: {entry['before_wait']}")
+    if entry["is_overlapped"] and entry["wait"] != ["PREEXIT", "ACQBULK"]:
+        found.append(f"it lets the next kernel start and waits in this order: {entry['wait']}")
+    if entry["narrow_offsets"]:
+        found.append(f"addresses in 32 bits: {entry['narrow_offsets']}")
+    if name in _PRODUCTS and not {"LDGSTS", "UTMALDG"} & instructions.keys():
+        found.append("no copies run ahead")
+    if name in _PRODUCTS and _PRODUCTS[name] not in instructions:
+        found.append(f"no {_PRODUCTS[name]}")
+    if programs_that_fit(entry) < _LEAST_PROGRAMS.get(name, 1):
+        found.append(f"{programs_that_fit(entry)} programs fit a multiprocessor")
+    return found
+
+
+_COLUMNS = ("warps", "registers", "stack", "shared", "ahead", "hmma", "hgmma", "fit")
+HEADER = f"{'kernel':<22} {'variant':<30}" + "".join(f"{name:>10}" for name in _COLUMNS)
+
+
+def line(entry: Entry) -> str:
+    instructions = entry["instructions"]
+    columns = (
+        entry["warps"],
+        entry["registers"],
+        entry["stack_bytes"],
+        entry["shared_bytes"],
+        instructions.get("LDGSTS", 0) + instructions.get("UTMALDG", 0),
+        instructions.get("HMMA", 0),
+        instructions.get("HGMMA", 0),
+        programs_that_fit(entry),
+    )
+    figures = "".join(f"{figure:>10}" for figure in columns)
+    found = "; ".join(faults(entry))
+    return f"{entry['kernel']:<22} {variant(entry):<30}{figures}  {found}".rstrip()
+
+
+def variant(entry: Entry) -> str:
+    """What distinguishes it from others of its name."""
+    flags = [
+        re.sub(r"^(HAS|IS)_", "", name).lower()
+        for name, value in entry["constants"].items()
+        if value is True and name != "PDL"
+    ]
+    if "ROWS" in entry["constants"]:
+        flags.append(f"rows {entry['constants']['ROWS']}")
+    if entry["types"].get("logits") == "*fp32":
+        flags.append("float32 logits")
+    return ", ".join(flags)
+
+
+def main(model_dirs: list[str]) -> int:
+    print(f"Triton {triton.__version__}\n{HEADER}", flush=True)
+    seen: set[str] = set()
+    num_faults = 0
+    for model_dir in model_dirs:
+        model = MetaModel(Path(model_dir))
+        with launch.overlap(True):
+            launches = [one for mode in Mode for one in model.sampling_launches(mode)]
+            for num_decodes, chunk in ((1, 0), (16, 0), (256, 0), (7, 1024)):
+                launches += model.launches(num_decodes, chunk)
+        for one in launches:
+            if one.key not in seen:
+                seen.add(one.key)
+                entry = one.compile(90)
+                num_faults += len(faults(entry))
+                print(line(entry), flush=True)
+    print(f"{len(seen)} kernels, {num_faults} over a limit")
+    return 1 if num_faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
