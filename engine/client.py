@@ -26,13 +26,13 @@ from penstock.engine.messages import StepReport
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.json_file import read_json as read_model_json
 from penstock.engine.models.json_file import read_object as read_model_object
+from penstock.engine.models.listed_model import ListedModel
 from penstock.engine.phases import LoadProgress
 from penstock.engine.request_ids import new_request_id
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from penstock.engine.models.catalog import ListedModel
     from penstock.engine.models.hub import ModelFiles
 
 __all__ = [  # noqa: RUF022  # in groups

@@ -11,6 +11,7 @@ import shtab
 from penstock.loadtest.bench.flags import make_parser as make_bench_parser
 from penstock.loadtest.chat.cli import make_parser as make_chat_parser
 from penstock.loadtest.top.cli import make_parser as make_top_parser
+from penstock.server.model_list import make_parser as make_models_parser
 
 SHELLS = ("bash", "zsh", "fish")
 _DESCRIPTION = """\
@@ -44,9 +45,11 @@ def whole(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The same parser, with the flags of the commands that parse their own."""
     # Private, but argparse has no other way to walk through a parser.
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    commands.choices["bench"] = make_bench_parser()
+    commands.choices["bench"] = bench = make_bench_parser()
+    bench.show_all()  # a flag without help is not completed
     commands.choices["chat"] = make_chat_parser()
     commands.choices["completion"] = make_parser()
+    commands.choices["models"] = make_models_parser()
     commands.choices["top"] = make_top_parser()
     for command in commands.choices.values():
         for action in command._actions:

@@ -22,7 +22,7 @@ _HEADER = ("MODEL", "SIZE", "FAMILY", "CAN BE SERVED")
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code."""
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     try:
         models = cached_models()
         for directory in options.directories:
@@ -76,7 +76,7 @@ def _table(models: "Sequence[ListedModel]", problems: Sequence[str | None]) -> s
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock models",
         description="List the models on this machine, and whether Penstock can serve them: those "

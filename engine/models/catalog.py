@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from penstock.engine.models.check import CONFIG, check_directory
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats import not_a_directory
 from penstock.engine.models.json_file import Fields
+from penstock.engine.models.listed_model import ListedModel
 
 # What makes a directory a model's, whether it can be served or not.
 _MARKS = (
@@ -22,18 +22,6 @@ _MARKS = (
     *("*.safetensors", "*.gguf", "*.bin", "*.pth", "*.onnx"),
 )
 _MAX_DEPTH = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedModel:
-    """name: what `penstock serve` takes. family None: its files do not say. problem: why it cannot
-    be served, in a few words."""
-
-    name: str
-    path: Path
-    num_bytes: int
-    family: str | None
-    problem: str | None
 
 
 def cached_models() -> list[ListedModel]:

@@ -21,7 +21,8 @@ PLACES = {
         rf"^version: ({_NUMBER})$",
         rf'^appVersion: "({_NUMBER})"$',
     ),
-    "docker/k8s/kustomization.yaml": (rf'^ +newTag: "?({_NUMBER})(?:-cpu)?"?$',),
+    "docker/k8s/cpu/kustomization.yaml": (rf'^ +newTag: "({_NUMBER})-cpu"$',),
+    "docker/k8s/gpu/kustomization.yaml": (rf'^ +newTag: "({_NUMBER})"$',),
     "docs/docker-and-kubernetes.md": (_TAGS,),
 }
 

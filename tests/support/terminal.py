@@ -5,12 +5,12 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import termios
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Self
 
 from tests.support.serving import wait_until
@@ -27,8 +27,13 @@ class Terminal:
         self.process = subprocess.Popen(
             command,
             env={"TERM": "xterm"} | dict(env),
-            preexec_fn=partial(os.login_tty, self.fd),
+            preexec_fn=self._become_foreground,
         )
+
+    def _become_foreground(self) -> None:
+        os.login_tty(self.fd)
+        # Ignored in what a shell runs in the background, as these tests may be.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def __enter__(self) -> Self:
         return self

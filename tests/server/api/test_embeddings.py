@@ -305,7 +305,7 @@ def test_a_sentence_transformers_directory_sets_pooling_and_dimensions(
 
 # What follows needs no model.
 
-LONG = {"model": MODEL, "input": [[50 + i % 100] * 400 for i in range(2048)]}
+LONG = {"model": MODEL, "input": [[50 + i % 100] * 200 for i in range(2048)]}
 
 
 @pytest.fixture(scope="module")

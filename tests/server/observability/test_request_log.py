@@ -146,7 +146,7 @@ def test_a_text_line_is_readable_and_cannot_be_forged(plain: RunningServer) -> N
     plain.complete(ignore_eos=True)
     with socket.create_connection(("127.0.0.1", plain.port), timeout=10) as client:
         client.sendall(
-            b'GET /no%0A%1B[2J%C2%85"such%20path HTTP/1.1\r\nHost: x\r\n'
+            b'GET /no%0A%1B[2J%C2%85"such%20path HTTP/1.1\r\nHost: localhost\r\n'
             b"X-Request-Id: 1] INFO forged\r\n\r\n"
         )
         assert b"x-request-id: 1] INFO forged" in client.recv(1 << 12)
@@ -168,7 +168,7 @@ def test_probes_that_succeed_have_no_line_at_info(plain: RunningServer) -> None:
 def test_without_the_flag_nothing_is_logged_at_info_and_everything_at_debug() -> None:
     with running_server() as quiet:
         quiet.complete()
-        assert quiet.log() == ""
+        assert "/v1/completions" not in quiet.log()
     with running_server("--log-level", "debug") as talkative:
         talkative.complete()
         wait_until(lambda: "DEBUG" in talkative.log() and "/v1/completions 200" in talkative.log())
