@@ -8,9 +8,9 @@ PORT ?= 8000
 MODEL ?=
 BIN := .venv/bin
 # The build of torch: cpu, cuda, or auto, which is cpu where there is no NVIDIA device. Given, it replaces
-# the one that is installed: make serve TORCH=cuda. TORCH_INDEX has CPU builds; empty, only the indexes
-# that pip is configured with are asked.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# the one that is installed: make serve TORCH=cuda. uv knows an index of CPU builds; TORCH_INDEX=URL names
+# another.
+TORCH_INDEX ?=
 TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 

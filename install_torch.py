@@ -1,13 +1,14 @@
 """Installs torch into the environment of the Python that runs this: `make` does so before all else.
 
 PyPI's builds of torch for Linux bring gigabytes of CUDA. Without an NVIDIA device the CPU build is
-the one to take; PyTorch's own index has it. That index is added to those that pip is configured
-with, never put in their place, and only where they lack the CPU build and it can be reached.
+the one to take. Where the indexes that pip is configured with lack it, it comes from the index that
+is named, in addition to those; where none is named, uv installs it, which knows PyTorch's own.
 
-    python install_torch.py --build auto --index https://... torch==2.13.0
+    python install_torch.py --build auto torch==2.13.0
 """
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,12 +27,14 @@ def main(argv: Sequence[str] | None = None, root: Path = Path("/")) -> int:
         why = "this machine has an NVIDIA device" if options.build == "auto" else "TORCH=cuda"
         _say(f"a build for CUDA, because {why}; TORCH=cpu chooses the CPU build")
         return _pip("install", f"{options.torch},!={_version(options.torch)}+cpu")
+    why = "this machine has no NVIDIA device" if options.build == "auto" else "TORCH=cpu"
+    _say(f"the CPU build, because {why}; TORCH=cuda chooses a build for CUDA")
     indexes = _indexes_of_cpu_build(options.torch, options.index)
     if indexes is not None:
-        why = "this machine has no NVIDIA device" if options.build == "auto" else "TORCH=cpu"
-        _say(f"the CPU build, because {why}; TORCH=cuda chooses a build for CUDA")
         return _pip("install", *indexes, f"{options.torch}+cpu")
-    place = options.index or "an index of CPU builds (TORCH_INDEX is empty)"
+    if not options.index and _install_by_uv(options.torch):
+        return 0
+    place = options.index or "PyTorch's index, which uv asks,"
     missing = f"pip's own indexes lack the CPU build, and {place} lacks it or cannot be reached"
     if options.build == "cpu":
         _say(f"{missing}; name another with TORCH_INDEX=...")
@@ -56,6 +59,16 @@ def _indexes_of_cpu_build(torch: str, index: str) -> list[str] | None:
         return []
     extra = ["--extra-index-url", index]
     return extra if index and wanted in _versions(*extra, *_QUICKLY) else None
+
+
+def _install_by_uv(torch: str) -> bool:
+    """Whether that succeeded. uv itself is installed if need be."""
+    uv = [sys.executable, "-m", "uv"]
+    if subprocess.run([*uv, "--version"], capture_output=True).returncode != 0:
+        _pip("install", "--quiet", *_QUICKLY, "uv")
+    command = [*uv, "pip", "install", "--python", sys.executable, "--torch-backend=cpu", torch]
+    quickly = {"UV_HTTP_CONNECT_TIMEOUT": "5", "UV_HTTP_RETRIES": "0"}
+    return subprocess.run(command, env=quickly | os.environ).returncode == 0
 
 
 def _versions(*options: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Which build of torch `make` installs: real pip, on indexes of empty wheels."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -80,6 +81,30 @@ def test_an_index_that_cannot_be_reached_leaves_what_pip_finds_and_says_so(
     out = capfd.readouterr().out
     assert f"{unreachable} lacks it or cannot be reached" in out
     assert "TORCH_INDEX=... names another" in out
+
+
+def test_where_no_index_is_named_uv_installs_the_cpu_build(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for uv, whose real index no test can reach, that records how it is called."""
+    calls = tmp_path / "calls"
+    put(
+        tmp_path / "stand-in/uv.py",
+        f"import sys; open({str(calls)!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')",
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stand-in"))
+    assert machine.install() == 0
+    assert machine.installed == []
+    [_, call] = calls.read_text().splitlines()
+    assert call == f"pip install --python {sys.executable} --torch-backend=cpu {PIN}"
+
+
+def test_without_uv_either_what_pip_finds_is_installed_and_it_says_so(
+    machine: Machine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert machine.install() == 0
+    assert machine.installed == [CUDA]
+    assert "what follows may bring gigabytes of CUDA" in capfd.readouterr().out
 
 
 def test_with_an_nvidia_device_the_build_for_cuda_is_installed(

@@ -9,8 +9,6 @@ import pytest
 from tests.release import version
 from tests.support.paths import ROOT
 
-_INDEX = "https://download.pytorch.org/whl/cpu"
-
 
 def test_every_place_has_the_version_of_pyproject() -> None:
     assert version.differing() == [], "`make version` writes it"
@@ -39,15 +37,3 @@ def test_the_tags_of_the_images_are_the_same_everywhere() -> None:
         for tag in re.findall(r"\bpenstock:\d+\.[\w.-]+", (ROOT / name).read_text(encoding="utf-8"))
     }
     assert tags == {f"penstock:{version.version()}", f"penstock:{version.version()}-cpu"}
-
-
-def test_the_index_of_cpu_builds_is_the_same_everywhere() -> None:
-    for name in (
-        "Makefile",
-        "README.md",
-        "docker/Dockerfile.cpu",
-        "docker/compose.yaml",
-        "docs/docker-and-kubernetes.md",
-    ):
-        text = (ROOT / name).read_text(encoding="utf-8")
-        assert set(re.findall(r"https://download\.pytorch\.org[\w/]*", text)) == {_INDEX}, name
