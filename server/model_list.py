@@ -5,16 +5,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.engine.client import cached_models, models_in, shown_size
+from penstock.engine.client import ListedModel, cached_models, models_in, shown_size
 from penstock.scheduler.errors import PenstockError
 from penstock.server.config import PoolerConfig
 from penstock.server.output.pooling import Pooler
 from penstock.server.prompt.tokenizer import GenerationDefaults
-
-if TYPE_CHECKING:
-    from penstock.engine.client import ListedModel
 
 _EXIT_USAGE = 2  # as argparse exits
 _HEADER = ("MODEL", "SIZE", "FAMILY", "CAN BE SERVED")
@@ -48,7 +45,7 @@ def _problem_of_settings(directory: Path) -> str | None:
     return None
 
 
-def _as_json(model: "ListedModel", problem: str | None) -> dict[str, Any]:
+def _as_json(model: ListedModel, problem: str | None) -> dict[str, Any]:
     return {
         "model": model.name,
         "path": str(model.path),
@@ -59,7 +56,7 @@ def _as_json(model: "ListedModel", problem: str | None) -> dict[str, Any]:
     }
 
 
-def _table(models: "Sequence[ListedModel]", problems: Sequence[str | None]) -> str:
+def _table(models: Sequence[ListedModel], problems: Sequence[str | None]) -> str:
     if not models:
         return (
             "there are no models in the cache of Hugging Face's hub; `penstock serve OWNER/NAME` "

@@ -31,7 +31,7 @@ def penstock(hub: StubHub, home: Path, *arguments: str) -> "subprocess.Completed
 def download(hub: StubHub, home: Path, name: str) -> None:
     script = (
         "import sys; from penstock.engine.models.hub import open_model\n"
-        "files = open_model(sys.argv[1]); files.fetch and files.fetch(False)"
+        "files = open_model(sys.argv[1]); files.download and files.download.run()"
     )
     command = [sys.executable, "-c", script, name]
     subprocess.run(command, cwd=ROOT, env=hub.environment(home), check=False, capture_output=True)
