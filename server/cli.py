@@ -22,7 +22,7 @@ from penstock.server.flag_values import ENVIRONMENT_PREFIX, FlagParser, set_defa
 from penstock.server.health_check import check, flags_of_container
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.observability.version import version
-from penstock.server.serve_flags import API_KEY_VARIABLE, DEMO_NAMES, add_serve_flags
+from penstock.server.serve_flags import DEMO_NAMES, add_serve_flags
 
 _EXIT_USAGE = 2  # as argparse exits
 _EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
@@ -151,7 +151,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
 
 def _config_file(arguments: list[str]) -> Path | None:
     """Its values must be known before the other flags are parsed."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = FlagParser(prog="penstock serve", add_help=False)
     parser.add_argument("--config", default=os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
     config, _ = parser.parse_known_args([each for each in arguments if each != "--"])
     return Path(config.config) if config.config else None
@@ -189,6 +189,4 @@ def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
         if not from_file:
             raise InvalidConfig(f"--api-key-file {file} contains no key; write one per line")
         keys += from_file
-    if not keys and (from_environment := os.environ.get(API_KEY_VARIABLE)):
-        keys = [from_environment]
     return tuple(keys)
