@@ -176,11 +176,15 @@ def test_a_second_signal_says_that_it_ends_the_server_at_once() -> None:
     assert errors.splitlines()[-1].endswith("a second signal, so the server ends at once")
 
 
-def test_an_interrupt_before_the_server_listens_is_an_exit_code_and_no_traceback(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [("serve", "penstock.server.app.serve"), ("models", "penstock.server.model_list.main")],
+)
+def test_an_interrupt_before_a_command_answers_it_is_an_exit_code_and_no_traceback(
+    command: str, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("penstock.server.app.serve", interrupted)
-    assert main(["serve"]) == 128 + signal.SIGINT
+    monkeypatch.setattr(function, interrupted)
+    assert main([command]) == 128 + signal.SIGINT
