@@ -55,7 +55,7 @@ __all__ = [  # noqa: RUF022  # in groups
     "configure_logs",  # sets level, format and the current request's id
     "log_fields",  # what a line has beside its message
     "printable",  # escapes control characters
-    "say",  # prints a line for a person
+    "say",  # prints for a person
     "flush_logs",  # before os._exit
     "is_terminal",  # whether a line on it may be drawn again
     "CLEAR_LINE",  # what begins such a line

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
-from penstock.engine.client import CLEAR_LINE, LoadProgress, LogFormat, is_terminal
+from penstock.engine.client import CLEAR_LINE, LoadProgress, LogFormat, is_terminal, say
 
 logger = logging.getLogger("penstock")
 
@@ -101,11 +101,11 @@ class Progress:
                 await asyncio.sleep(_DRAW_INTERVAL_S)
                 line = self._line()
                 if line or is_drawn:
-                    _write(CLEAR_LINE + line)
+                    say(CLEAR_LINE + line, sys.stderr, end="")
                 is_drawn = bool(line)
         finally:
             if is_drawn:
-                _write(CLEAR_LINE)
+                say(CLEAR_LINE, sys.stderr, end="")
 
     def _line(self) -> str:
         phases = [each for each in self._running.values() if each.elapsed_s >= _SHORT_S]
@@ -136,9 +136,3 @@ def _count(state: LoadProgress) -> str:
     if state.unit == "bytes":
         return f" {state.num_done / _GIB:.1f} of {state.total / _GIB:.1f} GiB"
     return f" {state.num_done} of {state.total} {state.unit}"
-
-
-def _write(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody may look at the terminal any more
-        sys.stderr.write(text)
-        sys.stderr.flush()

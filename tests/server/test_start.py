@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -116,6 +117,19 @@ def test_a_terminal_shows_a_line_that_moves_and_is_gone_at_the_end(
         last = shown.output.split(CLEAR_LINE)
         assert "SIGINT: no request is open, so the server ends now" in "".join(last[-3:])
         assert not last[-1].strip() or "SIGINT" in last[-1]  # nothing is drawn after it
+
+
+def test_a_terminal_that_is_stopped_does_not_stop_the_server(endless: dict[str, str]) -> None:
+    with terminal("--num-threads", "1", env=endless) as shown:
+        shown.wait_for(r"compile  \d s")
+        [address] = re.findall(r"http://127\.0\.0\.1:\d+", shown.output)
+        shown.press(b"\x13")  # Ctrl-S
+        for _ in range(10):
+            assert httpx.get(f"{address}/health", timeout=20).status_code == 503
+            time.sleep(0.05)
+        shown.press(b"\x11")  # Ctrl-Q
+        shown.press(b"\x03")
+        assert shown.exit_code() == 0
 
 
 def test_json_logs_stay_json_on_a_terminal(endless: dict[str, str]) -> None:
