@@ -18,6 +18,7 @@ ENVIRONMENT_PREFIX = "PENSTOCK_"
 # A key in a variable is one key, with whatever characters; other lists are words.
 _API_KEY = "api_key"
 _EXIT_USAGE = 2  # as argparse exits
+_TYPES = {int: "a whole number", float: "a number"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG]?)")
 # As in vLLM: 4k is 4,000 and 4K is 4,096.
 _FACTORS = {
@@ -96,23 +97,20 @@ class FlagParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(self._explained(unknown[0].partition("=")[0]))
+            parser = self._commands().get(getattr(options, "command", ""), self)
+            parser.error(parser._explained(unknown[0].partition("=")[0]))
         return options
 
-    def flags(self) -> list[str]:
-        """Of this parser and of its commands."""
-        flags = list(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                flags += [flag for parser in action.choices.values() for flag in parser.flags()]
-        return flags
+    def _commands(self) -> "dict[str, FlagParser]":
+        found = (each for each in self._actions if isinstance(each, argparse._SubParsersAction))
+        return {name: parser for action in found for name, parser in action.choices.items()}
 
     def _explained(self, unknown: str) -> str:
         if unknown in VLLM_FLAGS:
             return f"{unknown} is a flag of vLLM; {VLLM_FLAGS[unknown]}"
         if not unknown.startswith("-"):
             return f"unexpected argument {unknown!r}"
-        near = difflib.get_close_matches(unknown, self.flags(), n=1)
+        near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
         return f"unknown flag {unknown}" + (f"; did you mean {near[0]}?" if near else "")
 
 
@@ -186,13 +184,27 @@ def _converted(action: argparse.Action, value: Any, name: str) -> Any:
     convert: Any = action.type or str
     try:
         converted = [convert(str(each)) for each in values]
-    except (ValueError, TypeError, argparse.ArgumentTypeError, InvalidConfig) as error:
+    except (argparse.ArgumentTypeError, InvalidConfig) as error:
         raise InvalidConfig(f"{name} cannot be {value!r}: {error}") from error
+    except ValueError as error:
+        must = _TYPES.get(convert, convert.__name__)
+        raise InvalidConfig(
+            f"{name} cannot be {value!r}; it must be {must}{_hint(value)}"
+        ) from error
     for each in converted:
         if action.choices is not None and each not in action.choices:
             named = ", ".join(map(str, action.choices))
             raise InvalidConfig(f"{name} cannot be {value!r}; choose from {named}")
     return converted if action.nargs else converted[0]
+
+
+def _hint(value: Any) -> str:
+    if not str(value).startswith("tcp://"):
+        return ""
+    return (
+        ". Kubernetes sets this variable in each pod beside a Service named penstock, unless the "
+        "pod has enableServiceLinks: false"
+    )
 
 
 def _as_bool(value: Any, name: str) -> bool:

@@ -52,13 +52,14 @@ def test_the_flag_that_was_probably_meant_is_named(capsys: pytest.CaptureFixture
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.count("\n") == 1
     assert "unknown flag --max-modle-len; did you mean --max-model-len?" in error
+    assert error.endswith("see penstock serve --help\n")
 
 
 @pytest.mark.parametrize("flag", VLLM_FLAGS)
 def test_flags_of_vllm_that_we_lack_say_why(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = FlagParser()
     add_serve_flags(parser)
-    assert flag not in parser.flags()
+    assert flag not in parser._option_string_actions
     with pytest.raises(SystemExit):
         main(["serve", flag, "1"])
     assert f"{flag} is a flag of vLLM; {VLLM_FLAGS[flag]}" in capsys.readouterr().err
@@ -181,7 +182,8 @@ def test_the_command_line_overrides_variables_and_these_the_file(
     ("text", "words"),
     [
         ("prot: 1", "unknown flag, 'prot'; did you mean port?"),
-        ("port: x", "port cannot be 'x'"),
+        ("port: x", "port cannot be 'x'; it must be a whole number"),
+        ("shutdown-timeout: soon", "shutdown-timeout cannot be 'soon'; it must be a number"),
         ("log-level: loud", "choose from debug, info"),
         ("enforce-eager: 7", "enforce-eager must be true or false"),
         ("- port", "must hold flags and values"),
@@ -226,3 +228,13 @@ def test_a_wrong_variable_ends_the_start_in_one_line(
     error = capsys.readouterr().err
     assert "PENSTOCK_DTYPE cannot be 'float8'; choose from auto" in error
     assert error.count("\n") == 1
+
+
+def test_a_variable_of_kubernetes_that_has_our_name_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_PORT", "tcp://10.0.0.1:8000")
+    assert cli.main(["serve"]) == 2
+    error = capsys.readouterr().err
+    assert "PENSTOCK_PORT cannot be 'tcp://10.0.0.1:8000'" in error
+    assert "enableServiceLinks: false" in error and error.count("\n") == 1

@@ -92,6 +92,13 @@ def test_an_incomplete_download_is_listed_as_such(hub: StubHub, tmp_path: Path) 
     assert model["problem"] == "its download is not complete; penstock serve continues it"
 
 
+def test_a_cache_that_is_not_a_directory_is_one_sentence(hub: StubHub, tmp_path: Path) -> None:
+    (tmp_path / "hub").write_text("a file where the cache should be")
+    listed = penstock(hub, tmp_path, "models")
+    assert listed.returncode == 2 and listed.stderr.count("\n") == 1
+    assert f"{tmp_path / 'hub'}, is not a directory; set HF_HOME" in listed.stderr
+
+
 def test_an_empty_cache_and_a_missing_directory_are_said(hub: StubHub, tmp_path: Path) -> None:
     empty = penstock(hub, tmp_path, "models")
     assert empty.returncode == 0 and "there are no models" in empty.stdout
