@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
@@ -85,7 +86,8 @@ async def load_model(
 
 
 def _is_here(model: str) -> bool:
-    return Path(model).expanduser().exists()
+    # Of os.path: leaves the ~ of an unknown user as it is, which pathlib raises for.
+    return os.path.exists(os.path.expanduser(model))  # noqa: PTH110, PTH111
 
 
 def _read_prompt_files(config: ServeConfig, directory: Path) -> PromptFiles:

@@ -63,7 +63,8 @@ def open_model(model: str, *, needs_weights: bool = True) -> ModelFiles:
     needs_weights: False for made-up weights. Without a network, what was downloaded earlier is
     used.
     """
-    local = Path(model).expanduser()
+    # Of os.path: leaves the ~ of an unknown user as it is, which pathlib raises for.
+    local = Path(os.path.expanduser(model))  # noqa: PTH111
     if local.is_dir():
         check_directory(local, needs_weights=needs_weights)
         return ModelFiles(local)

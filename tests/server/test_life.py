@@ -248,6 +248,7 @@ def test_a_port_in_use_is_reported_in_one_line_that_names_the_flag(server: Runni
         (["--chat-template", "nowhere.jinja"], "--chat-template"),
         (["--api-key", ""], "--api-key"),
         (["./no/such/model", "--port", "0", "--scripted"], "no/such/model"),
+        (["~no-such-user/model", "--port", "0", "--scripted"], "there is no directory '~no-such"),
     ],
     ids=str,
 )
