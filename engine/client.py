@@ -27,13 +27,13 @@ from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.json_file import read_json as read_model_json
 from penstock.engine.models.json_file import read_object as read_model_object
 from penstock.engine.models.listed_model import ListedModel
+from penstock.engine.models.model_files import Download, ModelFiles
 from penstock.engine.phases import LoadProgress
 from penstock.engine.request_ids import new_request_id
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from penstock.engine.models.hub import ModelFiles
 
 __all__ = [  # noqa: RUF022  # in groups
     # The engine process and its requests.
@@ -55,7 +55,7 @@ __all__ = [  # noqa: RUF022  # in groups
     "configure_logs",  # sets level, format and the current request's id
     "log_fields",  # what a line has beside its message
     "printable",  # escapes control characters
-    "say",  # prints a line for a person
+    "say",  # prints for a person
     "flush_logs",  # before os._exit
     "is_terminal",  # whether a line on it may be drawn again
     "CLEAR_LINE",  # what begins such a line
@@ -66,6 +66,8 @@ __all__ = [  # noqa: RUF022  # in groups
     "BadGrammar",  # a grammar does not compile
     # The model's files.
     "open_model",  # from a path or hub id to a directory, checked
+    "ModelFiles",  # what it returns
+    "Download",  # of what is not there yet
     "cached_models",  # those in the hub's cache, and which can be served
     "models_in",  # those in a directory
     "ListedModel",  # one of them
@@ -97,7 +99,7 @@ def load_grammar_compiler(
     return GrammarCompiler.of_model(directory, vocab_size, eos_token_ids, load_format)
 
 
-def open_model(config: EngineConfig) -> "ModelFiles":
+def open_model(config: EngineConfig) -> ModelFiles:
     """The model's files, all but the weights of a hub id. Raises PenstockError for one that cannot
     be served.
 
@@ -109,14 +111,14 @@ def open_model(config: EngineConfig) -> "ModelFiles":
     return open_model(config.model, needs_weights=needs_weights)
 
 
-def cached_models() -> "list[ListedModel]":
+def cached_models() -> list[ListedModel]:
     """Those in the cache of Hugging Face's hub."""
     from penstock.engine.models.catalog import cached_models
 
     return cached_models()
 
 
-def models_in(directory: Path) -> "list[ListedModel]":
+def models_in(directory: Path) -> list[ListedModel]:
     """Those in a directory, itself or below it. Raises PenstockError if there is no such one."""
     from penstock.engine.models.catalog import models_in
 

@@ -39,7 +39,7 @@ class LineWriter:
         self._describe_dropped = describe
 
     def write(self, text: str) -> None:
-        """Never waits. text: ends with a newline."""
+        """Never waits. text: whole lines, or one to be drawn again."""
         try:
             self._waiting.put_nowait(text)
         except queue.Full:

@@ -49,9 +49,9 @@ def fields(*, in_message: Collection[str] = (), **values: object) -> dict[str, o
     return {_FIELDS: values, _IN_MESSAGE: in_message}
 
 
-def say(text: str, file: TextIO) -> None:
+def say(text: str, file: TextIO, end: str = "\n") -> None:
     """Prints for a person. If nobody reads it, that ends nothing and stops nothing."""
-    writer_to(file.fileno()).write(f"{text}\n")
+    writer_to(file.fileno()).write(f"{text}{end}")
 
 
 def printable(text: str) -> str:

@@ -21,13 +21,15 @@ _REPORT_INTERVAL_S = 0.1
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):
     """Engine to server: the phase of the start, and how far it is.
 
-    num_done of total, in `unit`: bytes, or what is counted. total None: nothing is counted.
+    num_done of total, in `unit`: bytes, or what is counted. total None: nothing is counted. text:
+    the same in words, where numbers do not say all.
     """
 
     phase: str
     num_done: int = 0
     total: int | None = None
     unit: str = "bytes"
+    text: str = ""
 
 
 class Phases:

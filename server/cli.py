@@ -20,63 +20,73 @@ from penstock.scheduler.errors import InvalidConfig, PenstockError
 from penstock.server.config import CorsConfig, ServeConfig, ServerConfig
 from penstock.server.flag_values import ENVIRONMENT_PREFIX, FlagParser, set_defaults
 from penstock.server.health_check import check, flags_of_container
+from penstock.server.health_check import make_parser as make_health_parser
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.observability.version import version
-from penstock.server.serve_flags import API_KEY_VARIABLE, DEMO_NAMES, add_serve_flags
+from penstock.server.serve_flags import DEMO_NAMES, add_serve_flags
 
 _EXIT_USAGE = 2  # as argparse exits
 _EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code. Wrong arguments are reported in one line on stderr."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["bench"]:  # it parses its own arguments
-        from penstock.loadtest.bench.cli import main as bench
-
-        return bench(arguments[1:])
-    if arguments[:1] == ["top"]:
-        from penstock.loadtest.top.cli import main as top
-
-        return top(arguments[1:])
-    if arguments[:1] == ["chat"]:
-        from penstock.loadtest.chat.cli import main as chat
-
-        return chat(arguments[1:])
-    if arguments[:1] == ["completion"]:
-        from penstock.server.completion import main as completion
-
-        return completion(arguments[1:], _parsers()[0])
-    if arguments[:1] == ["models"]:
-        from penstock.server.model_list import main as models
-
-        return models(arguments[1:])
-    parser, serve_flags = _parsers()
+    """Returns the exit code."""
+    _open_standard_streams()
     try:
-        if arguments[:1] == ["health"]:
-            return _health(arguments[1:])
-        set_defaults(serve_flags, os.environ, _config_file(arguments))
-        options = parser.parse_args(arguments)
-        config = _config(options)
-        # Not at the top: `--help` should not wait for a web framework.
-        from penstock.server.app import serve
-
-        return serve(config)
-    except KeyboardInterrupt:  # before the server has its own answer to it
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # before a command has its own answer to it
         return _EXIT_INTERRUPTED
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return _EXIT_USAGE
 
 
+def _run(arguments: list[str]) -> int:
+    """Each command but `serve` parses its own flags. Imports that one of them needs are not at the
+    top: `--help` should not wait for a web framework."""
+    match arguments[:1]:
+        case ["bench"]:
+            from penstock.loadtest.bench.cli import main as bench
+
+            return bench(arguments[1:])
+        case ["top"]:
+            from penstock.loadtest.top.cli import main as top
+
+            return top(arguments[1:])
+        case ["chat"]:
+            from penstock.loadtest.chat.cli import main as chat
+
+            return chat(arguments[1:])
+        case ["completion"]:
+            from penstock.server.completion import main as completion
+
+            return completion(arguments[1:], _parsers()[0])
+        case ["models"]:
+            from penstock.server.model_list import main as models
+
+            return models(arguments[1:])
+        case ["health"]:
+            return _health(arguments[1:])
+    parser, serve_flags = _parsers()
+    set_defaults(serve_flags, os.environ, _config_file(arguments))
+    config = _config(parser.parse_args(arguments))
+    from penstock.server.app import serve
+
+    return serve(config)
+
+
+def _open_standard_streams() -> None:
+    """Opens those that whoever started this closed (`>&-`). Python has None for them, and the next
+    file or connection would get their numbers, and with these every line of the log."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # It gets the lowest number that is free: the stream's own.
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
+
+
 def _health(arguments: list[str]) -> int:
     """The server's address comes from the same flags, variables and file as the server has."""
-    parser = FlagParser(
-        prog="penstock health",
-        description="Asks a server on this machine for /health; the exit code is 0 if it is "
-        "healthy. It takes the flags of penstock serve, by default those of the container.",
-    )
-    add_serve_flags(parser)
+    parser = make_health_parser()
     arguments = arguments or flags_of_container()
     set_defaults(parser, os.environ, _config_file(arguments))
     options = parser.parse_args(arguments)
@@ -151,7 +161,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
 
 def _config_file(arguments: list[str]) -> Path | None:
     """Its values must be known before the other flags are parsed."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = FlagParser(prog="penstock serve", add_help=False)
     parser.add_argument("--config", default=os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
     config, _ = parser.parse_known_args([each for each in arguments if each != "--"])
     return Path(config.config) if config.config else None
@@ -189,6 +199,4 @@ def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
         if not from_file:
             raise InvalidConfig(f"--api-key-file {file} contains no key; write one per line")
         keys += from_file
-    if not keys and (from_environment := os.environ.get(API_KEY_VARIABLE)):
-        keys = [from_environment]
     return tuple(keys)

@@ -11,6 +11,8 @@ import shtab
 from penstock.loadtest.bench.flags import make_parser as make_bench_parser
 from penstock.loadtest.chat.cli import make_parser as make_chat_parser
 from penstock.loadtest.top.cli import make_parser as make_top_parser
+from penstock.server.flag_values import FlagParser
+from penstock.server.health_check import make_parser as make_health_parser
 from penstock.server.model_list import make_parser as make_models_parser
 
 SHELLS = ("bash", "zsh", "fish")
@@ -31,8 +33,8 @@ def main(argv: list[str], parser: argparse.ArgumentParser) -> int:
     return 0
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> FlagParser:
+    parser = FlagParser(
         prog="penstock completion",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -49,13 +51,15 @@ def whole(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     bench.show_all()  # a flag without help is not completed
     commands.choices["chat"] = make_chat_parser()
     commands.choices["completion"] = make_parser()
+    commands.choices["health"] = make_health_parser()
     commands.choices["models"] = make_models_parser()
     commands.choices["top"] = make_top_parser()
     for command in commands.choices.values():
         for action in command._actions:
             _complete_paths(action)
     # Or a hub id, which nothing here can list.
-    _positional(commands.choices["serve"], "model").complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    for name in ("serve", "health"):
+        _positional(commands.choices[name], "model").complete = shtab.DIRECTORY  # type: ignore[attr-defined]
     # zsh completes no flag at the first Tab where it could be a word that nothing completes.
     _positional(commands.choices["top"], "url").complete = {"zsh": "_urls"}  # type: ignore[attr-defined]
     return parser

@@ -73,6 +73,8 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
+        if not self.host:
+            raise InvalidConfig("--host is empty; 0.0.0.0 accepts other machines")
         if not 0 <= self.port <= 65535:
             raise InvalidConfig(f"--port is {self.port}; it must be between 0 and 65535")
         if self.max_body_bytes < 1:

@@ -2,6 +2,7 @@
 one line for what is wrong. It knows no flag by name but those of vLLM that we lack."""
 
 import argparse
+import contextlib
 import difflib
 import json
 import re
@@ -14,9 +15,10 @@ import yaml
 from penstock.scheduler.errors import InvalidConfig
 
 ENVIRONMENT_PREFIX = "PENSTOCK_"
-# A key in a variable is one key, with whatever characters: penstock.server.cli reads it.
-_NOT_FROM_VARIABLES = ("help", "api_key")
+# A key in a variable is one key, with whatever characters; other lists are words.
+_API_KEY = "api_key"
 _EXIT_USAGE = 2  # as argparse exits
+_TYPES = {int: "a whole number", float: "a number"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG]?)")
 # As in vLLM: 4k is 4,000 and 4K is 4,096.
 _FACTORS = {
@@ -69,6 +71,21 @@ def size(text: str) -> int:
     return int(value)
 
 
+class Extend(argparse.Action):
+    """As argparse's "extend", but the first values replace the default, as with other flags."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        given = [] if before is self.default else before
+        setattr(namespace, self.dest, [*given, *values])
+
+
 class FlagParser(argparse.ArgumentParser):
     """Reports what is wrong in one line, with the flag that was probably meant."""
 
@@ -80,23 +97,20 @@ class FlagParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(self._explained(unknown[0].partition("=")[0]))
+            parser = self._commands().get(getattr(options, "command", ""), self)
+            parser.error(parser._explained(unknown[0].partition("=")[0]))
         return options
 
-    def flags(self) -> list[str]:
-        """Of this parser and of its commands."""
-        flags = list(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                flags += [flag for parser in action.choices.values() for flag in parser.flags()]
-        return flags
+    def _commands(self) -> "dict[str, FlagParser]":
+        found = (each for each in self._actions if isinstance(each, argparse._SubParsersAction))
+        return {name: parser for action in found for name, parser in action.choices.items()}
 
     def _explained(self, unknown: str) -> str:
         if unknown in VLLM_FLAGS:
             return f"{unknown} is a flag of vLLM; {VLLM_FLAGS[unknown]}"
         if not unknown.startswith("-"):
             return f"unexpected argument {unknown!r}"
-        near = difflib.get_close_matches(unknown, self.flags(), n=1)
+        near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
         return f"unknown flag {unknown}" + (f"; did you mean {near[0]}?" if near else "")
 
 
@@ -107,34 +121,57 @@ def set_defaults(
 
     config: YAML or JSON, flag -> value, as `max-model-len: 4096`. Raises InvalidConfig.
     """
-    actions = {action.dest: action for action in parser._actions if action.option_strings}
-    from_file = _read_config(config, actions) if config else {}
-    for dest, action in actions.items():
-        variable = ENVIRONMENT_PREFIX + dest.upper()
-        if variable in environment and dest not in _NOT_FROM_VARIABLES:
-            values = environment[variable].split() if action.nargs else environment[variable]
-            parser.set_defaults(**{dest: _converted(action, values, variable)})
-        elif dest in from_file:
-            name = f"{config}: {action.option_strings[0].removeprefix('--')}"
-            parser.set_defaults(**{dest: _converted(action, from_file[dest], name)})
+    actions = _by_name(parser)
+    for name, value in (_read_config(config, actions) if config else {}).items():
+        where = f"{config}: {name.replace('_', '-')}"
+        parser.set_defaults(**{actions[name].dest: _converted(actions[name], value, where)})
+    for name, action in actions.items():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if text := environment.get(variable):  # an empty one is how a compose file leaves it out
+            values = text.split() if action.nargs and name != _API_KEY else text
+            parser.set_defaults(**{action.dest: _converted(action, values, variable)})
+
+
+def _by_name(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Each flag by all of its names, as `max_model_len`, but not by the name that negates it."""
+    return {
+        flag.removeprefix("--").replace("-", "_"): action
+        for action in parser._actions
+        for flag in action.option_strings
+        if flag.startswith("--") and not isinstance(action, argparse._HelpAction)
+        if not (isinstance(action, argparse.BooleanOptionalAction) and flag.startswith("--no-"))
+    }
 
 
 def _read_config(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
+    """By name, as `max_model_len`; without those that are null, which says nothing."""
+    values = _parse(path)
+    if not isinstance(values, dict):
+        raise InvalidConfig(f"--config {path} must hold flags and values, as 'port: 8000'")
+    by_name = {str(name).removeprefix("--").replace("-", "_"): v for name, v in values.items()}
+    for name in by_name:
+        if name not in actions or name == "config":
+            flags = [each.replace("_", "-") for each in actions]
+            near = difflib.get_close_matches(name.replace("_", "-"), flags, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InvalidConfig(f"--config {path} has an unknown flag, {name!r}{hint}")
+    return {name: value for name, value in by_name.items() if value is not None}
+
+
+def _parse(path: Path) -> Any:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        with contextlib.suppress(ValueError):  # PyYAML refuses JSON that is indented with tabs
+            return json.loads(text)
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise InvalidConfig(
+            f"--config {path}{line} is not valid YAML: {error.problem or error.context}"
+        ) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = str(error).partition("\n")[0]
         raise InvalidConfig(f"--config {path} cannot be read: {reason}") from error
-    if not isinstance(values, dict):
-        raise InvalidConfig(f"--config {path} must hold flags and values, as 'port: 8000'")
-    by_dest = {str(name).removeprefix("--").replace("-", "_"): v for name, v in values.items()}
-    for dest in by_dest:
-        if dest not in actions or dest == "config":
-            flags = [each.replace("_", "-") for each in actions]
-            near = difflib.get_close_matches(dest.replace("_", "-"), flags, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise InvalidConfig(f"--config {path} has an unknown flag, {dest!r}{hint}")
-    return by_dest
 
 
 def _converted(action: argparse.Action, value: Any, name: str) -> Any:
@@ -147,8 +184,13 @@ def _converted(action: argparse.Action, value: Any, name: str) -> Any:
     convert: Any = action.type or str
     try:
         converted = [convert(str(each)) for each in values]
-    except (ValueError, TypeError, argparse.ArgumentTypeError, InvalidConfig) as error:
+    except (argparse.ArgumentTypeError, InvalidConfig) as error:
         raise InvalidConfig(f"{name} cannot be {value!r}: {error}") from error
+    except ValueError as error:
+        must = _TYPES.get(convert, convert.__name__)
+        raise InvalidConfig(
+            f"{name} cannot be {value!r}; it must be {must}{_hint(value)}"
+        ) from error
     for each in converted:
         if action.choices is not None and each not in action.choices:
             named = ", ".join(map(str, action.choices))
@@ -156,10 +198,19 @@ def _converted(action: argparse.Action, value: Any, name: str) -> Any:
     return converted if action.nargs else converted[0]
 
 
+def _hint(value: Any) -> str:
+    if not str(value).startswith("tcp://"):
+        return ""
+    return (
+        ". Kubernetes sets this variable in each pod beside a Service named penstock, unless the "
+        "pod has enableServiceLinks: false"
+    )
+
+
 def _as_bool(value: Any, name: str) -> bool:
     text = str(value).lower()
     if text in ("1", "true", "yes"):
         return True
-    if text in ("", "0", "false", "no"):
+    if text in ("0", "false", "no"):
         return False
     raise InvalidConfig(f"{name} must be true or false, not {value!r}")

@@ -5,6 +5,9 @@ import ssl
 import sys
 from pathlib import Path
 
+from penstock.server.flag_values import FlagParser
+from penstock.server.serve_flags import add_serve_flags
+
 # Docker gives a check five seconds.
 _TIMEOUT_S = 4.0
 _HEALTHY, _UNHEALTHY = 0, 1  # Docker's exit codes
@@ -30,6 +33,16 @@ def check(host: str, port: int, *, has_tls: bool) -> int:
         connection.close()
     print(text)
     return _HEALTHY if response.status == 200 else _UNHEALTHY
+
+
+def make_parser() -> FlagParser:
+    parser = FlagParser(
+        prog="penstock health",
+        description="Asks a server on this machine for /health; the exit code is 0 if it is "
+        "healthy. It takes the flags of penstock serve, by default those of the container.",
+    )
+    add_serve_flags(parser)
+    return parser
 
 
 def flags_of_container(commands: Path = Path("/proc/1/cmdline")) -> list[str]:

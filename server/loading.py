@@ -3,12 +3,20 @@
 import asyncio
 import contextlib
 import logging
+import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.engine.client import EngineClient, LoadProgress, ModelInfo, open_model
+from penstock.engine.client import (
+    Download,
+    EngineClient,
+    LoadProgress,
+    ModelFiles,
+    ModelInfo,
+    open_model,
+)
 from penstock.server.config import ServeConfig
 from penstock.server.observability.progress import Progress
 from penstock.server.output.pooling import Pooler
@@ -18,8 +26,6 @@ from penstock.server.structured.grammar_checker import GrammarChecker
 from penstock.server.tools.chat_format import ChatFormat
 
 logger = logging.getLogger("penstock")
-
-_Fetch = Callable[[bool], None]  # whether it may draw its progress on a terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +37,12 @@ class PromptFiles:
     pooler: Pooler
 
 
-async def find_model(config: ServeConfig, progress: Progress) -> tuple[Path, _Fetch | None]:
-    """Its directory, and what downloads weights that are not there yet. Raises PenstockError for a
-    model that cannot be served."""
+async def find_model(config: ServeConfig, progress: Progress) -> ModelFiles:
+    """Raises PenstockError for a model that cannot be served."""
     model = config.engine.model
     phase = progress.phase("model", f"asking Hugging Face for {model}")
     with contextlib.nullcontext() if _is_here(model) else phase:
-        files = await asyncio.to_thread(open_model, config.engine)
-    return files.directory, files.fetch
+        return await asyncio.to_thread(open_model, config.engine)
 
 
 async def read_prompt_files(
@@ -49,10 +53,10 @@ async def read_prompt_files(
         return await asyncio.to_thread(_read_prompt_files, config, directory)
 
 
-async def download_weights(fetch: _Fetch, progress: Progress) -> None:
+async def download_weights(download: Download, progress: Progress) -> None:
     """Raises PenstockError."""
-    with progress.phase("download", "the weights", has_own_bar=True):
-        await asyncio.to_thread(fetch, progress.may_draw)
+    with progress.phase("download", download.what, download.state):
+        await asyncio.to_thread(download.run)
 
 
 async def load_model(
@@ -82,7 +86,8 @@ async def load_model(
 
 
 def _is_here(model: str) -> bool:
-    return Path(model).expanduser().exists()
+    # Of os.path: leaves the ~ of an unknown user as it is, which pathlib raises for.
+    return os.path.exists(os.path.expanduser(model))  # noqa: PTH110, PTH111
 
 
 def _read_prompt_files(config: ServeConfig, directory: Path) -> PromptFiles:

@@ -1,35 +1,26 @@
 """`penstock models`: the models on this machine, and which of them this Penstock can serve."""
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.engine.client import cached_models, models_in, shown_size
+from penstock.engine.client import ListedModel, cached_models, models_in, shown_size
 from penstock.scheduler.errors import PenstockError
 from penstock.server.config import PoolerConfig
+from penstock.server.flag_values import FlagParser
 from penstock.server.output.pooling import Pooler
 from penstock.server.prompt.tokenizer import GenerationDefaults
 
-if TYPE_CHECKING:
-    from penstock.engine.client import ListedModel
-
-_EXIT_USAGE = 2  # as argparse exits
 _HEADER = ("MODEL", "SIZE", "FAMILY", "CAN BE SERVED")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code."""
+def main(argv: list[str]) -> int:
+    """Returns the exit code. Raises PenstockError for what is no directory."""
     options = make_parser().parse_args(argv)
-    try:
-        models = cached_models()
-        for directory in options.directories:
-            models += models_in(directory)
-    except PenstockError as error:
-        print(f"penstock: error: {error}", file=sys.stderr)
-        return _EXIT_USAGE
+    models = cached_models()
+    for directory in options.directories:
+        models += models_in(directory)
     problems = [model.problem or _problem_of_settings(model.path) for model in models]
     if options.json:
         print(json.dumps(list(map(_as_json, models, problems)), indent=2))
@@ -48,7 +39,7 @@ def _problem_of_settings(directory: Path) -> str | None:
     return None
 
 
-def _as_json(model: "ListedModel", problem: str | None) -> dict[str, Any]:
+def _as_json(model: ListedModel, problem: str | None) -> dict[str, Any]:
     return {
         "model": model.name,
         "path": str(model.path),
@@ -59,7 +50,7 @@ def _as_json(model: "ListedModel", problem: str | None) -> dict[str, Any]:
     }
 
 
-def _table(models: "Sequence[ListedModel]", problems: Sequence[str | None]) -> str:
+def _table(models: Sequence[ListedModel], problems: Sequence[str | None]) -> str:
     if not models:
         return (
             "there are no models in the cache of Hugging Face's hub; `penstock serve OWNER/NAME` "
@@ -76,8 +67,8 @@ def _table(models: "Sequence[ListedModel]", problems: Sequence[str | None]) -> s
     )
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> FlagParser:
+    parser = FlagParser(
         prog="penstock models",
         description="List the models on this machine, and whether Penstock can serve them: those "
         "in the cache of Hugging Face's hub, and those in directories.",

@@ -12,7 +12,7 @@ from penstock.engine.client import AttentionBackend, Device, Dtype, LoadFormat, 
 from penstock.scheduler.config import Batching, Policy
 from penstock.scheduler.types import Pooling
 from penstock.server.config import MIB, PoolerConfig
-from penstock.server.flag_values import size
+from penstock.server.flag_values import Extend, size
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.output.reasoning import ReasoningFormat
 from penstock.server.tools.chat_format import NO_PARSER
@@ -22,20 +22,19 @@ TOOL_PARSERS = tuple(form.value for form in ToolFormat)
 REASONING_PARSERS = tuple(form.value for form in ReasoningFormat)
 # The demo uses the second name for itself in its training examples.
 DEMO_NAMES = ("penstock-demo", "demo")
-# Safer than a flag: other users of the machine can read command lines.
-API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_serve_flags(serve: argparse.ArgumentParser) -> None:
     """What `penstock serve` takes; each flag's help ends with its default, for docs/flags.md."""
-    serve.add_argument(
+    model = serve.add_mutually_exclusive_group()
+    model.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
         help="a Hugging Face model: a directory or a hub id (default: the bundled demo model)",
     )
-    serve.add_argument(
+    model.add_argument(
         "--model",
         dest="model_flag",
         metavar="MODEL",
@@ -295,10 +294,10 @@ def _add_security_flags(group: "argparse._ArgumentGroup") -> None:
     flag(
         "--api-key",
         nargs="+",
-        action="extend",
+        action=Extend,
         metavar="KEY",
         help="accept only requests with one of these keys, on every route except /health, /ready "
-        f"and the page at / (default: ${API_KEY_VARIABLE}, else no key is needed)",
+        "and the page at / (default: $PENSTOCK_API_KEY, else no key is needed)",
     )
     flag(
         "--api-key-file",
@@ -310,7 +309,7 @@ def _add_security_flags(group: "argparse._ArgumentGroup") -> None:
     flag(
         "--allowed-hosts",
         nargs="+",
-        action="extend",
+        action=Extend,
         default=[],
         metavar="NAME",
         help="more names in the Host header by which clients may call this server, besides those "

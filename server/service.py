@@ -274,13 +274,14 @@ class Service:
     async def _load(self) -> EngineClient:
         """What can refuse the model comes before what takes long: its config, then its tokenizer,
         then the download of its weights, then the engine's process, which reads them."""
-        directory, fetch = await find_model(self.config, self._progress)
+        files = await find_model(self.config, self._progress)
+        directory = files.directory
         prompt_files = asyncio.ensure_future(
             read_prompt_files(self.config, directory, self._progress)
         )
-        if fetch:
+        if files.download:
             await prompt_files
-            await download_weights(fetch, self._progress)
+            await download_weights(files.download, self._progress)
         engine = self._make_engine(replace(self.config.engine, model=str(directory)))
         engine.on_step(self.metrics.on_step)
         engine.on_progress(self._progress.on_engine)

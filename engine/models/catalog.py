@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from huggingface_hub import CachedRepoInfo, scan_cache_dir
+from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from penstock.engine.models.check import CONFIG, check_directory
@@ -25,11 +25,17 @@ _MAX_DEPTH = 3
 
 
 def cached_models() -> list[ListedModel]:
-    """Of the hub's cache, by name: of each model the revision that a start uses."""
+    """Of the hub's cache, by name: of each model the revision that a start uses. Raises
+    InvalidModel if the cache is not a directory."""
     try:
         repositories = scan_cache_dir().repos
     except CacheNotFound:
         return []
+    except ValueError:  # of scan_cache_dir, for what is no directory
+        raise InvalidModel(
+            f"the cache of the hub, {constants.HF_HUB_CACHE}, is not a directory; set HF_HOME to "
+            "one, or delete it"
+        ) from None
     models = sorted(
         (each for each in repositories if each.repo_type == "model" and each.revisions),
         key=lambda each: each.repo_id,

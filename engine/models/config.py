@@ -13,8 +13,8 @@ from typing import NamedTuple
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
-from penstock.engine.models.formats import unsupported_family, unsupported_quantization
-from penstock.engine.models.json_file import Fields, read_object, shown
+from penstock.engine.models.formats import EXPERTS, unsupported_family, unsupported_quantization
+from penstock.engine.models.json_file import Fields, read_object, shown, shown_json
 
 logger = logging.getLogger(__name__)
 
@@ -230,14 +230,14 @@ def _check_neutral(fields: Fields, family: str, head_dim: int) -> None:
         value = None if name in _FAMILIES[family].understood else fields.get(name)
         if value is not None and not any(_equals(value, each) for each in allowed):
             raise InvalidModel(
-                f"{fields.path} has {name}: {_json(value)}, which changes what the model "
+                f"{fields.path} has {name}: {shown_json(value)}, which changes what the model "
                 f"computes and is not supported; only "
                 f"{' or '.join(map(json.dumps, (None, *allowed)))} is"
             )
     no_rope = fields.get("no_rope_layers")  # of each layer: 1 for rotary positions, 0 for none
     if no_rope is not None and not (isinstance(no_rope, list) and all(n == 1 for n in no_rope)):
         raise InvalidModel(
-            f"{fields.path} has no_rope_layers: {_json(no_rope)}, and layers without rotary "
+            f"{fields.path} has no_rope_layers: {shown_json(no_rope)}, and layers without rotary "
             "positions are not supported"
         )
 
@@ -247,12 +247,6 @@ def _equals(value: object, neutral: float) -> bool:
         return isinstance(value, int | float) and math.isclose(value, neutral, rel_tol=1e-6)
     except OverflowError:  # an integer that no float can hold
         return False
-
-
-def _json(value: object) -> str:
-    """As the file has it: not all of a long one."""
-    text = json.dumps(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _rope(fields: Fields) -> RopeConfig:
@@ -274,7 +268,7 @@ def _rope(fields: Fields) -> RopeConfig:
         value = scaling.get(name)
         if value is not None and not _equals(value, neutral):
             raise InvalidModel(
-                f"{fields.path} has rotary positions with {name}: {_json(value)}, which is "
+                f"{fields.path} has rotary positions with {name}: {shown_json(value)}, which is "
                 f"not supported; only {json.dumps(neutral)} is"
             )
     if kind == "default":
@@ -436,9 +430,7 @@ _MAX_HEAD_DIM = 2**16
 _MAX_WIDTH = 2**22
 _MAX_VOCABULARY = 2**24
 _MAX_POSITIONS = 2**31 - 1
-_SHOWN_CHARS = 80
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap")
 _MULTIPLIERS = (
     "embedding_multiplier",
@@ -451,7 +443,7 @@ _MULTIPLIERS = (
 # Keys of other architectures (mixtures of experts, Gemma 2, Granite, Cohere, MiniCPM, Llama 4, ...)
 # which change the answer, and the values, besides null, at which they do not.
 _NEUTRAL: dict[str, tuple[float, ...]] = {
-    **dict.fromkeys(_EXPERTS, (0, 1)),
+    **dict.fromkeys(EXPERTS, (0, 1)),
     **dict.fromkeys(_SOFTCAPS, (0,)),
     **dict.fromkeys(_MULTIPLIERS, (1,)),
     "use_qk_norm": (False,),

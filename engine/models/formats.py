@@ -31,7 +31,8 @@ _FORMATS = {
     "hqq": "HQQ",
     "exl2": "EXL2",
 }
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Keys of config.json that count the experts of a layer.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ENCODERS = re.compile(
     r"(albert|bert|camembert|deberta|distilbert|electra|modernbert|mpnet|nomic_bert|roberta)"
 )
@@ -217,7 +218,7 @@ def _kind(fields: Fields, architectures: list[str], model_type: str | None) -> s
         return "a vision model"
     if fields.get("audio_config") is not None:
         return "an audio model"
-    if any(isinstance(fields.get(key), int) and fields.get(key) > 1 for key in _EXPERTS):
+    if any(isinstance(fields.get(key), int) and fields.get(key) > 1 for key in EXPERTS):
         return "a mixture of experts"
     if name.endswith("ForMaskedLM") or _ENCODERS.search(f"{model_type or name}".lower()):
         return "an encoder, which generates no text"

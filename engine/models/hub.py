@@ -7,7 +7,7 @@ nothing else. Knows no tensors.
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -30,6 +30,7 @@ from penstock.engine.models.download import fetch, is_cached, partial_bytes
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats import not_a_directory
 from penstock.engine.models.hub_errors import explain
+from penstock.engine.models.model_files import Download, ModelFiles
 from penstock.engine.models.progress import DownloadProgress, DownloadStopped, size
 
 logger = logging.getLogger(__name__)
@@ -51,18 +52,6 @@ _NUM_CONNECTIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """A model that passed the check, in a directory where all but its weights are.
-
-    fetch: downloads the weights, None where they are there; its argument is whether progress is
-    for a terminal, not a log. It raises InvalidModel.
-    """
-
-    directory: Path
-    fetch: Callable[[bool], None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _File:
     size: int
     etag: str
@@ -74,7 +63,8 @@ def open_model(model: str, *, needs_weights: bool = True) -> ModelFiles:
     needs_weights: False for made-up weights. Without a network, what was downloaded earlier is
     used.
     """
-    local = Path(model).expanduser()
+    # Of os.path: leaves the ~ of an unknown user as it is, which pathlib raises for.
+    local = Path(os.path.expanduser(model))  # noqa: PTH111
     if local.is_dir():
         check_directory(local, needs_weights=needs_weights)
         return ModelFiles(local)
@@ -122,7 +112,7 @@ class _Repository:
         self._check_space(missing)
         self._get(self._matching((*_SETTINGS, *self._tokenizer())))
         if missing:
-            return ModelFiles(directory, partial(self._fetch_weights, missing))
+            return ModelFiles(directory, self._download(missing))
         self._finish()
         return ModelFiles(directory)
 
@@ -165,39 +155,38 @@ class _Repository:
                 brief="not enough disk space",
             )
 
-    def _fetch_weights(self, missing: list[str], draws_bar: bool) -> None:
+    def _download(self, missing: list[str]) -> Download:
+        num_bytes = sum(self._files[name].size for name in missing)
+        progress = DownloadProgress(num_bytes)
+        num_files = "1 file" if len(missing) == 1 else f"{len(missing)} files"
+        return Download(
+            what=f"{size(num_bytes)} in {num_files} to {constants.HF_HUB_CACHE}",
+            state=progress.state,
+            run=partial(self._fetch_weights, missing, progress),
+        )
+
+    def _fetch_weights(self, missing: list[str], progress: DownloadProgress) -> None:
         try:
-            self._fetch_all(missing, draws_bar)
+            self._fetch_all(missing, progress)
             self._finish()
         except Exception as error:  # the hub's client also raises errors of its transport
             raise explain(self._name, error) from None
 
-    def _fetch_all(self, missing: list[str], draws_bar: bool) -> None:
-        num_bytes = sum(self._files[name].size for name in missing)
-        logger.info(
-            "downloading %s: %s in %s to %s",
-            self._name,
-            size(num_bytes),
-            "1 file" if len(missing) == 1 else f"{len(missing)} files",
-            constants.HF_HUB_CACHE,
-        )
-        with (
-            DownloadProgress(self._name, num_bytes, draws_bar=draws_bar) as progress,
-            ThreadPoolExecutor(_NUM_CONNECTIONS) as pool,
-        ):
+    def _fetch_all(self, missing: list[str], progress: DownloadProgress) -> None:
+        def fetch_one(name: str) -> None:
+            try:
+                fetch(self._name, self._commit, name, progress)
+            except BaseException:
+                progress.stop()
+                raise
 
-            def fetch_one(name: str) -> None:
-                try:
-                    fetch(self._name, self._commit, name, progress)
-                except BaseException:
-                    progress.stop()
-                    raise
-
+        progress.begin()
+        with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
             futures = [pool.submit(fetch_one, name) for name in missing]
             errors = [error for future in futures if (error := future.exception())]
-            # Those that were stopped are not the reason.
-            for error in sorted(errors, key=lambda each: isinstance(each, DownloadStopped)):
-                raise error
+        # Those that were stopped are not the reason.
+        for error in sorted(errors, key=lambda each: isinstance(each, DownloadStopped)):
+            raise error
 
     def _finish(self) -> None:
         """Makes this commit the one that is used without a network."""

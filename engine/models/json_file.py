@@ -69,7 +69,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def shown(value: object) -> str:
     """As an error message quotes it: not all of a long one."""
-    text = repr(value)
+    return _cut(repr(value))
+
+
+def shown_json(value: object) -> str:
+    """The same, as the file has it."""
+    return _cut(json.dumps(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 

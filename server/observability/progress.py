@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
-from penstock.engine.client import CLEAR_LINE, LoadProgress, LogFormat, is_terminal
+from penstock.engine.client import CLEAR_LINE, LoadProgress, LogFormat, is_terminal, say
 
 logger = logging.getLogger("penstock")
 
@@ -31,7 +31,6 @@ _GIB = 2**30
 class _Running:
     state: Callable[[], LoadProgress]
     began_s: float
-    has_own_bar: bool
 
     @property
     def elapsed_s(self) -> float:
@@ -42,25 +41,17 @@ class Progress:
     """The phases that run now, and where they are shown. On one event loop."""
 
     def __init__(self, log_format: LogFormat) -> None:
-        self.may_draw = log_format is LogFormat.TEXT and is_terminal(sys.stderr)
+        self._draws = log_format is LogFormat.TEXT and is_terminal(sys.stderr)
         self._running: dict[str, _Running] = {}
         self._engine_phase = ""
 
     @contextlib.contextmanager
     def phase(
-        self,
-        name: str,
-        what: str,
-        state: Callable[[], LoadProgress] | None = None,
-        *,
-        has_own_bar: bool = False,
+        self, name: str, what: str, state: Callable[[], LoadProgress] | None = None
     ) -> Iterator[None]:
-        """A phase of the server's own; the log says when it begins, and how long it took.
-
-        has_own_bar: on a terminal it draws by itself, and nothing else may.
-        """
+        """A phase of the server's own; the log says when it begins, and how long it took."""
         logger.info("%s: %s", name, what)
-        self._begin(name, state or (lambda: LoadProgress(name)), has_own_bar)
+        self._running[name] = _Running(state or (lambda: LoadProgress(name)), time.monotonic())
         try:
             yield
         finally:
@@ -74,7 +65,7 @@ class Progress:
             self._engine_phase = progress.phase
         running = self._running.get(progress.phase)
         began_s = running.began_s if running else time.monotonic()
-        self._running[progress.phase] = _Running(lambda: progress, began_s, has_own_bar=False)
+        self._running[progress.phase] = _Running(lambda: progress, began_s)
 
     def end_engine(self) -> None:
         self._running.pop(self._engine_phase, None)
@@ -87,16 +78,13 @@ class Progress:
     @contextlib.asynccontextmanager
     async def shown(self) -> AsyncIterator[None]:
         """Shows the phases that run in it."""
-        showing = asyncio.create_task(self._draw() if self.may_draw else self._log())
+        showing = asyncio.create_task(self._draw() if self._draws else self._log())
         try:
             yield
         finally:
             showing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await showing
-
-    def _begin(self, name: str, state: Callable[[], LoadProgress], has_own_bar: bool) -> None:
-        self._running[name] = _Running(state, time.monotonic(), has_own_bar)
 
     async def _log(self) -> None:
         while True:
@@ -113,17 +101,15 @@ class Progress:
                 await asyncio.sleep(_DRAW_INTERVAL_S)
                 line = self._line()
                 if line or is_drawn:
-                    _write(CLEAR_LINE + line)
+                    say(CLEAR_LINE + line, sys.stderr, end="")
                 is_drawn = bool(line)
         finally:
             if is_drawn:
-                _write(CLEAR_LINE)
+                say(CLEAR_LINE, sys.stderr, end="")
 
     def _line(self) -> str:
-        phases = list(self._running.values())
-        if any(phase.has_own_bar for phase in phases):
-            return ""
-        line = "   ".join(_drawn(each) for each in phases if each.elapsed_s >= _SHORT_S)
+        phases = [each for each in self._running.values() if each.elapsed_s >= _SHORT_S]
+        line = "   ".join(map(_drawn, phases))
         return line[: shutil.get_terminal_size().columns - 1]  # a longer one could not be cleared
 
 
@@ -143,14 +129,10 @@ def _drawn(running: _Running) -> str:
 
 
 def _count(state: LoadProgress) -> str:
+    if state.text:
+        return f" {state.text}"
     if state.total is None:
         return ""
     if state.unit == "bytes":
         return f" {state.num_done / _GIB:.1f} of {state.total / _GIB:.1f} GiB"
     return f" {state.num_done} of {state.total} {state.unit}"
-
-
-def _write(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody may look at the terminal any more
-        sys.stderr.write(text)
-        sys.stderr.flush()

@@ -89,6 +89,25 @@ def test_output_that_nobody_reads_stops_neither_the_server_nor_its_end(full_pipe
         server.wait()
 
 
+def test_a_server_whose_streams_are_closed_serves_and_writes_nothing_to_its_clients() -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "penstock", "serve", "--scripted", "--log-level", "debug"]
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command, "--port", str(port)]
+    server = subprocess.Popen(closed, cwd=ROOT)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: server.poll() is not None or _status(f"{url}/ready") == 200)
+        with httpx.Client() as client:  # one connection, for several lines of the log
+            for _ in range(5):
+                body = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
+                assert client.post(f"{url}/v1/completions", json=body).status_code == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
 def _status(url: str) -> int:
     try:
         return httpx.get(url, timeout=10).status_code

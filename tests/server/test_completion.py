@@ -66,6 +66,7 @@ def test_commands_flags_and_choices_are_completed(shell: str, tmp_path: Path) ->
         terminal.typed("penstock bench --sweep-g\t", "--sweep-goodput-ratio ")
         terminal.typed("penstock top --on\t", "top --once ")
         terminal.typed("penstock chat --temp\t", "chat --temperature ")
+        terminal.typed("penstock health --ssl-c\t", "health --ssl-certfile ")
         terminal.typed("penstock completion fi\t", "completion fish ")
         terminal.typed(f"penstock serve {tmp_path}/my\t", f"{tmp_path}/my-model")
 

@@ -52,13 +52,14 @@ def test_the_flag_that_was_probably_meant_is_named(capsys: pytest.CaptureFixture
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.count("\n") == 1
     assert "unknown flag --max-modle-len; did you mean --max-model-len?" in error
+    assert error.endswith("see penstock serve --help\n")
 
 
 @pytest.mark.parametrize("flag", VLLM_FLAGS)
 def test_flags_of_vllm_that_we_lack_say_why(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = FlagParser()
     add_serve_flags(parser)
-    assert flag not in parser.flags()
+    assert flag not in parser._option_string_actions
     with pytest.raises(SystemExit):
         main(["serve", flag, "1"])
     assert f"{flag} is a flag of vLLM; {VLLM_FLAGS[flag]}" in capsys.readouterr().err
@@ -68,6 +69,77 @@ def test_the_model_may_be_a_flag_as_in_vllm(served: list[ServeConfig]) -> None:
     assert main(["serve", "--model", "some/model"]) == 0
     assert served[0].engine.model == "some/model"
     assert served[0].server.served_model_names == ("some/model",)
+
+
+def test_the_model_may_come_from_the_file_or_a_variable(
+    served: list[ServeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text("model: of/file\n")
+    assert main(["serve", "--config", str(file)]) == 0
+    monkeypatch.setenv("PENSTOCK_MODEL", "of/variable")
+    assert main(["serve", "--config", str(file)]) == 0
+    assert main(["serve", "--config", str(file), "of/command-line"]) == 0
+    models = [config.engine.model for config in served]
+    assert models == ["of/file", "of/variable", "of/command-line"]
+
+
+def test_two_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "one/model", "--model", "another/model"])
+    assert "argument --model: not allowed with argument MODEL" in capsys.readouterr().err
+
+
+def test_each_name_of_a_flag_is_a_name_in_the_file(
+    served: list[ServeConfig], tmp_path: Path
+) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text("enable-log-requests: true\n")
+    assert main(["serve", "--config", str(file)]) == 0
+    assert served[0].server.log_requests
+
+
+def test_an_abbreviated_flag_is_read_as_the_whole_one(
+    served: list[ServeConfig], tmp_path: Path
+) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text("port: 1111\n")
+    assert main(["serve", "--conf", str(file)]) == 0
+    assert served[0].server.port == 1111
+
+
+def test_what_is_null_in_the_file_or_an_empty_variable_is_the_default(
+    served: list[ServeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text("root-path:\nrequest-timeout: null\n")
+    monkeypatch.setenv("PENSTOCK_HOST", "")
+    monkeypatch.setenv("PENSTOCK_API_KEY", "")
+    assert main(["serve", "--config", str(file)]) == 0
+    server = served[0].server
+    assert (server.root_path, server.request_timeout_s) == ("", None)
+    assert (server.host, server.api_keys) == ("127.0.0.1", ())
+
+
+def test_json_may_be_indented_with_tabs(served: list[ServeConfig], tmp_path: Path) -> None:
+    file = tmp_path / "penstock.json"
+    file.write_text('{\n\t"port": 1111\n}\n')
+    assert main(["serve", "--config", str(file)]) == 0
+    assert served[0].server.port == 1111
+
+
+def test_keys_of_the_command_line_override_those_of_a_variable_and_these_those_of_the_file(
+    served: list[ServeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text("api-key: [of-the-file, another]\n")
+    serve = ["serve", "--config", str(file)]
+    assert main(serve) == 0
+    monkeypatch.setenv("PENSTOCK_API_KEY", "with a space")
+    assert main(serve) == 0
+    assert main([*serve, "--api-key", "a", "b", "--api-key", "c"]) == 0
+    keys = [config.server.api_keys for config in served]
+    assert keys == [("of-the-file", "another"), ("with a space",), ("a", "b", "c")]
 
 
 @pytest.mark.parametrize(
@@ -110,11 +182,12 @@ def test_the_command_line_overrides_variables_and_these_the_file(
     ("text", "words"),
     [
         ("prot: 1", "unknown flag, 'prot'; did you mean port?"),
-        ("port: x", "port cannot be 'x'"),
+        ("port: x", "port cannot be 'x'; it must be a whole number"),
+        ("shutdown-timeout: soon", "shutdown-timeout cannot be 'soon'; it must be a number"),
         ("log-level: loud", "choose from debug, info"),
         ("enforce-eager: 7", "enforce-eager must be true or false"),
         ("- port", "must hold flags and values"),
-        ("a: [", "cannot be read"),
+        ("port: 1\na: [", "line 2 is not valid YAML: expected the node content"),
     ],
 )
 def test_a_wrong_file_is_refused_by_the_name_of_its_flag(
@@ -155,3 +228,13 @@ def test_a_wrong_variable_ends_the_start_in_one_line(
     error = capsys.readouterr().err
     assert "PENSTOCK_DTYPE cannot be 'float8'; choose from auto" in error
     assert error.count("\n") == 1
+
+
+def test_a_variable_of_kubernetes_that_has_our_name_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_PORT", "tcp://10.0.0.1:8000")
+    assert cli.main(["serve"]) == 2
+    error = capsys.readouterr().err
+    assert "PENSTOCK_PORT cannot be 'tcp://10.0.0.1:8000'" in error
+    assert "enableServiceLinks: false" in error and error.count("\n") == 1

@@ -31,7 +31,7 @@ def penstock(hub: StubHub, home: Path, *arguments: str) -> "subprocess.Completed
 def download(hub: StubHub, home: Path, name: str) -> None:
     script = (
         "import sys; from penstock.engine.models.hub import open_model\n"
-        "files = open_model(sys.argv[1]); files.fetch and files.fetch(False)"
+        "files = open_model(sys.argv[1]); files.download and files.download.run()"
     )
     command = [sys.executable, "-c", script, name]
     subprocess.run(command, cwd=ROOT, env=hub.environment(home), check=False, capture_output=True)
@@ -90,6 +90,13 @@ def test_an_incomplete_download_is_listed_as_such(hub: StubHub, tmp_path: Path) 
     [model] = json.loads(penstock(hub, tmp_path, "models", "--json").stdout)
     assert (model["can_be_served"], model["family"]) == (False, "llama")
     assert model["problem"] == "its download is not complete; penstock serve continues it"
+
+
+def test_a_cache_that_is_not_a_directory_is_one_sentence(hub: StubHub, tmp_path: Path) -> None:
+    (tmp_path / "hub").write_text("a file where the cache should be")
+    listed = penstock(hub, tmp_path, "models")
+    assert listed.returncode == 2 and listed.stderr.count("\n") == 1
+    assert f"{tmp_path / 'hub'}, is not a directory; set HF_HOME" in listed.stderr
 
 
 def test_an_empty_cache_and_a_missing_directory_are_said(hub: StubHub, tmp_path: Path) -> None:

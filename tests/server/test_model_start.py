@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from tests.support.paths import DEMO_MODEL
 from tests.support.serving import RunningServer, wait_until
 from tests.support.stub_hub import StubHub, stub_hub
+from tests.support.terminal import Terminal
 
 NAME = "someone/something"
 WEIGHTS = "model.safetensors"
@@ -53,6 +56,30 @@ def test_the_port_answers_503_during_the_download_and_then_serves(hub: StubHub) 
         assert server.complete(model=NAME).status_code == 200
     finally:
         server.stop()
+
+
+def test_health_and_the_log_say_how_far_the_download_is_once(hub: StubHub) -> None:
+    hub.gates[WEIGHTS] = threading.Event()
+    total = f"{len(hub.repositories[NAME][WEIGHTS]) / 1e6:.1f} MB"
+    server = RunningServer(NAME)
+    try:
+        wait_until(lambda: re.search(rf"INFO download 0\.0 of {total}, \d s\n", server.log()))
+        message = server.get("/health").json()["error"]["message"]
+        assert re.search(rf"still loading \(download 0\.0 of {total}, \d+ s\)", message)
+        lines = [line for line in server.log().splitlines() if "download" in line]
+        assert re.search(rf"INFO download: {total} in 1 file to ", lines[0])
+        assert all(re.search(r"INFO download 0\.0 of", line) for line in lines[1:])
+    finally:
+        server.stop()
+
+
+def test_a_terminal_has_a_bar_for_the_download(hub: StubHub) -> None:
+    hub.gates[WEIGHTS] = threading.Event()
+    command = [sys.executable, "-m", "penstock", "serve", "--port", "0", NAME]
+    with Terminal(command, os.environ) as shown:
+        shown.wait_for(r"·{20} download 0\.0 of [\d.]+ MB  \d s")
+        shown.press(b"\x03")
+        assert shown.exit_code() == 0
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused_before_the_weights(hub: StubHub) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -118,6 +119,19 @@ def test_a_terminal_shows_a_line_that_moves_and_is_gone_at_the_end(
         assert not last[-1].strip() or "SIGINT" in last[-1]  # nothing is drawn after it
 
 
+def test_a_terminal_that_is_stopped_does_not_stop_the_server(endless: dict[str, str]) -> None:
+    with terminal("--num-threads", "1", env=endless) as shown:
+        shown.wait_for(r"compile  \d s")
+        [address] = re.findall(r"http://127\.0\.0\.1:\d+", shown.output)
+        shown.press(b"\x13")  # Ctrl-S
+        for _ in range(10):
+            assert httpx.get(f"{address}/health", timeout=20).status_code == 503
+            time.sleep(0.05)
+        shown.press(b"\x11")  # Ctrl-Q
+        shown.press(b"\x03")
+        assert shown.exit_code() == 0
+
+
 def test_json_logs_stay_json_on_a_terminal(endless: dict[str, str]) -> None:
     with terminal("--num-threads", "1", "--log-format", "json", env=endless) as shown:
         compiler_pids(endless)
@@ -176,11 +190,15 @@ def test_a_second_signal_says_that_it_ends_the_server_at_once() -> None:
     assert errors.splitlines()[-1].endswith("a second signal, so the server ends at once")
 
 
-def test_an_interrupt_before_the_server_listens_is_an_exit_code_and_no_traceback(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [("serve", "penstock.server.app.serve"), ("models", "penstock.server.model_list.main")],
+)
+def test_an_interrupt_before_a_command_answers_it_is_an_exit_code_and_no_traceback(
+    command: str, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("penstock.server.app.serve", interrupted)
-    assert main(["serve"]) == 128 + signal.SIGINT
+    monkeypatch.setattr(function, interrupted)
+    assert main([command]) == 128 + signal.SIGINT

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engine.models.progress import DownloadProgress
 from tests.support.paths import DEMO_MODEL, ROOT
 from tests.support.serving import wait_until
 from tests.support.stub_hub import StubHub, stub_hub
@@ -21,13 +23,14 @@ from tests.support.tiny_models import make_model, save
 _SCRIPT = """
 import logging, sys
 logging.basicConfig(level="INFO", format="%(message)s")
-from penstock.engine.models import hub, progress
+from penstock.engine.models import hub
 from penstock.scheduler.errors import PenstockError
-progress._INTERVAL_S = 0.0
 try:
     files = hub.open_model(sys.argv[1])
-    if files.fetch:
-        files.fetch(False)
+    if files.download:
+        logging.info("download: %s", files.download.what)
+        files.download.run()
+        logging.info("%s", files.download.state().text)
 except PenstockError as error:
     sys.exit(f"refused: {error}")
 print(files.directory)
@@ -206,16 +209,23 @@ def test_a_download_that_was_killed_is_continued_by_the_next_process(
     assert not list(blobs.glob("*.incomplete"))
 
 
-def test_progress_has_bytes_rate_and_what_is_left_as_lines_of_the_log(
-    hub: StubHub, tmp_path: Path
-) -> None:
-    num_bytes = len(hub.repositories[NAME][WEIGHTS])
+def test_a_download_says_what_it_will_fetch_and_how_far_it_is(hub: StubHub, tmp_path: Path) -> None:
+    total = f"{len(hub.repositories[NAME][WEIGHTS]) / 1e6:.1f}"
     log = download(hub, tmp_path).log
-    total = f"{num_bytes / 1e6:.1f} MB"
-    assert f"downloading {NAME}: {total} in 1 file to {tmp_path / 'hub'}\n" in log
-    assert f" of {total}, " in log and "/s, time left: " in log
-    assert f"downloaded {NAME}, {total} in " in log
-    assert "\r" not in log
+    begin, end = log.splitlines()
+    assert begin == f"download: {total} MB in 1 file to {tmp_path / 'hub'}"
+    assert re.fullmatch(rf"{total} of {total} MB, [\d.]+ \wB/s, 0 s left", end)
+
+
+def test_what_an_earlier_download_left_counts_but_not_for_the_rate() -> None:
+    progress = DownloadProgress(16_400_000_000)
+    progress.begin()
+    progress.add(1_200_000_000, is_new=False)
+    state = progress.state()
+    assert (state.num_done, state.total) == (1_200_000_000, 16_400_000_000)
+    assert state.text == "1.2 of 16.4 GB"
+    progress.add(10_000_000)
+    assert re.fullmatch(r"1\.2 of 16\.4 GB, [\d.]+ [MG]B/s, .+ left", progress.state().text)
 
 
 def test_too_little_disk_space_is_found_before_the_download(hub: StubHub, tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def test_rope_theta_is_read_in_both_spellings(tiny: Path) -> None:
 
 def test_a_local_directory_is_used_as_it_is() -> None:
     files = open_model(str(DEMO_MODEL))
-    assert (files.directory, files.fetch) == (DEMO_MODEL, None)
+    assert (files.directory, files.download) == (DEMO_MODEL, None)
 
 
 def test_a_name_that_is_neither_a_directory_nor_an_id_is_refused(tmp_path: Path) -> None:
