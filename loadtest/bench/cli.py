@@ -26,6 +26,7 @@ from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
 from penstock.loadtest.bench.results import say, settings_of, show, write
 from penstock.loadtest.bench.sweep import SweepConfig, caveats, sweep, sweep_summary, sweep_table
 from penstock.loadtest.bench.vllm_flags import refusal
+from penstock.loadtest.exit_status import INTERRUPTED
 from penstock.loadtest.report.figures import Run
 from penstock.loadtest.report.report import (
     Replay,
@@ -39,8 +40,6 @@ from penstock.loadtest.workload.config import cache_advice
 from penstock.loadtest.workload.token_counter import estimate_tokens
 from penstock.loadtest.workload.workload import TimedRequest, Workload, make_workload
 from penstock.scheduler.errors import InvalidConfig, PenstockError
-
-INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended, in a shell
 
 
 def main(argv: list[str]) -> int:
