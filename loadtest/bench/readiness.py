@@ -56,7 +56,9 @@ async def wait_until_ready(
         while True:
             try:
                 async with asyncio.timeout(max(1.0, timeout_s)):
-                    return await _list_models(pool, needs_models)
+                    models = await _list_models(pool, needs_models)
+                    await _check_health(pool)
+                    return models
             except NoTls as error:
                 raise TargetUnusable(str(error)) from error
             except (HttpFailed, TimeoutError) as error:
@@ -91,6 +93,17 @@ async def _list_models(pool: ConnectionPool, needs_models: bool) -> list[Model]:
         return msgspec.json.decode(response.data, type=_ModelList).data
     except msgspec.MsgspecError as error:
         raise TargetUnusable(f"GET /v1/models returned no list of models: {error}") from error
+
+
+async def _check_health(pool: ConnectionPool) -> None:
+    """llama.cpp's server lists its model while it loads, and tells by /health alone that it does.
+
+    Raises HttpFailed. A server without this path is taken to be ready.
+    """
+    response = BufferedResponse()
+    await pool.request(pool.encode("GET", "/health"), response)
+    if response.status == 503:
+        raise HttpFailed(f"HTTP 503: {error_message_of(response.data)}")
 
 
 async def warm_up(
