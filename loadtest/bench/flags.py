@@ -283,7 +283,7 @@ def _add_request(parser: BenchParser) -> None:
         "--extra-body",
         type=_json_object,
         metavar="JSON",
-        help="additional fields, such as response_format",
+        help="additional fields, such as response_format; null leaves out one of ours",
     )
 
 
