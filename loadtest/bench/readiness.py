@@ -44,10 +44,11 @@ async def wait_until_ready(
     headers: Mapping[str, str] | None = None,
     is_insecure: bool = False,
     needs_models: bool = True,
+    advice: str = "start the server, check --base-url, or raise --ready-timeout",
 ) -> list[Model]:
     """Waits until the server responds, and returns its models. Raises TargetUnusable.
 
-    needs_models: fail if the server has no GET /v1/models.
+    needs_models: fail if the server has no GET /v1/models. advice: if it is not ready in time.
     """
     deadline_s = time.monotonic() + timeout_s
     last_state = ""
@@ -65,8 +66,7 @@ async def wait_until_ready(
                 state = str(error) or "it does not respond"
             if time.monotonic() >= deadline_s:
                 raise TargetUnusable(
-                    f"{base_url} is not ready after {timeout_s:g} s: {state}; start the server, "
-                    "check --base-url, or raise --ready-timeout"
+                    f"{base_url} is not ready after {timeout_s:g} s: {state}; {advice}"
                 )
             if state != last_state:
                 say(f"waiting for {base_url}: {state}")
