@@ -1,10 +1,12 @@
 """`penstock bench peers`: the command line of a comparison, and where its result goes."""
 
 import argparse
+import contextlib
 import json
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from penstock.loadtest.bench.peers.table import PENSTOCK, Table
 from penstock.loadtest.bench.results import say, show_text, writing
 from penstock.loadtest.exit_status import INTERRUPTED
 from penstock.loadtest.workload.config import PromptFormat
+from penstock.loadtest.workload.token_counter import tokenizer_counter
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 _DESCRIPTION = """\
@@ -38,17 +41,33 @@ In a command, {port}, {model} and {threads} are replaced; there is no shell.
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 if each server was measured in each round."""
-    # As Ctrl-C: the server that runs is stopped too.
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        return _peers(make_parser().parse_args(argv))
+        with _stopped_by_signals():
+            return _peers(make_parser().parse_args(argv))
     except PenstockError as error:
         say(str(error))
         return 2 if isinstance(error, InvalidConfig) else 1
     except SystemExit as ended:  # the help
         return int(ended.code or 0)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does, so that the server that runs is stopped too.
+
+    Also in the background of a shell, where a program starts with SIGINT ignored.
+    """
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGTERM: signal.signal(
+            signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)
+        ),
+    }
+    try:
+        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _peers(options: argparse.Namespace) -> int:
@@ -90,6 +109,7 @@ def peers_config(options: argparse.Namespace) -> PeersConfig:
         is_busy=options.busy,
         seed=options.seed,
         prompt_format=PromptFormat(options.prompt_format),
+        count=None if options.tokenizer is None else tokenizer_counter(options.tokenizer),
         ready_timeout_s=options.ready_timeout,
         request_timeout_s=options.request_timeout,
     )
@@ -182,6 +202,13 @@ def make_parser() -> BenchParser:
         choices=[each.value for each in PromptFormat],
         default=PromptFormat.IDS.value,
         help="ids have exact lengths; text is for servers that accept no ids",
+    )
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="a model's directory, a tokenizer.json or a hub id, to count the tokens of servers "
+        "that send no count; default: their events are counted",
     )
     add("--seed", type=int, metavar="N", default=0, help="of the prompts")
     add("--ready-timeout", type=float, metavar="S", default=600.0, help="for the start of a server")

@@ -17,6 +17,7 @@ from penstock.loadtest.report.report import (
     summarize,
 )
 from penstock.loadtest.workload.config import PromptFormat, cache_advice
+from penstock.loadtest.workload.token_counter import TokenCounter
 from penstock.loadtest.workload.workload import TimedRequest, make_requests
 from penstock.scheduler.errors import PenstockError
 
@@ -30,6 +31,7 @@ class PeersConfig:
     """servers: in the order of the first round. model: of {model}; empty for none.
 
     threads: of {threads}, and OMP_NUM_THREADS. is_busy: a busy process on each core beside.
+    count: counts the tokens of servers that send no count.
     """
 
     servers: list[ServerSpec]
@@ -40,6 +42,7 @@ class PeersConfig:
     is_busy: bool
     seed: int
     prompt_format: PromptFormat
+    count: TokenCounter | None
     ready_timeout_s: float
     request_timeout_s: float
 
@@ -124,7 +127,7 @@ class _Turn:
             extra_body=spec.extra_body,
             request_timeout_s=config.request_timeout_s,
         )
-        async with HttpTarget(target_config) as target:
+        async with HttpTarget(target_config, config.count) as target:
             with busy_processes(is_busy=config.is_busy) as busy_pids:
                 for index, case in enumerate(config.cases):
                     # No two cases or rounds have a prompt in common.

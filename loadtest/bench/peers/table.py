@@ -27,7 +27,7 @@ _METRICS = (
     ("TPOT p50, ms", "median_tpot_ms"),
 )
 _CPU = (("own cores", "server"), ("other cores", "others"))
-_MAX_NAMED = 5
+_MAX_NAMED, _MIN_NAMED_S = 5, 0.05
 
 
 class Table:

@@ -110,18 +110,63 @@ def test_the_text_has_the_machine_the_ratios_and_the_cpu_of_others(compared: Com
     assert sum(each["cpu"]["server"] for each in compared.document["measurements"]) > 0
 
 
-def test_when_it_is_ended_the_server_that_runs_is_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_when_it_is_ended_the_server_that_runs_is_stopped(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """In the background of a shell, where a program starts with SIGINT ignored."""
     file = tmp_path / "pid"
     script = f"echo $$ > {file}.new; mv {file}.new {file}; exec sleep 600"
     waits = shlex.join(["sh", "-c", script, "{port}"])
-    process = start("--server", f"penstock={waits}", "--server", f"other={waits}", "--json")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = start("--server", f"penstock={waits}", "--server", f"other={waits}", "--json")
+    finally:
+        signal.signal(signal.SIGINT, before)
     wait_until(file.exists)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert json.loads(text)["is_interrupted"] is True
     with pytest.raises(ProcessLookupError):
         os.kill(int(file.read_text()), 0)
+
+
+# Another program's server: no GET /v1/models, no usage, two words an event, and a field refused.
+_SCRIPT = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(422 if "stream_options" in body else 200)
+        self.end_headers()
+        for _ in range(body["max_tokens"]):
+            self.wfile.write(b'data: {"choices": [{"text": "Who are you?"}]}\\n\\n')
+        self.wfile.write(b"data: [DONE]\\n\\n")
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_small_script_is_compared_and_its_tokens_are_counted() -> None:
+    command = shlex.join([sys.executable, "-c", _SCRIPT, "{port}"])
+    flags = ["--cases", "4x3@1:n=2", "--rounds", "1", "--json"]
+    for name in ("penstock", "script"):
+        flags += [
+            "--server",
+            f"{name}={command}",
+            "--extra-body",
+            f'{name}={{"stream_options":null}}',
+        ]
+    process = start(*flags, "--tokenizer", str(ROOT / "engine" / "demo_model"))
+    text, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    first, second = json.loads(text)["measurements"]
+    assert first["summary"]["completed"] == second["summary"]["completed"] == 2
+    assert first["summary"]["uncounted"] == 0
+    assert first["summary"]["total_output_tokens"] > 2 * 3
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ CONFIG = PeersConfig(
     is_busy=False,
     seed=0,
     prompt_format=PromptFormat.IDS,
+    count=None,
     ready_timeout_s=1.0,
     request_timeout_s=1.0,
 )
