@@ -67,7 +67,8 @@ class Table:
     def text(self) -> str:
         lines = [_machine_line(self._config), *self._server_lines()]
         for case in self._config.cases:
-            lines += ["", _case_line(case), *aligned(self._rows(case.name))]
+            if len(rows := self._rows(case.name)) > 1:
+                lines += ["", _case_line(case), *aligned(rows)]
         return "\n".join([*lines, "", *self._closing_lines()])
 
     def _server_lines(self) -> list[str]:
@@ -100,7 +101,9 @@ class Table:
             for name, cores in measured.cpu.processes.items():
                 cpu_s[name] += cores * measured.summary["duration"]
         named = [
-            f"{name} {seconds:.1f} s of CPU" for name, seconds in cpu_s.most_common(_MAX_NAMED)
+            f"{name} {seconds:.1f} s of CPU"
+            for name, seconds in cpu_s.most_common(_MAX_NAMED)
+            if seconds >= _MIN_NAMED_S
         ]
         return ", ".join(named) or "none that used any CPU to speak of"
 
