@@ -6,7 +6,6 @@ import platform
 import re
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 _PROC = Path("/proc")
 _MAX_NAMED = 5
 _MIN_NAMED_CORES = 0.005
+_MIN_SECONDS = 0.01  # a tick: the kernel counts no less
 # Ends with the process that started it, however that ends.
 _BUSY = """
 import os, sys
@@ -50,63 +50,53 @@ class _Process:
 
 
 @dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """processes: by process id and start time, which no two processes share."""
+class Snapshot:
+    """CPU time until now. elapsed_s: of each core, idle or not.
 
-    time_s: float
+    processes: by process id and start time, which no two processes share.
+    """
+
+    elapsed_s: float
     busy_s: float
     stolen_s: float
     processes: dict[tuple[int, int], _Process]
 
 
-class CpuMeter:
-    """Measures from when it is made to `read`."""
-
-    def __init__(self, server_pid: int, busy_pids: list[int]) -> None:
-        self._server_pid, self._busy_pids = server_pid, busy_pids
-        self._before = _snapshot()
-
-    def read(self) -> CpuUse:
-        before, after = self._before, _snapshot()
-        parents = {pid: process.parent for (pid, _), process in after.processes.items()}
-        used = dict.fromkeys(("server", "client", "busy"), 0.0)
-        named: defaultdict[str, float] = defaultdict(float)
-        for key, process in after.processes.items():
-            earlier = before.processes.get(key)
-            cpu_s = process.cpu_s - (earlier.cpu_s if earlier else 0.0)
-            owner = self._owner(key[0], process, parents)
-            if owner is None:
-                named[process.name] += cpu_s
-            else:
-                used[owner] += cpu_s
-        seconds = after.time_s - before.time_s
-        cores = {name: cpu_s / seconds for name, cpu_s in used.items()}
-        busy = (after.busy_s - before.busy_s) / seconds
-        busiest = sorted(named, key=lambda name: -named[name])[:_MAX_NAMED]
-        return CpuUse(
-            server=cores["server"],
-            client=cores["client"],
-            others=max(0.0, busy - sum(cores.values())),
-            stolen=(after.stolen_s - before.stolen_s) / seconds,
-            processes={
-                name: named[name] / seconds
-                for name in busiest
-                if named[name] / seconds >= _MIN_NAMED_CORES
-            },
-        )
-
-    def _owner(self, pid: int, process: _Process, parents: dict[int, int]) -> str | None:
+def cpu_use(before: Snapshot, after: Snapshot, server_pid: int, busy_pids: list[int]) -> CpuUse:
+    """server_pid: also of its session."""
+    parents = {pid: process.parent for (pid, _), process in after.processes.items()}
+    used = dict.fromkeys(("server", "client", "busy"), 0.0)
+    named: defaultdict[str, float] = defaultdict(float)
+    seconds = max(after.elapsed_s - before.elapsed_s, _MIN_SECONDS)
+    for key, process in after.processes.items():
+        earlier = before.processes.get(key)
+        cores = (process.cpu_s - (earlier.cpu_s if earlier else 0.0)) / seconds
+        pid = key[0]
         if pid == os.getpid():
-            return "client"
-        if pid in self._busy_pids:
-            return "busy"
-        if process.session == self._server_pid:
-            return "server"
-        while pid > 1:  # a child may have begun a session of its own
-            if pid == self._server_pid:
-                return "server"
-            pid = parents.get(pid, 0)
-        return None
+            used["client"] += cores
+        elif pid in busy_pids:
+            used["busy"] += cores
+        elif process.session == server_pid or _descends(pid, server_pid, parents):
+            used["server"] += cores
+        else:
+            named[process.name] += cores
+    busiest = sorted(named, key=lambda name: -named[name])[:_MAX_NAMED]
+    return CpuUse(
+        server=used["server"],
+        client=used["client"],
+        others=max(0.0, (after.busy_s - before.busy_s) / seconds - sum(used.values())),
+        stolen=(after.stolen_s - before.stolen_s) / seconds,
+        processes={name: named[name] for name in busiest if named[name] >= _MIN_NAMED_CORES},
+    )
+
+
+def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
+    """A child may have begun a session of its own."""
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        pid = parents.get(pid, 0)
+    return False
 
 
 def is_supported() -> bool:
@@ -143,21 +133,24 @@ def busy_processes(*, is_busy: bool) -> Iterator[list[int]]:
             process.wait()
 
 
-def _snapshot() -> _Snapshot:
-    ticks_per_s = os.sysconf("SC_CLK_TCK")
+def snapshot() -> Snapshot:
     processes = {}
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
     for directory in _PROC.iterdir():
         if directory.name.isdigit():
             with contextlib.suppress(OSError):  # it has ended
                 stat = (directory / "stat").read_text(errors="replace")
                 start, process = _parse(stat, ticks_per_s)
                 processes[int(directory.name), start] = process
+    first, *others = (_PROC / "stat").read_text().splitlines()
+    num_cores = sum(line.startswith("cpu") for line in others)
     # user, nice, system, idle, iowait, irq, softirq, steal: proc_stat(5)
-    ticks = [int(text) for text in (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:]]
-    return _Snapshot(
-        time_s=time.monotonic(),
-        busy_s=sum(ticks[index] for index in (0, 1, 2, 5, 6)) / ticks_per_s,
-        stolen_s=ticks[7] / ticks_per_s,
+    seconds = [int(text) / ticks_per_s for text in first.split()[1:9]]
+    return Snapshot(
+        # Not by a clock: between two readings, a busy machine may run another program.
+        elapsed_s=sum(seconds) / num_cores,
+        busy_s=sum(seconds[index] for index in (0, 1, 2, 5, 6)),
+        stolen_s=seconds[7],
         processes=processes,
     )
 

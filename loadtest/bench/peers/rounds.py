@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.peers.cases import Case
-from penstock.loadtest.bench.peers.machine import CpuMeter, CpuUse, busy_processes
+from penstock.loadtest.bench.peers.machine import CpuUse, busy_processes, cpu_use, snapshot
 from penstock.loadtest.bench.peers.server import Server, ServerFailed, ServerSpec, started
 from penstock.loadtest.bench.replay import replay, run
 from penstock.loadtest.report.report import (
@@ -140,9 +140,9 @@ class _Turn:
         workload = case.workload(seed, self._config.prompt_format)
         requests = make_requests(workload)
         await self._replayed(target, requests[: case.concurrency], case)
-        meter = CpuMeter(self._server.pid, busy_pids)
+        before = snapshot()
         observed = await self._replayed(target, requests[case.concurrency :], case)
-        cpu = meter.read()
+        cpu = cpu_use(before, snapshot(), self._server.pid, busy_pids)
         summary = summarize(observed, ReportConfig(percentiles=_PERCENTILES))
         name = self._server.spec.name
         measured = Measurement(

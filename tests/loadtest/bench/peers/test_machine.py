@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 from penstock.loadtest.bench.peers.machine import (
-    CpuMeter,
     busy_processes,
+    cpu_use,
     num_cores,
     processor_name,
+    snapshot,
 )
 from tests.support.serving import wait_until
 
@@ -36,22 +37,20 @@ def test_the_server_with_its_children_and_busy_processes_are_no_others() -> None
         wait_until(lambda: children(server.pid))
         (child,) = children(server.pid)
         with busy_processes(is_busy=True) as busy_pids:
-            before = {pid: cpu_ticks(pid) for pid in (child, *busy_pids)}
-            # At the same time, so that they differ in nothing but in what they are told.
-            both = CpuMeter(server.pid, busy_pids)
-            without_server, without_busy = (
-                CpuMeter(os.getpid(), busy_pids),
-                CpuMeter(server.pid, []),
-            )
-            wait_until(lambda: all(cpu_ticks(pid) >= before[pid] + 30 for pid in before))
-            used, more, most = both.read(), without_server.read(), without_busy.read()
+            ticks = {pid: cpu_ticks(pid) for pid in (child, *busy_pids)}
+            before = snapshot()
+            wait_until(lambda: all(cpu_ticks(pid) >= ticks[pid] + 10 for pid in ticks))
+            after = snapshot()
         os.kill(child, signal.SIGKILL)
     finally:
         server.kill()
         server.wait()
+    used = cpu_use(before, after, server.pid, busy_pids)
+    without_server = cpu_use(before, after, -1, busy_pids)
+    without_busy = cpu_use(before, after, server.pid, [])
     assert used.server > 0
-    assert used.others < more.others and used.others < most.others
-    assert sum(more.processes.values()) > 0
+    assert without_server.others > used.others
+    assert without_busy.others > used.others
 
 
 def test_a_busy_process_runs_on_each_core_and_ends_after_the_load() -> None:
