@@ -20,12 +20,14 @@ from penstock.loadtest.bench.config import base_url as url_of
 from penstock.loadtest.bench.flags import MAX_SERVER_COUNTS, make_parser
 from penstock.loadtest.bench.http1 import HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
+from penstock.loadtest.bench.peers.cli import main as peers
 from penstock.loadtest.bench.progress import Progress
 from penstock.loadtest.bench.readiness import Model, TargetUnusable, wait_until_ready, warm_up
 from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
 from penstock.loadtest.bench.results import say, settings_of, show, write
 from penstock.loadtest.bench.sweep import SweepConfig, caveats, sweep, sweep_summary, sweep_table
 from penstock.loadtest.bench.vllm_flags import refusal
+from penstock.loadtest.exit_status import INTERRUPTED
 from penstock.loadtest.report.figures import Run
 from penstock.loadtest.report.report import (
     Replay,
@@ -40,8 +42,6 @@ from penstock.loadtest.workload.token_counter import estimate_tokens
 from penstock.loadtest.workload.workload import TimedRequest, Workload, make_workload
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
-INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended, in a shell
-
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 if all requests succeeded, 1 if one did not, 2 for wrong flags.
@@ -50,6 +50,8 @@ def main(argv: list[str]) -> int:
     """
     if argv[:1] == ["compare"]:
         return compare(argv[1:])
+    if argv[:1] == ["peers"]:
+        return peers(argv[1:])
     if argv[:1] == ["serve"]:  # as `vllm bench serve` is typed
         argv = argv[1:]
     try:

@@ -54,6 +54,10 @@ _COMMON = frozenset(
         *("--report", "--json", "--sweep"),
     }
 )
+_USAGE = """\
+penstock bench [flags]
+       penstock bench compare FILE FILE [...] [--html FILE]
+       penstock bench peers --server NAME=COMMAND [...] [flags]"""
 _DESCRIPTION = """\
 Measure any OpenAI-compatible server, with the flags of vllm bench serve.
 OPENAI_API_KEY is sent to it if that is set.
@@ -67,7 +71,7 @@ def make_parser() -> BenchParser:
     parser = BenchParser(
         _COMMON,
         prog="penstock bench",
-        usage="penstock bench [flags]\n       penstock bench compare FILE FILE [...] [--html FILE]",
+        usage=_USAGE,
         description=_DESCRIPTION,
         epilog="penstock bench --help-all describes every flag.",
     )
@@ -283,7 +287,7 @@ def _add_request(parser: BenchParser) -> None:
         "--extra-body",
         type=_json_object,
         metavar="JSON",
-        help="additional fields, such as response_format",
+        help="additional fields, such as response_format; null leaves out one of ours",
     )
 
 

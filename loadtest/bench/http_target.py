@@ -26,8 +26,8 @@ MAX_COUNTED_AT_ONCE, COUNT_TIMEOUT_S = 16, 30.0
 class TargetConfig:
     """Where requests are sent, and their fields besides the prompt.
 
-    extra_body: further fields, which override ours. headers: HTTP headers. logprobs: the number
-    requested for each token. is_insecure: accept any TLS certificate.
+    extra_body: further fields, which override ours; None leaves a field out. headers: HTTP headers.
+    logprobs: the number requested for each token. is_insecure: accept any TLS certificate.
     request_id_prefix: x-request-id is this and the request's index; None: no x-request-id.
     """
 
@@ -89,6 +89,7 @@ class HttpTarget:
         else:
             body["prompt"] = request.prompt
         body |= config.extra_body
+        body = {name: value for name, value in body.items() if value is not None}
         headers = {}
         if config.request_id_prefix is not None:
             headers["x-request-id"] = f"{config.request_id_prefix}{request.index}"

@@ -62,7 +62,7 @@ class BenchParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        options, unknown = self.parse_known_args(_with_dashes(args or []), namespace)
+        options, unknown = self.parse_known_args(with_dashes(args or []), namespace)
         if unknown:
             self.error(self._explained(unknown[0].partition("=")[0]))
         return options
@@ -74,11 +74,11 @@ class BenchParser(argparse.ArgumentParser):
         return f"unknown flag {unknown}" + (f"; did you mean {near[0]}?" if near else "")
 
 
-def _with_dashes(args: list[str]) -> list[str]:
+def with_dashes(args: list[str]) -> list[str]:
     """--num_prompts is --num-prompts, as in vLLM."""
 
-    def with_dashes(argument: str) -> str:
+    def dashed(argument: str) -> str:
         flag, equals, value = argument.partition("=")
         return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
 
-    return [with_dashes(argument) for argument in args]
+    return [dashed(argument) for argument in args]

@@ -44,10 +44,11 @@ async def wait_until_ready(
     headers: Mapping[str, str] | None = None,
     is_insecure: bool = False,
     needs_models: bool = True,
+    advice: str = "start the server, check --base-url, or raise --ready-timeout",
 ) -> list[Model]:
     """Waits until the server responds, and returns its models. Raises TargetUnusable.
 
-    needs_models: fail if the server has no GET /v1/models.
+    needs_models: fail if the server has no GET /v1/models. advice: if it is not ready in time.
     """
     deadline_s = time.monotonic() + timeout_s
     last_state = ""
@@ -56,15 +57,16 @@ async def wait_until_ready(
         while True:
             try:
                 async with asyncio.timeout(max(1.0, timeout_s)):
-                    return await _list_models(pool, needs_models)
+                    models = await _list_models(pool, needs_models)
+                    await _check_health(pool)
+                    return models
             except NoTls as error:
                 raise TargetUnusable(str(error)) from error
             except (HttpFailed, TimeoutError) as error:
                 state = str(error) or "it does not respond"
             if time.monotonic() >= deadline_s:
                 raise TargetUnusable(
-                    f"{base_url} is not ready after {timeout_s:g} s: {state}; start the server, "
-                    "check --base-url, or raise --ready-timeout"
+                    f"{base_url} is not ready after {timeout_s:g} s: {state}; {advice}"
                 )
             if state != last_state:
                 say(f"waiting for {base_url}: {state}")
@@ -91,6 +93,17 @@ async def _list_models(pool: ConnectionPool, needs_models: bool) -> list[Model]:
         return msgspec.json.decode(response.data, type=_ModelList).data
     except msgspec.MsgspecError as error:
         raise TargetUnusable(f"GET /v1/models returned no list of models: {error}") from error
+
+
+async def _check_health(pool: ConnectionPool) -> None:
+    """llama.cpp's server lists its model while it loads, and tells by /health alone that it does.
+
+    Raises HttpFailed. A server without this path is taken to be ready.
+    """
+    response = BufferedResponse()
+    await pool.request(pool.encode("GET", "/health"), response)
+    if response.status == 503:
+        raise HttpFailed(f"HTTP 503: {error_message_of(response.data)}")
 
 
 async def warm_up(

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import math
-import os
 import sys
 from collections.abc import Iterator
 from datetime import datetime
@@ -14,6 +13,7 @@ import msgspec
 
 from penstock.loadtest.bench.config import BenchConfig, parse_pairs
 from penstock.loadtest.bench.http_target import TargetConfig
+from penstock.loadtest.exit_status import discard_output
 from penstock.loadtest.report.figures import Run, figures
 from penstock.loadtest.report.html import html_report
 from penstock.loadtest.report.plots import save_plots
@@ -105,8 +105,8 @@ def show(args: argparse.Namespace, summary: Summary, text: str) -> None:
 def show_text(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `penstock bench | head -3` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        discard_output()
 
 
 def write(

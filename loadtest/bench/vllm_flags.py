@@ -4,6 +4,8 @@ A command line that was written for vLLM is told from a mistake: its flags, data
 are refused by name.
 """
 
+from penstock.loadtest.bench.parser import with_dashes
+
 _LORA = "each adapter is a model; measure one with --model"
 _PLOT = "use --report FILE or --plot-dir DIR, which draw the timeline and more"
 _TEXT = "prompts are text"
@@ -88,7 +90,8 @@ def refusal(argv: list[str]) -> str | None:
     if argv[:1] and argv[0] in _COMMANDS:
         hint = "--sweep searches for the highest rate" if argv[0] == "sweep" else _GENERATION
         return f"vllm bench {argv[0]} has no counterpart: {hint}; leave out {argv[0]!r}"
-    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+    typed = with_dashes(argv)
+    for argument, following in zip(typed, [*typed[1:], ""], strict=True):
         flag, has_value, value = argument.partition("=")
         advice = advice_on_flag(flag)
         if advice is not None:

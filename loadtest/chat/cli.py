@@ -12,9 +12,9 @@ from penstock.loadtest.chat.answer import Answer
 from penstock.loadtest.chat.client import ChatClient, Refused, StillLoading
 from penstock.loadtest.chat.conversation import COMMANDS, Conversation, Leave
 from penstock.loadtest.chat.screen import Screen
+from penstock.loadtest.exit_status import INTERRUPTED, exit_status
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
-_FAILED, _USAGE_ERROR, _INTERRUPTED = 1, 2, 130
 _PROMPT, _CONTINUED = "> ", "… "
 _RETRY_S = 0.5
 
@@ -22,16 +22,7 @@ _RETRY_S = 0.5
 def main(argv: list[str]) -> int:
     """Returns the exit status; errors are one line on stderr."""
     options = make_parser().parse_args(argv)
-    try:
-        return _chat(options)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    except BrokenPipeError:  # `penstock chat -q ... | head -3` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except PenstockError as error:
-        print(f"penstock chat: error: {error}", file=sys.stderr)
-        return _USAGE_ERROR if isinstance(error, InvalidConfig) else _FAILED
+    return exit_status(lambda: _chat(options), "penstock chat")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -173,7 +164,7 @@ class _Chat:
         self._conversation.ask(message)
         answer = self._answer()
         self._screen.note(answer.summary())
-        return _INTERRUPTED if answer.is_stopped else 0
+        return INTERRUPTED if answer.is_stopped else 0
 
     def _turn(self, text: str) -> None:
         """Raises PenstockError, after which the conversation is as it was, or Leave."""

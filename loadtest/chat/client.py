@@ -67,14 +67,18 @@ class ChatClient:
     def answer(self, body: dict[str, Any]) -> Generator[Piece]:
         """The pieces of the answer as they come. Raises PenstockError, in the middle too."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        has_ended = False
         with self._asked("POST", "/v1/chat/completions", body) as response:
             for line in response:
                 data = line.strip().removeprefix(b"data:").strip()
                 if data == b"[DONE]":
                     return
                 if line.startswith(b"data:"):
-                    yield _piece(data)
-        raise ServerUnreachable(f"{self.url} closed the connection in the middle of the answer")
+                    piece = _piece(data)
+                    has_ended = has_ended or piece.finish_reason is not None
+                    yield piece
+        if not has_ended:  # some servers send no [DONE]
+            raise ServerUnreachable(f"{self.url} closed the connection in the middle of the answer")
 
     @contextlib.contextmanager
     def _asked(

@@ -225,6 +225,10 @@ def _latency_metrics(sides: list[Side]) -> list[Metric]:
 
 def _value(side: Side, key: str) -> Value | None:
     values = [value for run in side.runs if (value := _number(run.get(key))) is not None]
+    return value_of(values)
+
+
+def value_of(values: list[float]) -> Value | None:
     return Value(median(values), min(values), max(values), len(values)) if values else None
 
 

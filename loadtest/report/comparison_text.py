@@ -1,5 +1,7 @@
 """A comparison as a table for the terminal."""
 
+from collections.abc import Callable
+
 from penstock.loadtest.report.comparison import Comparison, Metric, Row, Value
 
 
@@ -7,7 +9,7 @@ def comparison_text(comparison: Comparison) -> str:
     """Each value; of all sides but the first, the ratio to the first and which is better."""
     sides = [f"{side.name}  {side.described()}" for side in comparison.sides]
     rows = [_head(comparison.names), *(_cells(row, comparison.names) for row in comparison.rows)]
-    return "\n".join([*sides, "", *_aligned(rows)])
+    return "\n".join([*sides, "", *aligned(rows, _is_text)])
 
 
 def _head(names: list[str]) -> list[str]:
@@ -37,12 +39,14 @@ def _value(metric: Metric, value: Value | None) -> str:
     return f"{shown} ({metric.shown(value.low)}-{metric.shown(value.high)})"
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
-    """Text to the left, numbers to the right."""
+def aligned(
+    rows: list[list[str]], is_text: Callable[[int], bool] = lambda column: column == 0
+) -> list[str]:
+    """Columns of text to the left, of numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if _is_text(column) else cell.rjust(width)
+            cell.ljust(width) if is_text(column) else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

@@ -33,10 +33,9 @@ METRIC_TITLES = {
         "Queue-inclusive End-to-end Latency",
     ),
 }
-# Different failures that are listed.
+MAX_REASONS = 5  # different failures that are listed
 # Below it, the server found little more than what templates put before every prompt.
 _NOTABLE_CACHED_SHARE = 0.1
-MAX_REASONS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

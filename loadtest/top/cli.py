@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from penstock.loadtest.address import API_KEY_VARIABLE, DEFAULT_URL, base_url
+from penstock.loadtest.exit_status import exit_status
 from penstock.loadtest.top import view
 from penstock.loadtest.top.scrape import (
     History,
@@ -30,7 +31,6 @@ from penstock.loadtest.top.scrape import (
 from penstock.loadtest.top.view import Line, View
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
-_FAILED, _USAGE_ERROR = 1, 2
 _QUIT_KEYS = b"qQ"
 _ONCE_WIDTH = 100
 _SGR = {"title": "1", "dim": "2", "good": "32", "fair": "33", "bad": "31"}
@@ -42,25 +42,7 @@ _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 def main(argv: list[str]) -> int:
     """Returns the exit status; errors are one line on stderr."""
     options = make_parser().parse_args(argv)
-    try:
-        scraper = Scraper(
-            base_url(options.url), options.api_key or os.environ.get(API_KEY_VARIABLE)
-        )
-        if options.once:
-            return _once(scraper, options.interval)
-        if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise InvalidConfig(
-                "penstock top needs a terminal; add --once for one snapshot as plain text"
-            )
-        return _live(scraper, options.interval)
-    except KeyboardInterrupt:
-        return 0
-    except BrokenPipeError:  # `penstock top --once | head -3` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except PenstockError as error:
-        print(f"penstock top: error: {error}", file=sys.stderr)
-        return _USAGE_ERROR if isinstance(error, InvalidConfig) else _FAILED
+    return exit_status(lambda: _top(options), "penstock top", interrupted=0)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -94,6 +76,17 @@ def make_parser() -> argparse.ArgumentParser:
         help="scrape twice, one interval apart, print plain text and exit (default: off)",
     )
     return parser
+
+
+def _top(options: argparse.Namespace) -> int:
+    scraper = Scraper(base_url(options.url), options.api_key or os.environ.get(API_KEY_VARIABLE))
+    if options.once:
+        return _once(scraper, options.interval)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise InvalidConfig(
+            "penstock top needs a terminal; add --once for one snapshot as plain text"
+        )
+    return _live(scraper, options.interval)
 
 
 def _interval(text: str) -> float:

@@ -79,6 +79,7 @@ class Stub:
         self.exchanges: list[Exchange] = []
         self.num_connections = 0
         self.num_loading_responses = 0  # how often GET /v1/models says 503 first
+        self.num_unhealthy_responses = 0  # how often GET /health says 503 first
         self.models_status = "200 OK"
         self.max_model_len: int | None = None
         self.heads: list[bytes] = []  # of the exchanges
@@ -94,6 +95,9 @@ class Stub:
                 head = await reader.readuntil(b"\r\n\r\n")
                 if head.startswith(b"GET /v1/models "):
                     await self._list_models(writer)
+                    continue
+                if head.startswith(b"GET /health "):
+                    await self._tell_health(writer)
                     continue
                 length = int(head.lower().partition(b"content-length:")[2].split()[0])
                 body = json.loads(await reader.readexactly(length))
@@ -114,8 +118,21 @@ class Stub:
         if self.num_loading_responses:
             self.num_loading_responses -= 1
             status, body = "503 Service Unavailable", b'{"error": {"message": "still loading"}}'
-        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        await writer.drain()
+        await _answer(writer, status, body)
+
+    async def _tell_health(self, writer: asyncio.StreamWriter) -> None:
+        """A server without this path, but for the responses that a test has asked for."""
+        if self.num_unhealthy_responses:
+            self.num_unhealthy_responses -= 1
+            body = b'{"error": {"message": "Loading model"}}'
+            await _answer(writer, "503 Service Unavailable", body)
+        else:
+            await _answer(writer, "404 Not Found", b"")
+
+
+async def _answer(writer: asyncio.StreamWriter, status: str, body: bytes) -> None:
+    writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    await writer.drain()
 
 
 @contextlib.contextmanager

@@ -42,6 +42,21 @@ def chat(**fields: object) -> bytes:
     return json.dumps({"messages": messages, "max_tokens": 1} | fields).encode()
 
 
+def schema(content: object) -> bytes:
+    """A chat whose answer has this JSON schema."""
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": content}}
+    return chat(response_format=form)
+
+
+def tool(parameters: object) -> bytes:
+    function = {"name": "f", "parameters": parameters}
+    return chat(tools=[{"type": "function", "function": function}])
+
+
+def properties(num: int) -> object:
+    return {"type": "object", "properties": {f"p{i}": {} for i in range(num)}}
+
+
 def repeated(before: str, part: str, after: str, num: int | None = None) -> bytes:
     """part: separated by commas; as many as fit into a body if num is None."""
     num = num or (_BODY_BYTES - len(before) - len(after)) // (len(part) + 1)
@@ -134,57 +149,19 @@ CASES = {
     "a message of 16 MiB": Case(
         _CHAT, lambda: chat(messages=[{"role": "user", "content": "a b " * (4 * MIB - 1100)}])
     ),
-    "a million tools": Case(
+    "600,000 tools": Case(
         _CHAT, lambda: repeated(f'{{"messages":[{_MESSAGE}],"tools":[', _TOOL, "]}", 600_000)
     ),
     "49,000 tools": Case(
         _CHAT, lambda: repeated(f'{{"messages":[{_MESSAGE}],"tools":[', _TOOL, "]}", 49_000)
     ),
-    "49,000 tools that are wrong": Case(
+    "99,000 tools that are wrong": Case(
         _CHAT, lambda: repeated(f'{{"messages":[{_MESSAGE}],"tools":[', "{}", "]}", 99_000)
     ),
-    "a tool with 99,000 parameters": Case(
-        _CHAT,
-        lambda: chat(
-            tools=[
-                {
-                    "type": "function",
-                    "function": {
-                        "name": "f",
-                        "parameters": {
-                            "type": "object",
-                            "properties": {f"p{i}": {} for i in range(99_000)},
-                        },
-                    },
-                }
-            ]
-        ),
-    ),
-    "a schema with 99,000 properties": Case(
-        _CHAT,
-        lambda: chat(
-            response_format={
-                "type": "json_schema",
-                "json_schema": {
-                    "name": "n",
-                    "schema": {
-                        "type": "object",
-                        "properties": {f"p{i}": {} for i in range(99_000)},
-                    },
-                },
-            }
-        ),
-    ),
-    "a schema with an enum of 500,000": Case(
-        _CHAT,
-        lambda: chat(
-            response_format={
-                "type": "json_schema",
-                "json_schema": {"name": "n", "schema": {"enum": [*range(500_000)]}},
-            }
-        ),
-    ),
-    "functions, 49,000": Case(
+    "a tool with 99,000 parameters": Case(_CHAT, lambda: tool(properties(99_000))),
+    "a schema with 99,000 properties": Case(_CHAT, lambda: schema(properties(99_000))),
+    "a schema with an enum of 500,000": Case(_CHAT, lambda: schema({"enum": [*range(500_000)]})),
+    "99,000 functions": Case(
         _CHAT,
         lambda: repeated(f'{{"messages":[{_MESSAGE}],"functions":[', '{"name":"f"}', "]}", 99_000),
     ),
@@ -275,18 +252,7 @@ CASES = {
         _RESPONSES,
         lambda: repeated('{"input":"a","tools":[', '{"type":"function","name":"f"}', "]}", 32_000),
     ),
-    "within: a schema of 32,000 properties": Case(
-        _CHAT,
-        lambda: chat(
-            response_format={
-                "type": "json_schema",
-                "json_schema": {
-                    "name": "n",
-                    "schema": {"properties": {f"p{i}": {} for i in range(32_000)}},
-                },
-            }
-        ),
-    ),
+    "within: a schema of 32,000 properties": Case(_CHAT, lambda: schema(properties(32_000))),
     "within: 32,000 documents to rank": Case(
         "/v1/rerank",
         lambda: repeated('{"query":"a","documents":[', '{"text":"a"}', "]}", 32_000),
@@ -350,8 +316,7 @@ class _Neighbour:
     """A stream, read in a thread."""
 
     def __init__(self, port: int) -> None:
-        body = completion(stream=True, max_tokens=100_000, ignore_eos=True, model=MODEL)
-        body = json.dumps(json.loads(body) | {"max_tokens": 900}).encode()
+        body = completion(stream=True, max_tokens=900, ignore_eos=True, model=MODEL)
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -67,6 +67,14 @@ def test_a_server_without_ignore_eos_gets_advice(capsys: pytest.CaptureFixture[s
     assert "ignore_eos; give --no-ignore-eos" in capsys.readouterr().err
 
 
+def test_a_field_of_ours_is_left_out_where_the_extra_body_has_null() -> None:
+    extra = ["--extra-body", '{"stream_options": null, "ignore_eos": null, "top_k": 1}']
+    with stub(answer_five) as server:
+        assert main(["--base-url", server.url, *FEW, *extra]) == 0
+    names = server.exchanges[-1].body.keys()
+    assert names == {"model", "prompt", "max_tokens", "temperature", "stream", "top_k"}
+
+
 def test_every_prompt_starts_with_the_random_prefix() -> None:
     with stub(answer_five) as server:
         assert main(["--base-url", server.url, *FEW, "--random-prefix-len", "9"]) == 0

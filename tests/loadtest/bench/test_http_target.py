@@ -411,6 +411,15 @@ def test_bench_waits_for_a_server_that_loads(capsys: pytest.CaptureFixture[str])
     assert "still loading" in capsys.readouterr().err
 
 
+def test_bench_waits_for_a_server_that_lists_its_model_while_it_loads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with stub(answer_five) as server:
+        server.num_unhealthy_responses = 2
+        assert main(["--base-url", server.url, *FEW]) == 0
+    assert "HTTP 503: Loading model" in capsys.readouterr().err
+
+
 def test_a_full_disk_loses_a_file_and_not_the_results(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--append-result", "--result-dir", "/dev", "--result-filename", "full", "--json"]
     with stub(answer_five) as server:

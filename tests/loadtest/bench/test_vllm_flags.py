@@ -56,9 +56,10 @@ def test_a_flag_of_vllm_is_known_or_refused_with_advice(
     if flag in make_parser()._option_string_actions:
         assert advice_on_flag(flag) is None
         return
-    assert main(["serve", flag]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(rf"{flag} of vllm bench serve is not supported: \w+", line)
+    for typed in (flag, "--" + flag[2:].replace("-", "_")):
+        assert main(["serve", typed]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(rf"{flag} of vllm bench serve is not supported: \w+", line)
 
 
 @pytest.mark.parametrize(

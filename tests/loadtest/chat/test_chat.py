@@ -156,6 +156,17 @@ def test_a_connection_that_is_lost_is_no_end_of_the_answer() -> None:
     assert "closed the connection in the middle of the answer" in done.stderr
 
 
+def test_an_answer_with_a_finish_reason_is_whole_without_done() -> None:
+    async def end_early(exchange: Exchange) -> None:
+        await exchange.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        await exchange.write(sse(delta(content="Hello")) + sse(delta("stop")))
+        exchange.writer.close()
+
+    with stub(end_early) as server:
+        done = piped(server.url, text="Hi")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Hello\n", "")
+
+
 def test_what_is_no_chat_completion_is_told() -> None:
     async def babble(exchange: Exchange) -> None:
         await exchange.head()

@@ -1,0 +1,29 @@
+"""How a command of a terminal ends: its exit status, and one line on stderr for what went wrong."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from penstock.scheduler.errors import InvalidConfig, PenstockError
+
+FAILED, USAGE_ERROR = 1, 2
+INTERRUPTED = 130  # of a program that Ctrl-C ended, in a shell
+
+
+def exit_status(run: Callable[[], int], command: str, *, interrupted: int = INTERRUPTED) -> int:
+    """What `run` returns, or the status of its error. interrupted: that of Ctrl-C."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        return interrupted
+    except BrokenPipeError:
+        discard_output()
+        return 0
+    except PenstockError as error:
+        print(f"{command}: error: {error}", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, InvalidConfig) else FAILED
+
+
+def discard_output() -> None:
+    """For a reader of stdout that has closed it, as `| head -3` does: Python flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
