@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,32 @@ def conversions(processor: str, tmp_path_factory: pytest.TempPathFactory) -> cty
     """The functions of conversions.cpp."""
     path = tmp_path_factory.mktemp("native") / "conversions.so"
     source = Path(__file__).with_name("conversions.cpp")
-    flags = ("-std=c++20", f"-I{Path(library.__file__).parent}", "-fPIC", "-shared")
-    more = os.environ["CXXFLAGS"].split()
-    compiler = os.environ.get("CXX", "g++")
-    subprocess.run([compiler, *flags, *more, str(source), "-o", str(path)], check=True)
+    _run(
+        os.environ.get("CXX", "g++"),
+        *_flags(os.environ["CXXFLAGS"]),
+        "-fPIC",
+        "-shared",
+        source,
+        "-o",
+        path,
+    )
     return ctypes.CDLL(str(path))
+
+
+def test_products_are_right_and_the_same_alone(processor: str, tmp_path: Path) -> None:
+    _run(
+        _compiled_products(tmp_path, os.environ.get("CXX", "g++"), *_flags(os.environ["CXXFLAGS"]))
+    )
+
+
+@pytest.mark.skipif(
+    None in (shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")),
+    reason="apt-get install g++-aarch64-linux-gnu qemu-user-static",
+)
+def test_products_are_right_on_arm(tmp_path: Path) -> None:
+    flags = [*_flags("-O1 -march=armv8.2-a"), "-static"]
+    program = _compiled_products(tmp_path, "aarch64-linux-gnu-g++", *flags)
+    _run("qemu-aarch64-static", program)
 
 
 def test_every_float16_is_widened_as_by_torch(conversions: ctypes.CDLL) -> None:
@@ -119,6 +141,21 @@ def test_a_long_context_has_the_same_bits_when_threads_share_it(
             shared.run([(0, 540, 460)])
         [logits] = shared.run([(0, start, 1)])
         assert torch.equal(logits[0], expected[start]), start
+
+
+def _flags(more: str) -> list[str]:
+    return ["-std=c++20", f"-I{Path(library.__file__).parent}", *more.split()]
+
+
+def _compiled_products(directory: Path, compiler: str, *flags: str) -> Path:
+    program = directory / "products"
+    _run(compiler, *flags, Path(__file__).with_name("products.cpp"), "-o", program)
+    return program
+
+
+def _run(*command: str | Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _floats() -> Tensor:
