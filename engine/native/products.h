@@ -19,13 +19,18 @@ constexpr int64_t kBand = 32;
 constexpr int64_t kBlock = 1024;
 constexpr std::size_t kPrefetchBytes = 8192;
 
+// Where one instruction multiplies pairs of bfloat16, and adds both products.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PENSTOCK_PAIRS 1
+#endif
+
 // For weights of T: the type of activations, and how many numbers along k are multiplied together.
 template <class T> struct Operands {
     using X = float;
     static constexpr int64_t group = 1;
 };
 template <> struct Operands<bf16> {
-#if defined(__AVX512BF16__) || defined(PENSTOCK_TILES)
+#if defined(PENSTOCK_PAIRS) || defined(PENSTOCK_TILES)
     using X = bf16;
 #else
     using X = float;
@@ -96,20 +101,26 @@ inline void add_products(Floats (&total)[R][kTileVectors], const float *x, int64
     add_products<R>(total, x, x_step, even);
     add_products<R>(total, x + 1, x_step, odd);
 }
+#if defined(PENSTOCK_PAIRS)
+inline Floats add_pairs(Floats total, Words a, Words b) {
 #if defined(__AVX512BF16__)
+    return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#else
+    return (Floats)vbfdotq_f32((float32x4_t)total, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#endif
+}
 template <int R>
 inline void add_products(Floats (&total)[R][kTileVectors], const bf16 *x, int64_t x_step,
                          const bf16 *w) {
-    __m512bh pairs[kTileVectors];
+    Words pairs[kTileVectors];
     for (int j = 0; j < kTileVectors; ++j)
-        pairs[j] = keep((__m512bh)_mm512_loadu_si512(w + 2 * kLanes * j));
+        pairs[j] = keep(reinterpret_cast<const Words *>(w)[j]);
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) {
-        int bits;
-        std::memcpy(&bits, x + i * x_step, sizeof bits);
-        const __m512bh one = keep((__m512bh)_mm512_set1_epi32(bits));
-        for (int j = 0; j < kTileVectors; ++j)
-            total[i][j] = (Floats)_mm512_dpbf16_ps((__m512)total[i][j], one, pairs[j]);
+        std::uint32_t pair;
+        std::memcpy(&pair, x + i * x_step, sizeof pair);
+        const Words one = keep(Words{} + pair);
+        for (int j = 0; j < kTileVectors; ++j) total[i][j] = add_pairs(total[i][j], one, pairs[j]);
     }
 }
 #elif defined(PENSTOCK_TILES)
@@ -189,8 +200,8 @@ template <class T> const char *products() {
 #if defined(PENSTOCK_TILES)
     if (std::is_same_v<T, bf16> && may_use_tiles()) return "AMX tiles of bfloat16";
 #endif
-#if defined(__AVX512BF16__)
-    if (std::is_same_v<T, bf16>) return "AVX-512 with bfloat16";
+#if defined(PENSTOCK_PAIRS)
+    if (std::is_same_v<T, bf16>) return kLanes == 16 ? "AVX-512 with bfloat16" : "NEON with bfloat16";
 #endif
 #if defined(__AVX512F__)
     return "AVX-512";

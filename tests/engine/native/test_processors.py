@@ -42,8 +42,9 @@ def test_products_are_right_and_the_same_alone(processor: str, tmp_path: Path) -
     None in (shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")),
     reason="apt-get install g++-aarch64-linux-gnu qemu-user-static",
 )
-def test_products_are_right_on_arm(tmp_path: Path) -> None:
-    flags = [*_flags("-O1 -march=armv8.2-a"), "-static"]
+@pytest.mark.parametrize("march", ["armv8.2-a", "armv8.6-a"])  # the second multiplies bfloat16
+def test_products_are_right_on_arm(march: str, tmp_path: Path) -> None:
+    flags = [*_flags(f"-O1 -march={march}"), "-static"]
     program = _compiled_products(tmp_path, "aarch64-linux-gnu-g++", *flags)
     _run("qemu-aarch64-static", program)
 
