@@ -40,7 +40,8 @@ from penstock.engine.models.errors import (
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.weights import Empty
-from penstock.engine.native.model import NativeModel, check_features, load_library
+from penstock.engine.native.library import load_library
+from penstock.engine.native.model import NativeModel, check_features
 from penstock.engine.phases import Phases
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
@@ -85,7 +86,7 @@ class CpuExecutor:
         )
         available = available_memory_bytes()
         with phases.timed("compile", "loading the step that is compiled for this processor"):
-            library = _library_for(model)
+            library = _library_for(model, self._dtype)
         what = reading(weight_bytes, self._dtype)
         with phases.timed("weights", what, total=weight_bytes), torch.inference_mode():
             # The threads that read are Python's; each of torch's calls inside them uses one.
@@ -106,7 +107,8 @@ class CpuExecutor:
             self._pool = KVPool(model.kv_shape, size.num_blocks, block_size, self._dtype, _CPU)
             if library is not None:
                 try:
-                    self._model = NativeModel(library, llama, self._pool, num_threads)
+                    self._model = native = NativeModel(library, llama, self._pool, num_threads)
+                    logger.info("%s on %d threads", native.products, num_threads)
                 except UnsupportedWeightFormat as error:
                     _warn_of_torch(error)
         with phases.timed("bandwidth", "measuring how fast memory is read"):
@@ -233,12 +235,12 @@ class CpuExecutor:
         return torch.tensor(values, dtype=torch.int64)
 
 
-def _library_for(model: ModelConfig) -> CDLL | None:
+def _library_for(model: ModelConfig, dtype: torch.dtype) -> CDLL | None:
     """None where torch computes the model."""
-    library = load_library()
+    library = load_library(dtype)
     if library is not None:
         try:
-            check_features(model)
+            check_features(model, dtype)
         except UnsupportedFeature as error:
             _warn_of_torch(error)
             return None

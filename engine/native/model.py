@@ -1,24 +1,10 @@
-"""`NativeModel`: a whole step in one call of C++ (step.cpp), if a compiler is installed.
+"""`NativeModel`: a whole step in one call of C++ (step.cpp)."""
 
-The library is compiled for this processor when it is first needed, and kept in the user's cache
-directory; if that cannot be written, it is compiled at every start. Without a compiler,
-`load_library` logs a warning and returns None, and `penstock.engine.models.llama` computes the same
-in torch.
-"""
-
-import contextlib
 import ctypes
-import functools
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-import time
-from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
-from pathlib import Path
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int64, c_void_p
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,19 +12,16 @@ from torch import Tensor
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.layers.linear import LinearProducts, PlainLinear
 from penstock.engine.models.llama import LlamaModel
-
-logger = logging.getLogger(__name__)
 
 _PATH = "the compiled CPU step"
 # Of ModelConfig.
 _FEATURES = {"tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
-_SOURCE = Path(__file__).with_name("step.cpp")
-_COMPILE = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-c")
-_SCRATCH = "compiling-"
-_COMPILER_TIMEOUT_S = 120
-_STALE_S = 3 * _COMPILER_TIMEOUT_S  # both calls of the compiler, and a reserve
+_LINEAR_NAMES = ("qkv", "output", "gate", "up", "down")
+# products.h packs so many rows of a weight together.
+_BAND = 32
 
 
 class _Linear(Structure):
@@ -58,7 +41,8 @@ class _Layer(Structure):
         ("mlp_norm", c_void_p),
         ("qkv", _Linear),
         ("output", _Linear),
-        ("gate_up", _Linear),
+        ("gate", _Linear),
+        ("up", _Linear),
         ("down", _Linear),
         ("keys", c_void_p),
         ("values", c_void_p),
@@ -79,6 +63,7 @@ class _Model(Structure):
         ("layers", POINTER(_Layer)),
         ("embedding", c_void_p),
         ("norm", c_void_p),
+        ("embedding_in_bands", c_int64),
         ("lm_head", _Linear),
         ("cos", c_void_p),
         ("sin", c_void_p),
@@ -91,7 +76,6 @@ class _Step(Structure):
         ("sequences", c_int64),
         ("samples", c_int64),
         ("max_blocks", c_int64),
-        ("threads", c_int64),
         ("token_ids", c_void_p),
         ("positions", c_void_p),
         ("kv_slots", c_void_p),
@@ -104,20 +88,35 @@ class _Step(Structure):
 
 
 class NativeModel:
-    """`LlamaModel` on its weights and one KV pool: see `Model`."""
+    """`LlamaModel` on its weights and one KV pool: see `Model`.
+
+    The weights are packed where they are, so the LlamaModel itself cannot compute any more.
+    """
 
     def __init__(self, library: ctypes.CDLL, model: LlamaModel, pool: KVPool, threads: int) -> None:
-        """Raises UnsupportedFeature or UnsupportedWeightFormat."""
+        """library: see `load_library`. Raises UnsupportedFeature or UnsupportedWeightFormat, before
+        it packs anything."""
         config = model.config
-        check_features(config)
-        name = str(model.embedding.dtype).removeprefix("torch.")
-        self._run_step = getattr(library, f"penstock_step_{name}")
-        self._run_logits = getattr(library, f"penstock_logits_{name}")
+        self._library = library
         self._dtype = model.embedding.dtype
-        self._threads = threads
         self._vocab_size = config.vocab_size
-        # Kept alive, because the pointers below point into them.
-        self._kept = (model, pool)
+        check_features(config, self._dtype)
+        lm_head = _LINEARS.of(model.lm_head)
+        linears = [
+            tuple(map(_LINEARS.of, (layer.qkv, layer.output, layer.gate_up, layer.down)))
+            for layer in model.layers
+        ]
+        mlp = config.intermediate_size
+        with ThreadPoolExecutor(threads) as workers:
+
+            def pack(linear: PlainLinear, *parts: int) -> Future[list[_Linear]]:
+                return workers.submit(_packed, library, linear, *parts)
+
+            [packed_head] = pack(lm_head).result()
+            packed = [
+                (pack(qkv), pack(output), pack(gate_up, mlp, mlp), pack(down))
+                for qkv, output, gate_up, down in linears
+            ]
         layers = (_Layer * config.num_layers)(
             *(
                 _Layer(
@@ -125,33 +124,46 @@ class NativeModel:
                     query_norm=_address(layer.query_norm),
                     key_norm=_address(layer.key_norm),
                     mlp_norm=_address(layer.mlp_norm),
-                    qkv=_LINEARS.of(layer.qkv),
-                    output=_LINEARS.of(layer.output),
-                    gate_up=_LINEARS.of(layer.gate_up),
-                    down=_LINEARS.of(layer.down),
+                    **dict(
+                        zip(
+                            _LINEAR_NAMES, chain(*(made.result() for made in of_layer)), strict=True
+                        )
+                    ),
                     keys=_address(keys),
                     values=_address(values),
                     window=layer.window or 0,
                 )
-                for layer, keys, values in zip(model.layers, pool.keys, pool.values, strict=True)
+                for layer, of_layer, keys, values in zip(
+                    model.layers, packed, pool.keys, pool.values, strict=True
+                )
             )
         )
+        tied = config.tied_embeddings
         self._model = _Model(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            mlp=config.intermediate_size,
+            mlp=mlp,
             block_size=pool.keys.shape[2],
             eps=config.rms_norm_eps,
             layers=layers,
-            embedding=_address(model.embedding),
+            embedding=_address(lm_head.weight if tied else model.embedding),
             norm=_address(model.norm),
-            lm_head=_LINEARS.of(model.lm_head),
+            embedding_in_bands=tied,
+            lm_head=packed_head,
             cos=_address(model.cos),
             sin=_address(model.sin),
         )
+        # Kept alive, because the pointers above point into them.
+        self._kept = (model, pool)
+        library.penstock_make.restype = c_void_p
+        self._runner = c_void_p(library.penstock_make(ctypes.byref(self._model), c_int64(threads)))
+        weakref.finalize(self, library.penstock_free, self._runner)
+        library.penstock_products.restype = c_char_p
+        self.products = library.penstock_products().decode()
+        """What multiplies matrices, for people to read."""
 
     def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
         logits = torch.empty(len(step.sample_rows), self._vocab_size)
@@ -167,11 +179,10 @@ class NativeModel:
         logits = torch.empty(len(states), self._vocab_size)
         native_step = _Step(
             samples=len(states),
-            threads=self._threads,
             logits=_address(logits),
             states=_address(states),
         )
-        self._run_logits(ctypes.byref(self._model), ctypes.byref(native_step))
+        self._library.penstock_logits(self._runner, ctypes.byref(native_step))
         return logits
 
     def _step(
@@ -188,7 +199,6 @@ class NativeModel:
             sequences=len(step.context_lens),
             samples=len(rows),
             max_blocks=step.block_tables.shape[1],
-            threads=self._threads,
             token_ids=_address(step.token_ids),
             positions=_address(step.positions),
             kv_slots=_address(step.kv_slots),
@@ -198,96 +208,39 @@ class NativeModel:
             logits=logits,
             states=states,
         )
-        self._run_step(ctypes.byref(self._model), ctypes.byref(native_step))
+        self._library.penstock_step(self._runner, ctypes.byref(native_step))
 
 
-def check_features(config: ModelConfig) -> None:
+def check_features(config: ModelConfig, dtype: torch.dtype) -> None:
     """Raises UnsupportedFeature for a model that step.cpp does not compute."""
     config.check_features(_PATH, _FEATURES)
+    names = ("hidden_size", "intermediate_size")
+    odd = [f"an odd {name}" for name in names if getattr(config, name) % 2]
+    if odd and dtype is torch.bfloat16:
+        raise UnsupportedFeature(odd, _PATH)
 
 
-@functools.cache
-def load_library() -> ctypes.CDLL | None:
-    """The compiled library, or None if it cannot be compiled; then it logs the reason."""
-    try:
-        return _load()
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "stderr", None) or error
-        logger.warning(
-            "step.cpp could not be compiled, so torch's operators are used instead, which are "
-            "slower for small batches; install g++ to fix it (%s)",
-            reason,
-        )
-        return None
+def _packed(library: ctypes.CDLL, linear: PlainLinear, *parts: int) -> list[_Linear]:
+    """Packs the weight, in place if it fills its bands.
 
-
-def _load() -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(str(_compiled(_cache())))
-    except OSError as error:
-        logger.info("step.cpp is compiled at every start, because it cannot be cached: %s", error)
-    with tempfile.TemporaryDirectory() as directory:  # a loaded library outlives its file
-        return ctypes.CDLL(str(_compiled(Path(directory))))
-
-
-def _cache() -> Path:
-    """The directory that keeps it. Raises OSError for a user without a home, as in containers."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
-    except RuntimeError as error:
-        raise OSError(str(error)) from None
-
-
-def _compiled(cache: Path) -> Path:
-    """The path of the library in that directory, compiled if it is not there yet.
-
-    Raises OSError if it cannot be written there, SubprocessError if it cannot be compiled.
+    parts: how many rows each of the layers has that are stacked; one layer if there are none.
     """
-    compiler = os.environ.get("CXX", "g++")
-    key = hashlib.sha256(_SOURCE.read_bytes())
-    for part in (compiler, *_COMPILE, platform.machine(), _processor(), torch.__version__):
-        key.update(part.encode())
-    library = cache / f"native-{key.hexdigest()[:16]}.so"
-    if library.exists():
-        return library
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _remove_stale(cache)
-    logger.info(
-        "compile: %s compiles step.cpp for this processor, into %s",
-        compiler,
-        cache,
-    )
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache) as scratch:
-        built, linked = Path(scratch, "native.o"), Path(scratch, "native.so")
-        _run_compiler(compiler, *_COMPILE, str(_SOURCE), "-o", str(built))
-        # Linked without -fopenmp: the OpenMP calls then resolve to the runtime that torch has
-        # loaded, and two runtimes never compete for the cores.
-        _run_compiler(compiler, "-shared", str(built), "-o", str(linked))
-        linked.replace(library)  # atomic, so that another process sees all of it or nothing
-    return library
-
-
-def _remove_stale(cache: Path) -> None:
-    """What processes left that were killed while they compiled."""
-    for scratch in cache.glob(f"{_SCRATCH}*"):
-        with contextlib.suppress(OSError):  # another process removes it at the same time
-            if time.time() - scratch.stat().st_mtime > _STALE_S:
-                shutil.rmtree(scratch)
-
-
-def _run_compiler(*command: str) -> None:
-    try:
-        subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S
-        )
-    except OSError as error:
-        raise subprocess.SubprocessError(str(error)) from None
-
-
-def _processor() -> str:
-    """What -march=native depends on: different machines may share a home directory."""
-    with Path("/proc/cpuinfo").open(encoding="utf-8") as cpuinfo:
-        return next((line for line in cpuinfo if line.startswith(("flags", "Features"))), "")
+    weight, columns = linear.weight, linear.weight.shape[1]
+    counts = [*parts] or [len(weight)]
+    sizes = [-(-rows // _BAND) * _BAND for rows in counts]
+    packed = weight
+    if sizes != counts:
+        packed = torch.zeros(sum(sizes), columns, dtype=weight.dtype)
+    biases = [None] * len(counts) if linear.bias is None else torch.split(linear.bias, counts)
+    made = []
+    for to, rows, bias in zip(
+        torch.split(packed, sizes), torch.split(weight, counts), biases, strict=True
+    ):
+        addresses = (c_void_p(_address(to)), c_void_p(_address(rows)))
+        library.penstock_pack(*addresses, c_int64(len(rows)), c_int64(columns))
+        made.append(_Linear(_address(to), _address(bias), len(rows), columns))
+    linear.weight = packed
+    return made
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -297,9 +250,4 @@ def _address(tensor: Tensor | None) -> int | None:
     return tensor.data_ptr()
 
 
-def _plain_linear(linear: PlainLinear) -> _Linear:
-    rows, columns = linear.weight.shape
-    return _Linear(_address(linear.weight), _address(linear.bias), rows, columns)
-
-
-_LINEARS = LinearProducts[_Linear](_PATH, {PlainLinear.weight_format: _plain_linear})
+_LINEARS = LinearProducts[PlainLinear](_PATH, {PlainLinear.weight_format: lambda linear: linear})

@@ -17,7 +17,8 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.weights import Checkpoint
-from penstock.engine.native.model import NativeModel, load_library
+from penstock.engine.native.library import load_library
+from penstock.engine.native.model import NativeModel
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import SamplingParams, ScheduledBatch, SlotAssignment
 
@@ -59,7 +60,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(family: str, seed: int = 0) -> Any:
+def make_model(family: str, seed: int = 0, **options: Any) -> Any:
     """transformers' model, in evaluation mode, with random weights, norms and biases included."""
     name, extra = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(
@@ -75,6 +76,7 @@ def make_model(family: str, seed: int = 0) -> Any:
             "attn_implementation": "eager",
         }
         | extra
+        | options
     )
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -107,7 +109,8 @@ class Harness:
 
     def __init__(self, model_dir: Path, num_sequences: int = 4, **options: Any) -> None:
         config = ModelConfig.from_dir(model_dir)
-        blocks_each = MAX_LEN // BLOCK_SIZE
+        max_len = options.get("max_len", MAX_LEN)
+        blocks_each = max_len // BLOCK_SIZE
         num_blocks = num_sequences * blocks_each
         native = options.get("native", False)
         dtype = options.get("dtype", torch.float32)
@@ -117,15 +120,15 @@ class Harness:
             Checkpoint(model_dir, partial(torch.empty, dtype=dtype)),
             options.get("make_linear", PlainLinear if native else cpu_linear(dtype)),
             gathered_attention,
-            max_model_len=MAX_LEN,
+            max_model_len=max_len,
             device=CPU,
         )
         self.pool = KVPool(config.kv_shape, num_blocks, BLOCK_SIZE, dtype, CPU)
         if native:
-            library = options.get("library") or load_library()
+            library = options.get("library") or load_library(dtype)
             assert library is not None
-            self.model = NativeModel(library, llama, self.pool, threads=2)
-        self.token_table = torch.zeros(num_sequences, MAX_LEN + 1, dtype=torch.int64)
+            self.model = NativeModel(library, llama, self.pool, options.get("threads", 2))
+        self.token_table = torch.zeros(num_sequences, max_len + 1, dtype=torch.int64)
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7))
         self.block_tables = shuffled.view(num_sequences, blocks_each).to(torch.int32)
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.config import Dtype
-from penstock.engine.native.model import load_library
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
+from tests.support.compiler import needs_compiler
 from tests.support.paths import DEMO_MODEL
 from tests.support.stepping import SteppedEngine
 from tests.support.tiny_models import engine_config, make_model, save
 
 MAX_MODEL_LEN = 128
-pytestmark = pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler here")
+pytestmark = needs_compiler
 
 Answer = list[tuple[int, float]]  # ids, with their logprobs to the last bit
 

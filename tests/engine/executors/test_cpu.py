@@ -12,10 +12,10 @@ from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.ipc.process import build_executor
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.native.model import load_library
 from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate, Tier
+from tests.support.compiler import needs_compiler
 from tests.support.paths import STORIES
 from tests.support.scheduling import make_request
 from tests.support.tiny_models import (
@@ -170,7 +170,7 @@ def test_info_does_not_count_the_gathered_embedding_as_read(family: str, tmp_pat
     assert info.weight_bytes == 4 * (num_parameters - 96 * 64)
 
 
-@pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("lacks", ["a feature", "a weight format"])
 def test_torch_computes_what_the_compiled_step_does_not(
     lacks: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

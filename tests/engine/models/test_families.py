@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from penstock.engine.models.layers.linear import PackedLinear, PlainLinear
-from penstock.engine.native.model import load_library
+from tests.support.compiler import HAS_COMPILER
 from tests.support.paths import STORIES
 from tests.support.tiny_models import FAMILIES, Harness, make_model, save
 from tests.support.weight_formats import NegatedLinear
@@ -33,7 +33,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(params=["torch", "native"])
 def native(request: pytest.FixtureRequest) -> bool:
-    if request.param == "native" and load_library() is None:
+    if request.param == "native" and not HAS_COMPILER:
         pytest.skip("there is no C++ compiler")
     return bool(request.param == "native")
 

@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature, UnsupportedWeightFormat
-from penstock.engine.native.model import check_features, load_library
+from penstock.engine.native.library import load_library
+from penstock.engine.native.model import check_features
+from tests.support.compiler import needs_compiler
 from tests.support.tiny_models import Harness, make_model, save
 from tests.support.weight_formats import NegatedLinear, reversed_config
 
@@ -20,14 +23,14 @@ def test_without_a_compiler_a_warning_is_logged_and_nothing_fails(
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        assert load_library.__wrapped__() is None
+        assert load_library.__wrapped__(torch.float32) is None
     assert "install g++" in caplog.text
 
 
 @pytest.fixture
 def _quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It copies what was compiled before."""
-    library = load_library()
+    library = load_library(torch.float32)
     assert library
     compiler = tmp_path / "quick-c++"
     compiler.write_text(f'#!/bin/sh\nfor last; do :; done\ncp "{library._name}" "$last"\n')
@@ -35,7 +38,7 @@ def _quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(compiler))
 
 
-@pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
+@needs_compiler
 @pytest.mark.usefixtures("_quick_compiler")
 @pytest.mark.parametrize("cache", ["a file", None])
 def test_without_a_cache_directory_the_library_is_compiled_for_this_start_alone(
@@ -52,12 +55,12 @@ def test_without_a_cache_directory_the_library_is_compiled_for_this_start_alone(
         monkeypatch.setattr("pwd.getpwuid", unknown)
         monkeypatch.delenv("HOME", raising=False)
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    made = load_library.__wrapped__()
-    assert made and made.penstock_step_float32
+    made = load_library.__wrapped__(torch.float32)
+    assert made and made.penstock_step
     assert not Path(made._name).exists()
 
 
-@pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
+@needs_compiler
 @pytest.mark.usefixtures("_quick_compiler")
 def test_what_a_killed_compilation_left_is_removed_by_a_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -66,15 +69,15 @@ def test_what_a_killed_compilation_left_is_removed_by_a_later_one(
     left, running = cache / "compiling-left", cache / "compiling-running"
     for directory in (left, running):
         directory.mkdir(parents=True)
-        (directory / "native.o").touch()
+        (directory / "native.so").touch()
     an_hour_ago_s = time.time() - 3600
     os.utime(left, (an_hour_ago_s, an_hour_ago_s))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert load_library.__wrapped__()
+    assert load_library.__wrapped__(torch.float32)
     assert not left.exists() and running.exists()
 
 
-@pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
+@needs_compiler
 def test_a_weight_format_that_is_not_compiled_is_refused_by_name(tmp_path: Path) -> None:
     path = save(make_model("llama2"), tmp_path)
     with pytest.raises(UnsupportedWeightFormat, match="'negated', which the compiled CPU step"):
@@ -83,6 +86,6 @@ def test_a_weight_format_that_is_not_compiled_is_refused_by_name(tmp_path: Path)
 
 def test_a_flag_that_is_not_compiled_is_refused_by_name(tmp_path: Path) -> None:
     config = ModelConfig.from_dir(save(make_model("llama_biases"), tmp_path))
-    check_features(config)
+    check_features(config, torch.float32)
     with pytest.raises(UnsupportedFeature, match="has is_reversed, which the compiled CPU step"):
-        check_features(reversed_config(config))
+        check_features(reversed_config(config), torch.float32)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from penstock.engine.config import Dtype
 from penstock.engine.model_input import build_model_input
-from penstock.engine.native.model import load_library
 from penstock.engine.sampling.prompt_reader import PromptReader
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import (
@@ -27,6 +26,7 @@ from penstock.scheduler.types import (
     SamplingParams,
     SlotAssignment,
 )
+from tests.support.compiler import needs_compiler
 from tests.support.paths import DEMO_MODEL, STORIES
 from tests.support.stepping import SteppedEngine, ids_of
 from tests.support.tiny_models import (
@@ -41,7 +41,6 @@ from tests.support.tiny_models import (
 )
 
 TOLERANCE = 1e-4
-needs_compiler = pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler")
 
 
 def request_of(

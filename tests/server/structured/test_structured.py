@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.native.model import load_library
 from tests.fuzz.many_schemas import bodies, check
+from tests.support.compiler import needs_compiler
 from tests.support.serving import RunningServer
 from tests.support.structured import SCHEMAS, ask_all, assert_validates, json_schema
 
@@ -196,7 +196,7 @@ def test_fields_that_forbid_all_of_the_grammar_end_the_answer_with_an_error(
 
 
 # Without one, rows are rounded differently in batches of other shapes, and other ids are drawn.
-@pytest.mark.skipif(load_library() is None, reason="there is no C++ compiler here")
+@needs_compiler
 @pytest.mark.parametrize("server", ["trained"], indirect=True)
 def test_a_preempted_answer_continues_unchanged(server: RunningServer) -> None:
     bodies = [

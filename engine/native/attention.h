@@ -1,0 +1,266 @@
+// Attention of one tile of queries to one KV head over the block table, by the online softmax of Milakov
+// and Gimelshein 2018 (arXiv:1805.02867).
+//
+// Keys and values are taken 64 positions at a time, and packed as products.h wants them: what they cost
+// then is shared by all queries of the tile, those of one group of heads among them. A sequence's positions
+// are cut into the same pieces whoever computes them, and the pieces are merged in order: so a long
+// context can be spread over threads, and a token has the same result as a decode and in a prompt.
+#pragma once
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <type_traits>
+
+#include "products.h"
+
+constexpr int64_t kKeys = 64;    // positions that are packed together
+constexpr int64_t kPiece = 512;  // positions of a piece
+
+// Rows that products.h may read and write beyond those it is asked for.
+constexpr int64_t kSpare = 32;
+
+// What rows of queries have gathered over some positions.
+struct Gathered {
+    float *mixed;   // (rows, step): the weighted sum of values
+    float *peak;    // (rows): the highest score, -infinity if there was none
+    float *weight;  // (rows): the sum of the weights, of which the highest is 1
+
+    static int64_t floats(int64_t rows, int64_t step) { return rows * (step + 2); }
+    static Gathered at(float *memory, int64_t rows, int64_t step) {
+        return {memory, memory + rows * step, memory + rows * (step + 1)};
+    }
+    void clear(int64_t rows, int64_t step) const {
+        std::fill(mixed, mixed + rows * step, 0.0f);
+        std::fill(peak, peak + rows, -std::numeric_limits<float>::infinity());
+        std::fill(weight, weight + rows, 0.0f);
+    }
+};
+
+// Adds what the next piece has gathered to what those before it have.
+inline void merge(const Gathered &to, const Gathered &piece, int64_t rows, int64_t step) {
+    for (int64_t row = 0; row < rows; ++row) {
+        if (piece.weight[row] == 0) continue;  // nothing of it is visible
+        const float peak = std::max(to.peak[row], piece.peak[row]);
+        const float old_scale = std::exp(to.peak[row] - peak);
+        const float new_scale = std::exp(piece.peak[row] - peak);
+        to.peak[row] = peak;
+        to.weight[row] = to.weight[row] * old_scale + piece.weight[row] * new_scale;
+        for (int64_t i = 0; i < step; i += kLanes)
+            store(to.mixed + row * step + i,
+                  fused(load(to.mixed + row * step + i), all(old_scale),
+                        load(piece.mixed + row * step + i) * new_scale));
+    }
+}
+
+// T: of the KV pool. A thread has one of its own.
+template <class T> class Attention {
+  public:
+    // Queries, and the weights of values, are of X, as keys and values are once packed.
+    using X = typename Operands<T>::X;
+
+    Attention(int64_t max_rows, int64_t head_dim)
+        : dim_(head_dim), step_(banded_rows(head_dim)), rows_(max_rows + kSpare),
+          queries_(new X[rows_ * dim_]()), keys_(new X[kKeys * dim_]), values_(new X[kKeys * step_]),
+          weights_(new X[rows_ * kKeys]()), scores_(new float[rows_ * kKeys]),
+          memory_(new float[2 * Gathered::floats(rows_, step_)]),
+          gathered_(Gathered::at(memory_.get(), rows_, step_)),
+          piece_(Gathered::at(memory_.get() + Gathered::floats(rows_, step_), rows_, step_)) {}
+
+    int64_t step() const { return step_; }  // of what is gathered, between rows
+    X *queries() { return queries_.get(); }  // (rows, head_dim), to be filled before
+    const Gathered &gathered() const { return gathered_; }
+    const Gathered &piece() const { return piece_; }
+
+    struct Keys {  // of one KV head
+        const T *keys, *values;
+        const int32_t *table;
+        int64_t block_size, step;  // elements between positions
+
+        // Where `count` positions from `start` on are, from `keys` and from `values` alike.
+        void find(int64_t start, int64_t count, int64_t *offsets) const {
+            int64_t block = start / block_size, in_block = start % block_size;
+            for (int64_t i = 0; i < count; ++block, in_block = 0) {
+                int64_t offset = (table[block] * block_size + in_block) * step;
+                const int64_t end = std::min(count, i + block_size - in_block);
+                for (; i < end; ++i, offset += step) offsets[i] = offset;
+            }
+        }
+    };
+    struct Rows {  // `group` rows a token; its positions follow each other
+        int64_t first_position, tokens, group, window;
+
+        int64_t count() const { return tokens * group; }
+        int64_t last() const { return first_position + tokens - 1; }
+        int64_t oldest(int64_t position) const {
+            return window ? std::max<int64_t>(position - window + 1, 0) : 0;
+        }
+    };
+
+    // Brings the positions of a piece that come first into the caches.
+    void prefetch(const Keys &keys, const Rows &rows, int64_t piece) {
+        const int64_t oldest = rows.oldest(rows.first_position) / kKeys * kKeys;
+        prefetch(keys, std::max(piece * kPiece, oldest), rows.first_position);
+    }
+
+    // Over all pieces, into gathered().
+    void attend(const Keys &keys, const Rows &rows) {
+        gathered_.clear(rows.count(), step_);
+        for (int64_t piece = rows.oldest(rows.first_position) / kPiece;
+             piece * kPiece <= rows.last(); ++piece) {
+            attend_piece(keys, rows, piece);
+            merge(gathered_, piece_, rows.count(), step_);
+        }
+    }
+
+    // Over one, into piece().
+    void attend_piece(const Keys &keys, const Rows &rows, int64_t piece) {
+        const int64_t count = rows.count();
+        piece_.clear(count, step_);
+        const int64_t begin = std::max(piece * kPiece, rows.oldest(rows.first_position));
+        const int64_t end = std::min((piece + 1) * kPiece, rows.last() + 1);
+        for (int64_t start = begin / kKeys * kKeys; start < end; start += kKeys) {
+            const int64_t known = std::min(kKeys, end - start), width = banded_rows(known);
+            prefetch(keys, start + kKeys, end);
+            keys.find(start, known, offsets_);
+            pack_keys(keys, known, width);
+            for (int64_t n = 0; n < width; n += kBand)
+                multiply_band<X>(queries_.get(), dim_, count, keys_.get() + n * dim_, dim_, true,
+                                 scores_.get() + n, kKeys);
+            soften(rows, start, width);
+            pack_values(keys, known, width);
+            for (int64_t n = 0; n < step_; n += kBand)
+                multiply_band<X>(weights_.get(), kKeys, count, values_.get() + n * kKeys, width,
+                                 false, piece_.mixed + n, step_);
+        }
+    }
+
+  private:
+    // Brings positions into the caches: a block table hides from the hardware which are next.
+    void prefetch(const Keys &keys, int64_t start, int64_t end) {
+        const int64_t count = std::min(kKeys, end - start);
+        if (count <= 0) return;
+        keys.find(start, count, offsets_);
+        for (const T *pool : {keys.keys, keys.values})
+            for (int64_t i = 0; i < count; ++i)
+                for (int64_t k = 0; k < dim_; k += 64 / int64_t(sizeof(T)))
+                    __builtin_prefetch(pool + offsets_[i] + k, 0, 3);
+    }
+
+    static constexpr int64_t kGroup = Operands<X>::group;
+
+    // `kGroup` numbers of each of the lanes.
+    static Words words(const T *row, int64_t k) {
+        if constexpr (kGroup == 2)
+            return *reinterpret_cast<const Words *>(row + k);
+        else
+            return (Words)load(row + k);
+    }
+    static void put(X *to, const T *from) {
+        if constexpr (std::is_same_v<X, T>)
+            *to = *from;
+        else
+            *to = widen(*from);
+    }
+
+    // Bands of keys; k runs along the head.
+    void pack_keys(const Keys &keys, int64_t known, int64_t width) {
+        const auto row = [&](int64_t i) { return keys.keys + offsets_[i]; };
+        constexpr int64_t lanes = kLanes * kGroup;
+        for (int64_t first = 0; first < width; first += kLanes) {
+            X *out = keys_.get() + first / kBand * kBand * dim_ + first % kBand * kGroup;
+            const int64_t count = std::clamp<int64_t>(known - first, 0, kLanes);
+            int64_t k = 0;
+            for (; k + lanes <= dim_; k += lanes, out += kBand * lanes) {
+                Words square[kLanes];
+                for (int i = 0; i < kLanes; ++i)
+                    square[i] = i < count ? words(row(first + i), k) : Words{};
+                transpose(square);
+                for (int i = 0; i < kLanes; ++i)
+                    *reinterpret_cast<Words *>(out + i * kBand * kGroup) = square[i];
+            }
+            for (; k < dim_; k += kGroup, out += kBand * kGroup)
+                for (int i = 0; i < kLanes; ++i)
+                    for (int64_t j = 0; j < kGroup; ++j)
+                        if (i < count)
+                            put(out + i * kGroup + j, row(first + i) + k + j);
+                        else
+                            out[i * kGroup + j] = X{};
+        }
+    }
+
+    // Bands of the head's numbers; k runs along positions.
+    void pack_values(const Keys &keys, int64_t known, int64_t width) {
+        for (int64_t key = 0; key < width; key += kGroup) {
+            const T *rows[kGroup];
+            for (int64_t j = 0; j < kGroup; ++j)
+                rows[j] = key + j < known ? keys.values + offsets_[key + j] : nullptr;
+            for (int64_t n = 0; n < step_; n += kLanes) {
+                X *out = values_.get() + n / kBand * kBand * kKeys + key * kBand + n % kBand * kGroup;
+                if (rows[0] && rows[kGroup - 1] && n + kLanes <= dim_) {
+                    if constexpr (kGroup == 2) {
+                        auto wide = [&](int j) {
+                            return __builtin_convertvector(
+                                *reinterpret_cast<const Halves *>(rows[j] + n), Words);
+                        };
+                        *reinterpret_cast<Words *>(out) = wide(0) | wide(1) << 16;
+                    } else {
+                        store(out, load(rows[0] + n));
+                    }
+                    continue;
+                }
+                for (int64_t i = 0; i < kLanes; ++i)
+                    for (int64_t j = 0; j < kGroup; ++j)
+                        if (rows[j] && n + i < dim_)
+                            put(out + i * kGroup + j, rows[j] + n + i);
+                        else
+                            out[i * kGroup + j] = X{};
+            }
+        }
+    }
+
+    // Turns scores into weights, 0 for positions that a row must not see, and scales what it has
+    // gathered so far, so that its highest score has the weight 1.
+    void soften(const Rows &rows, int64_t start, int64_t width) {
+        const float scale = 1.0f / std::sqrt(float(dim_));
+        for (int64_t row = 0; row < rows.count(); ++row) {
+            const int64_t position = rows.first_position + row / rows.group;
+            const int64_t begin = std::max<int64_t>(rows.oldest(position) - start, 0);
+            const int64_t end = std::min(width, position + 1 - start);
+            X *weights = weights_.get() + row * kKeys;
+            if (begin >= end) {
+                std::fill(weights, weights + width, X{});
+                continue;
+            }
+            float *scores = scores_.get() + row * kKeys;
+            if (begin > 0 || end < width) {
+                std::fill(scores, scores + std::min(begin, width),
+                          -std::numeric_limits<float>::infinity());
+                std::fill(scores + end, scores + width, -std::numeric_limits<float>::infinity());
+            }
+            Floats peaks = load(scores);
+            for (int64_t i = kLanes; i < width; i += kLanes) peaks = larger(peaks, load(scores + i));
+            const float peak = std::max(piece_.peak[row], highest(peaks) * scale);
+            const float shrink = std::exp(piece_.peak[row] - peak);
+            Floats sums = {};
+            for (int64_t i = 0; i < width; i += kLanes) {
+                const Floats score = load(scores + i);
+                const Floats weight = exp(score * scale - peak);
+                const Floats seen =
+                    score == -std::numeric_limits<float>::infinity() ? Floats{} : weight;
+                sums += seen;
+                store(weights + i, seen);
+            }
+            piece_.weight[row] = piece_.weight[row] * shrink + sum(sums);
+            piece_.peak[row] = peak;
+            if (shrink == 1) continue;
+            float *mixed = piece_.mixed + row * step_;
+            for (int64_t i = 0; i < step_; i += kLanes) store(mixed + i, load(mixed + i) * shrink);
+        }
+    }
+
+    const int64_t dim_, step_, rows_;
+    std::unique_ptr<X[]> queries_, keys_, values_, weights_;
+    std::unique_ptr<float[]> scores_, memory_;
+    Gathered gathered_, piece_;
+    int64_t offsets_[kKeys];  // of the positions that are computed
+};

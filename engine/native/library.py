@@ -1,0 +1,124 @@
+"""Compiles step.cpp, if there is a compiler.
+
+The library is compiled for this processor when it is first needed, and kept in the user's cache
+directory; if that cannot be written, it is compiled at every start. Without a compiler,
+`load_library` logs a warning and returns None, and `penstock.engine.models.llama` computes the same
+in torch.
+
+$CXX names another compiler than g++, and $CXXFLAGS adds to its flags: CXXFLAGS=-march=x86-64-v3
+compiles for processors that have no AVX-512.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("step.cpp")
+# C++ has a library for each type of weights, so that nobody waits for what is not used.
+_WEIGHTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
+_COMPILE = ("-std=c++20", "-O3", "-march=native", "-fPIC")
+_SCRATCH = "compiling-"
+_COMPILER_TIMEOUT_S = 120
+_STALE_S = 2 * _COMPILER_TIMEOUT_S
+
+
+@functools.cache
+def load_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The library for weights of this type, or None if it cannot be compiled; then it logs why."""
+    try:
+        return _load(dtype)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        logger.warning(
+            "step.cpp could not be compiled, so torch's operators are used instead, which are "
+            "slower for small batches; install g++ to fix it (%s)",
+            reason,
+        )
+        return None
+
+
+def _load(dtype: torch.dtype) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(_compiled(_cache(), dtype)))
+    except OSError as error:
+        logger.info("step.cpp is compiled at every start, because it cannot be cached: %s", error)
+    with tempfile.TemporaryDirectory() as directory:  # a loaded library outlives its file
+        return ctypes.CDLL(str(_compiled(Path(directory), dtype)))
+
+
+def _cache() -> Path:
+    """The directory that keeps it. Raises OSError for a user without a home, as in containers."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
+
+
+def _compiled(cache: Path, dtype: torch.dtype) -> Path:
+    """The path of the library in that directory, compiled if it is not there yet.
+
+    Raises OSError if it cannot be written there, SubprocessError if it cannot be compiled.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    flags = (
+        *_COMPILE,
+        f"-DPENSTOCK_WEIGHTS={_WEIGHTS[dtype]}",
+        *shlex.split(os.environ.get("CXXFLAGS", "")),
+    )
+    key = hashlib.sha256()
+    for source in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h"))):
+        key.update(source.read_bytes())
+    for part in (compiler, *flags, platform.machine(), _processor()):
+        key.update(part.encode())
+    library = cache / f"native-{key.hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _remove_stale(cache)
+    logger.info(
+        "compile: %s compiles step.cpp for this processor, into %s",
+        compiler,
+        cache,
+    )
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache) as scratch:
+        linked = Path(scratch, "native.so")
+        _run_compiler(compiler, *flags, "-shared", "-pthread", str(_SOURCE), "-o", str(linked))
+        linked.replace(library)  # atomic, so that another process sees all of it or nothing
+    return library
+
+
+def _remove_stale(cache: Path) -> None:
+    """What processes left that were killed while they compiled."""
+    for scratch in cache.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):  # another process removes it at the same time
+            if time.time() - scratch.stat().st_mtime > _STALE_S:
+                shutil.rmtree(scratch)
+
+
+def _run_compiler(*command: str) -> None:
+    try:
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S
+        )
+    except OSError as error:
+        raise subprocess.SubprocessError(str(error)) from None
+
+
+def _processor() -> str:
+    """What -march=native depends on: different machines may share a home directory."""
+    with Path("/proc/cpuinfo").open(encoding="utf-8") as cpuinfo:
+        return next((line for line in cpuinfo if line.startswith(("flags", "Features"))), "")

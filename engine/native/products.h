@@ -1,0 +1,215 @@
+// Products of activations with weights: y = x W^T, for any number of rows of x.
+//
+// Weights are packed once, into bands of 32 of their rows; inside a band, k runs slowest, and what one
+// instruction multiplies lies together: [k / group][32][group]. So a product reads each band as one
+// stream, 32 results at a time, and needs no sum over lanes.
+//
+// Every dot product is added up in the same order, along k, whatever else is in the tile. So a token's
+// result depends only on its own sequence: not on the other rows of the batch, and not on how a
+// prompt is split into chunks.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "tiles.h"
+#include "vectors.h"
+
+constexpr int64_t kBand = 32;
+// What is read of x in one go, and of the band, stays in the caches nearest to the arithmetic.
+constexpr int64_t kBlock = 1024;
+constexpr std::size_t kPrefetchBytes = 8192;
+
+// Where one instruction multiplies pairs of bfloat16, and adds both products.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PENSTOCK_PAIRS 1
+#endif
+
+// For weights of T: the type of activations, and how many numbers along k are multiplied together.
+template <class T> struct Operands {
+    using X = float;
+    static constexpr int64_t group = 1;
+};
+template <> struct Operands<bf16> {
+#if defined(PENSTOCK_PAIRS) || defined(PENSTOCK_TILES)
+    using X = bf16;
+#else
+    using X = float;
+#endif
+    static constexpr int64_t group = 2;
+};
+
+inline int64_t banded_rows(int64_t rows) { return (rows + kBand - 1) / kBand * kBand; }
+
+// Packs a matrix of rows; `out` has room for whole bands, and may be `rows` itself.
+template <class T> void pack(T *out, const T *rows, int64_t num_rows, int64_t columns) {
+    constexpr int64_t group = Operands<T>::group;
+    std::vector<T> band(kBand * columns);
+    for (int64_t first = 0; first < num_rows; first += kBand) {
+        const int64_t count = std::min(kBand, num_rows - first);
+        std::fill(band.begin(), band.end(), T{});
+        std::copy_n(rows + first * columns, count * columns, band.begin());
+        T *to = out + first * columns;
+        for (int64_t k = 0; k < columns; k += group)
+            for (int64_t n = 0; n < kBand; ++n)
+                for (int64_t i = 0; i < group; ++i) *to++ = band[n * columns + k + i];
+    }
+}
+
+// The distance between numbers `group` apart along k, and where a row begins in its band.
+template <class T> inline const T *row_in_band(const T *packed, int64_t row, int64_t columns) {
+    return packed + row / kBand * kBand * columns + row % kBand * Operands<T>::group;
+}
+
+// ---- Tiles in vector registers ------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12, kTileVectors = 2;  // of 32 registers
+#elif defined(__aarch64__)
+constexpr int kTileRows = 6, kTileVectors = 4;  // of 32 registers
+#else
+constexpr int kTileRows = 6, kTileVectors = 2;  // of 16 registers
+#endif
+
+// total[i][j] += x_i * w_j, for the `group` numbers of k at x and w.
+template <int R>
+inline void add_products(Floats (&total)[R][kTileVectors], const float *x, int64_t x_step,
+                         const Floats (&w)[kTileVectors]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) {
+        const Floats one = keep(all(x[i * x_step]));
+#pragma GCC unroll 4
+        for (int j = 0; j < kTileVectors; ++j) total[i][j] = fused(one, w[j], total[i][j]);
+    }
+}
+template <int R, class T>
+inline void add_products(Floats (&total)[R][kTileVectors], const float *x, int64_t x_step,
+                         const T *w) {
+    Floats values[kTileVectors];
+    for (int j = 0; j < kTileVectors; ++j) values[j] = keep(load(w + j * kLanes));
+    add_products<R>(total, x, x_step, values);
+}
+// The two numbers of a pair are the halves of a word.
+template <int R>
+inline void add_products(Floats (&total)[R][kTileVectors], const float *x, int64_t x_step,
+                         const bf16 *w) {
+    Floats even[kTileVectors], odd[kTileVectors];
+    for (int j = 0; j < kTileVectors; ++j) {
+        const Words pair = reinterpret_cast<const Words *>(w)[j];
+        even[j] = keep((Floats)(pair << 16));
+        odd[j] = keep((Floats)(pair & 0xffff0000u));
+    }
+    add_products<R>(total, x, x_step, even);
+    add_products<R>(total, x + 1, x_step, odd);
+}
+#if defined(PENSTOCK_PAIRS)
+inline Floats add_pairs(Floats total, Words a, Words b) {
+#if defined(__AVX512BF16__)
+    return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#else
+    return (Floats)vbfdotq_f32((float32x4_t)total, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#endif
+}
+template <int R>
+inline void add_products(Floats (&total)[R][kTileVectors], const bf16 *x, int64_t x_step,
+                         const bf16 *w) {
+    Words pairs[kTileVectors];
+    for (int j = 0; j < kTileVectors; ++j)
+        pairs[j] = keep(reinterpret_cast<const Words *>(w)[j]);
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) {
+        std::uint32_t pair;
+        std::memcpy(&pair, x + i * x_step, sizeof pair);
+        const Words one = keep(Words{} + pair);
+        for (int j = 0; j < kTileVectors; ++j) total[i][j] = add_pairs(total[i][j], one, pairs[j]);
+    }
+}
+#elif defined(PENSTOCK_TILES)
+// Only where tiles are emulated, for tests: one product after the other.
+template <int R>
+inline void add_products(Floats (&total)[R][kTileVectors], const bf16 *x, int64_t x_step,
+                         const bf16 *w) {
+    float wide[R * 2];
+    for (int i = 0; i < R; ++i)
+        for (int k = 0; k < 2; ++k) wide[2 * i + k] = widen(x[i * x_step + k]);
+    add_products<R>(total, wide, 2, w);
+}
+#endif
+
+// R rows of x with a band. c is written, or added to where it is not the first part of the sum.
+template <class T, class X, int R, bool kFirst>
+__attribute__((noinline)) void multiply_tile(const X *x, int64_t x_step, const T *w, int64_t length,
+                                             float *c, int64_t c_step) {
+    constexpr int64_t group = Operands<T>::group, step = kBand * group;
+    for (int64_t n = 0; n < kBand; n += kTileVectors * kLanes) {
+        Floats total[R][kTileVectors];
+        for (int i = 0; i < R; ++i)
+            for (int j = 0; j < kTileVectors; ++j)
+                total[i][j] = kFirst ? Floats{} : load(c + i * c_step + n + j * kLanes);
+        const T *p = w + n * group;
+        for (int64_t k = 0; k < length; k += group, p += step) {
+            if (n == 0)
+                for (std::size_t line = 0; line < step * sizeof(T); line += 64)
+                    __builtin_prefetch(reinterpret_cast<const char *>(p) + kPrefetchBytes + line, 0,
+                                       2);
+            add_products<R>(total, x + k, x_step, p);
+        }
+        for (int i = 0; i < R; ++i)
+            for (int j = 0; j < kTileVectors; ++j)
+                store(c + i * c_step + n + j * kLanes, total[i][j]);
+    }
+}
+
+template <class T, class X, bool kFirst, int... R>
+inline void multiply_rows(int rows, const X *x, int64_t x_step, const T *w, int64_t length,
+                          float *c, int64_t c_step, std::integer_sequence<int, R...>) {
+    using Tile = void (*)(const X *, int64_t, const T *, int64_t, float *, int64_t);
+    static constexpr Tile kTiles[] = {multiply_tile<T, X, R + 1, kFirst>...};
+    kTiles[rows - 1](x, x_step, w, length, c, c_step);
+}
+
+// c[i][0..32) = x_i . w, or += that where `is_first` is not set. Steps count elements between rows.
+// With tiles, x, and c, must have room for whole tiles of 16 rows.
+template <class T, class X>
+inline void multiply_band(const X *x, int64_t x_step, int64_t rows, const T *w, int64_t length,
+                          bool is_first, float *c, int64_t c_step) {
+#if defined(PENSTOCK_TILES)
+    if constexpr (std::is_same_v<T, bf16> && std::is_same_v<X, bf16>)
+        if (may_use_tiles())
+            return multiply_band_by_tiles(x, x_step, rows, w, length, is_first, c, c_step);
+#endif
+    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    constexpr auto kRows = std::make_integer_sequence<int, kTileRows>();
+    for (int64_t k = 0; k < length; k += kBlock) {
+        const int64_t part = std::min(kBlock, length - k);
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t row = tile * rows / tiles, count = (tile + 1) * rows / tiles - row;
+            const X *from = x + row * x_step + k;
+            float *to = c + row * c_step;
+            if (is_first && k == 0)
+                multiply_rows<T, X, true>(int(count), from, x_step, w + k * kBand, part, to, c_step,
+                                          kRows);
+            else
+                multiply_rows<T, X, false>(int(count), from, x_step, w + k * kBand, part, to,
+                                           c_step, kRows);
+        }
+    }
+}
+
+// What computes products with weights of T, for people to read.
+template <class T> const char *products() {
+#if defined(PENSTOCK_TILES)
+    if (std::is_same_v<T, bf16> && may_use_tiles()) return "AMX tiles of bfloat16";
+#endif
+#if defined(PENSTOCK_PAIRS)
+    if (std::is_same_v<T, bf16>) return kLanes == 16 ? "AVX-512 with bfloat16" : "NEON with bfloat16";
+#endif
+#if defined(__AVX512F__)
+    return "AVX-512";
+#elif defined(__FMA__)
+    return "AVX2";
+#elif defined(__aarch64__)
+    return "NEON";
+#else
+    return "vectors of 4 numbers";
+#endif
+}

@@ -1,0 +1,37 @@
+// What Python passes; engine/native/model.py declares the same with ctypes.
+#pragma once
+#include <cstdint>
+
+using std::int32_t;
+using std::int64_t;
+
+struct Linear {
+    const void *weight;  // (rows, columns), in bands: see products.h
+    const void *bias;    // (rows) or null
+    int64_t rows, columns;
+};
+
+struct Layer {
+    const void *input_norm, *query_norm, *key_norm, *mlp_norm;  // query_norm, key_norm may be null
+    Linear qkv, output, gate, up, down;
+    void *keys, *values;  // (num_blocks, block_size, num_kv_heads, head_dim)
+    int64_t window;       // positions that a token attends to, its own included; 0: all
+};
+
+struct Model {
+    int64_t num_layers, hidden, heads, kv_heads, head_dim, mlp, block_size;
+    double eps;
+    const Layer *layers;
+    const void *embedding, *norm;
+    int64_t embedding_in_bands;  // 1 where the output layer shares it, else 0: row by row
+    Linear lm_head;
+    const float *cos, *sin;  // (positions, head_dim / 2)
+};
+
+struct Step {
+    int64_t tokens, sequences, samples, max_blocks;
+    const int64_t *token_ids, *positions, *kv_slots, *sample_rows;
+    const int32_t *block_tables, *query_starts;
+    float *logits;  // (samples, vocabulary)
+    void *states;   // (samples, hidden), of T, or null: see the functions in step.cpp
+};

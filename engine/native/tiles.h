@@ -1,0 +1,154 @@
+// Tiles of AMX: products of 16 rows of bfloat16 with 16 columns, 32 numbers along k in one instruction.
+//
+// The operating system grants their use to a process that asks for it (may_use_tiles); each thread then
+// holds a TileScope while it multiplies. Source: Intel 64 and IA-32 Software Developer's Manual, volume 1,
+// chapter 18. PENSTOCK_EMULATE_TILES computes the same, slowly, on any processor, for tests.
+#pragma once
+#include <algorithm>
+#include <cstring>
+
+#include "vectors.h"
+
+#if defined(__AMX_BF16__) || defined(PENSTOCK_EMULATE_TILES)
+#define PENSTOCK_TILES 1
+#endif
+
+#if defined(PENSTOCK_TILES)
+
+constexpr int64_t kTile = 16;   // rows of a tile
+constexpr int64_t kDepth = 32;  // numbers of bfloat16 in a row
+
+#if defined(PENSTOCK_EMULATE_TILES)
+
+inline bool may_use_tiles() { return true; }
+struct TileScope {};
+struct Tile {
+    std::uint32_t words[kTile][kTile];
+};
+inline thread_local Tile tiles[8];
+template <int I> inline void tile_zero() { tiles[I] = {}; }
+template <int I> inline void tile_load(const void *from, int64_t step_bytes) {
+    for (int64_t i = 0; i < kTile; ++i)
+        std::memcpy(tiles[I].words[i], static_cast<const char *>(from) + i * step_bytes, 64);
+}
+template <int I> inline void tile_store(void *to, int64_t step_bytes) {
+    for (int64_t i = 0; i < kTile; ++i)
+        std::memcpy(static_cast<char *>(to) + i * step_bytes, tiles[I].words[i], 64);
+}
+template <int C, int A, int B> inline void tile_multiply() {
+    auto half = [](std::uint32_t word, int i) {
+        return std::bit_cast<float>(i ? word & 0xffff0000u : word << 16);
+    };
+    for (int64_t m = 0; m < kTile; ++m)
+        for (int64_t n = 0; n < kTile; ++n) {
+            float sums[2] = {};
+            for (int64_t k = 0; k < kTile; ++k)
+                for (int i = 0; i < 2; ++i)
+                    sums[i] = std::fma(half(tiles[A].words[m][k], i),
+                                       half(tiles[B].words[k][n], i), sums[i]);
+            float total = std::bit_cast<float>(tiles[C].words[m][n]) + (sums[0] + sums[1]);
+            tiles[C].words[m][n] = std::bit_cast<std::uint32_t>(total);
+        }
+}
+
+#else
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Whether this process has them: the system may not know them, or a sandbox may forbid to ask.
+inline bool may_use_tiles() {
+    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+    return granted;
+}
+
+// All eight tiles are 16 rows of 64 bytes. Released at the end, so that a switch between threads does
+// not save 8 KiB. The clobbers keep the compiler from moving reads and writes of memory across.
+class TileScope {
+  public:
+    TileScope() {
+        if (!may_use_tiles()) return;
+        alignas(64) unsigned char config[64] = {1};  // the palette
+        for (int i = 0; i < 8; ++i) {
+            config[16 + 2 * i] = 64;  // bytes in a row, of two bytes
+            config[48 + i] = 16;      // rows
+        }
+        asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
+    }
+    ~TileScope() {
+        if (may_use_tiles()) asm volatile("tilerelease" ::: "memory");
+    }
+    TileScope(const TileScope &) = delete;
+};
+template <int I> inline void tile_zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(I));
+}
+template <int I> inline void tile_load(const void *from, int64_t step_bytes) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(step_bytes), "i"(I) : "memory");
+}
+template <int I> inline void tile_store(void *to, int64_t step_bytes) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(step_bytes), "i"(I) : "memory");
+}
+template <int C, int A, int B> inline void tile_multiply() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+#endif
+
+// As multiply_band in products.h, of M tiles of 16 rows: C in tiles 0 to 3, x in 4 and 5, w in 6 and 7.
+template <int M>
+inline void multiply_tiles(const bf16 *x, int64_t x_step, const bf16 *w, int64_t length,
+                           bool is_first, float *c, int64_t c_step) {
+    const int64_t c_bytes = 4 * c_step, band = 32;
+    if (is_first) {
+        tile_zero<0>(), tile_zero<1>();
+        if constexpr (M == 2) tile_zero<2>(), tile_zero<3>();
+    } else {
+        tile_load<0>(c, c_bytes), tile_load<1>(c + kTile, c_bytes);
+        if constexpr (M == 2)
+            tile_load<2>(c + kTile * c_step, c_bytes),
+                tile_load<3>(c + kTile * c_step + kTile, c_bytes);
+    }
+    auto multiply = [&](const bf16 *from, int64_t from_bytes, const bf16 *weights) {
+        tile_load<4>(from, from_bytes);
+        tile_load<6>(weights, 4 * band), tile_load<7>(weights + 2 * kTile, 4 * band);
+        tile_multiply<0, 4, 6>(), tile_multiply<1, 4, 7>();
+        if constexpr (M == 2) {
+            tile_load<5>(reinterpret_cast<const char *>(from) + kTile * from_bytes, from_bytes);
+            tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+        }
+    };
+    int64_t k = 0;
+    for (; k + kDepth <= length; k += kDepth) {
+        for (int64_t line = 0; line < 4 * band * kTile; line += 64)
+            __builtin_prefetch(reinterpret_cast<const char *>(w + k * band) + 8192 + line, 0, 2);
+        multiply(x + k, 2 * x_step, w + k * band);
+    }
+    if (k < length) {  // the rest, filled up with zeros on both sides
+        alignas(64) bf16 rest[M * kTile][kDepth] = {}, weights[kDepth * 32] = {};
+        for (int64_t i = 0; i < M * kTile; ++i)
+            std::copy_n(x + i * x_step + k, length - k, rest[i]);
+        std::copy_n(w + k * band, (length - k) * band, weights);
+        multiply(rest[0], sizeof rest[0], weights);
+    }
+    tile_store<0>(c, c_bytes), tile_store<1>(c + kTile, c_bytes);
+    if constexpr (M == 2)
+        tile_store<2>(c + kTile * c_step, c_bytes),
+            tile_store<3>(c + kTile * c_step + kTile, c_bytes);
+}
+
+inline void multiply_band_by_tiles(const bf16 *x, int64_t x_step, int64_t rows, const bf16 *w,
+                                   int64_t length, bool is_first, float *c, int64_t c_step) {
+    int64_t row = 0;
+    for (; row + kTile < rows; row += 2 * kTile)
+        multiply_tiles<2>(x + row * x_step, x_step, w, length, is_first, c + row * c_step, c_step);
+    if (row < rows)
+        multiply_tiles<1>(x + row * x_step, x_step, w, length, is_first, c + row * c_step, c_step);
+}
+
+#else
+
+struct TileScope {};
+
+#endif

@@ -1,0 +1,36 @@
+"""Fixtures for tests of the engine."""
+
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.native.library import load_library
+from tests.support.compiler import HAS_COMPILER
+
+# What the compiler is told, and what a processor needs to run that. Tiles are emulated.
+_PROCESSORS = {
+    "vectors of 4": ("-march=x86-64", ""),
+    "AVX2": ("-march=x86-64-v3", "avx2"),
+    "AVX-512": ("-march=x86-64-v4", "avx512vl"),
+    "tiles": ("-march=native -DPENSTOCK_EMULATE_TILES", ""),
+    "native": ("-march=native", ""),
+}
+if platform.machine() != "x86_64":
+    _PROCESSORS = {kind: _PROCESSORS[kind] for kind in ("tiles", "native")}
+
+
+@pytest.fixture(scope="module", params=_PROCESSORS)
+def processor(request: pytest.FixtureRequest) -> Iterator[str]:
+    """While it lasts, the compiled step is the one for that kind of processor."""
+    if not HAS_COMPILER:
+        pytest.skip("there is no C++ compiler here")
+    flags, needed = _PROCESSORS[request.param]
+    if needed not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"this processor lacks {needed}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXXFLAGS", f"-O1 -Wno-psabi {flags}")
+        load_library.cache_clear()
+        yield request.param
+    load_library.cache_clear()

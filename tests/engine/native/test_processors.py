@@ -1,0 +1,177 @@
+"""The compiled step on each kind of processor: conversions, whole steps, the same bits always."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.native import library
+from tests.support.tiny_models import Harness, make_model, save
+
+
+@pytest.fixture(scope="module")
+def conversions(processor: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The functions of conversions.cpp."""
+    path = tmp_path_factory.mktemp("native") / "conversions.so"
+    source = Path(__file__).with_name("conversions.cpp")
+    _run(
+        os.environ.get("CXX", "g++"),
+        *_flags(os.environ["CXXFLAGS"]),
+        "-fPIC",
+        "-shared",
+        source,
+        "-o",
+        path,
+    )
+    return ctypes.CDLL(str(path))
+
+
+def test_products_are_right_and_the_same_alone(processor: str, tmp_path: Path) -> None:
+    _run(
+        _compiled_products(tmp_path, os.environ.get("CXX", "g++"), *_flags(os.environ["CXXFLAGS"]))
+    )
+
+
+@pytest.mark.skipif(
+    None in (shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")),
+    reason="apt-get install g++-aarch64-linux-gnu qemu-user-static",
+)
+@pytest.mark.parametrize("march", ["armv8.2-a", "armv8.6-a"])  # the second multiplies bfloat16
+def test_products_are_right_on_arm(march: str, tmp_path: Path) -> None:
+    flags = [*_flags(f"-O1 -march={march}"), "-static"]
+    program = _compiled_products(tmp_path, "aarch64-linux-gnu-g++", *flags)
+    _run("qemu-aarch64-static", program)
+
+
+def test_every_float16_is_widened_as_by_torch(conversions: ctypes.CDLL) -> None:
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    vectors, values = torch.empty(2, 2**16).unbind()
+    conversions.widened(
+        *map(_pointer, (halves,)), ctypes.c_int64(2**16), *map(_pointer, (vectors, values))
+    )
+    expected = halves.view(torch.float16).float()
+    for widened in (vectors, values):
+        torch.testing.assert_close(widened, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_floats_are_rounded_as_by_torch_and_what_float16_cannot_hold_is_nan(
+    conversions: ctypes.CDLL,
+) -> None:
+    floats = _floats()
+    vectors, values = torch.empty(2, len(floats), dtype=torch.int16).unbind()
+    conversions.rounded(
+        _pointer(floats), ctypes.c_int64(len(floats)), *map(_pointer, (vectors, values))
+    )
+    expected = floats.half().float()
+    expected[expected.isinf()] = float("nan")
+    assert expected.isnan().sum() > 1000 < expected.isfinite().sum()
+    for rounded in (vectors, values):
+        widened = rounded.view(torch.float16).float()
+        torch.testing.assert_close(widened, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama_biases"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_step_agrees_with_torchs(
+    processor: str, family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    if processor == "tiles" and dtype is not torch.bfloat16:
+        pytest.skip("tiles multiply bfloat16 alone")
+    path = save(make_model(family), tmp_path)
+    tolerance = {torch.float32: 1e-3, torch.float16: 0.04, torch.bfloat16: 0.4}[dtype]
+    made = [Harness(path, dtype=dtype, native=native) for native in (True, False)]
+    for harness in made:
+        harness.token_table[0, :20] = torch.arange(20)
+    for row in ((0, 0, 19), (0, 19, 1)):
+        ours, torchs = (harness.run([row])[0] for harness in made)
+        torch.testing.assert_close(ours, torchs, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["mistral_window", "qwen3", "llama2"])
+def test_a_token_has_the_same_bits_alone_and_in_company(
+    processor: str, family: str, tmp_path: Path
+) -> None:
+    path = save(make_model(family), tmp_path)
+    alone, together = (
+        Harness(path, dtype=torch.bfloat16, native=True, threads=threads) for threads in (1, 2)
+    )
+    tokens = torch.randint(96, (4, 120), generator=torch.Generator().manual_seed(1))
+    for harness in (alone, together):
+        harness.token_table[:, :120] = tokens
+    expected = [
+        torch.cat([alone.run([(slot, start, 1)])[0] for start in range(120)]) for slot in range(4)
+    ]
+    starts = [0] * 4
+    for counts in ((1, 40, 7, 90), (64, 33, 1, 29), (50, 17, 100, 1), (5, 30, 12, 0)):
+        rows = [(slot, starts[slot], count) for slot, count in enumerate(counts) if count]
+        for (slot, start, count), logits in zip(rows, together.run(rows), strict=True):
+            assert torch.equal(logits, expected[slot][start : start + count])
+            starts[slot] = start + count
+    assert starts == [120] * 4
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_a_long_context_has_the_same_bits_when_threads_share_it(
+    processor: str, window: int | None, tmp_path: Path
+) -> None:
+    if processor not in ("tiles", "native"):
+        pytest.skip("it does not depend on how vectors are multiplied")
+    options: dict[str, Any] = {
+        "max_position_embeddings": 2048,
+        "sliding_window": window,
+        "num_hidden_layers": 2,
+    }
+    path, length = save(make_model("mistral_window", **options), tmp_path), 1200
+    alone, shared = (
+        Harness(path, 1, dtype=torch.bfloat16, native=True, threads=threads, max_len=2048)
+        for threads in (1, 3)
+    )
+    tokens = torch.randint(96, (length,), generator=torch.Generator().manual_seed(1))
+    for harness in (alone, shared):
+        harness.token_table[0, :length] = tokens
+    [expected] = alone.run([(0, 0, length)])
+    shared.run([(0, 0, 490)])
+    for start in [*range(490, 540), *range(1000, 1100)]:
+        if start == 1000:
+            shared.run([(0, 540, 460)])
+        [logits] = shared.run([(0, start, 1)])
+        assert torch.equal(logits[0], expected[start]), start
+
+
+def _flags(more: str) -> list[str]:
+    return ["-std=c++20", f"-I{Path(library.__file__).parent}", *more.split()]
+
+
+def _compiled_products(directory: Path, compiler: str, *flags: str) -> Path:
+    program = directory / "products"
+    _run(compiler, *flags, Path(__file__).with_name("products.cpp"), "-o", program)
+    return program
+
+
+def _run(*command: str | Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _floats() -> Tensor:
+    """All float16 and their neighbours, the middle between each two, and random bits."""
+    halves = (
+        torch.arange(2**15 - 2**10, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    )
+    middles = (halves[:-1] + halves[1:]) / 2
+    exact = torch.cat((halves, middles, torch.tensor([65519.0, 65520.0, 1e9, float("inf")])))
+    bits = exact.view(torch.int32)
+    near = torch.cat((bits, bits[1:] - 1, bits[:-1] + 1)).view(torch.float32)
+    noise = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0))
+    floats = torch.cat((near, -near, noise.to(torch.int32).view(torch.float32)))
+    return floats[: len(floats) // 16 * 16].contiguous()
+
+
+def _pointer(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
