@@ -116,7 +116,7 @@ class Scheduler:
         """Ends a request, or only its answer `index`, running or waiting. Unknown ids are no error:
         the request may just have ended by itself."""
         return [
-            self._finish(sequence, FinishReason.ABORT, None)
+            self._finish(sequence, FinishReason.ABORT)
             for sequence in list(self._requests.get(request_id, ()))
             if index is None or sequence.index == index
         ]
@@ -165,7 +165,7 @@ class Scheduler:
             if sequence.status is Status.FINISHED:
                 continue  # it ended while the step ran: a wasted row
             if failures and sequence in failures:
-                outputs.append(self._fail(sequence, failures[sequence]))
+                outputs.append(self._finish(sequence, failures[sequence]))
                 continue
             sequence.token_ids.append(token_id)
             length = len(sequence.token_ids)
@@ -465,19 +465,12 @@ class Scheduler:
         self._waiting.push(sequence)
         self._preemptions += 1
 
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None
-    ) -> RequestOutput:
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> RequestOutput:
         """Ends it without a new token."""
-        finish = self._end(sequence, reason, stop_token_id)
-        return _output(sequence, [], None, finish)
-
-    def _fail(self, sequence: Sequence, reason: FinishReason) -> RequestOutput:
         if reason is FinishReason.INVALID_LOGITS:
             self._invalid_logits += 1
-            if sequence.is_running:  # else its blocks are released
-                self._kv.forget(sequence)
-        return self._finish(sequence, reason, None)
+            self._kv.forget(sequence)
+        return _output(sequence, [], None, self._end(sequence, reason, None))
 
     def _end_prompt_only(self, sequence: Sequence, reason: FinishReason) -> list[RequestOutput]:
         """Its prompt has run, and max_tokens is 0: it ends, and so do the other answers."""
@@ -488,7 +481,7 @@ class Scheduler:
             sequence,
             *(s for s in self._requests[sequence.request.id] if s is not sequence),
         ]
-        return [self._fail(sibling, reason) for sibling in siblings]
+        return [self._finish(sibling, reason) for sibling in siblings]
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> Finish:
         """Ends it, whatever its status, and frees its slot and blocks."""
