@@ -15,18 +15,17 @@ Time is an argument; nothing here reads a clock, and a simulation runs this very
 from collections import deque
 from itertools import chain
 
+from penstock.scheduler.batch import Batch
 from penstock.scheduler.config import Batching, SchedulerConfig
 from penstock.scheduler.errors import ContextTooLong, DuplicateRequest, InvalidConfig, PromptTooLong
 from penstock.scheduler.kv_cache import KVCache
+from penstock.scheduler.outputs import output_of, output_of_drafts, with_prompts
 from penstock.scheduler.policy import WaitingQueue, may_start_batch, victim
 from penstock.scheduler.sequence import Sequence, Status
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.types import (
-    AcceptedDraft,
-    BlockCopy,
     Finish,
     FinishReason,
-    PromptOutput,
     Request,
     RequestId,
     RequestOutput,
@@ -63,7 +62,7 @@ class Scheduler:
         # Sequences that may not run yet, of requests that are not ready: see `add`.
         self._unready: dict[RequestId, list[Sequence]] = {}
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[tuple[int, _Batch]] = deque()
+        self._in_flight: deque[tuple[int, Batch]] = deque()
         self._step = 0
         self._order = 0
         self._prefix_query_tokens = 0
@@ -123,10 +122,9 @@ class Scheduler:
 
     def schedule(self, now: float) -> ScheduledBatch | None:
         """The next step's work, or None where no sequence can run now."""
-        batch = _Batch()
+        batch = Batch()
         self._schedule_decodes(batch)
-        num_decodes = len(batch.slots)
-        num_tokens = num_decodes + sum(batch.num_drafts.values())
+        num_tokens = batch.num_decodes + sum(batch.num_drafts.values())
         budget = self._config.max_num_batched_tokens - num_tokens
         for sequence in self._prefilling:
             budget -= self._schedule_chunk(batch, sequence, budget)
@@ -136,18 +134,7 @@ class Scheduler:
         self._start_decodes()
         self._step += 1
         self._in_flight.append((self._step, batch))
-        return ScheduledBatch(
-            step=self._step,
-            assignments=tuple(batch.assignments),
-            table_updates=tuple(batch.table_updates),
-            copies=tuple(batch.copies),
-            slots=tuple(batch.slots),
-            starts=tuple(batch.starts),
-            num_tokens=tuple(batch.num_tokens),
-            samples=tuple(batch.samples),
-            num_decodes=num_decodes,
-            num_scored=batch.num_scored,
-        )
+        return batch.scheduled(self._step)
 
     def update(self, sampled: SampledTokens) -> list[RequestOutput]:
         """Takes the results of the oldest step in flight; steps are updated in schedule order."""
@@ -155,7 +142,7 @@ class Scheduler:
         assert step == sampled.step, f"expected the results of step {step}, not {sampled.step}"
         block_size = self._kv.block_size
         outputs: list[RequestOutput] = []
-        failures = _failures(batch, sampled)
+        failures = batch.failures(sampled)
         token_ids, all_logprobs = sampled.token_ids, sampled.logprobs
         if batch.num_drafts:
             token_ids, all_logprobs = self._accept_drafts(batch, sampled, outputs)
@@ -178,14 +165,14 @@ class Scheduler:
                 finish = self._end(sequence, FinishReason.LENGTH, None)
             entry = all_logprobs[i] if all_logprobs else None
             logprobs = [entry] if entry is not None else None
-            outputs.append(_output(sequence, [token_id], logprobs, finish))
+            outputs.append(output_of(sequence, [token_id], logprobs, finish))
         for row, num in sampled.num_drafts.items():
             self._announce_drafts(batch.sampling[row], num)
         for sequence in batch.prompt_only:
             reason = failures.get(sequence, FinishReason.LENGTH)
             outputs += self._end_prompt_only(sequence, reason)
         if batch.with_prompt_output:
-            outputs = _attach_prompt_outputs(outputs, batch.with_prompt_output, sampled.prompts)
+            outputs = with_prompts(outputs, batch.with_prompt_output, sampled.prompts)
         return outputs
 
     # State to be read between the verbs.
@@ -237,7 +224,7 @@ class Scheduler:
 
     # How a step is scheduled.
 
-    def _schedule_decodes(self, batch: "_Batch") -> None:
+    def _schedule_decodes(self, batch: Batch) -> None:
         """One token for each decoding sequence that may have more than the one in flight."""
         block_size = self._kv.block_size
         candidates = [s for s in self._decoding if s.num_computed < s.max_length - 1]
@@ -258,10 +245,11 @@ class Scheduler:
         batch.num_tokens = [1] * len(ready)
         batch.samples = [True] * len(ready)
         batch.sampling = ready
+        batch.num_decodes = len(ready)
         if self._num_drafts:
             self._schedule_drafts(batch)
 
-    def _schedule_drafts(self, batch: "_Batch") -> None:
+    def _schedule_drafts(self, batch: Batch) -> None:
         """Lengthens the decode rows by the drafts that were announced for them.
 
         Limited by the token budget, the available blocks and max_tokens: drafts cause no
@@ -297,7 +285,7 @@ class Scheduler:
             self._num_drafts[sequence] = num_drafts
 
     def _accept_drafts(
-        self, batch: "_Batch", sampled: SampledTokens, outputs: list[RequestOutput]
+        self, batch: Batch, sampled: SampledTokens, outputs: list[RequestOutput]
     ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
         """Appends the accepted drafts to their sequences and to the outputs.
 
@@ -324,7 +312,7 @@ class Scheduler:
                 self._kv.trim(sequence)
                 self._kv.cache_full_blocks(sequence)
             if accepted:
-                outputs.append(_drafts_output(sequence, accepted))
+                outputs.append(output_of_drafts(sequence, accepted))
         return token_ids, all_logprobs
 
     def _make_room(self, ready: list[Sequence]) -> list[Sequence]:
@@ -338,7 +326,7 @@ class Scheduler:
             self._preempt(loser)
             ready = [sequence for sequence in ready if sequence is not loser]
 
-    def _schedule_chunk(self, batch: "_Batch", sequence: Sequence, budget: int) -> int:
+    def _schedule_chunk(self, batch: Batch, sequence: Sequence, budget: int) -> int:
         """A row with as much of the prompt as the budget allows; returns the tokens spent."""
         num_tokens = min(sequence.num_to_compute, budget)
         if num_tokens == 0:
@@ -357,9 +345,7 @@ class Scheduler:
             (batch.sampling if samples else batch.prompt_only).append(sequence)
         return num_tokens
 
-    def _schedule_prompt_request(
-        self, batch: "_Batch", sequence: Sequence, num_tokens: int
-    ) -> None:
+    def _schedule_prompt_request(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
         """The last num_tokens scheduled are of a prompt that has outputs."""
         is_last = sequence.num_to_compute == 0
         if is_last:
@@ -368,7 +354,7 @@ class Scheduler:
             # What follows the prompt's last token is no longer of the prompt.
             batch.num_scored += num_tokens - is_last
 
-    def _admit_waiting(self, batch: "_Batch", budget: int, now: float) -> None:
+    def _admit_waiting(self, batch: Batch, budget: int, now: float) -> None:
         """Admits in policy order until slots, blocks or budget run out; none overtakes another.
 
         Static and dynamic batching admit the whole batch, whatever the budget: those that it does
@@ -386,7 +372,7 @@ class Scheduler:
                 return
             budget -= self._schedule_chunk(batch, sequence, budget)
 
-    def _admit(self, batch: "_Batch", sequence: Sequence, now: float) -> bool:
+    def _admit(self, batch: Batch, sequence: Sequence, now: float) -> bool:
         """Gives it a slot and blocks for all its known tokens; false where too few are free.
 
         A block for each running sequence is kept in reserve, so that an admission does not cause a
@@ -470,7 +456,7 @@ class Scheduler:
         if reason is FinishReason.INVALID_LOGITS:
             self._invalid_logits += 1
             self._kv.forget(sequence)
-        return _output(sequence, [], None, self._end(sequence, reason, None))
+        return output_of(sequence, [], None, self._end(sequence, reason, None))
 
     def _end_prompt_only(self, sequence: Sequence, reason: FinishReason) -> list[RequestOutput]:
         """Its prompt has run, and max_tokens is 0: it ends, and so do the other answers."""
@@ -520,74 +506,6 @@ class Scheduler:
         self._num_drafts.pop(sequence, None)
         self._kv.release(sequence)
         self._free_slots.append(sequence.slot)
-
-
-class _Batch:
-    """A `ScheduledBatch` being built, and the sequences of its rows, in row order.
-
-    sampling: those that get a token. prompt_only: those that end their prompt and get none.
-    with_prompt_output: of both, those whose prompt has outputs. num_drafts: by row, to verify.
-    """
-
-    def __init__(self) -> None:
-        self.assignments: list[SlotAssignment] = []
-        self.table_updates: list[TableUpdate] = []
-        self.copies: list[BlockCopy] = []
-        self.slots: list[int] = []
-        self.starts: list[int] = []
-        self.num_tokens: list[int] = []
-        self.samples: list[bool] = []
-        self.sampling: list[Sequence] = []
-        self.prompt_only: list[Sequence] = []
-        self.with_prompt_output: list[Sequence] = []
-        self.num_drafts: dict[int, int] = {}
-        self.num_scored = 0
-
-
-def _output(
-    sequence: Sequence,
-    token_ids: list[int],
-    logprobs: list[TokenLogprobs] | None,
-    finish: Finish | None,
-) -> RequestOutput:
-    return RequestOutput(
-        sequence.request.id,
-        sequence.index,
-        token_ids,
-        logprobs,
-        finish,
-        sequence.num_cached_tokens,
-    )
-
-
-def _drafts_output(sequence: Sequence, accepted: list[AcceptedDraft]) -> RequestOutput:
-    logprobs = [draft.logprobs for draft in accepted if draft.logprobs is not None]
-    return _output(sequence, [draft.token_id for draft in accepted], logprobs or None, None)
-
-
-def _failures(batch: _Batch, sampled: SampledTokens) -> dict[Sequence, FinishReason]:
-    """The sequences that a step says cannot continue, and why."""
-    failures = {batch.sampling[row]: reason for row, reason in sampled.failed.items()}
-    for sequence, prompt in zip(batch.with_prompt_output, sampled.prompts, strict=True):
-        if prompt is None:
-            failures[sequence] = FinishReason.INVALID_LOGITS
-    return failures
-
-
-def _attach_prompt_outputs(
-    outputs: list[RequestOutput],
-    sequences: list[Sequence],
-    prompts: tuple[PromptOutput | None, ...],
-) -> list[RequestOutput]:
-    """The outputs, with those of the prompts added where they were requested, once."""
-    prompt_of = {}
-    for sequence, prompt in zip(sequences, prompts, strict=True):
-        sequence.prompt_request = None
-        prompt_of[sequence.request.id] = prompt
-    return [
-        output._replace(prompt=prompt_of.get(output.request_id)) if output.index == 0 else output
-        for output in outputs
-    ]
 
 
 def _belongs_to_batch(sequence: Sequence) -> bool:
