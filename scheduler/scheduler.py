@@ -17,9 +17,10 @@ from itertools import chain
 
 from penstock.scheduler.batch import Batch
 from penstock.scheduler.config import Batching, SchedulerConfig
+from penstock.scheduler.drafts import Drafts
 from penstock.scheduler.errors import ContextTooLong, DuplicateRequest, InvalidConfig, PromptTooLong
 from penstock.scheduler.kv_cache import KVCache
-from penstock.scheduler.outputs import output_of, output_of_drafts, with_prompts
+from penstock.scheduler.outputs import output_of, with_prompts
 from penstock.scheduler.policy import WaitingQueue, may_start_batch, victim
 from penstock.scheduler.sequence import Sequence, Status
 from penstock.scheduler.stats import SchedulerStats
@@ -34,7 +35,6 @@ from penstock.scheduler.types import (
     SlotAssignment,
     Started,
     TableUpdate,
-    TokenLogprobs,
 )
 
 
@@ -71,10 +71,7 @@ class Scheduler:
         self._recomputed_tokens = 0
         self._invalid_logits = 0
         self._started: list[Started] = []
-        # Speculative decoding: how many drafts the next row of a sequence may verify, and the
-        # sequences whose verification is in flight, so that their length is not known.
-        self._num_drafts: dict[Sequence, int] = {}
-        self._verifying: set[Sequence] = set()
+        self._drafts = Drafts(self._kv, config.max_num_batched_tokens)
 
     # The four verbs.
 
@@ -143,9 +140,7 @@ class Scheduler:
         block_size = self._kv.block_size
         outputs: list[RequestOutput] = []
         failures = batch.failures(sampled)
-        token_ids, all_logprobs = sampled.token_ids, sampled.logprobs
-        if batch.num_drafts:
-            token_ids, all_logprobs = self._accept_drafts(batch, sampled, outputs)
+        token_ids, all_logprobs = self._drafts.accept(batch, sampled, outputs)
         rows = zip(batch.sampling, token_ids, strict=True)
         for i, (sequence, token_id) in enumerate(rows):
             sequence.num_in_flight -= 1
@@ -167,7 +162,7 @@ class Scheduler:
             logprobs = [entry] if entry is not None else None
             outputs.append(output_of(sequence, [token_id], logprobs, finish))
         for row, num in sampled.num_drafts.items():
-            self._announce_drafts(batch.sampling[row], num)
+            self._drafts.announce(batch.sampling[row], num)
         for sequence in batch.prompt_only:
             reason = failures.get(sequence, FinishReason.LENGTH)
             outputs += self._end_prompt_only(sequence, reason)
@@ -228,10 +223,7 @@ class Scheduler:
         """One token for each decoding sequence that may have more than the one in flight."""
         block_size = self._kv.block_size
         candidates = [s for s in self._decoding if s.num_computed < s.max_length - 1]
-        if self._verifying:
-            # Their next row starts where the accepted drafts end: they skip this step.
-            candidates = [s for s in candidates if s not in self._verifying]
-        ready = self._make_room(candidates)
+        ready = self._make_room(self._drafts.without_verifying(candidates))
         for sequence in ready:
             position = sequence.num_computed
             if position % block_size == 0:
@@ -246,74 +238,7 @@ class Scheduler:
         batch.samples = [True] * len(ready)
         batch.sampling = ready
         batch.num_decodes = len(ready)
-        if self._num_drafts:
-            self._schedule_drafts(batch)
-
-    def _schedule_drafts(self, batch: Batch) -> None:
-        """Lengthens the decode rows by the drafts that were announced for them.
-
-        Limited by the token budget, the available blocks and max_tokens: drafts cause no
-        preemption, and those that do not fit are never verified.
-        """
-        budget = self._config.max_num_batched_tokens - len(batch.slots)
-        block_size = self._kv.block_size
-        for row, sequence in enumerate(batch.sampling):
-            table, start = sequence.table.block_ids, sequence.num_computed
-            num_free = (len(table) + self._kv.num_available) * block_size - start
-            num_wanted = min(self._num_drafts.get(sequence, 0), sequence.max_length - 1 - start)
-            num_drafts = min(num_wanted, budget, num_free)
-            if num_drafts <= 0:
-                continue
-            while len(table) * block_size < start + num_drafts:
-                index = len(table)
-                block_id = self._kv.append_block(sequence)
-                batch.table_updates.append(TableUpdate(sequence.slot, index, block_id))
-            sequence.num_computed = start + num_drafts
-            batch.num_tokens[row] += num_drafts
-            batch.num_drafts[row] = num_drafts
-            self._verifying.add(sequence)
-            budget -= num_drafts
-        self._num_drafts.clear()
-
-    def _announce_drafts(self, sequence: Sequence, num_drafts: int) -> None:
-        """Its next row may verify this many, unless that row is launched already, with one token.
-
-        So an executor whose steps are always launched one ahead has no drafts verified: one that
-        drafts must not run ahead (`Executor.runs_ahead`).
-        """
-        if sequence.status is Status.DECODING and not sequence.num_in_flight:
-            self._num_drafts[sequence] = num_drafts
-
-    def _accept_drafts(
-        self, batch: Batch, sampled: SampledTokens, outputs: list[RequestOutput]
-    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-        """Appends the accepted drafts to their sequences and to the outputs.
-
-        Returns the rows' own ids and logprobs, which `update` appends next: an accepted draft that
-        is a stop token replaces the row's own id, which would come after it.
-        """
-        token_ids = list(sampled.token_ids)
-        all_logprobs = list(sampled.logprobs) if sampled.logprobs else None
-        for row, num_drafts in batch.num_drafts.items():
-            sequence, accepted = batch.sampling[row], sampled.accepted.get(row, [])
-            assert len(accepted) <= num_drafts, f"{len(accepted)} of {num_drafts} drafts accepted"
-            self._verifying.discard(sequence)
-            if sequence.status is Status.FINISHED or row in sampled.failed:
-                continue
-            sequence.reject_drafts(num_drafts - len(accepted))
-            stops = (i for i, draft in enumerate(accepted) if draft[0] in sequence.stop_token_ids)
-            if (stop := next(stops, None)) is not None:
-                token_ids[row], entry = accepted[stop]
-                accepted = accepted[:stop]
-                if all_logprobs:
-                    all_logprobs[row] = entry
-            sequence.token_ids += [draft.token_id for draft in accepted]
-            if sequence.is_running:
-                self._kv.trim(sequence)
-                self._kv.cache_full_blocks(sequence)
-            if accepted:
-                outputs.append(output_of_drafts(sequence, accepted))
-        return token_ids, all_logprobs
+        self._drafts.schedule(batch)
 
     def _make_room(self, ready: list[Sequence]) -> list[Sequence]:
         """Preempts until every remaining decode has the block that it needs in this step."""
@@ -503,7 +428,7 @@ class Scheduler:
             del self._decoding[sequence]
         else:
             del self._prefilling[sequence]
-        self._num_drafts.pop(sequence, None)
+        self._drafts.forget(sequence)
         self._kv.release(sequence)
         self._free_slots.append(sequence.slot)
 
