@@ -27,7 +27,7 @@ class Compiler(GrammarCompiler):
     """Compiles in its own threads alone, each grammar when the test opens the gate."""
 
     def __init__(self) -> None:
-        super().__init__(GrammarCompiler.of_model(DEMO_MODEL, VOCAB_SIZE, EOS)._load_tokenizer)
+        super().__init__(DEMO_MODEL, VOCAB_SIZE, EOS)
         self.gate = threading.Event()
         self.gate.set()
         self.compiled: list[str] = []
@@ -54,7 +54,7 @@ class Bench:
             max_model_len=64,
         )
         self.compiler = Compiler()
-        self.table = GrammarTable(Grammars(self.compiler, EOS), 4, VOCAB_SIZE)
+        self.table = GrammarTable(Grammars(self.compiler), 4, VOCAB_SIZE)
         executor = ScriptedExecutor(info, grammars=self.table, runs_ahead=runs_ahead)
         self.inbox = ListInbox()
         self.sent: list[FromEngine] = []
