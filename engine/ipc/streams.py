@@ -154,13 +154,9 @@ class OpenStreams:
             num_queued = max(0, self._num_open - self._max_num_seqs)
             raise QueueFull(num_queued, self._retry_after_s())
 
-    def submit(self, request: Request) -> OutputStream:
-        """Sends the request and returns its stream. Raises as `check_room`."""
-        (stream,) = self.submit_alike([request])
-        return stream
-
     def submit_alike(self, requests: Sequence[Request]) -> list[OutputStream]:
-        """The same of several that differ as `SubmitAlike` says: all of them, or none."""
+        """Sends requests that differ as `SubmitAlike` says, all or none, and returns their streams.
+        Raises as `check_room`."""
         self.check_room(sum(request.n for request in requests))
         streams = [OutputStream(self, request) for request in requests]
         for stream, request in zip(streams, requests, strict=True):

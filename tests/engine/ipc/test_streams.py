@@ -10,7 +10,14 @@ import pytest
 from penstock.engine.errors import EngineFailed, QueueFull, RequestRefused
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.messages import Abort, OnWire, Submit, SubmitAlike
-from penstock.scheduler.types import Finish, FinishReason, RequestId, RequestOutput, SamplingParams
+from penstock.scheduler.types import (
+    Finish,
+    FinishReason,
+    Request,
+    RequestId,
+    RequestOutput,
+    SamplingParams,
+)
 from tests.support.scheduling import make_request
 
 FINISH = Finish(FinishReason.LENGTH, None, 0.0, 0, 0)
@@ -22,6 +29,10 @@ class Streams(OpenStreams):
     def __init__(self) -> None:
         self.sent: list[OnWire] = []
         super().__init__(2, 2, self.sent.append)
+
+    def submit(self, request: Request) -> OutputStream:
+        (stream,) = self.submit_alike([request])
+        return stream
 
 
 def output(name: str, token_id: int, *, index: int = 0, is_last: bool = False) -> RequestOutput:
