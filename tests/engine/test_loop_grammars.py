@@ -94,6 +94,18 @@ def test_hundreds_of_distinct_grammars_are_each_compiled_once_and_never_in_a_ste
     assert bench.table._open.num_open == 0
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_no_slot_holds_the_grammar_of_a_request_that_has_ended(runs_ahead: bool) -> None:
+    bench = Bench(runs_ahead=runs_ahead)
+    for name in "ab":
+        bench.submit(name, LETTERS, n=2)
+    bench.loop.step()
+    bench.inbox.commands.append(Abort(RequestId("b")))
+    bench.run()
+    assert {bench.finishes()["a", index] for index in range(2)} == {FinishReason.LENGTH}
+    assert not bench.table.constrains_any(range(4))
+
+
 def test_a_preempted_request_continues_though_its_grammar_was_evicted_from_the_cache() -> None:
     bench = Bench(num_blocks=5)
     for name in "abcd":
