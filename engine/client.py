@@ -96,7 +96,7 @@ def load_grammar_compiler(
     """Reads nothing yet: the first grammar loads the tokenizer."""
     from penstock.engine.sampling.grammar import GrammarCompiler
 
-    return GrammarCompiler.of_model(directory, vocab_size, eos_token_ids, load_format)
+    return GrammarCompiler(directory, vocab_size, eos_token_ids, load_format)
 
 
 def open_model(config: EngineConfig) -> ModelFiles:

@@ -14,9 +14,12 @@ class RequestRefused(PenstockError):
 class QueueFull(PenstockError):
     """More answers are waiting than --max-num-queued-reqs allows."""
 
-    def __init__(self, num_queued: int, retry_after_s: int) -> None:
+    def __init__(
+        self, num_answers: int, *, num_open: int, max_open: int, retry_after_s: int
+    ) -> None:
         super().__init__(
-            f"{num_queued} requests are waiting already; try again in {retry_after_s} s"
+            f"{num_open} answers are running or waiting already, of at most {max_open}, and this "
+            f"request needs {num_answers} more; try again in {retry_after_s} s"
         )
         self.retry_after_s = retry_after_s
 

@@ -36,11 +36,10 @@ def is_terminal(stream: TextIO) -> bool:
 
 def configure(level: str, form: LogFormat, request_id: RequestId = lambda: None) -> None:
     """request_id: returns the id of the request being served where the line is written, or None."""
-    handler = _Handler(_STDERR)
     begin = CLEAR_LINE if is_terminal(sys.stderr) else ""
     is_json = form is LogFormat.JSON
-    handler.use(JsonFormatter(request_id) if is_json else TextFormatter(request_id, begin))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    formatter = JsonFormatter(request_id) if is_json else TextFormatter(request_id, begin)
+    logging.basicConfig(level=level.upper(), handlers=[_Handler(formatter)])
     logging.captureWarnings(capture=True)
 
 
@@ -115,12 +114,10 @@ class JsonFormatter(logging.Formatter):
 class _Handler(logging.Handler):
     """Formats where the line is logged, which knows the request; writes in another thread."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__()
-        self._writer = writer_to(descriptor)
-
-    def use(self, formatter: logging.Formatter) -> None:
         self.setFormatter(formatter)
+        self._writer = writer_to(_STDERR)
         self._writer.describe_dropped(self._dropped)
 
     def emit(self, record: logging.LogRecord) -> None:

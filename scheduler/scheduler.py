@@ -15,18 +15,18 @@ Time is an argument; nothing here reads a clock, and a simulation runs this very
 from collections import deque
 from itertools import chain
 
+from penstock.scheduler.batch import Batch
 from penstock.scheduler.config import Batching, SchedulerConfig
+from penstock.scheduler.drafts import Drafts
 from penstock.scheduler.errors import ContextTooLong, DuplicateRequest, InvalidConfig, PromptTooLong
 from penstock.scheduler.kv_cache import KVCache
+from penstock.scheduler.outputs import output_of, with_prompts
 from penstock.scheduler.policy import WaitingQueue, may_start_batch, victim
 from penstock.scheduler.sequence import Sequence, Status
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.types import (
-    AcceptedDraft,
-    BlockCopy,
     Finish,
     FinishReason,
-    PromptOutput,
     Request,
     RequestId,
     RequestOutput,
@@ -35,7 +35,6 @@ from penstock.scheduler.types import (
     SlotAssignment,
     Started,
     TableUpdate,
-    TokenLogprobs,
 )
 
 
@@ -63,7 +62,7 @@ class Scheduler:
         # Sequences that may not run yet, of requests that are not ready: see `add`.
         self._unready: dict[RequestId, list[Sequence]] = {}
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[tuple[int, _Batch]] = deque()
+        self._in_flight: deque[tuple[int, Batch]] = deque()
         self._step = 0
         self._order = 0
         self._prefix_query_tokens = 0
@@ -72,10 +71,7 @@ class Scheduler:
         self._recomputed_tokens = 0
         self._invalid_logits = 0
         self._started: list[Started] = []
-        # Speculative decoding: how many drafts the next row of a sequence may verify, and the
-        # sequences whose verification is in flight, so that their length is not known.
-        self._num_drafts: dict[Sequence, int] = {}
-        self._verifying: set[Sequence] = set()
+        self._drafts = Drafts(self._kv, config.max_num_batched_tokens)
 
     # The four verbs.
 
@@ -116,17 +112,16 @@ class Scheduler:
         """Ends a request, or only its answer `index`, running or waiting. Unknown ids are no error:
         the request may just have ended by itself."""
         return [
-            self._finish(sequence, FinishReason.ABORT, None)
+            self._finish(sequence, FinishReason.ABORT)
             for sequence in list(self._requests.get(request_id, ()))
             if index is None or sequence.index == index
         ]
 
     def schedule(self, now: float) -> ScheduledBatch | None:
         """The next step's work, or None where no sequence can run now."""
-        batch = _Batch()
+        batch = Batch()
         self._schedule_decodes(batch)
-        num_decodes = len(batch.slots)
-        num_tokens = num_decodes + sum(batch.num_drafts.values())
+        num_tokens = batch.num_decodes + sum(batch.num_drafts.values())
         budget = self._config.max_num_batched_tokens - num_tokens
         for sequence in self._prefilling:
             budget -= self._schedule_chunk(batch, sequence, budget)
@@ -136,18 +131,7 @@ class Scheduler:
         self._start_decodes()
         self._step += 1
         self._in_flight.append((self._step, batch))
-        return ScheduledBatch(
-            step=self._step,
-            assignments=tuple(batch.assignments),
-            table_updates=tuple(batch.table_updates),
-            copies=tuple(batch.copies),
-            slots=tuple(batch.slots),
-            starts=tuple(batch.starts),
-            num_tokens=tuple(batch.num_tokens),
-            samples=tuple(batch.samples),
-            num_decodes=num_decodes,
-            num_scored=batch.num_scored,
-        )
+        return batch.scheduled(self._step)
 
     def update(self, sampled: SampledTokens) -> list[RequestOutput]:
         """Takes the results of the oldest step in flight; steps are updated in schedule order."""
@@ -155,17 +139,15 @@ class Scheduler:
         assert step == sampled.step, f"expected the results of step {step}, not {sampled.step}"
         block_size = self._kv.block_size
         outputs: list[RequestOutput] = []
-        failures = _failures(batch, sampled)
-        token_ids, all_logprobs = sampled.token_ids, sampled.logprobs
-        if batch.num_drafts:
-            token_ids, all_logprobs = self._accept_drafts(batch, sampled, outputs)
+        failures = batch.failures(sampled)
+        token_ids, all_logprobs = self._drafts.accept(batch, sampled, outputs)
         rows = zip(batch.sampling, token_ids, strict=True)
         for i, (sequence, token_id) in enumerate(rows):
             sequence.num_in_flight -= 1
             if sequence.status is Status.FINISHED:
                 continue  # it ended while the step ran: a wasted row
             if failures and sequence in failures:
-                outputs.append(self._fail(sequence, failures[sequence]))
+                outputs.append(self._finish(sequence, failures[sequence]))
                 continue
             sequence.token_ids.append(token_id)
             length = len(sequence.token_ids)
@@ -178,14 +160,14 @@ class Scheduler:
                 finish = self._end(sequence, FinishReason.LENGTH, None)
             entry = all_logprobs[i] if all_logprobs else None
             logprobs = [entry] if entry is not None else None
-            outputs.append(_output(sequence, [token_id], logprobs, finish))
+            outputs.append(output_of(sequence, [token_id], logprobs, finish))
         for row, num in sampled.num_drafts.items():
-            self._announce_drafts(batch.sampling[row], num)
+            self._drafts.announce(batch.sampling[row], num)
         for sequence in batch.prompt_only:
             reason = failures.get(sequence, FinishReason.LENGTH)
             outputs += self._end_prompt_only(sequence, reason)
         if batch.with_prompt_output:
-            outputs = _attach_prompt_outputs(outputs, batch.with_prompt_output, sampled.prompts)
+            outputs = with_prompts(outputs, batch.with_prompt_output, sampled.prompts)
         return outputs
 
     # State to be read between the verbs.
@@ -237,14 +219,11 @@ class Scheduler:
 
     # How a step is scheduled.
 
-    def _schedule_decodes(self, batch: "_Batch") -> None:
+    def _schedule_decodes(self, batch: Batch) -> None:
         """One token for each decoding sequence that may have more than the one in flight."""
         block_size = self._kv.block_size
         candidates = [s for s in self._decoding if s.num_computed < s.max_length - 1]
-        if self._verifying:
-            # Their next row starts where the accepted drafts end: they skip this step.
-            candidates = [s for s in candidates if s not in self._verifying]
-        ready = self._make_room(candidates)
+        ready = self._make_room(self._drafts.without_verifying(candidates))
         for sequence in ready:
             position = sequence.num_computed
             if position % block_size == 0:
@@ -258,74 +237,8 @@ class Scheduler:
         batch.num_tokens = [1] * len(ready)
         batch.samples = [True] * len(ready)
         batch.sampling = ready
-        if self._num_drafts:
-            self._schedule_drafts(batch)
-
-    def _schedule_drafts(self, batch: "_Batch") -> None:
-        """Lengthens the decode rows by the drafts that were announced for them.
-
-        Limited by the token budget, the available blocks and max_tokens: drafts cause no
-        preemption, and those that do not fit are never verified.
-        """
-        budget = self._config.max_num_batched_tokens - len(batch.slots)
-        block_size = self._kv.block_size
-        for row, sequence in enumerate(batch.sampling):
-            table, start = sequence.table.block_ids, sequence.num_computed
-            num_free = (len(table) + self._kv.num_available) * block_size - start
-            num_wanted = min(self._num_drafts.get(sequence, 0), sequence.max_length - 1 - start)
-            num_drafts = min(num_wanted, budget, num_free)
-            if num_drafts <= 0:
-                continue
-            while len(table) * block_size < start + num_drafts:
-                index = len(table)
-                block_id = self._kv.append_block(sequence)
-                batch.table_updates.append(TableUpdate(sequence.slot, index, block_id))
-            sequence.num_computed = start + num_drafts
-            batch.num_tokens[row] += num_drafts
-            batch.num_drafts[row] = num_drafts
-            self._verifying.add(sequence)
-            budget -= num_drafts
-        self._num_drafts.clear()
-
-    def _announce_drafts(self, sequence: Sequence, num_drafts: int) -> None:
-        """Its next row may verify this many, unless that row is launched already, with one token.
-
-        So an executor whose steps are always launched one ahead has no drafts verified: one that
-        drafts must not run ahead (`Executor.runs_ahead`).
-        """
-        if sequence.status is Status.DECODING and not sequence.num_in_flight:
-            self._num_drafts[sequence] = num_drafts
-
-    def _accept_drafts(
-        self, batch: "_Batch", sampled: SampledTokens, outputs: list[RequestOutput]
-    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-        """Appends the accepted drafts to their sequences and to the outputs.
-
-        Returns the rows' own ids and logprobs, which `update` appends next: an accepted draft that
-        is a stop token replaces the row's own id, which would come after it.
-        """
-        token_ids = list(sampled.token_ids)
-        all_logprobs = list(sampled.logprobs) if sampled.logprobs else None
-        for row, num_drafts in batch.num_drafts.items():
-            sequence, accepted = batch.sampling[row], sampled.accepted.get(row, [])
-            assert len(accepted) <= num_drafts, f"{len(accepted)} of {num_drafts} drafts accepted"
-            self._verifying.discard(sequence)
-            if sequence.status is Status.FINISHED or row in sampled.failed:
-                continue
-            sequence.reject_drafts(num_drafts - len(accepted))
-            stops = (i for i, draft in enumerate(accepted) if draft[0] in sequence.stop_token_ids)
-            if (stop := next(stops, None)) is not None:
-                token_ids[row], entry = accepted[stop]
-                accepted = accepted[:stop]
-                if all_logprobs:
-                    all_logprobs[row] = entry
-            sequence.token_ids += [draft.token_id for draft in accepted]
-            if sequence.is_running:
-                self._kv.trim(sequence)
-                self._kv.cache_full_blocks(sequence)
-            if accepted:
-                outputs.append(_drafts_output(sequence, accepted))
-        return token_ids, all_logprobs
+        batch.num_decodes = len(ready)
+        self._drafts.schedule(batch)
 
     def _make_room(self, ready: list[Sequence]) -> list[Sequence]:
         """Preempts until every remaining decode has the block that it needs in this step."""
@@ -338,7 +251,7 @@ class Scheduler:
             self._preempt(loser)
             ready = [sequence for sequence in ready if sequence is not loser]
 
-    def _schedule_chunk(self, batch: "_Batch", sequence: Sequence, budget: int) -> int:
+    def _schedule_chunk(self, batch: Batch, sequence: Sequence, budget: int) -> int:
         """A row with as much of the prompt as the budget allows; returns the tokens spent."""
         num_tokens = min(sequence.num_to_compute, budget)
         if num_tokens == 0:
@@ -357,9 +270,7 @@ class Scheduler:
             (batch.sampling if samples else batch.prompt_only).append(sequence)
         return num_tokens
 
-    def _schedule_prompt_request(
-        self, batch: "_Batch", sequence: Sequence, num_tokens: int
-    ) -> None:
+    def _schedule_prompt_request(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
         """The last num_tokens scheduled are of a prompt that has outputs."""
         is_last = sequence.num_to_compute == 0
         if is_last:
@@ -368,7 +279,7 @@ class Scheduler:
             # What follows the prompt's last token is no longer of the prompt.
             batch.num_scored += num_tokens - is_last
 
-    def _admit_waiting(self, batch: "_Batch", budget: int, now: float) -> None:
+    def _admit_waiting(self, batch: Batch, budget: int, now: float) -> None:
         """Admits in policy order until slots, blocks or budget run out; none overtakes another.
 
         Static and dynamic batching admit the whole batch, whatever the budget: those that it does
@@ -386,7 +297,7 @@ class Scheduler:
                 return
             budget -= self._schedule_chunk(batch, sequence, budget)
 
-    def _admit(self, batch: "_Batch", sequence: Sequence, now: float) -> bool:
+    def _admit(self, batch: Batch, sequence: Sequence, now: float) -> bool:
         """Gives it a slot and blocks for all its known tokens; false where too few are free.
 
         A block for each running sequence is kept in reserve, so that an admission does not cause a
@@ -465,19 +376,12 @@ class Scheduler:
         self._waiting.push(sequence)
         self._preemptions += 1
 
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None
-    ) -> RequestOutput:
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> RequestOutput:
         """Ends it without a new token."""
-        finish = self._end(sequence, reason, stop_token_id)
-        return _output(sequence, [], None, finish)
-
-    def _fail(self, sequence: Sequence, reason: FinishReason) -> RequestOutput:
         if reason is FinishReason.INVALID_LOGITS:
             self._invalid_logits += 1
-            if sequence.is_running:  # else its blocks are released
-                self._kv.forget(sequence)
-        return self._finish(sequence, reason, None)
+            self._kv.forget(sequence)
+        return output_of(sequence, [], None, self._end(sequence, reason, None))
 
     def _end_prompt_only(self, sequence: Sequence, reason: FinishReason) -> list[RequestOutput]:
         """Its prompt has run, and max_tokens is 0: it ends, and so do the other answers."""
@@ -488,7 +392,7 @@ class Scheduler:
             sequence,
             *(s for s in self._requests[sequence.request.id] if s is not sequence),
         ]
-        return [self._fail(sibling, reason) for sibling in siblings]
+        return [self._finish(sibling, reason) for sibling in siblings]
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> Finish:
         """Ends it, whatever its status, and frees its slot and blocks."""
@@ -524,77 +428,9 @@ class Scheduler:
             del self._decoding[sequence]
         else:
             del self._prefilling[sequence]
-        self._num_drafts.pop(sequence, None)
+        self._drafts.forget(sequence)
         self._kv.release(sequence)
         self._free_slots.append(sequence.slot)
-
-
-class _Batch:
-    """A `ScheduledBatch` being built, and the sequences of its rows, in row order.
-
-    sampling: those that get a token. prompt_only: those that end their prompt and get none.
-    with_prompt_output: of both, those whose prompt has outputs. num_drafts: by row, to verify.
-    """
-
-    def __init__(self) -> None:
-        self.assignments: list[SlotAssignment] = []
-        self.table_updates: list[TableUpdate] = []
-        self.copies: list[BlockCopy] = []
-        self.slots: list[int] = []
-        self.starts: list[int] = []
-        self.num_tokens: list[int] = []
-        self.samples: list[bool] = []
-        self.sampling: list[Sequence] = []
-        self.prompt_only: list[Sequence] = []
-        self.with_prompt_output: list[Sequence] = []
-        self.num_drafts: dict[int, int] = {}
-        self.num_scored = 0
-
-
-def _output(
-    sequence: Sequence,
-    token_ids: list[int],
-    logprobs: list[TokenLogprobs] | None,
-    finish: Finish | None,
-) -> RequestOutput:
-    return RequestOutput(
-        sequence.request.id,
-        sequence.index,
-        token_ids,
-        logprobs,
-        finish,
-        sequence.num_cached_tokens,
-    )
-
-
-def _drafts_output(sequence: Sequence, accepted: list[AcceptedDraft]) -> RequestOutput:
-    logprobs = [draft.logprobs for draft in accepted if draft.logprobs is not None]
-    return _output(sequence, [draft.token_id for draft in accepted], logprobs or None, None)
-
-
-def _failures(batch: _Batch, sampled: SampledTokens) -> dict[Sequence, FinishReason]:
-    """The sequences that a step says cannot continue, and why."""
-    failures = {batch.sampling[row]: reason for row, reason in sampled.failed.items()}
-    for sequence, prompt in zip(batch.with_prompt_output, sampled.prompts, strict=True):
-        if prompt is None:
-            failures[sequence] = FinishReason.INVALID_LOGITS
-    return failures
-
-
-def _attach_prompt_outputs(
-    outputs: list[RequestOutput],
-    sequences: list[Sequence],
-    prompts: tuple[PromptOutput | None, ...],
-) -> list[RequestOutput]:
-    """The outputs, with those of the prompts added where they were requested, once."""
-    prompt_of = {}
-    for sequence, prompt in zip(sequences, prompts, strict=True):
-        sequence.prompt_request = None
-        prompt_of[sequence.request.id] = prompt
-    return [
-        output._replace(prompt=prompt_of.get(output.request_id)) if output.index == 0 else output
-        for output in outputs
-    ]
 
 
 def _belongs_to_batch(sequence: Sequence) -> bool:

@@ -129,7 +129,6 @@ class OpenStreams:
     def __init__(
         self, max_num_seqs: int, max_num_queued: int, send: Callable[[OnWire], None]
     ) -> None:
-        self._max_num_seqs = max_num_seqs
         self._max_open = max_num_seqs + max_num_queued
         self._send = send
         self._streams: dict[RequestId, OutputStream] = {}
@@ -151,16 +150,16 @@ class OpenStreams:
                 f"{self._max_open}; send fewer prompts at a time, or a lower n"
             )
         if self._num_open + num_answers > self._max_open:
-            num_queued = max(0, self._num_open - self._max_num_seqs)
-            raise QueueFull(num_queued, self._retry_after_s())
-
-    def submit(self, request: Request) -> OutputStream:
-        """Sends the request and returns its stream. Raises as `check_room`."""
-        (stream,) = self.submit_alike([request])
-        return stream
+            raise QueueFull(
+                num_answers,
+                num_open=self._num_open,
+                max_open=self._max_open,
+                retry_after_s=self._retry_after_s(),
+            )
 
     def submit_alike(self, requests: Sequence[Request]) -> list[OutputStream]:
-        """The same of several that differ as `SubmitAlike` says: all of them, or none."""
+        """Sends requests that differ as `SubmitAlike` says, all or none, and returns their streams.
+        Raises as `check_room`."""
         self.check_room(sum(request.n for request in requests))
         streams = [OutputStream(self, request) for request in requests]
         for stream, request in zip(streams, requests, strict=True):

@@ -14,7 +14,6 @@ Imports no torch, because the server imports it.
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -48,21 +47,18 @@ _REASONING_MARKERS = ("<think>", "</think>", "<seed:think>", "</seed:think>", "[
 class GrammarCompiler:
     """Compiles grammars for one model's tokenizer, which the first of them loads."""
 
-    def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
-        self._load_tokenizer = load_tokenizer
-        self._tokenizer: LLTokenizer | None = None
-        self._lock = threading.Lock()
-
-    @classmethod
-    def of_model(
-        cls,
+    def __init__(
+        self,
         directory: Path,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         load_format: LoadFormat = LoadFormat.AUTO,
-    ) -> "GrammarCompiler":
+    ) -> None:
         """vocab_size: the model's, which may exceed the tokenizer's. Reads no files yet."""
-        return cls(partial(load_tokenizer, directory, vocab_size, eos_token_ids, load_format))
+        self.eos_token_ids = eos_token_ids
+        self._load = partial(load_tokenizer, directory, vocab_size, eos_token_ids, load_format)
+        self._tokenizer: LLTokenizer | None = None
+        self._lock = threading.Lock()
 
     def compile(self, grammar: str) -> LLMatcher:
         """A matcher in its initial state, whose first mask is computed. Raises BadGrammar."""
@@ -75,7 +71,7 @@ class GrammarCompiler:
 
     def _checked(self, grammar: str) -> LLMatcher:
         with self._lock:  # other threads wait for the tokenizer too
-            self._tokenizer = self._tokenizer or self._load_tokenizer()
+            self._tokenizer = self._tokenizer or self._load()
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             # Some grammars fail only here: those that allow no text at all, or too much at once.
@@ -97,8 +93,8 @@ class Grammars:
     """Compiled grammars of one model: at most `_MAX_CACHED`, and `_MAX_CACHED_BYTES` but for the
     latest. Use it from one thread."""
 
-    def __init__(self, compiler: GrammarCompiler, eos_token_ids: tuple[int, ...]) -> None:
-        self.eos_token_ids = eos_token_ids
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self.eos_token_ids = compiler.eos_token_ids
         self._compiler = compiler
         self._compiled: OrderedDict[str, _Cached] = OrderedDict()
         self._num_bytes = 0
@@ -112,9 +108,8 @@ class Grammars:
         eos_token_ids: tuple[int, ...],
         load_format: LoadFormat = LoadFormat.AUTO,
     ) -> "Grammars":
-        """See `GrammarCompiler.of_model`."""
-        compiler = GrammarCompiler.of_model(directory, vocab_size, eos_token_ids, load_format)
-        return cls(compiler, eos_token_ids)
+        """See `GrammarCompiler`."""
+        return cls(GrammarCompiler(directory, vocab_size, eos_token_ids, load_format))
 
     @property
     def num_cached(self) -> int:

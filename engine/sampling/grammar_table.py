@@ -18,6 +18,7 @@ _MIN_PARALLEL_WORDS = 1 << 15
 class Constraint(NamedTuple):
     """to_the_end: see `SamplingParams.grammar_to_the_end`."""
 
+    grammar: str
     matcher: LLMatcher
     stop_token_ids: frozenset[int]
     to_the_end: bool
@@ -64,13 +65,15 @@ class GrammarTable:
     def release(self, request_id: RequestId) -> None:
         """The request has ended: it has no more assignments."""
         self._open.close(request_id)
+        # A matcher holds its grammar in memory, and its slot may stay empty for long.
+        for slot, constraint in list(self._constraints.items()):
+            if not self._open.has(constraint.grammar):
+                self._vacate(slot)
 
     def assign(self, assignment: SlotAssignment) -> None:
         """A sequence enters its slot; after a preemption, with the output it already has."""
         slot = assignment.slot
-        self._constraints.pop(slot, None)
-        self._unconsumed.pop(slot, None)
-        self._failed.discard(slot)
+        self._vacate(slot)
         sampling = assignment.sampling
         if sampling.grammar is None:
             return
@@ -80,7 +83,9 @@ class GrammarTable:
         if output_ids and not matcher.consume_tokens(list(output_ids)):
             self._failed.add(slot)
         stop_token_ids = frozenset(sampling.stop_token_ids)
-        self._constraints[slot] = Constraint(matcher, stop_token_ids, sampling.grammar_to_the_end)
+        self._constraints[slot] = Constraint(
+            sampling.grammar, matcher, stop_token_ids, sampling.grammar_to_the_end
+        )
 
     def start(self, slots: Iterable[int]) -> None:
         """Starts computing the masks of those slots that have a grammar."""
@@ -138,6 +143,12 @@ class GrammarTable:
     def allowed_ids(self, slot: int) -> list[int]:
         """By the mask; slow."""
         return [i for i in range(32 * self.words_per_row) if self._allows(slot, i)]
+
+    def _vacate(self, slot: int) -> None:
+        """It has no sequence with a grammar any more."""
+        self._constraints.pop(slot, None)
+        self._unconsumed.pop(slot, None)
+        self._failed.discard(slot)
 
     def _allows(self, slot: int, token_id: int) -> bool:
         byte = self._bytes[4 * self.words_per_row * slot + token_id // 8]

@@ -71,6 +71,9 @@ class OpenGrammars:
             del self._deferred[first]
             _pass_on(self._compile(first, sampling), awaited)
 
+    def has(self, grammar: str) -> bool:
+        return grammar in self._open
+
     def matcher(self, grammar: str) -> LLMatcher:
         """In its initial state, to be copied before use.
 

@@ -27,7 +27,7 @@ class Compiler(GrammarCompiler):
     """Compiles in its own threads alone, each grammar when the test opens the gate."""
 
     def __init__(self) -> None:
-        super().__init__(GrammarCompiler.of_model(DEMO_MODEL, VOCAB_SIZE, EOS)._load_tokenizer)
+        super().__init__(DEMO_MODEL, VOCAB_SIZE, EOS)
         self.gate = threading.Event()
         self.gate.set()
         self.compiled: list[str] = []
@@ -54,7 +54,7 @@ class Bench:
             max_model_len=64,
         )
         self.compiler = Compiler()
-        self.table = GrammarTable(Grammars(self.compiler, EOS), 4, VOCAB_SIZE)
+        self.table = GrammarTable(Grammars(self.compiler), 4, VOCAB_SIZE)
         executor = ScriptedExecutor(info, grammars=self.table, runs_ahead=runs_ahead)
         self.inbox = ListInbox()
         self.sent: list[FromEngine] = []
@@ -92,6 +92,18 @@ def test_hundreds_of_distinct_grammars_are_each_compiled_once_and_never_in_a_ste
     assert set(bench.finishes().values()) == {FinishReason.LENGTH}
     assert len(bench.finishes()) == 300
     assert bench.table._open.num_open == 0
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_no_slot_holds_the_grammar_of_a_request_that_has_ended(runs_ahead: bool) -> None:
+    bench = Bench(runs_ahead=runs_ahead)
+    for name in "ab":
+        bench.submit(name, LETTERS, n=2)
+    bench.loop.step()
+    bench.inbox.commands.append(Abort(RequestId("b")))
+    bench.run()
+    assert {bench.finishes()["a", index] for index in range(2)} == {FinishReason.LENGTH}
+    assert not bench.table.constrains_any(range(4))
 
 
 def test_a_preempted_request_continues_though_its_grammar_was_evicted_from_the_cache() -> None:

@@ -1,4 +1,5 @@
-"""Any order of add, launch, collect, abort, fork, preempt: nothing is lost or ends twice."""
+"""Any order of add, make ready, launch, collect, abort, fork, preempt: nothing is lost, and nothing
+ends twice."""
 
 from collections import Counter
 
@@ -51,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafts=drafts,
         )
         self.requests: dict[str, Request] = {}
+        self.ready: set[str] = set()
 
     @rule(
         prompt=st.lists(st.integers(3, 4), min_size=1, max_size=30),
@@ -61,6 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         temperature=st.sampled_from([0.0, 1.0]),
         salt=st.sampled_from(["", "x"]),
+        is_ready=st.sampled_from([True, True, False]),
     )
     def add(
         self,
@@ -72,6 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         temperature: float,
         salt: str,
+        is_ready: bool,
     ) -> None:
         name = str(len(self.requests))
         request = make_request(
@@ -89,7 +93,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             pooling=pooling,
         )
         self.requests[name] = request
-        self.driver.scheduler.add(request)
+        self.driver.scheduler.add(request, is_ready=is_ready)
+        if is_ready:
+            self.ready.add(name)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def make_ready(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        self.driver.scheduler.make_ready(self.requests[name].id)
+        self.ready.add(name)
 
     @rule()
     def launch(self) -> None:
@@ -143,6 +156,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(sequence.status is Status.DECODING for sequence in scheduler._decoding)
 
     @invariant()
+    def only_requests_that_are_ready_run(self) -> None:
+        if hasattr(self, "driver"):
+            assert self.ready.issuperset(self.driver.scheduler.running_ids)
+
+    @invariant()
     def no_answer_ends_twice(self) -> None:
         if hasattr(self, "driver"):
             assert all(len(finishes) == 1 for finishes in self.driver.finishes.values())
@@ -153,6 +171,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         driver = self.driver
+        for request in self.requests.values():
+            driver.scheduler.make_ready(request.id)
         while driver.launched:
             driver.collect()
         driver.run()

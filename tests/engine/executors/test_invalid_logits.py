@@ -5,6 +5,7 @@ from there on.
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = save(model, tmp_path_factory.mktemp("model"))
     (path / "tokenizer.json").write_text(dummy_tokenizer(96).to_str())
     return path
+
+
+# In Triton's interpreter, what runs many steps takes a minute.
+SLOW_ON_CUDA = pytest.mark.parametrize(
+    "executor", ["torch", "native", pytest.param("cuda", marks=pytest.mark.slow)], indirect=True
+)
 
 
 @pytest.fixture(params=["torch", "native", "cuda"], scope="module")
@@ -129,6 +136,7 @@ def request_of(name: str, sampling: SamplingParams, *, is_bad: bool, **fields: A
     )
 
 
+@SLOW_ON_CUDA
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter
 def test_requests_with_nan_logits_end_with_the_reason_and_the_others_are_as_without_them(
     executor: Executor,
@@ -149,18 +157,9 @@ def test_requests_with_nan_logits_end_with_the_reason_and_the_others_are_as_with
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", [name for name in SAMPLINGS if name != "grammar"])
 def test_nan_in_the_middle_of_an_answer_ends_it_there(executor: Executor, name: str) -> None:
-    if name == "grammar":
-        pytest.skip("no grammar allows this token alone")
-    sampling = SAMPLINGS[name]
-    forced = SamplingParams(
-        max_tokens=9,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        num_logprobs=sampling.num_logprobs,
-        logit_bias=((POISON, 100.0),),
-    )
+    forced = replace(SAMPLINGS[name], max_tokens=9, logit_bias=((POISON, 100.0),))
     ran = Outcome(executor, [request_of("a", forced, is_bad=False)])
     assert ran.ids("a") == [POISON]
     assert ran.reason("a") is FinishReason.INVALID_LOGITS
@@ -193,6 +192,7 @@ def test_outputs_of_a_prompt_with_nan_are_not_returned(
     assert {o.request_id for o in ran.outputs if o.prompt} == {"good"}
 
 
+@SLOW_ON_CUDA
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_blocks_that_hold_nan_harm_no_sequence_that_gets_them_later(executor: Executor) -> None:
     good = [request_of(name, GREEDY, is_bad=False) for name in ("one", "two")]

@@ -10,7 +10,14 @@ import pytest
 from penstock.engine.errors import EngineFailed, QueueFull, RequestRefused
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.messages import Abort, OnWire, Submit, SubmitAlike
-from penstock.scheduler.types import Finish, FinishReason, RequestId, RequestOutput, SamplingParams
+from penstock.scheduler.types import (
+    Finish,
+    FinishReason,
+    Request,
+    RequestId,
+    RequestOutput,
+    SamplingParams,
+)
 from tests.support.scheduling import make_request
 
 FINISH = Finish(FinishReason.LENGTH, None, 0.0, 0, 0)
@@ -22,6 +29,10 @@ class Streams(OpenStreams):
     def __init__(self) -> None:
         self.sent: list[OnWire] = []
         super().__init__(2, 2, self.sent.append)
+
+    def submit(self, request: Request) -> OutputStream:
+        (stream,) = self.submit_alike([request])
+        return stream
 
 
 def output(name: str, token_id: int, *, index: int = 0, is_last: bool = False) -> RequestOutput:
@@ -84,7 +95,7 @@ async def test_answers_count_until_their_final_output_and_the_limit_holds() -> N
     streams.submit(make_request("a", 3, n=3))
     with pytest.raises(RequestRefused, match="at most 4;"):
         streams.submit(make_request("b", 3, n=5))
-    with pytest.raises(QueueFull, match="1 requests are waiting"):
+    with pytest.raises(QueueFull, match=r"^3 answers .* needs 2 more;"):
         streams.submit(make_request("b", 3, n=2))
     assert len(streams.sent) == 1, "what was not accepted was sent"
     streams.push([output("a", 7, index=1, is_last=True)])

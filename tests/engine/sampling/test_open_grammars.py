@@ -19,8 +19,7 @@ class Counting(GrammarCompiler):
     """Counts how often it compiles each grammar."""
 
     def __init__(self) -> None:
-        whole = GrammarCompiler.of_model(DEMO_MODEL, 2048, EOS)
-        super().__init__(whole._load_tokenizer)
+        super().__init__(DEMO_MODEL, 2048, EOS)
         self.counts: Counter[str] = Counter()
 
     def compile(self, grammar: str) -> LLMatcher:
@@ -34,7 +33,7 @@ def compiler() -> Counting:
 
 
 def opened(compiler: GrammarCompiler, **options: Any) -> OpenGrammars:
-    return OpenGrammars(Grammars(compiler, EOS), **options)
+    return OpenGrammars(Grammars(compiler), **options)
 
 
 def sampling(number: int, num_bytes: int = 0) -> SamplingParams:
