@@ -44,7 +44,7 @@ def conversation() -> bytes:
     """Calls since the last question, which are what truncation drops last."""
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "c", "output": "x" * 40}
-    items = [HELLO, *[call, result] * 15_000]
+    items = [HELLO, *[call, result] * 7_500]
     return json.dumps({"model": MODEL, "input": items, "truncation": "auto"}).encode()
 
 
@@ -128,7 +128,7 @@ CASES: dict[str, tuple[str, bytes, float, int | None]] = {
         8,
         None,
     ),
-    "30,000 calls of a response": (RESPONSES, conversation(), 8, 200),
+    "7,500 calls of a response": (RESPONSES, conversation(), 8, 200),
     "bad words of 2,048 prompts": (
         COMPLETIONS,
         completion(prompt=["Once"] * 2_048, bad_words=BAD_WORDS),
