@@ -39,7 +39,7 @@ Fields_co = TypeVar("Fields_co", bound=NamesModel, covariant=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received(Generic[Fields_co]):
     """A request that was read, parsed and checked. tenant: whose cache and stored responses it may
-    use. client: with whom it shares what is scarce: the tenant, or without a key its address.
+    use. client: with whom it shares what is scarce; see `client_of`.
     arrival_s: in time.monotonic(). http_id: its X-Request-Id."""
 
     service: Service
@@ -67,7 +67,7 @@ async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[F
         model=model,
         fields=fields,
         tenant=tenant,
-        client=tenant or (http.client.host if http.client else ""),
+        client=client_of(http),
         arrival_s=arrival_s,
         http_id=request_id.get() or "",
     )
@@ -94,6 +94,14 @@ def tenant_of_request(http: Request) -> str:
     """As the middleware found it when it checked the key."""
     tenant: str = http.scope[TENANT]
     return tenant
+
+
+def client_of(http: Request) -> str:
+    """Its tenant if the server has keys. Else its address: keys that are not checked can be
+    invented, one for each request."""
+    has_keys = bool(service_of(http).config.server.api_keys)
+    address = http.client.host if http.client else ""
+    return (has_keys and tenant_of_request(http)) or address
 
 
 async def body_of(http: Request) -> bytes:
