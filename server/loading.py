@@ -91,13 +91,13 @@ def _is_here(model: str) -> bool:
 
 
 def _read_prompt_files(config: ServeConfig, directory: Path) -> PromptFiles:
+    encoder = PromptEncoder.load(directory, config.server.chat_template, config.engine.load_format)
+    encoder.try_out_template()
     return PromptFiles(
         defaults=GenerationDefaults.load(directory),
         # The engine knows the size, later.
         pooler=Pooler.load(directory, config.server.pooler, hidden_size=0),
-        encoder=PromptEncoder.load(
-            directory, config.server.chat_template, config.engine.load_format
-        ),
+        encoder=encoder,
     )
 
 

@@ -1,5 +1,6 @@
 """What the routes of every API share: a request that was received, and JSON answers."""
 
+import asyncio
 import gc
 import time
 from collections.abc import Callable, Coroutine
@@ -22,6 +23,8 @@ from penstock.server.observability.request_context import note_client_gone, requ
 from penstock.server.prompt.model import ServedModel
 from penstock.server.service import Service
 
+_LONG_BODY_BYTES = 1 << 16
+
 
 class NamesModel(Protocol):
     @property
@@ -36,7 +39,7 @@ Fields_co = TypeVar("Fields_co", bound=NamesModel, covariant=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received(Generic[Fields_co]):
     """A request that was read, parsed and checked. tenant: whose cache and stored responses it may
-    use. client: with whom it shares what is scarce: the tenant, or without a key its address.
+    use. client: with whom it shares what is scarce; see `client_of`.
     arrival_s: in time.monotonic(). http_id: its X-Request-Id."""
 
     service: Service
@@ -56,13 +59,15 @@ async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[F
     service, arrival_s, tenant = service_of(http), time.monotonic(), tenant_of_request(http)
     body, model = await body_of(http), service.model
     fields = without_collection(parse, body)
+    if len(body) > _LONG_BODY_BYTES:
+        await asyncio.sleep(0)  # it took tens of milliseconds, so others go first now
     check_model(model, fields.model)
     return Received(
         service=service,
         model=model,
         fields=fields,
         tenant=tenant,
-        client=tenant or (http.client.host if http.client else ""),
+        client=client_of(http),
         arrival_s=arrival_s,
         http_id=request_id.get() or "",
     )
@@ -89,6 +94,14 @@ def tenant_of_request(http: Request) -> str:
     """As the middleware found it when it checked the key."""
     tenant: str = http.scope[TENANT]
     return tenant
+
+
+def client_of(http: Request) -> str:
+    """Its tenant if the server has keys. Else its address: keys that are not checked can be
+    invented, one for each request."""
+    has_keys = bool(service_of(http).config.server.api_keys)
+    address = http.client.host if http.client else ""
+    return (has_keys and tenant_of_request(http)) or address
 
 
 async def body_of(http: Request) -> bytes:

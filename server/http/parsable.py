@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from penstock.server.errors import InvalidRequest
 
-# Each limit is 30 to 60 ms of parsing. Long conversations stay below: a message or call is one to
+# Each limit is 20 to 50 ms of parsing. Long conversations stay below: a message or call is one to
 # three objects, and takes a hundred tokens.
-LIMITS = {b"{": 1 << 15, b"[": 1 << 15, b":": 1 << 17, b",": 1 << 19}
+LIMITS = {b"{": 1 << 14, b"[": 1 << 14, b":": 1 << 16, b",": 1 << 19}
 _CHUNK_BYTES = 1 << 16
 
 

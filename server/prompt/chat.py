@@ -1,6 +1,7 @@
 """Renders a conversation with the model's chat template, and tokenizes it."""
 
 import asyncio
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +11,9 @@ from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.reasoning import format_of_template
 from penstock.server.prompt import limits
 from penstock.server.prompt.model import ServedModel
-from penstock.server.prompt.off_loop import off_loop
-from penstock.server.prompt.tokenizer import ChatTemplate, ForeignTemplate, PromptEncoder
+from penstock.server.prompt.off_loop import INLINE_CHARS, off_loop
+from penstock.server.prompt.timed_template import TemplateTooSlow, at_most
+from penstock.server.prompt.tokenizer import ChatTemplate, IsolatedTemplate, PromptEncoder
 from penstock.server.protocol.openai import ChatCompletionRequest
 from penstock.server.protocol.unused_fields import report_unused
 from penstock.server.tools.prompting import (
@@ -28,9 +30,13 @@ _OWN_VARIABLES = frozenset(
     ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 )
 
-AnyTemplate = ChatTemplate | ForeignTemplate
-# Few, so that slow templates leave the other cores free.
-_FOREIGN_TEMPLATES = ThreadPoolExecutor(max_workers=2, thread_name_prefix="template")
+AnyTemplate = ChatTemplate | IsolatedTemplate
+# Each waits for a process. Few, so that slow templates leave the other cores free.
+_ISOLATED_TEMPLATES = ThreadPoolExecutor(max_workers=2, thread_name_prefix="template")
+# A short conversation takes a hundredth of it. Beyond it, the template is rendered in a process.
+_MAX_S_ON_LOOP = 0.02
+# A thread shares the interpreter with the event loop, which then answers more slowly.
+_MAX_S_IN_THREAD = 0.25
 
 # Appended to a message that is to be continued, to find its end again: the message's own text may
 # occur in what the template writes after it. A template that strips the final space would strip
@@ -67,24 +73,34 @@ async def chat_prompt(fields: ChatCompletionRequest, model: ServedModel) -> Chat
 
 
 async def _rendered_chat(fields: ChatCompletionRequest, encoder: PromptEncoder) -> tuple[str, str]:
-    if fields.chat_template is not None:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_FOREIGN_TEMPLATES, render_chat, fields, encoder)
-    return await off_loop(partial(render_chat, encoder=encoder), fields, fields.num_bytes)
-
-
-def render_chat(fields: ChatCompletionRequest, encoder: PromptEncoder) -> tuple[str, str]:
-    """The text, and the part of the answer that it ends with. Raises InvalidRequest."""
     template = encoder.chat_template(fields.chat_template)
+    if isinstance(template, ChatTemplate):
+        max_s = _MAX_S_ON_LOOP if fields.num_bytes <= INLINE_CHARS else _MAX_S_IN_THREAD
+        try:
+            render_here = partial(render_chat, template=template, max_s=max_s)
+            return await off_loop(render_here, fields, fields.num_bytes)
+        except TemplateTooSlow:
+            template = template.isolated
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_ISOLATED_TEMPLATES, render_chat, fields, template)
+
+
+def render_chat(
+    fields: ChatCompletionRequest, template: AnyTemplate, max_s: float = math.inf
+) -> tuple[str, str]:
+    """The text, and the part of the answer that it ends with. max_s: of the CPU, for a template
+    that runs in this process. Raises InvalidRequest and TemplateTooSlow."""
     variables = _variables(fields, template)
     messages = _messages(fields, template)
     if fields.functions and template.knows("tools"):
         variables["tools"] = template_tools(fields.usable_tools)
     variables["add_generation_prompt"] = fields.adds_generation_prompt
-    if not fields.continue_final_message:
-        return _rendered(template, messages, variables), ""
+    with at_most(max_s):
+        if not fields.continue_final_message:
+            return _rendered(template, messages, variables), ""
+        text = _rendered(template, _marked(messages), variables)
     begun = messages[-1]["content"]
-    return _left_open(_rendered(template, _marked(messages), variables), begun), begun
+    return _left_open(text, begun), begun
 
 
 def _messages(fields: ChatCompletionRequest, template: AnyTemplate) -> list[Message]:

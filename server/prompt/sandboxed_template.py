@@ -1,4 +1,5 @@
-"""A chat template that came with a request, rendered in a process of its own.
+"""A chat template rendered in a process of its own: one that came with a request, or the model's
+own where it takes too long.
 
 Jinja's sandbox keeps a template from the server's objects, not from its time and memory: one line
 can count to a billion, or make a number that Python computes for hours without letting another
@@ -26,14 +27,22 @@ _NEEDED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 
 
 class TemplateFailed(Exception):
-    """The template is not valid, refuses its variables, or asks for too much; in a sentence."""
+    """The template is not valid, refuses its variables, or asks for too much; in a sentence.
+
+    Its cause is a TypeError if that is what the template has raised.
+    """
 
 
-def render(source: str, variables: dict[str, Any]) -> str:
+class TemplateTooCostly(TemplateFailed):
+    """It asks for too much."""
+
+
+def render(source: str, variables: dict[str, Any], *, max_cpu_s: int = MAX_CPU_S) -> str:
     """Raises TemplateFailed. Blocks until the process has ended."""
     if len(source) > MAX_TEMPLATE_CHARS:
         raise TemplateFailed(f"it has more than {MAX_TEMPLATE_CHARS} characters")
-    command = [sys.executable, "-P", "-m", "penstock.server.prompt.sandboxed_template"]
+    module = "penstock.server.prompt.sandboxed_template"
+    command = [sys.executable, "-P", "-m", module, str(max_cpu_s)]
     task = json.dumps({"source": source, "variables": variables})
     try:
         done = subprocess.run(
@@ -45,13 +54,13 @@ def render(source: str, variables: dict[str, Any]) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise TemplateFailed(f"it needs more than {MAX_WALL_S:.0f} s") from error
+        raise TemplateTooCostly(f"it needs more than {MAX_WALL_S:.0f} s") from error
     if done.returncode:
-        limits = f"{MAX_CPU_S} s or {MAX_MEMORY_BYTES >> 20} MiB"
-        raise TemplateFailed(f"it needs more than {limits}, or is nested too deeply")
+        limits = f"{max_cpu_s} s or {MAX_MEMORY_BYTES >> 20} MiB"
+        raise TemplateTooCostly(f"it needs more than {limits}, or is nested too deeply")
     answer = json.loads(done.stdout)
     if "error" in answer:
-        raise TemplateFailed(answer["error"])
+        raise TemplateFailed(answer["error"]) from (TypeError() if answer["is_type"] else None)
     text: str = answer["text"]
     return text
 
@@ -62,19 +71,19 @@ def _environment() -> dict[str, str]:
     return needed | {"PYTHONPATH": str(Path(__file__).parents[3])}
 
 
-def _render_here(task: dict[str, Any]) -> dict[str, str]:
+def _render_here(task: dict[str, Any]) -> dict[str, str | bool]:
     try:
         text = environment().from_string(task["source"]).render(**task["variables"])
     except (*RENDER_ERRORS, SyntaxError) as error:
-        return {"error": f"{error}"[:500]}
+        return {"error": f"{error}"[:500], "is_type": isinstance(error, TypeError)}
     if len(text) > MAX_TEXT_CHARS:
-        return {"error": f"it makes more than {MAX_TEXT_CHARS} characters"}
+        return {"error": f"it makes more than {MAX_TEXT_CHARS} characters", "is_type": False}
     return {"text": text}
 
 
-def _main() -> None:
+def _main(max_cpu_s: int) -> None:
     for limit, value in (
-        (resource.RLIMIT_CPU, MAX_CPU_S),
+        (resource.RLIMIT_CPU, max_cpu_s),
         (resource.RLIMIT_AS, MAX_MEMORY_BYTES),
         (resource.RLIMIT_CORE, 0),
     ):
@@ -88,4 +97,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _main(int(sys.argv[1]))

@@ -5,7 +5,8 @@
 and torch. Only a model without a tokenizer.json still needs its conversion.
 """
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,20 @@ from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.prompt.infill import Infill
 from penstock.server.prompt.jinja_environment import RENDER_ERRORS, environment
-from penstock.server.prompt.sandboxed_template import TemplateFailed, render
+from penstock.server.prompt.sandboxed_template import (
+    MAX_CPU_S,
+    TemplateFailed,
+    TemplateTooCostly,
+    render,
+)
+from penstock.server.prompt.timed_template import timed
 from penstock.server.prompt.tokenizing import ids_of
 from penstock.server.tools.prompting import Message
 
+logger = logging.getLogger("penstock")
+
+# In a process of its own, where the longest conversations are rendered too.
+_MAX_CPU_S_OF_OWN = 4
 # The bounds of the request's fields of these names, whose defaults they are.
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -158,17 +169,22 @@ class PromptEncoder:
         """Text from a chat template, which usually contains its special tokens already."""
         return self.encode(text, add_special_tokens=add_special_tokens)
 
-    def chat_template(self, source: str | None = None) -> "ChatTemplate | ForeignTemplate":
+    def try_out_template(self) -> None:
+        """See `ChatTemplate.try_out`."""
+        if self._template:
+            self._template.try_out()
+
+    def chat_template(self, source: str | None = None) -> "ChatTemplate | IsolatedTemplate":
         """The model's own, or the one that a client has sent. Raises InvalidRequest."""
         if source is not None:
-            return ForeignTemplate(source, self._special_tokens)
+            return IsolatedTemplate(source, self._special_tokens)
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template, so it cannot serve chats; use "
                 "/v1/completions, or start the server with --chat-template FILE",
                 code="no_chat_template",
             )
-        return self._template
+        return self._template.isolated if self._template.is_runaway else self._template
 
 
 class ChatTemplate:
@@ -177,13 +193,25 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         """Raises InvalidConfig where the template is not valid Jinja."""
         self.source = source
-        self._special_tokens = special_tokens
         rules = environment()
         try:
-            self._template: Template = rules.from_string(source)
-            self._known = meta.find_undeclared_variables(rules.parse(source))
+            self._template: Template = timed(rules, source)
+            known = meta.find_undeclared_variables(rules.parse(source))
         except TemplateError as error:
             raise InvalidConfig(f"the chat template is not valid: {error}") from error
+        self._known = known
+        self._special_tokens = special_tokens
+        self.isolated = IsolatedTemplate(source, special_tokens, known)
+        self.is_runaway = False
+
+    def try_out(self) -> None:
+        """Notes whether it takes too long even for a single word. Blocks for some 100 ms."""
+        self.is_runaway = self.isolated.takes_too_much([{"role": "user", "content": "Hi"}])
+        if self.is_runaway:
+            logger.warning(
+                "the model's chat template takes too long for a single word, so chats will fail; "
+                "start the server with --chat-template and another one"
+            )
 
     def knows(self, name: str) -> bool:
         """Whether a variable of this name can change what the template makes."""
@@ -192,41 +220,73 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Raises InvalidRequest with the template's own message if it rejects the messages."""
+        """Raises InvalidRequest with the template's own message if it rejects the messages, and
+        TemplateTooSlow."""
         given = self._special_tokens | variables
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **given
             )
         except RENDER_ERRORS as error:
-            raise InvalidRequest(
-                f"this model's chat template does not accept these messages: {error}",
-                param="messages",
-            ) from error
+            raise _not_accepted(error) from error
 
 
-class ForeignTemplate:
-    """One that a client has sent: like `ChatTemplate`, but never run in this process."""
+class IsolatedTemplate:
+    """Like `ChatTemplate`, but never run in this process: one that a client has sent, or the
+    model's own."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], known: Set[str] | None = None
+    ) -> None:
+        """known: the variables of the model's own; one that a client has sent is not parsed in
+        this process."""
         self.source = source
         self._special_tokens = special_tokens
+        self._known = known
 
     def knows(self, name: str) -> bool:
-        """Whether the name occurs in it; it is not parsed in this process."""
-        return name in self.source
+        """Of a client's: whether the name occurs in it."""
+        return name in (self.source if self._known is None else self._known)
+
+    def takes_too_much(self, messages: list[Message]) -> bool:
+        try:
+            self._render(messages, MAX_CPU_S, add_generation_prompt=True)
+        except TemplateTooCostly:
+            return True
+        except TemplateFailed:
+            pass
+        return False
 
     def render(
         self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """Raises InvalidRequest."""
-        given = self._special_tokens | variables
-        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return render(self.source, given)
+            max_cpu_s = MAX_CPU_S if self._known is None else _MAX_CPU_S_OF_OWN
+            variables |= {"add_generation_prompt": add_generation_prompt}
+            return self._render(messages, max_cpu_s, **variables)
         except TemplateFailed as error:
-            message = f"chat_template cannot be rendered: {error}"
-            raise InvalidRequest(message, param="chat_template") from error
+            cause = error.__cause__ or error
+            if self._known is None:
+                message = f"chat_template cannot be rendered: {error}"
+                raise InvalidRequest(message, param="chat_template") from cause
+            if not isinstance(error, TemplateTooCostly):
+                raise _not_accepted(error) from cause
+            raise InvalidRequest(
+                f"this model's chat template takes too long for these messages: {error}; send "
+                "fewer or shorter messages, or start the server with another --chat-template",
+                param="messages",
+            ) from cause
+
+    def _render(self, messages: list[Message], max_cpu_s: int, **variables: Any) -> str:
+        """Raises TemplateFailed."""
+        given = self._special_tokens | variables | {"messages": messages}
+        return render(self.source, given, max_cpu_s=max_cpu_s)
+
+
+def _not_accepted(error: Exception) -> InvalidRequest:
+    message = f"this model's chat template does not accept these messages: {error}"
+    return InvalidRequest(message, param="messages")
 
 
 def _load_tokenizer(directory: Path, load_format: LoadFormat) -> Tokenizer:

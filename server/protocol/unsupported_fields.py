@@ -61,8 +61,8 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
 HINTS = {
     "do_sample": "use temperature: 0 for greedy decoding",
     "enable_thinking": "put it in chat_template_kwargs",
-    "function_call": "use tool_choice",
-    "functions": "use tools",
+    "function_call": "use /v1/chat/completions",
+    "functions": "use /v1/chat/completions",
     "max_new_tokens": "use max_tokens",
     "min_new_tokens": "use min_tokens",
     "n_predict": "use max_tokens",

@@ -72,19 +72,28 @@ class _Expansion:
         least = 10**_MAX_DIGITS if len(digits) > _MAX_DIGITS else int(digits)
         self._set(longest, before, last * max(least, 1))
 
-    def alternative(self) -> None:
-        longest, before, last = self._groups[-1]
-        self._groups[-1] = (max(longest, before + last), 0, 0)
+    def mark(self, sign: str) -> None:
+        """A parenthesis, or the sign between alternatives."""
+        if sign == "(":
+            self._open()
+        elif sign == ")":
+            self._close()
+        else:
+            self._end_alternative()
 
-    def open(self) -> None:
+    def _open(self) -> None:
         self._groups.append((0, 0, 0))
         if len(self._groups) > MAX_GROUP_DEPTH:
             raise ValueError(f"its groups are nested more than {MAX_GROUP_DEPTH} deep")
 
-    def close(self) -> None:
-        self.alternative()
+    def _close(self) -> None:
+        self._end_alternative()
         longest = self._groups.pop()[0] if len(self._groups) > 1 else 0
         self.add(longest)
+
+    def _end_alternative(self) -> None:
+        longest, before, last = self._groups[-1]
+        self._groups[-1] = (max(longest, before + last), 0, 0)
 
     def end_rule(self) -> None:
         """Unless a group is open, which may go on in the next line."""
@@ -114,12 +123,8 @@ def check_regex(regex: str) -> int:
             is_in_class = mark != "]"
         elif token["least"]:
             expansion.repeat(token["least"])
-        elif mark == "(":
-            expansion.open()
-        elif mark == ")":
-            expansion.close()
-        elif mark == "|":
-            expansion.alternative()
+        elif mark and mark in "()|":
+            expansion.mark(mark)
         elif token["plain"]:
             # Only the last of them is what a repetition after them repeats.
             expansion.add(len(token["plain"]) - 1)
@@ -142,14 +147,10 @@ def check_lark(text: str) -> None:
             expansion.add(len(token["string"]))
         elif token["regex"] is not None:
             expansion.add(check_regex(token["regex"]))
-        elif mark == "(":
-            expansion.open()
-        elif mark == ")":
-            expansion.close()
-        elif mark == "|":
-            expansion.alternative()
         elif mark == "\n":
             expansion.end_rule()
+        elif mark:
+            expansion.mark(mark)
         elif token["colon"]:
             num_rules += 1
         elif token["name"]:

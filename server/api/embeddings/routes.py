@@ -151,8 +151,9 @@ class ScoreRequest(PooledFields):
 
     @property
     def _names(self) -> tuple[str, str]:
-        is_search = self.text_1 is None and self.text_2 is None and (self.queries or self.documents)
-        return ("queries", "documents") if is_search else ("text_1", "text_2")
+        has_texts = self.text_1 is not None or self.text_2 is not None
+        is_search = self.queries is not None or self.documents is not None
+        return ("queries", "documents") if is_search and not has_texts else ("text_1", "text_2")
 
     @property
     def inputs(self) -> dict[str, str | list[int]]:
@@ -240,18 +241,16 @@ async def embeddings(http: HttpRequest) -> Response:
 @router.post("/score")
 async def score(http: HttpRequest) -> Response:
     received = await receive(http, ScoreRequest.parse)
-    fields, model = received.fields, received.model
-
-    def vector(state: bytes) -> "array[float]":
-        return normalized(model.pooler.embedding(state))
+    fields = received.fields
 
     async def answer() -> Response:
-        model.pooler.check(None)
         pairs = fields.pairs()
-        requests = await _requests(received, fields.inputs)
-        vectors = await pooled(received.service, requests, vector)
-        data = await asyncio.to_thread(_scores, vectors, pairs)
-        return json_response(_body("score", fields, model, data, requests))
+        scores, requests = await _compared(received, fields.inputs, pairs)
+        data = [
+            {"object": "score", "index": index, "score": score}
+            for index, score in enumerate(scores)
+        ]
+        return json_response(_body("score", fields, received.model, data, requests))
 
     return await unless_disconnected(http, answer())
 
@@ -261,23 +260,31 @@ async def score(http: HttpRequest) -> Response:
 @router.post("/rerank")
 async def rerank(http: HttpRequest) -> Response:
     received = await receive(http, RerankRequest.parse)
-    fields, model = received.fields, received.model
-
-    def vector(state: bytes) -> "array[float]":
-        return normalized(model.pooler.embedding(state))
+    fields = received.fields
 
     async def answer() -> Response:
-        model.pooler.check(None)
-        requests = await _requests(received, fields.inputs)
-        query, *documents = await pooled(received.service, requests, vector)
-        pairs = [(0, i) for i in range(1, len(documents) + 1)]
-        scores = await asyncio.to_thread(_scores, [query, *documents], pairs)
-        results = fields.results([score["score"] for score in scores])
-        body = _body("rerank", fields, model, [], requests)
-        del body["data"]
-        return json_response(body | {"results": results})
+        inputs = fields.inputs
+        pairs = [(0, i) for i in range(1, len(inputs))]
+        scores, requests = await _compared(received, inputs, pairs)
+        head = _head("rerank", fields, received.model, requests)
+        return json_response(head | {"results": fields.results(scores)})
 
     return await unless_disconnected(http, answer())
+
+
+async def _compared(
+    received: Received[PooledFields],
+    inputs: dict[str, str | list[int]],
+    pairs: list[tuple[int, int]],
+) -> tuple[list[float], list[Request]]:
+    """How alike the inputs of each pair are, by index, and the requests that they have become."""
+    pooler = received.model.pooler
+    pooler.check(None)
+    requests = await _requests(received, inputs)
+    vectors = await pooled(
+        received.service, requests, lambda state: normalized(pooler.embedding(state))
+    )
+    return await asyncio.to_thread(_scores, vectors, pairs), requests
 
 
 def _numbered(name: str, items: Sequence[Any]) -> dict[str, Any]:
@@ -368,12 +375,9 @@ def _as_json(values: "array[float]", encoding_format: str | None) -> msgspec.Raw
     return msgspec.Raw(msgspec.json.encode(values.tolist()))
 
 
-def _scores(vectors: list["array[float]"], pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
+def _scores(vectors: list["array[float]"], pairs: list[tuple[int, int]]) -> list[float]:
     """Of two thousand pairs, half a second's work."""
-    return [
-        {"object": "score", "index": index, "score": _cosine(vectors[a], vectors[b])}
-        for index, (a, b) in enumerate(pairs)
-    ]
+    return [_cosine(vectors[a], vectors[b]) for a, b in pairs]
 
 
 def _cosine(a: "array[float]", b: "array[float]") -> float:
@@ -388,12 +392,17 @@ def _body(
     data: list[dict[str, Any]],
     requests: list[Request],
 ) -> dict[str, Any]:
+    return _head(kind, fields, model, requests) | {"data": data}
+
+
+def _head(
+    kind: str, fields: PooledFields, model: ServedModel, requests: list[Request]
+) -> dict[str, Any]:
     num_tokens = sum(len(request.prompt_token_ids) for request in requests)
     return {
         "id": f"{kind}-{fields.request_id or secrets.token_hex(12)}",
         "object": "list",
         "created": int(time.time()),
         "model": model.name,
-        "data": data,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }

@@ -1,6 +1,5 @@
 """`/v1/responses`: OpenAI's newer API, where the server may remember the conversation."""
 
-import contextlib
 import secrets
 from contextlib import AbstractContextManager
 from functools import partial
@@ -97,8 +96,6 @@ class Responses:
                     output_items=msgspec.json.encode(response["output"]),
                     history=self._history,
                 )
-                with contextlib.suppress(ResponseNotFound):  # an earlier one of this request_id
-                    self._store.delete(received.tenant, response_id)
                 self._store.put(received.tenant, response_id, stored)
 
         sampling = generation.request.requests[0].sampling

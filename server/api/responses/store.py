@@ -47,9 +47,6 @@ class _Shelf:
         self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self.num_bytes = 0
 
-    def remove(self, response_id: str) -> None:
-        self.num_bytes -= self.responses.pop(response_id).num_bytes
-
 
 class ResponseStore:
     """Responses by tenant and id: what one API key stored no other finds or evicts.
@@ -62,49 +59,59 @@ class ResponseStore:
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._shelves: dict[str, _Shelf] = {}
+        # Counted, not summed up each time: there may be as many tenants as responses.
+        self._count = 0
+        self.num_bytes = 0
 
     def __len__(self) -> int:
-        return sum(len(shelf.responses) for shelf in self._shelves.values())
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(shelf.num_bytes for shelf in self._shelves.values())
+        return self._count
 
     def put(self, tenant: str, response_id: str, response: StoredResponse) -> None:
-        """One that is larger than the whole store is not kept, and evicts nothing."""
+        """In place of an earlier one of this id. One that is larger than the whole store is not
+        kept, and evicts nothing else."""
+        if response_id in self._responses_of(tenant):
+            self._remove(tenant, response_id)
         if response.num_bytes > self._max_bytes or not self._max_count:
             return
         shelf = self._shelves.setdefault(tenant, _Shelf())
         shelf.responses[response_id] = response
+        self._count += 1
         shelf.num_bytes += response.num_bytes
-        while len(self) > self._max_count or self.num_bytes > self._max_bytes:
+        self.num_bytes += response.num_bytes
+        while self._count > self._max_count or self.num_bytes > self._max_bytes:
             # Of equal shares it is the one that needs the room.
             largest = max(self._shelves, key=lambda name: (self._share(name), name == tenant))
-            shelf = self._shelves[largest]
-            shelf.remove(next(iter(shelf.responses)))
-            self._forget_empty(largest)
+            self._remove(largest, next(iter(self._shelves[largest].responses)))
 
     def get(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises ResponseNotFound."""
-        shelf = self._shelves.get(tenant)
-        if shelf is None or response_id not in shelf.responses:
+        responses = self._responses_of(tenant)
+        if response_id not in responses:
             raise ResponseNotFound(response_id)
-        shelf.responses.move_to_end(response_id)
-        return shelf.responses[response_id]
+        responses.move_to_end(response_id)
+        return responses[response_id]
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Raises ResponseNotFound."""
         self.get(tenant, response_id)
-        self._shelves[tenant].remove(response_id)
-        self._forget_empty(tenant)
+        self._remove(tenant, response_id)
+
+    def _responses_of(self, tenant: str) -> OrderedDict[str, StoredResponse]:
+        shelf = self._shelves.get(tenant)
+        return shelf.responses if shelf else OrderedDict()
 
     def _share(self, tenant: str) -> float:
         """Of the limit that is exceeded: the number of responses, or their bytes."""
         shelf = self._shelves[tenant]
-        if len(self) > self._max_count:
+        if self._count > self._max_count:
             return len(shelf.responses) / self._max_count
         return shelf.num_bytes / self._max_bytes
 
-    def _forget_empty(self, tenant: str) -> None:
-        if not self._shelves[tenant].responses:
+    def _remove(self, tenant: str, response_id: str) -> None:
+        shelf = self._shelves[tenant]
+        num_bytes = shelf.responses.pop(response_id).num_bytes
+        self._count -= 1
+        shelf.num_bytes -= num_bytes
+        self.num_bytes -= num_bytes
+        if not shelf.responses:
             del self._shelves[tenant]

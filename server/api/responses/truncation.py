@@ -12,6 +12,7 @@ T = TypeVar("T")
 
 # Of a conversation: one of this many takes a second to check, and is checked once for each try.
 MAX_ITEMS = 1 << 14
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 async def with_what_fits(
@@ -59,7 +60,7 @@ async def with_what_fits(
 
 
 def _least_dropped(items: list[Item], units: list[frozenset[int]], max_messages: int) -> int:
-    """How many units at least are dropped. What users say and what functions return are messages of
+    """How many units at least are dropped. What users say and what tools return are messages of
     their own, while other items may share one."""
     num_items, num_messages = len(items), sum(map(_is_message, items))
     for number, unit in enumerate(units):
@@ -71,7 +72,7 @@ def _least_dropped(items: list[Item], units: list[frozenset[int]], max_messages:
 
 
 def _is_message(item: Item) -> bool:
-    return _is_question(item) or item.get("type") == "function_call_output"
+    return _is_question(item) or item.get("type") in _OUTPUTS
 
 
 def _is_too_long(error: InvalidRequest) -> bool:
@@ -102,9 +103,6 @@ def droppable(items: list[Item]) -> list[frozenset[int]]:
             steps[-1].append(i)
             has_result |= is_result
     return _with_results(items, [unit for unit in (*units, *steps[:-1]) if unit])
-
-
-_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 def _is_question(item: Item) -> bool:

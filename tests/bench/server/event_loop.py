@@ -217,45 +217,45 @@ CASES = {
     "within: 520,000 floats": Case(
         _COMPLETIONS, lambda: repeated('{"prompt":[', "1.5", "]}", 520_000)
     ),
-    "within: 131,000 unknown fields": Case(
+    "within: 65,000 unknown fields": Case(
         _COMPLETIONS,
-        lambda: json.dumps({"prompt": "a"} | {f"x{i}": 1 for i in range(131_000)}).encode(),
+        lambda: json.dumps({"prompt": "a"} | {f"x{i}": 1 for i in range(65_000)}).encode(),
     ),
-    "within: chat_template_kwargs of 131,000": Case(
-        _CHAT, lambda: chat(chat_template_kwargs={f"k{i}": 1 for i in range(131_000)})
+    "within: chat_template_kwargs of 65,000": Case(
+        _CHAT, lambda: chat(chat_template_kwargs={f"k{i}": 1 for i in range(65_000)})
     ),
-    "within: 32,000 messages": Case(
-        _CHAT, lambda: repeated('{"messages":[', _MESSAGE, "]}", 32_000)
+    "within: 16,000 messages": Case(
+        _CHAT, lambda: repeated('{"messages":[', _MESSAGE, "]}", 16_000)
     ),
-    "within: 16,000 messages of a part": Case(
+    "within: 8,000 messages of a part": Case(
         _CHAT,
         lambda: repeated(
-            '{"messages":[', '{"role":"user","content":[{"type":"text","text":"a"}]}', "]}", 16_000
+            '{"messages":[', '{"role":"user","content":[{"type":"text","text":"a"}]}', "]}", 8_000
         ),
     ),
-    "within: 32,000 of Anthropic's messages": Case(
-        _MESSAGES, lambda: repeated('{"max_tokens":1,"messages":[', _MESSAGE, "]}", 32_000)
+    "within: 16,000 of Anthropic's messages": Case(
+        _MESSAGES, lambda: repeated('{"max_tokens":1,"messages":[', _MESSAGE, "]}", 16_000)
     ),
-    "within: 32,000 of Anthropic's blocks": Case(
+    "within: 16,000 of Anthropic's blocks": Case(
         _MESSAGES,
         lambda: repeated(
             '{"max_tokens":1,"messages":[{"role":"user","content":[',
             '{"type":"text","text":"a"}',
             "]}]}",
-            32_000,
+            16_000,
         ),
     ),
-    "within: 32,000 items of a response": Case(
-        _RESPONSES, lambda: repeated('{"input":[', _ITEM, "]}", 32_000)
+    "within: 16,000 items of a response": Case(
+        _RESPONSES, lambda: repeated('{"input":[', _ITEM, "]}", 16_000)
     ),
-    "within: 32,000 tools of a response": Case(
+    "within: 16,000 tools of a response": Case(
         _RESPONSES,
-        lambda: repeated('{"input":"a","tools":[', '{"type":"function","name":"f"}', "]}", 32_000),
+        lambda: repeated('{"input":"a","tools":[', '{"type":"function","name":"f"}', "]}", 16_000),
     ),
-    "within: a schema of 32,000 properties": Case(_CHAT, lambda: schema(properties(32_000))),
-    "within: 32,000 documents to rank": Case(
+    "within: a schema of 16,000 properties": Case(_CHAT, lambda: schema(properties(16_000))),
+    "within: 16,000 documents to rank": Case(
         "/v1/rerank",
-        lambda: repeated('{"query":"a","documents":[', '{"text":"a"}', "]}", 32_000),
+        lambda: repeated('{"query":"a","documents":[', '{"text":"a"}', "]}", 16_000),
     ),
     "within: 520,000 ids to detokenize": Case(
         "/detokenize", lambda: repeated('{"tokens":[', "7", "]}", 520_000)

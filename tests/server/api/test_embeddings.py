@@ -198,6 +198,7 @@ def test_rerank_orders_the_documents_by_their_scores(server: RunningServer, path
         ("/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": 7}, None),
         ("/score", {"queries": ["a", "b"], "documents": ["a"]}, "queries"),
         ("/score", {"queries": "a"}, "documents"),
+        ("/score", {"queries": [], "documents": []}, "queries"),
         ("/score", {"text_1": "a"}, "text_2"),
         ("/score", {"text_1": "a", "text_2": "b", "queries": "c"}, "queries"),
         ("/score", {}, "text_1"),

@@ -290,6 +290,13 @@ def test_what_is_not_served_is_refused_by_name(
     assert (error["code"], error["param"]) == ("unsupported_parameter", next(iter(fields)))
 
 
+def test_functions_of_a_completion_are_refused_with_the_path_that_serves_them(
+    server: RunningServer,
+) -> None:
+    error = refusal(server.complete(functions=[{"name": "f"}]))
+    assert error["param"] == "functions" and "/v1/chat/completions" in error["message"]
+
+
 def test_two_thousand_prompts_may_share_a_long_list_of_allowed_ids() -> None:
     with running_server("--max-num-queued-reqs", "2048") as server:
         ids = [i % 500 for i in range(1 << 18)]

@@ -164,7 +164,7 @@ def test_documents_reach_a_template_that_knows_them(tmp_path: Path) -> None:
     encoder = make_model(tmp_path, template).encoder
     fields = {"messages": [USER], "documents": [{"text": "a fact"}]}
     chat = ChatCompletionRequest.parse(json.dumps(fields).encode())
-    assert render_chat(chat, encoder)[0] == f"[a fact]{USER['content']}"
+    assert render_chat(chat, encoder.chat_template())[0] == f"[a fact]{USER['content']}"
 
 
 def test_prompt_logprobs_of_minus_one_are_the_most_that_are_served(server: RunningServer) -> None:
@@ -210,7 +210,7 @@ def test_a_client_of_functions_is_answered_with_a_function_call(server: RunningS
 
 
 def test_a_function_call_and_its_result_are_a_tool_call_to_the_template(tmp_path: Path) -> None:
-    model = make_model(tmp_path, QWEN)
+    template = make_model(tmp_path, QWEN).encoder.chat_template()
     call = {"name": "f", "arguments": '{"a": 1}'}
     tool_call = {"id": "call_f", "type": "function", "function": call}
     older = [
@@ -224,5 +224,5 @@ def test_a_function_call_and_its_result_are_a_tool_call_to_the_template(tmp_path
     texts = []
     for messages in (older, newer):
         body = json.dumps({"messages": messages}).encode()
-        texts.append(render_chat(ChatCompletionRequest.parse(body), model.encoder)[0])
+        texts.append(render_chat(ChatCompletionRequest.parse(body), template)[0])
     assert texts[0] == texts[1] and "<tool_call>" in texts[0]

@@ -270,6 +270,20 @@ def test_a_conversation_of_too_many_items_is_not_even_rendered() -> None:
     assert len(sizes) == 2
 
 
+@pytest.mark.parametrize("kind", ["function_call", "custom_tool_call"])
+def test_outputs_of_any_tool_are_messages_of_which_too_many_are_not_rendered(kind: str) -> None:
+    past = [turn("a")[0]]
+    for i in range(10):
+        past += [{"type": kind, "call_id": f"{i}"}, {"type": f"{kind}_output", "call_id": f"{i}"}]
+    rendered = []
+
+    async def render(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
+        rendered.append(before + now)
+
+    asyncio.run(with_what_fits(past, turn("last")[:1], render, max_messages=10))
+    assert rendered == [turn("last")[:1]]
+
+
 def test_a_lone_question_has_nothing_to_drop() -> None:
     assert droppable(turn("a")[:1]) == []
 
