@@ -50,6 +50,7 @@ class ModelInfo:
     max_model_len: the longest sequence this executor was sized for.
     hidden_size: the length of an embedding. Peaks are the datasheet's, None for devices and
     types that it does not list; measured_bandwidth and measured_flops were measured at start.
+    computed_by: on a processor, what multiplies matrices, and on how many threads, for people.
     """
 
     architecture: str
@@ -71,6 +72,7 @@ class ModelInfo:
     peak_flops_per_s: float | None
     measured_flops_per_s: float | None = None
     load_seconds: dict[str, float]
+    computed_by: str | None = None
     experts: RoutedExperts | None = None
 
     @property

@@ -103,14 +103,17 @@ class CpuExecutor:
                 num_load_threads=num_threads,
             )
             torch.set_num_threads(num_threads)
+        products = "torch"
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
             self._pool = KVPool(model.kv_shape, size.num_blocks, block_size, self._dtype, _CPU)
             if library is not None:
                 try:
                     self._model = native = NativeModel(library, llama, self._pool, num_threads)
-                    logger.info("%s on %d threads", native.products, num_threads)
+                    products = native.products
                 except UnsupportedWeightFormat as error:
                     _warn_of_torch(error)
+        computed_by = f"{products}, {num_threads} thread{'s' if num_threads > 1 else ''}"
+        logger.info("computed by %s", computed_by)
         with phases.timed("bandwidth", "measuring how fast memory is read"):
             measured = read_bandwidth(_BANDWIDTH_PROBE_BYTES)
         with phases.timed("flops", "measuring how fast matrices are multiplied"):
@@ -137,6 +140,7 @@ class CpuExecutor:
             phases.seconds,
             flops,
             weight_bytes=llama.step_weight_bytes,
+            computed_by=computed_by,
         )
         total = total_memory_bytes()
         Ledger(

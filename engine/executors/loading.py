@@ -104,6 +104,7 @@ def describe(
     measured_flops: float | None = None,
     *,
     weight_bytes: int,
+    computed_by: str | None = None,
 ) -> ModelInfo:
     """weight_bytes: as in `ModelInfo`. load_seconds may still grow: it is not copied."""
     layer_bytes = model.kv_shape.layer_bytes_per_token(dtype.itemsize)
@@ -134,6 +135,7 @@ def describe(
         peak_flops_per_s=peak_flops(device_name, dtype),
         measured_flops_per_s=measured_flops,
         load_seconds=load_seconds,
+        computed_by=computed_by,
     )
 
 

@@ -30,8 +30,11 @@ async def ready(request: Request) -> Response:
 
 
 @router.get("/version")
-async def show_version() -> Response:
-    return json_response({"version": version()})
+async def show_version(request: Request) -> Response:
+    """computed_by is null while the model loads, and on a GPU."""
+    service = service_of(request)
+    computed_by = service.model.info.computed_by if service.is_loaded else None
+    return json_response({"version": version(), "computed_by": computed_by})
 
 
 @router.get("/metrics")

@@ -87,7 +87,7 @@ _OPERATIONS = {
     "/health": _Operation(required=("status",)),
     "/ping": _Operation(required=("status",)),
     "/ready": _Operation(required=("status",)),
-    "/version": _Operation(required=("version",)),
+    "/version": _Operation(required=("version", "computed_by")),
 }
 _NOT_JSON = {"/metrics": "text/plain"}
 

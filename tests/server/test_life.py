@@ -37,9 +37,10 @@ def test_the_port_answers_503_while_the_model_loads() -> None:
         assert response.headers["x-penstock-state"] == "starting"
         assert int(response.headers["retry-after"]) > 0
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-        assert server.get("/version").status_code == 200
+        assert server.get("/version").json()["computed_by"] is None
         server.wait_until_ready()
         assert server.get("/health").status_code == 200
+        assert server.get("/version").json()["computed_by"].endswith(", 1 thread")
         assert server.get("/v1/models").headers["x-penstock-state"] == "ready"
     finally:
         server.stop()
