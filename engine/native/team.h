@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -53,8 +54,12 @@ class Job {
 
 class Team {
   public:
+    // There may be fewer threads than asked for, where the system gives no more.
     explicit Team(int threads) {
-        for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { work(i); });
+        try {
+            for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { work(i); });
+        } catch (const std::system_error &) {
+        }
     }
     ~Team() {
         publish(nullptr, true);
