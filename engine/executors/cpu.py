@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.config import AttentionBackend, EngineConfig
+from penstock.engine.config import AttentionBackend, Dtype, EngineConfig
 from penstock.engine.executor import check_no_adapter, device_copies
 from penstock.engine.executors.loading import (
     Ledger,
@@ -68,11 +68,12 @@ class CpuExecutor:
                 "on the CPU, which has one implementation of attention; leave the flag out"
             )
         phases = phases or Phases()
-        self._dtype = choose_dtype(config.dtype, _CPU)
         # One core is left to the server process.
         num_threads = config.num_threads or max(1, num_cores() - 1)
         model = ModelConfig.from_dir(model_dir)
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
+        with phases.timed("compile", "loading the step that is compiled for this processor"):
+            self._dtype, library = _dtype_and_library(config.dtype, model)
 
         # Before the weights are read, so that a model that does not fit is reported at once.
         weight_bytes = model.weight_bytes(self._dtype.itemsize)
@@ -85,8 +86,6 @@ class CpuExecutor:
             block_bytes=block_bytes,
         )
         available = available_memory_bytes()
-        with phases.timed("compile", "loading the step that is compiled for this processor"):
-            library = _library_for(model, self._dtype)
         what = reading(weight_bytes, self._dtype)
         with phases.timed("weights", what, total=weight_bytes), torch.inference_mode():
             # The threads that read are Python's; each of torch's calls inside them uses one.
@@ -237,6 +236,17 @@ class CpuExecutor:
 
     def _tensor(self, values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int64)
+
+
+def _dtype_and_library(wanted: Dtype, model: ModelConfig) -> tuple[torch.dtype, CDLL | None]:
+    dtype = choose_dtype(wanted, _CPU)
+    if wanted is Dtype.AUTO and dtype is not torch.bfloat16:
+        # Torch is slow in bfloat16 where the processor cannot multiply it. The compiled step is
+        # not: it widens weights as it reads them, and half as many bytes are read.
+        library = _library_for(model, torch.bfloat16)
+        if library is not None:
+            return torch.bfloat16, library
+    return dtype, _library_for(model, dtype)
 
 
 def _library_for(model: ModelConfig, dtype: torch.dtype) -> CDLL | None:

@@ -261,3 +261,14 @@ def test_a_context_beyond_the_models_is_refused(tiny: Path) -> None:
 def test_cuda_without_a_gpu_is_refused(tiny: Path) -> None:
     with pytest.raises(InvalidConfig, match="use --device cpu"):
         build_executor(engine_config(tiny, device=Device.CUDA), Phases())
+
+
+@needs_compiler
+def test_auto_is_bfloat16_wherever_the_step_is_compiled(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.engine.executors.loading.computes_bfloat16", lambda device: False)
+    config = engine_config(tiny, dtype=Dtype.AUTO)
+    assert CpuExecutor(config, tiny).info.dtype == "bfloat16"
+    monkeypatch.setattr("penstock.engine.executors.cpu.load_library", lambda dtype: None)
+    assert CpuExecutor(config, tiny).info.dtype == "float32"
