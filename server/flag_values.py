@@ -15,7 +15,7 @@ from penstock.scheduler.errors import InvalidConfig
 
 ENVIRONMENT_PREFIX = "PENSTOCK_"
 # A key in a variable is one key, with whatever characters: penstock.server.cli reads it.
-_NOT_FROM_VARIABLES = ("help", "api_key")
+_NOT_FROM_VARIABLES = ("api_key",)
 _EXIT_USAGE = 2  # as argparse exits
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG]?)")
 # As in vLLM: 4k is 4,000 and 4K is 4,096.
@@ -107,16 +107,25 @@ def set_defaults(
 
     config: YAML or JSON, flag -> value, as `max-model-len: 4096`. Raises InvalidConfig.
     """
-    actions = {action.dest: action for action in parser._actions if action.option_strings}
+    # By the name of the flag, which may not be that of its value: --model.
+    actions = {
+        _key(action.option_strings[0]): action
+        for action in parser._actions
+        if action.option_strings and action.dest != "help"
+    }
     from_file = _read_config(config, actions) if config else {}
-    for dest, action in actions.items():
-        variable = ENVIRONMENT_PREFIX + dest.upper()
-        if variable in environment and dest not in _NOT_FROM_VARIABLES:
+    for key, action in actions.items():
+        variable = ENVIRONMENT_PREFIX + key.upper()
+        if variable in environment and key not in _NOT_FROM_VARIABLES:
             values = environment[variable].split() if action.nargs else environment[variable]
-            parser.set_defaults(**{dest: _converted(action, values, variable)})
-        elif dest in from_file:
-            name = f"{config}: {action.option_strings[0].removeprefix('--')}"
-            parser.set_defaults(**{dest: _converted(action, from_file[dest], name)})
+            parser.set_defaults(**{action.dest: _converted(action, values, variable)})
+        elif key in from_file:
+            name = f"{config}: {key.replace('_', '-')}"
+            parser.set_defaults(**{action.dest: _converted(action, from_file[key], name)})
+
+
+def _key(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _read_config(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
@@ -127,14 +136,14 @@ def _read_config(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str
         raise InvalidConfig(f"--config {path} cannot be read: {reason}") from error
     if not isinstance(values, dict):
         raise InvalidConfig(f"--config {path} must hold flags and values, as 'port: 8000'")
-    by_dest = {str(name).removeprefix("--").replace("-", "_"): v for name, v in values.items()}
-    for dest in by_dest:
-        if dest not in actions or dest == "config":
+    by_key = {_key(str(name)): value for name, value in values.items()}
+    for key in by_key:
+        if key not in actions or key == "config":
             flags = [each.replace("_", "-") for each in actions]
-            near = difflib.get_close_matches(dest.replace("_", "-"), flags, n=1)
+            near = difflib.get_close_matches(key.replace("_", "-"), flags, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise InvalidConfig(f"--config {path} has an unknown flag, {dest!r}{hint}")
-    return by_dest
+            raise InvalidConfig(f"--config {path} has an unknown flag, {key!r}{hint}")
+    return by_key
 
 
 def _converted(action: argparse.Action, value: Any, name: str) -> Any:

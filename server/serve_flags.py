@@ -297,8 +297,8 @@ def _add_security_flags(group: "argparse._ArgumentGroup") -> None:
         nargs="+",
         action="extend",
         metavar="KEY",
-        help="accept only requests with one of these keys, on every route except /health, /ready "
-        f"and the page at / (default: ${API_KEY_VARIABLE}, else no key is needed)",
+        help="accept only requests with one of these keys, on every route except /health, /ping, "
+        f"/ready and the page at / (default: ${API_KEY_VARIABLE}, else no key is needed)",
     )
     flag(
         "--api-key-file",
