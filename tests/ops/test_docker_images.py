@@ -1,4 +1,4 @@
-"""The Dockerfiles, built by buildah and run by podman: `make test-ops`, five minutes at first."""
+"""The Dockerfiles, built by buildah and run by podman: `make test-ops`, ten minutes at first."""
 
 import re
 import subprocess
@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.support.image import (
+    IMAGES,
     Container,
     build,
     build_empty_torch,
@@ -44,7 +45,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cpu_image() -> str:
-    return build(ROOT / "docker" / "Dockerfile.cpu", "penstock:cpu")
+    return build(ROOT / "docker" / "Dockerfile.cpu", IMAGES["cpu"])
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def cuda_image(tmp_path_factory: pytest.TempPathFactory) -> str:
     wheels = tmp_path_factory.mktemp("wheels")
     [torch] = [name for name in PROJECT["dependencies"] if name.startswith("torch==")]
     build_empty_torch(wheels, torch.removeprefix("torch=="), version("triton"))
-    return build(ROOT / "docker" / "Dockerfile", "penstock:cuda", find_links=wheels)
+    return build(ROOT / "docker" / "Dockerfile", IMAGES["gpu"], find_links=wheels)
 
 
 @pytest.fixture
@@ -77,8 +78,7 @@ def test_the_image_has_the_configuration_that_docker_uses(image: str) -> None:
     assert list(config["Volumes"]) == ["/cache"]
     assert config["StopSignal"] == "SIGTERM"
     assert config["Labels"]["org.opencontainers.image.version"] == PROJECT["version"]
-    is_cuda = image == "penstock:cuda"
-    assert ("NVIDIA_VISIBLE_DEVICES=all" in config["Env"]) == is_cuda
+    assert ("NVIDIA_VISIBLE_DEVICES=all" in config["Env"]) == (image == IMAGES["gpu"])
 
 
 @pytest.mark.timeout(540)
