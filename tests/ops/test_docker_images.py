@@ -39,7 +39,7 @@ print(subprocess.check_output([triton.knobs.nvidia.ptxas.path, "--version"], tex
 
 pytestmark = [
     pytest.mark.skipif(missing_tools() is not None, reason=missing_tools() or ""),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(1800),  # whichever runs first builds the image
 ]
 
 
@@ -68,7 +68,6 @@ def image(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue(request.param))
 
 
-@pytest.mark.timeout(540)
 def test_the_image_has_the_configuration_that_docker_uses(image: str) -> None:
     config = config_of(image)
     print(f"\n{image}: {config['Size'] / 1e9:.2f} GB")
@@ -81,7 +80,6 @@ def test_the_image_has_the_configuration_that_docker_uses(image: str) -> None:
     assert ("NVIDIA_VISIBLE_DEVICES=all" in config["Env"]) == (image == IMAGES["gpu"])
 
 
-@pytest.mark.timeout(540)
 def test_new_code_is_a_small_layer_above_torch(image: str) -> None:
     (size, made_by), (_, made_below_by), *_ = layers(image)
     assert "COPY" in made_by and "COPY" in made_below_by
@@ -89,7 +87,6 @@ def test_new_code_is_a_small_layer_above_torch(image: str) -> None:
     assert unit == "MB" and float(number) < 30, size
 
 
-@pytest.mark.timeout(540)
 def test_the_cpu_image_loads_answers_and_drains(cpu_image: str, volume: str) -> None:
     with running(cpu_image, volume) as container:
         wait_until(lambda: _status(container, "/ready") == 503, timeout_s=_START_TIMEOUT_S)
@@ -150,7 +147,6 @@ def test_an_invalid_flag_ends_the_container_with_a_message(cpu_image: str, volum
         assert "--max-num-seqs" in container.logs()
 
 
-@pytest.mark.timeout(540)
 def test_triton_reaches_the_driver_in_an_image_without_a_compiler(
     cuda_image: str, volume: str, tmp_path: Path
 ) -> None:
