@@ -98,7 +98,7 @@ dashboard-picture: .venv/installed-dev
 page-libraries: .venv/installed-dev
 	$(BIN)/python -m tests.ops.page_libraries --write
 
-# What every commit passes: style, types, import rules, tests. `.ci/run` adds `make test-slow`.
+# What every commit passes: style, types, import rules, tests. `.ci/run` adds `make test-slow` and `make test-release`.
 check: lint test
 
 lint: .venv/installed-dev

@@ -66,7 +66,9 @@ def _install_by_uv(torch: str) -> bool:
     uv = [sys.executable, "-m", "uv"]
     if subprocess.run([*uv, "--version"], capture_output=True).returncode != 0:
         _pip("install", "--quiet", *_QUICKLY, "uv")
-    command = [*uv, "pip", "install", "--python", sys.executable, "--torch-backend=cpu", torch]
+    # A build for CUDA that is installed has the version without +cpu, and uv would leave it there.
+    wanted = f"{torch}+cpu"
+    command = [*uv, "pip", "install", "--python", sys.executable, "--torch-backend=cpu", wanted]
     quickly = {"UV_HTTP_CONNECT_TIMEOUT": "5", "UV_HTTP_RETRIES": "0"}
     return subprocess.run(command, env=quickly | os.environ).returncode == 0
 

@@ -296,8 +296,8 @@ def _add_security_flags(group: "argparse._ArgumentGroup") -> None:
         nargs="+",
         action=Extend,
         metavar="KEY",
-        help="accept only requests with one of these keys, on every route except /health, /ready "
-        "and the page at / (default: $PENSTOCK_API_KEY, else no key is needed)",
+        help="accept only requests with one of these keys, on every route except /health, /ping, "
+        "/ready and the page at / (default: $PENSTOCK_API_KEY, else no key is needed)",
     )
     flag(
         "--api-key-file",

@@ -96,7 +96,7 @@ def test_where_no_index_is_named_uv_installs_the_cpu_build(
     assert machine.install() == 0
     assert machine.installed == []
     [_, call] = calls.read_text().splitlines()
-    assert call == f"pip install --python {sys.executable} --torch-backend=cpu {PIN}"
+    assert call == f"pip install --python {sys.executable} --torch-backend=cpu {PIN}+cpu"
 
 
 def test_without_uv_either_what_pip_finds_is_installed_and_it_says_so(

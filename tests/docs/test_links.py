@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and docs/: their links, paths and names lead somewhere."""
+"""README.md, docs/ and the pages beside them: their links, paths and names lead somewhere."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-PAGES = [README, *DOCS, CONTRIBUTING, ROOT / "CHANGELOG.md"]
+PAGES = [README, *DOCS, CONTRIBUTING, *(ROOT / name for name in ("CHANGELOG.md", "RELEASING.md"))]
 MAX_README_LINES = 150
 
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)

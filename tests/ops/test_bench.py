@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,11 @@ import pytest
 
 from penstock.loadtest.bench.cli import main
 from penstock.loadtest.workload.token_counter import tokenizer_counter
-from tests.support.browser import Page, running_browser
+from tests.support.browser import NewPage
 from tests.support.paths import ROOT
 from tests.support.serving import free_port, running_server
 from tests.support.stub_server import Exchange, stub
 
-NewPage = Callable[[], Page]
 MODEL = str(ROOT / "engine" / "demo_model")
 # `transformers serve`; the package is a dependency of ours anyway.
 _SERVE = "from transformers.cli.transformers import main; main()"
@@ -91,12 +90,6 @@ def test_the_same_command_measures_another_server(
     for by_server, by_tokenizer in zip(result["output_lens"], counted, strict=True):
         assert by_server <= 12 and abs(by_server - by_tokenizer) <= 2
     assert 0 < result["median_tpot_ms"] < result["median_e2el_ms"]
-
-
-@pytest.fixture(scope="module")
-def new_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewPage]:
-    with running_browser(tmp_path_factory.mktemp("chromium")) as new_page:
-        yield new_page
 
 
 _DARK = {"name": "prefers-color-scheme", "value": "dark"}

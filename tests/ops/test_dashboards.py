@@ -56,6 +56,8 @@ _NOT_SHOWN = {
     "penstock_request_max_tokens": "generated tokens are shown; vLLM's dashboards use it",
     "penstock_request_preemptions": "preemptions are shown; vLLM's dashboards use it",
     "penstock_step_progress_tokens": "step_tokens is shown; vLLM's dashboards use it",
+    "penstock_kv_cache_usage_ratio": "the blocks it is made of are shown",
+    "penstock_invalid_logits": "0 unless a checkpoint is damaged; the outcome `failed` is shown",
     "penstock_engine_process_virtual_memory_bytes": "mostly the GPU's address space, not memory",
     "penstock_engine_process_start_time_seconds": "the same as the server process's",
     "penstock_engine_process_open_fds": "it opens only its socket",

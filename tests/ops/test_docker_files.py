@@ -2,26 +2,24 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from penstock.server.config import ServerConfig
 from penstock.server.observability.metrics import Metrics
+from tests.support.image import IMAGES
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL
 
 DOCKER = ROOT / "docker"
 CHART, MANIFESTS = DOCKER / "helm" / "penstock", DOCKER / "k8s"
 BASE = MANIFESTS / "base"
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-IMAGES = {"gpu": f"penstock:{VERSION}", "cpu": f"penstock:{VERSION}-cpu"}
 _INSTALL = "install the tools of these tests: pip install -e '.[ops]'"
 _SHUTDOWN_TIMEOUT_S = ServerConfig(served_model_names=("any",)).shutdown_timeout_s
 # Defined by operators installed in a cluster, so Kubernetes' own schema does not have them.
@@ -68,11 +66,11 @@ def test_hadolint_reports_a_container_that_runs_as_root(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
 def test_compose_accepts_its_file_and_its_grace_period_covers_a_drain(profile: str) -> None:
-    yaml = pytest.importorskip("yaml", reason=_INSTALL)
     compose = _tool("docker-compose", "install docker-compose, Debian's package")
     file = DOCKER / "compose.yaml"
     config = yaml.safe_load(_output(compose, "-f", str(file), "--profile", profile, "config"))
     service = config["services"][f"penstock-{profile}"]
+    assert service["image"] == IMAGES[profile]
     assert int(service["stop_grace_period"].removesuffix("s")) > _SHUTDOWN_TIMEOUT_S
     assert (DOCKER / ".." / service["build"]["dockerfile"]).is_file()
     for name in config["services"]:
@@ -80,7 +78,6 @@ def test_compose_accepts_its_file_and_its_grace_period_covers_a_drain(profile: s
 
 
 def test_the_files_that_compose_mounts_exist() -> None:
-    yaml = pytest.importorskip("yaml", reason=_INSTALL)
     config = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))
     sources = [
         volume.split(":")[0]
@@ -144,32 +141,6 @@ def test_no_service_puts_variables_into_the_pod_that_the_server_would_read_as_fl
     """Kubernetes sets PENSTOCK_PORT=tcp://... for a Service named penstock."""
     for deployment in (_one(_built("gpu"), "Deployment"), _one(_rendered({}), "Deployment")):
         assert deployment["spec"]["template"]["spec"]["enableServiceLinks"] is False
-
-
-def test_every_file_names_the_images_by_the_version_of_the_project() -> None:
-    files = [
-        *DOCKER.rglob("*"),
-        *(ROOT / "docs").glob("*.md"),
-        ROOT / "README.md",
-        ROOT / "Makefile",
-    ]
-    named = {
-        (file.relative_to(ROOT), image)
-        for file in files
-        if file.is_file()
-        for image in re.findall(
-            r"(?:-t|image:|:/cache) (penstock(?::[\w.-]+)?)\b", file.read_text(encoding="utf-8")
-        )
-    }
-    wrong = {each for each in named if each[1] not in (*IMAGES.values(), "penstock")}
-    wrong |= {each for each in named if each[1] == "penstock" and each[0].suffix != ".yaml"}
-    assert len(named) >= 6 and not wrong, wrong
-    compose = _documents(DOCKER / "compose.yaml")[0]["services"]
-    assert {name: compose[f"penstock-{name}"]["image"] for name in IMAGES} == IMAGES
-    chart = _documents(CHART / "Chart.yaml")[0]
-    assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
-    for dockerfile in _dockerfiles():
-        assert f'ARG VERSION="{VERSION}"' in Path(dockerfile).read_text(encoding="utf-8")
 
 
 def test_the_charts_image_follows_whether_there_are_gpus() -> None:
@@ -289,7 +260,6 @@ def test_helm_lint_reports_nothing() -> None:
 
 def _built(overlay: str) -> list[dict[str, Any]]:
     """What `kubectl apply -k` would apply."""
-    yaml = pytest.importorskip("yaml", reason=_INSTALL)
     kubectl = _tool("kubectl", "install kubectl 1.27 or later")
     return list(yaml.safe_load_all(_output(kubectl, "kustomize", str(MANIFESTS / overlay))))
 
@@ -300,7 +270,6 @@ def _cpu_values() -> dict[str, Any]:
 
 def _rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
     helm = pytest.importorskip("helm_python", reason=_INSTALL)
-    yaml = pytest.importorskip("yaml", reason=_INSTALL)
     with helm.Chart.load(CHART) as chart:
         files = chart.render(values, name="penstock", namespace="llm")
     notes = next(text for name, text in files.items() if name.endswith("NOTES.txt"))
@@ -321,7 +290,6 @@ def _without_claims(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def _documents(file: Path) -> list[dict[str, Any]]:
-    yaml = pytest.importorskip("yaml", reason=_INSTALL)
     return list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
 
 

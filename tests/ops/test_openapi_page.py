@@ -1,19 +1,11 @@
 """`/docs` and `/redoc` in Chromium: they show the API, and ask nobody but the server."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from tests.support.browser import Page, running_browser
+from tests.support.browser import NewPage, Page
 from tests.support.serving import MODEL, RunningServer, running_server
-
-NewPage = Callable[[], Page]
-
-
-@pytest.fixture(scope="module")
-def new_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewPage]:
-    with running_browser(tmp_path_factory.mktemp("chromium")) as new_page:
-        yield new_page
 
 
 @pytest.fixture(scope="module")

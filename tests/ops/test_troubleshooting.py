@@ -15,6 +15,9 @@ from tests.support.serving import RunningServer, running_server
 _TABLE = (ROOT / "docs" / "operations.md").read_text().partition("## When something is wrong")[2]
 ROWS = [line for line in _TABLE.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
 
+_FLAG = re.compile(r"--[a-z][a-z-]+")
+_BENCHMARK = re.compile(r"`python -m tests\.bench\.engine (\S+) ([^`]*)`")
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
@@ -26,9 +29,16 @@ def server() -> Iterator[RunningServer]:
 def test_every_flag_in_the_table_exists() -> None:
     parser = argparse.ArgumentParser()
     add_serve_flags(parser)
-    named = set(re.findall(r"--[a-z][a-z-]+", "\n".join(ROWS)))
+    named = set(_FLAG.findall(_BENCHMARK.sub("", "\n".join(ROWS))))
     assert len(named) > 5
     assert named - set(parser._option_string_actions) == set()
+
+
+def test_every_flag_of_a_benchmark_in_the_table_exists() -> None:
+    [(part, arguments)] = _BENCHMARK.findall("\n".join(ROWS))
+    command = [sys.executable, "-m", "tests.bench.engine", part, "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert all(flag in text for flag in _FLAG.findall(arguments))
 
 
 def test_every_metric_in_the_table_is_exported(server: RunningServer) -> None:

@@ -4,21 +4,13 @@ import functools
 import http.server
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Page, running_browser
+from tests.support.browser import NewPage, running_browser
 from tests.support.serving import RunningServer, running_server
-
-NewPage = Callable[[], Page]
-
-
-@pytest.fixture(scope="module")
-def new_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewPage]:
-    with running_browser(tmp_path_factory.mktemp("chromium")) as new_page:
-        yield new_page
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""One version, wherever it is written, and one index of CPU builds."""
+"""One version, wherever it is written."""
 
 import re
 import shutil
@@ -8,6 +8,8 @@ import pytest
 
 from tests.release import version
 from tests.support.paths import ROOT
+
+_IMAGE = re.compile(r"(?:-t|image:|:/cache) (penstock(?::[\w.-]+)?)\b")
 
 
 def test_every_place_has_the_version_of_pyproject() -> None:
@@ -30,10 +32,20 @@ def test_the_version_is_written_into_every_place(
     assert "penstock:9.8.7rc1-cpu" in (tmp_path / "docker/compose.yaml").read_text()
 
 
-def test_the_tags_of_the_images_are_the_same_everywhere() -> None:
-    tags = {
-        tag
-        for name in ("docker/compose.yaml", "docs/docker-and-kubernetes.md")
-        for tag in re.findall(r"\bpenstock:\d+\.[\w.-]+", (ROOT / name).read_text(encoding="utf-8"))
+def test_an_image_is_named_by_this_version_wherever_it_is_named() -> None:
+    files = [
+        *(ROOT / "docker").rglob("*"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+        ROOT / "Makefile",
+    ]
+    files.remove(ROOT / "docker/k8s/base/deployment.yaml")  # the overlays set its tag
+    images = {
+        (str(file), image)
+        for file in files
+        if file.is_file()
+        for image in _IMAGE.findall(file.read_text(encoding="utf-8"))
     }
-    assert tags == {f"penstock:{version.version()}", f"penstock:{version.version()}-cpu"}
+    ours = (f"penstock:{version.version()}", f"penstock:{version.version()}-cpu")
+    assert len(images) >= 6
+    assert {each for each in images if each[1] not in ours} == set()

@@ -178,6 +178,19 @@ def test_the_command_line_overrides_variables_and_these_the_file(
     assert server.cors.allowed_origins == ("https://a.example",)
 
 
+def test_a_variable_or_a_file_may_name_the_model(
+    served: list[ServeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text("model: of/file\n")
+    assert main(["serve", "--config", str(file)]) == 0
+    monkeypatch.setenv("PENSTOCK_MODEL", "of/variable")
+    assert main(["serve", "--config", str(file)]) == 0
+    assert main(["serve", "--config", str(file), "of/argument"]) == 0
+    models = [config.engine.model for config in served]
+    assert models == ["of/file", "of/variable", "of/argument"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -58,7 +58,7 @@ def test_each_phase_of_the_start_is_announced_before_it_is_timed() -> None:
     server = RunningServer("--num-threads", "1")
     try:
         server.wait_until_ready()
-        log = server.errors()
+        log = server.log()
     finally:
         server.stop()
     assert re.search(rf"penstock \S+ loads \S+demo_model; .*:{server.port} answers", log)
@@ -80,8 +80,8 @@ def test_a_compiler_that_takes_long_is_named_counted_and_told_by_health(
         assert re.search(r"still loading \(compile, \d+ s\)", health.json()["error"]["message"])
         refused = server.complete().json()["error"]["message"]
         assert re.search(r"still loading \(compile, \d+ s\); try again soon", refused)
-        wait_until(lambda: re.search(r"INFO compile, \d s\n", server.errors()))
-        assert f"{endless['CXX']} compiles step.cpp for this processor" in server.errors()
+        wait_until(lambda: re.search(r"INFO compile, \d s\n", server.log()))
+        assert f"{endless['CXX']} compiles step.cpp for this processor" in server.log()
     finally:
         server.stop()
 
@@ -153,7 +153,7 @@ def test_a_drain_says_for_whom_and_how_long_and_counts_those_that_ended() -> Non
             wait_until(
                 lambda: (
                     "drain: SIGTERM: 1 request may take up to 25 s to finish, then the server "
-                    "ends; a second SIGTERM ends it at once" in server.errors()
+                    "ends; a second SIGTERM ends it at once" in server.log()
                 )
             )
             for _ in parts:
@@ -183,7 +183,7 @@ def test_a_second_signal_says_that_it_ends_the_server_at_once() -> None:
         parts = stream.iter_raw()
         next(parts)
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: "drain: SIGTERM" in server.errors())
+        wait_until(lambda: "drain: SIGTERM" in server.log())
         server.process.send_signal(signal.SIGTERM)
         code, errors = server.exit_code(timeout_s=10)
     assert code == 128 + signal.SIGTERM

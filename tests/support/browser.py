@@ -234,8 +234,11 @@ class Page:
         ]
 
 
+NewPage = Callable[[], Page]
+
+
 @contextlib.contextmanager
-def running_browser(profile: Path, *flags: str) -> Iterator[Callable[[], Page]]:
+def running_browser(profile: Path, *flags: str) -> Iterator[NewPage]:
     """Yields a function that opens a tab with storage of its own."""
     browser = Browser(profile, *flags)
 

@@ -1,14 +1,12 @@
 """What the browser tests of the page at `/` do again and again."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
+from tests.support.browser import NewPage as NewPage
 from tests.support.browser import Page
 
 DESKTOP, PHONE = (1440, 900), (360, 740)
-
-NewPage = Callable[[], Page]
 
 
 def opened(page: Page, url: str, size: tuple[int, int] = DESKTOP) -> Page:

@@ -16,10 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.release.version import version
 from tests.support.package_index import empty_wheel
 from tests.support.paths import ROOT
 from tests.support.serving import free_port
 
+# As `make images`, compose.yaml, the manifests and the chart call them.
+IMAGES = {"gpu": f"penstock:{version()}", "cpu": f"penstock:{version()}-cpu"}
 BUILD_DIR = ROOT / "build" / "docker"
 _BASES = {"debian:12.12-slim": "bookworm"}
 _STORE = (f"--root={BUILD_DIR / 'store'}", "--runroot=/run/penstock-docker")

@@ -1,4 +1,4 @@
-"""Runs `tests.support.cuda_rehearsal` in a process of its own, and checks its report."""
+"""Runs rehearsals of the GPU in a process of their own, and checks what they report."""
 
 import json
 import os
@@ -8,17 +8,27 @@ from typing import Any
 
 
 def rehearsal(*arguments: str) -> dict[str, Any]:
+    """The report of `tests.support.cuda_rehearsal`."""
+    return _reported("tests.support.cuda_rehearsal", *arguments)[-1]
+
+
+def rungs(*names: str) -> list[dict[str, Any]]:
+    """The rows of `tests.support.rung_rehearsal`."""
+    return _reported("tests.support.rung_rehearsal", *names)
+
+
+def _reported(module: str, *arguments: str) -> list[dict[str, Any]]:
+    """The lines of JSON that it prints, where Triton compiles as for a GPU."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.cuda_rehearsal", *arguments],
+        [sys.executable, "-m", module, *arguments],
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return report
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def check_serving(report: dict[str, Any]) -> None:

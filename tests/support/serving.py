@@ -86,10 +86,6 @@ class RunningServer:
         names = ("running_sequences", "waiting_sequences", "kv_used_blocks")
         wait_until(lambda: not any(self.metric(name) for name in names))
 
-    def errors(self) -> str:
-        """The text on stderr until now."""
-        return os.pread(self._errors.fileno(), 1 << 20, 0).decode()
-
     def exit_code(self, timeout_s: float = 60.0) -> tuple[int, str]:
         """Waits for its end; returns the code and the text on stderr."""
         code = self.process.wait(timeout_s)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from tests.bench.gpu.rungs import RUNGS
 from tests.bench.test_gpu_ladder import AFTER, MESSAGES, Climbed
-from tests.bench.test_gpu_rungs import rehearsed
+from tests.support.run_rehearsal import rungs
 
 # Each rung has its limit on a GPU, and the interpreter is slow on a busy machine.
 PATIENCE = "6"
@@ -61,4 +61,4 @@ def test_any_failure_at_any_rung_loses_that_rung_alone(
 
 def test_every_rung_in_full_size_does_what_a_gpu_allows() -> None:
     names = [rung.name for rung in RUNGS]
-    assert [row["rung"] for row in rehearsed(*names) if row["is_right"]] == names
+    assert [row["rung"] for row in rungs(*names) if row["is_right"]] == names
