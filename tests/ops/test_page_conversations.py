@@ -14,17 +14,23 @@ from tests.support.chat_page import (
     NewPage,
     answers,
     asked,
+    choose_from_menu,
+    confirm,
+    downloaded,
     finished,
     has_button,
+    import_file,
     last_request,
     opened,
     questions,
+    reloaded,
     send,
     show_settings,
+    stored,
     titles,
     use,
 )
-from tests.support.page_server import PageServer, running_page_server, said
+from tests.support.page_server import PageServer, echoed, running_page_server, said
 from tests.support.serving import wait_until
 
 
@@ -49,56 +55,9 @@ def page(server: PageServer, new_page: NewPage) -> Iterator[Page]:
     assert all(url.startswith((server.url + "/", "blob:")) for url in page.urls())
 
 
-def echoed(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Answers with the last message."""
-    return said(f"**You said** {body['messages'][-1]['content']}")
-
-
-def reloaded(page: Page) -> None:
-    page.call("Page.reload")
-    page.wait("document.readyState === 'complete'")
-    page.wait("document.querySelector('#state')?.dataset.state === 'ready'")
-
-
 def messages(server: PageServer) -> list[tuple[str, str]]:
     """Of the last request."""
     return [(each["role"], each["content"]) for each in server.requests[-1]["messages"]]
-
-
-def confirm(page: Page, name: str) -> None:
-    page.wait("document.querySelector('#dialog').open")
-    use(page, name, "#dialog")
-    page.wait("!document.querySelector('#dialog').open")
-
-
-def choose_from_menu(page: Page, item: str, nth: int = 0) -> None:
-    page.js(f"document.querySelectorAll('#chats-list .more')[{nth}].click(); 0")
-    page.wait("document.querySelector('#chat-menu').matches(':popover-open')")
-    page.click(f"#chat-{item}")
-
-
-def downloaded(page: Page, folder: Path, act: Any) -> str:
-    page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
-    act()
-    wait_until(lambda: any(not path.name.endswith(".crdownload") for path in folder.iterdir()))
-    [path] = folder.iterdir()
-    return path.read_text()
-
-
-def import_file(page: Page, path: Path) -> None:
-    root = page.call("DOM.getDocument")["root"]["nodeId"]
-    field = page.call("DOM.querySelector", nodeId=root, selector="#import-file")["nodeId"]
-    page.call("DOM.setFileInputFiles", nodeId=field, files=[str(path)])
-
-
-def stored(page: Page) -> list[dict[str, Any]]:
-    conversations: list[dict[str, Any]] = page.js(
-        "new Promise((resolve) => { const open = indexedDB.open('penstock');"
-        "open.onsuccess = () => { const read = open.result.transaction('conversations')"
-        ".objectStore('conversations').getAll();"
-        "read.onsuccess = () => { open.result.close(); resolve(read.result); }; }; })"
-    )
-    return conversations
 
 
 def test_a_conversation_survives_a_reload_and_goes_on(page: Page, server: PageServer) -> None:

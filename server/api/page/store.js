@@ -32,6 +32,18 @@ export async function write(conversation) {
   });
 }
 
+// act(conversation) changes what is stored of it, if anything is, and returns whether it did, as this does. Throws
+// StoreError.
+export async function rewrite(id, act) {
+  let isChanged = false;
+  await change(async (store) => {
+    const stored = await resultOf(store.get(id));
+    isChanged = Boolean(stored) && act(stored);
+    if (isChanged) store.put(stored);
+  });
+  return isChanged;
+}
+
 export async function erase(id) {
   await change((store) => store.delete(id));
 }
