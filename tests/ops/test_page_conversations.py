@@ -196,6 +196,7 @@ _NODE = {"id": "a", "parent": None, "role": "user", "atMs": 1, "text": "x"}
         ([{"id": "x", "nodes": {"a": {**_NODE, "role": "system"}}}], "the role system"),
         ([{"id": "x", "nodes": {"a": {**_NODE, "text": 3}}}], "without a text"),
         ([{"id": "x", "nodes": {"a": {**_NODE, "parent": "b"}}}], "parent is missing"),
+        ([{"id": "x", "nodes": {"a": {**_NODE, "role": "assistant"}}}], "answers nothing"),
         (
             [
                 {

@@ -57,6 +57,7 @@ function checkedNode(node, name) {
   require(Number.isFinite(node.atMs), `${name} has a message without a time`);
   const { id, role, atMs } = node;
   const common = { id, role, atMs, parent: node.parent ?? null };
+  require(role === "user" || common.parent, `${name} has a message of the role ${role} that answers nothing`);
   if (role === "tool") return { ...common, results: listOf(node.results, ["id", "name", "content"], name) };
   require(typeof node.text === "string", `${name} has a message without a text`);
   if (role === "user") return { ...common, text: node.text, mode: node.mode === "completion" ? "completion" : "chat" };
