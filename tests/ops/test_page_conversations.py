@@ -460,6 +460,26 @@ def test_the_buttons_of_the_browser_go_from_one_conversation_to_another(page: Pa
     assert page.js("document.title") == "two - Penstock"
 
 
+# The database opens when `mayOpen` is set.
+_SLOW_STORE = """
+Object.defineProperty(IDBOpenDBRequest.prototype, "onsuccess", { set(act) {
+  const later = () => { if (window.mayOpen) act(); else setTimeout(later, 20); };
+  this.addEventListener("success", later);
+} });"""
+
+
+def test_a_conversation_that_begins_before_the_store_is_open_is_stored(
+    server: PageServer, new_page: NewPage
+) -> None:
+    page = new_page()
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=_SLOW_STORE)
+    opened(page, server.url)
+    asked(page, "one")
+    page.js("window.mayOpen = true")
+    wait_until(lambda: len(stored(page)) == 1)
+    assert titles(page) == ["one"]
+
+
 def test_two_tabs_lose_nothing_of_one_conversation(page: Page) -> None:
     asked(page, "one")
     address = page.js("location.href")
