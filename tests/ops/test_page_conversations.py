@@ -549,6 +549,19 @@ def test_the_live_view_folds_away_stops_reading_and_remembers_it(
     wait_until(lambda: num_reads() > before)
 
 
+def test_the_live_view_shows_rates_between_readings_that_are_far_apart(
+    server: PageServer, new_page: NewPage
+) -> None:
+    """As after a while in a hidden tab. The page's clock goes five times as fast."""
+    page = new_page()
+    source = "const now = performance.now.bind(performance); performance.now = () => 5 * now();"
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=source)
+    opened(page, server.url)
+    page.wait("document.querySelector('#tokens .value').textContent !== '–'")
+    assert page.text("#tokens .value") == "0"
+    assert page.console_errors() == []
+
+
 def test_a_phone_reads_no_metrics_until_it_shows_them(
     server: PageServer, new_page: NewPage
 ) -> None:
