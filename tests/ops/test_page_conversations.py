@@ -557,7 +557,7 @@ def test_the_live_view_shows_rates_between_readings_that_are_far_apart(
     source = "const now = performance.now.bind(performance); performance.now = () => 5 * now();"
     page.call("Page.addScriptToEvaluateOnNewDocument", source=source)
     opened(page, server.url)
-    page.wait("document.querySelector('#tokens .value').textContent !== '–'")
+    page.wait("document.querySelector('#tokens .value').textContent !== '\\u2013'")
     assert page.text("#tokens .value") == "0"
     assert page.console_errors() == []
 
