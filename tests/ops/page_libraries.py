@@ -23,23 +23,26 @@ from tests.support.paths import ROOT
 FOLDER = ROOT / "server" / "api" / "page" / "vendor"
 RECORD = FOLDER / "libraries.json"
 LICENCES = "LICENSES.txt"
+# The licence of KaTeX's fonts, which npm's package names in the fonts alone.
+OFL = FOLDER / "fonts" / "OFL.txt"
 _SOURCE_MAP = re.compile(rb"\n?//# sourceMappingURL=\S+\s*$")
 _LICENCE_NAMES = ("LICENSE", "LICENSE.txt", "LICENSE-MIT.txt", "LICENSE.md")
 
 
 def record() -> dict[str, dict[str, Any]]:
-    """File name -> its package, version, licence, path there, bundled packages and hash."""
-    files: dict[str, dict[str, Any]] = json.loads(RECORD.read_text())
-    return files
+    """Package -> its version, licence, bundled packages, and files: name -> path there and hash."""
+    packages: dict[str, dict[str, Any]] = json.loads(RECORD.read_text())
+    return packages
 
 
 def from_npm() -> dict[str, bytes]:
-    """Name -> content of every file that belongs into the folder, but for the record."""
+    """Name -> content of every file that belongs into the folder, but for the record and OFL."""
     contents, licences = {}, []
     with tempfile.TemporaryDirectory() as folder:
         for name, library in record().items():
-            package = _Package(library["package"], library["version"], Path(folder))
-            contents[name] = _SOURCE_MAP.sub(b"\n", package.read(library["path"]))
+            package = _Package(name, library["version"], Path(folder))
+            for file, entry in library["files"].items():
+                contents[file] = _SOURCE_MAP.sub(b"\n", package.read(entry["path"]))
             licences.append(package.licence())
             for other in library["bundles"]:
                 bundled, _, version = other.rpartition("@")
@@ -86,10 +89,11 @@ def main() -> int:
     if parser.parse_args().write:
         for name, content in contents.items():
             (FOLDER / name).write_bytes(content)
-        files = {
-            name: entry | {"sha256": hash_of(contents[name])} for name, entry in record().items()
-        }
-        RECORD.write_text(json.dumps(files, indent=2) + "\n")
+        packages = record()
+        for library in packages.values():
+            for name, entry in library["files"].items():
+                entry["sha256"] = hash_of(contents[name])
+        RECORD.write_text(json.dumps(packages, indent=2) + "\n")
         return 0
     changed = [
         name for name, content in contents.items() if (FOLDER / name).read_bytes() != content

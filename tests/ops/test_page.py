@@ -211,13 +211,14 @@ def test_a_long_output_is_rendered_per_frame_not_per_token(new_page: NewPage) ->
         page.write("#max_tokens", "10000")
         page.js(
             "window.numChanges = 0; new MutationObserver((all) => { numChanges += all.length; })"
-            ".observe(document.body, {subtree: true, characterData: true, childList: true})"
+            ".observe(document.querySelector('#conversation'),"
+            " {subtree: true, characterData: true, childList: true})"
         )
         send(page, "Tell me everything.")
         finished(page)
         assert "10000" in page.text(".figures")
         assert page.js("document.querySelector('.content').textContent.length") > 20_000
-        assert page.js("numChanges") < 1000
+        assert page.js("numChanges") < 5000  # per token, there would be 10,000
 
 
 def test_scrolling_back_stays_while_text_arrives(slow: RunningServer, new_page: NewPage) -> None:

@@ -30,6 +30,10 @@ x = {"a": 1}  # colours have contrast, too
 > said
 
 - [ ] open
+
+With $e^{i\\pi} = -1$:
+
+$$\\sum_{i=1}^n i = \\frac{n(n+1)}{2}$$
 """
 
 
@@ -88,6 +92,7 @@ def test_axe_finds_no_fault(
     check("empty")
     asked(page, "Show me everything.")
     page.wait("document.querySelector('.hljs-string')")
+    page.wait("document.querySelectorAll('.katex').length === 2")
     page.js("document.querySelector('.reasoning').open = true; 0")
     check("answer")
     use(page, "Regenerate")

@@ -14,17 +14,23 @@ from tests.support.chat_page import (
     NewPage,
     answers,
     asked,
+    choose_from_menu,
+    confirm,
+    downloaded,
     finished,
     has_button,
+    import_file,
     last_request,
     opened,
     questions,
+    reloaded,
     send,
     show_settings,
+    stored,
     titles,
     use,
 )
-from tests.support.page_server import PageServer, running_page_server, said
+from tests.support.page_server import PageServer, echoed, running_page_server, said
 from tests.support.serving import wait_until
 
 
@@ -49,56 +55,9 @@ def page(server: PageServer, new_page: NewPage) -> Iterator[Page]:
     assert all(url.startswith((server.url + "/", "blob:")) for url in page.urls())
 
 
-def echoed(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Answers with the last message."""
-    return said(f"**You said** {body['messages'][-1]['content']}")
-
-
-def reloaded(page: Page) -> None:
-    page.call("Page.reload")
-    page.wait("document.readyState === 'complete'")
-    page.wait("document.querySelector('#state')?.dataset.state === 'ready'")
-
-
 def messages(server: PageServer) -> list[tuple[str, str]]:
     """Of the last request."""
     return [(each["role"], each["content"]) for each in server.requests[-1]["messages"]]
-
-
-def confirm(page: Page, name: str) -> None:
-    page.wait("document.querySelector('#dialog').open")
-    use(page, name, "#dialog")
-    page.wait("!document.querySelector('#dialog').open")
-
-
-def choose_from_menu(page: Page, item: str, nth: int = 0) -> None:
-    page.js(f"document.querySelectorAll('#chats-list .more')[{nth}].click(); 0")
-    page.wait("document.querySelector('#chat-menu').matches(':popover-open')")
-    page.click(f"#chat-{item}")
-
-
-def downloaded(page: Page, folder: Path, act: Any) -> str:
-    page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
-    act()
-    wait_until(lambda: any(not path.name.endswith(".crdownload") for path in folder.iterdir()))
-    [path] = folder.iterdir()
-    return path.read_text()
-
-
-def import_file(page: Page, path: Path) -> None:
-    root = page.call("DOM.getDocument")["root"]["nodeId"]
-    field = page.call("DOM.querySelector", nodeId=root, selector="#import-file")["nodeId"]
-    page.call("DOM.setFileInputFiles", nodeId=field, files=[str(path)])
-
-
-def stored(page: Page) -> list[dict[str, Any]]:
-    conversations: list[dict[str, Any]] = page.js(
-        "new Promise((resolve) => { const open = indexedDB.open('penstock');"
-        "open.onsuccess = () => { const read = open.result.transaction('conversations')"
-        ".objectStore('conversations').getAll();"
-        "read.onsuccess = () => { open.result.close(); resolve(read.result); }; }; })"
-    )
-    return conversations
 
 
 def test_a_conversation_survives_a_reload_and_goes_on(page: Page, server: PageServer) -> None:
@@ -237,6 +196,7 @@ _NODE = {"id": "a", "parent": None, "role": "user", "atMs": 1, "text": "x"}
         ([{"id": "x", "nodes": {"a": {**_NODE, "role": "system"}}}], "the role system"),
         ([{"id": "x", "nodes": {"a": {**_NODE, "text": 3}}}], "without a text"),
         ([{"id": "x", "nodes": {"a": {**_NODE, "parent": "b"}}}], "parent is missing"),
+        ([{"id": "x", "nodes": {"a": {**_NODE, "role": "assistant"}}}], "answers nothing"),
         (
             [
                 {
@@ -500,6 +460,26 @@ def test_the_buttons_of_the_browser_go_from_one_conversation_to_another(page: Pa
     assert page.js("document.title") == "two - Penstock"
 
 
+# The database opens when `mayOpen` is set.
+_SLOW_STORE = """
+Object.defineProperty(IDBOpenDBRequest.prototype, "onsuccess", { set(act) {
+  const later = () => { if (window.mayOpen) act(); else setTimeout(later, 20); };
+  this.addEventListener("success", later);
+} });"""
+
+
+def test_a_conversation_that_begins_before_the_store_is_open_is_stored(
+    server: PageServer, new_page: NewPage
+) -> None:
+    page = new_page()
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=_SLOW_STORE)
+    opened(page, server.url)
+    asked(page, "one")
+    page.js("window.mayOpen = true")
+    wait_until(lambda: len(stored(page)) == 1)
+    assert titles(page) == ["one"]
+
+
 def test_two_tabs_lose_nothing_of_one_conversation(page: Page) -> None:
     asked(page, "one")
     address = page.js("location.href")
@@ -567,6 +547,19 @@ def test_the_live_view_folds_away_stops_reading_and_remembers_it(
     assert not page.js("document.querySelector('#live').checkVisibility()")
     page.click("#live-open")
     wait_until(lambda: num_reads() > before)
+
+
+def test_the_live_view_shows_rates_between_readings_that_are_far_apart(
+    server: PageServer, new_page: NewPage
+) -> None:
+    """As after a while in a hidden tab. The page's clock goes five times as fast."""
+    page = new_page()
+    source = "const now = performance.now.bind(performance); performance.now = () => 5 * now();"
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=source)
+    opened(page, server.url)
+    page.wait("document.querySelector('#tokens .value').textContent !== '\\u2013'")
+    assert page.text("#tokens .value") == "0"
+    assert page.console_errors() == []
 
 
 def test_a_phone_reads_no_metrics_until_it_shows_them(

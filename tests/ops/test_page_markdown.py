@@ -169,13 +169,22 @@ _ATTACKS = [
     "<?php echo 1 ?><script>taken = 1</script>",
     "<x onclick=taken=1 tabindex=1 autofocus onfocus=taken=1>",
     "\u202e<img src=x onerror=taken=1>\u0000<script>taken=1</script>",
+    r"$\href{javascript:taken=1}{x}$ and $\url{https://evil.example/}$",
+    r"$$\includegraphics{https://evil.example/x.png}$$",
+    r"$\htmlId{chats}{x} \htmlClass{copy-code}{x} \htmlStyle{color: red}{x}$",
+    r"$\htmlData{x=1}{x}$ $\text{<img src=x onerror=taken=1>}$ $\text{' style='x:y' \"}$",
+    r"\(</annotation></semantics></math><script>taken = 1</script>\)",
+    r"\[\text{</span><style>*{display:none}</style>}\]",
+    r"$\color{red;background:url(https://evil.example/x)}{x}$",
+    r"$\def\a{\a\a}\a$ $\unknown{<img src=x onerror=taken=1>}$",
     "<a id=chats><a id=conversation name=body><input id=prompt><button class=copy-code>",
 ]
 _ELEMENTS = """
 [...document.querySelectorAll("#conversation *, #chats-list *")].filter((e) =>
-  e.matches("script, img, svg, iframe, object, embed, style, link, meta, base, video, math, input, "
-            + "template, noscript, form:not(.editor)")
-  || [...e.attributes].some(({name}) => name.startsWith("on") || ["style", "src"].includes(name))
+  e.matches("script, img, iframe, object, embed, style, link, meta, base, video, input, template, "
+            + "noscript, form:not(.editor), .formula :is(a, [id], [class*=copy])")
+  || [...e.attributes].some(({name}) => name.startsWith("on") || name === "src")
+  || (!e.closest(".formula") && (e.matches("svg, math") || e.hasAttribute("style")))
   || (e.matches("a") && !/^(https?|mailto):/.test(e.getAttribute("href") ?? "https:"))
 ).map((e) => e.outerHTML)"""
 
@@ -257,6 +266,8 @@ _TRICKY = [
     "a\n\n\n\n\nb  \nc\\\nd\n\n\n",
     "<div>\n\n*x*\n</div>\n\n<!-- c\n\nd -->\n",
     "1\n2.\n3. x\n\n-\n  x\n\n+\n\ny\n",
+    "Text\n$$\nx = a\n- b\n$$\nmore\n\n\\[\na\n= b\n\\] where $x$ is\nand\n\n$$ 5 and\n\nend",
+    "para\n$$a$$\n$$b$$ is\n- $$\n  y\n\n  $$\n> \\[\n> z\n\\]\n$$\nunclosed\n# no head\n\nmore\n",
     "* a\n\n  ```\n  code\n  ```\n\n  > q\n\n1) b\n2) c\n1. d\n",
 ]
 

@@ -1,10 +1,13 @@
 """What the browser tests of the page at `/` do again and again."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.support.browser import NewPage as NewPage
 from tests.support.browser import Page
+from tests.support.serving import wait_until
 
 DESKTOP, PHONE = (1440, 900), (360, 740)
 
@@ -91,3 +94,47 @@ def last_request(page: Page) -> dict[str, Any]:
     )
     body: dict[str, Any] = json.loads(line.partition("-d '")[2][:-1].replace("'\\''", "'"))
     return body
+
+
+def reloaded(page: Page) -> None:
+    page.call("Page.reload")
+    page.wait("document.readyState === 'complete'")
+    page.wait("document.querySelector('#state')?.dataset.state === 'ready'")
+
+
+def confirm(page: Page, name: str) -> None:
+    page.wait("document.querySelector('#dialog').open")
+    use(page, name, "#dialog")
+    page.wait("!document.querySelector('#dialog').open")
+
+
+def choose_from_menu(page: Page, item: str, nth: int = 0) -> None:
+    page.js(f"document.querySelectorAll('#chats-list .more')[{nth}].click(); 0")
+    page.wait("document.querySelector('#chat-menu').matches(':popover-open')")
+    page.click(f"#chat-{item}")
+
+
+def downloaded(page: Page, folder: Path, act: Callable[[], None]) -> str:
+    """What act() downloads into the empty folder."""
+    page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+    act()
+    wait_until(lambda: any(not path.name.endswith(".crdownload") for path in folder.iterdir()))
+    [path] = folder.iterdir()
+    return path.read_text()
+
+
+def import_file(page: Page, path: Path) -> None:
+    root = page.call("DOM.getDocument")["root"]["nodeId"]
+    field = page.call("DOM.querySelector", nodeId=root, selector="#import-file")["nodeId"]
+    page.call("DOM.setFileInputFiles", nodeId=field, files=[str(path)])
+
+
+def stored(page: Page) -> list[dict[str, Any]]:
+    """The conversations in the browser's IndexedDB."""
+    conversations: list[dict[str, Any]] = page.js(
+        "new Promise((resolve) => { const open = indexedDB.open('penstock');"
+        "open.onsuccess = () => { const read = open.result.transaction('conversations')"
+        ".objectStore('conversations').getAll();"
+        "read.onsuccess = () => { open.result.close(); resolve(read.result); }; }; })"
+    )
+    return conversations

@@ -87,6 +87,11 @@ def said(text: str, *, field: str = "content") -> list[Delta]:
     return [{"delta": {field: text[i : i + 4]}} for i in range(0, len(text), 4)]
 
 
+def echoed(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Answers with the last message."""
+    return said(f"**You said** {body['messages'][-1]['content']}")
+
+
 def _event(payload: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 

@@ -23,10 +23,11 @@ _MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
+    "woff2": "font/woff2",
 }
 _HEADERS = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         "require-trusted-types-for 'script'; trusted-types dompurify"
     ),
@@ -43,7 +44,7 @@ router = APIRouter(include_in_schema=False)
 @dataclass(frozen=True, slots=True)
 class _File:
     content: bytes
-    gzipped: bytes
+    gzipped: bytes | None  # None if it is compressed already
     media_type: str
     etag: str
 
@@ -66,7 +67,7 @@ def _response(request: Request, name: str) -> Response:
     headers = _HEADERS | {"etag": file.etag, "vary": "accept-encoding"}
     if request.headers.get("if-none-match") == file.etag:
         return Response(status_code=304, headers=headers)
-    if "gzip" not in request.headers.get("accept-encoding", ""):
+    if file.gzipped is None or "gzip" not in request.headers.get("accept-encoding", ""):
         return Response(file.content, headers=headers, media_type=file.media_type)
     headers["content-encoding"] = "gzip"
     return Response(file.gzipped, headers=headers, media_type=file.media_type)
@@ -76,11 +77,14 @@ def _response(request: Request, name: str) -> Response:
 def _files() -> dict[str, _File]:
     """Path under the page -> every file that is served; no other path is read."""
     home = files(__package__)
-    entries = [(entry.name, entry) for entry in home.iterdir()]
-    entries += [(f"vendor/{entry.name}", entry) for entry in (home / "vendor").iterdir()]
+    entries = {
+        folder + entry.name: entry
+        for folder in ("", "vendor/", "vendor/fonts/")
+        for entry in home.joinpath(folder).iterdir()
+    }
     return {
         name: _file(entry.read_bytes(), media_type)
-        for name, entry in entries
+        for name, entry in entries.items()
         if entry.is_file() and (media_type := _MEDIA_TYPES.get(name.rpartition(".")[2]))
     }
 
@@ -88,4 +92,5 @@ def _files() -> dict[str, _File]:
 def _file(content: bytes, media_type: str) -> _File:
     # A weak tag, since it stands for the content with and without compression.
     etag = f'W/"{hashlib.sha256(content).hexdigest()[:16]}"'
-    return _File(content, gzip.compress(content, mtime=0), media_type, etag)
+    gzipped = None if media_type.startswith("font/") else gzip.compress(content, mtime=0)
+    return _File(content, gzipped, media_type, etag)

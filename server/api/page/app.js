@@ -4,7 +4,7 @@ import { apiKey, isApiKeyKept, request, storeApiKey } from "./api.js";
 import { find, startConversations } from "./conversations.js";
 import { byId, make, setOpen } from "./dom.js";
 import { startLive } from "./live.js";
-import { openConversation, openId, startPlayground, useModel } from "./playground.js";
+import { openConversation, openId, showRemoval, startPlayground, useModel } from "./playground.js";
 import { keep, recall } from "./preferences.js";
 import { showConversations, startSidebar } from "./sidebar.js";
 
@@ -31,7 +31,7 @@ byId("skip").addEventListener("click", (event) => {
 
 // The hash names the open conversation, so that a reload and the browser's buttons find it.
 async function startAddress() {
-  await startConversations((problem) => onConversations(problem, false));
+  await startConversations((problem) => onConversations(problem, false), showRemoval);
   const follow = () => {
     const id = location.hash.slice(ADDRESS.length);
     if (id !== (find(openId()) ? openId() : "")) openConversation(find(id));

@@ -1,7 +1,8 @@
 // The conversations of this page: in memory, and in the store unless the user wants none. Other tabs are told.
 
 import { keep, recall } from "./preferences.js";
-import { erase, eraseAll, openStore, readAll, write } from "./store.js";
+import { erase, eraseAll, openStore, readAll, rewrite, write } from "./store.js";
+import { removeBranch } from "./tree.js";
 
 const STORING = "store-conversations";
 const channel = new BroadcastChannel("penstock-conversations");
@@ -10,14 +11,23 @@ const all = new Map();
 let storedIds = new Set(); // as last read or written
 let listener = () => {};
 
-// onChange(problem): called when the list has changed; problem: a sentence, or null.
-export async function startConversations(onChange) {
+// onChange(problem): called when the list has changed; problem: a sentence, or null. onRemoval(conversation): called
+// when another tab has deleted a message of it.
+export async function startConversations(onChange, onRemoval) {
   listener = onChange;
   await guarded(async () => {
     await openStore();
     await refresh();
   });
-  channel.addEventListener("message", () => guarded(refresh));
+  channel.addEventListener("message", ({ data }) => guarded(async () => {
+    const known = all.get(data.conversationId);
+    if (known && removeFrom(known, data.messageId)) {
+      onRemoval(known);
+      // If this tab has just stored it once more, all others have to remove it again.
+      if (await eraseMessage(data)) channel.postMessage(data);
+    }
+    await refresh();
+  }));
 }
 
 // A conversation that is open here and was deleted by another tab is stored again when it goes on.
@@ -82,6 +92,27 @@ function storedForm(conversation) {
   }
   const leaf = nodes[conversation.leaf] ? conversation.leaf : conversation.nodes[conversation.leaf]?.parent;
   return { ...conversation, nodes, leaf: leaf ?? null };
+}
+
+// A message and all that follow it, here, in the store, also while nothing new is stored, and in other tabs.
+export async function removeMessage(conversation, message) {
+  const ids = { conversationId: conversation.id, messageId: message.id };
+  removeFrom(conversation, message.id);
+  await guarded(async () => {
+    await eraseMessage(ids);
+    channel.postMessage(ids);
+  });
+}
+
+// Both return whether it was there.
+function eraseMessage({ conversationId, messageId }) {
+  return rewrite(conversationId, (stored) => removeFrom(stored, messageId));
+}
+
+function removeFrom(conversation, messageId) {
+  const message = conversation.nodes[messageId];
+  if (message) removeBranch(conversation, message);
+  return Boolean(message);
 }
 
 export async function remove(conversation) {

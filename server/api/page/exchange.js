@@ -1,6 +1,6 @@
 // Conversations as files: JSON that this page reads again, and Markdown for people.
 
-import { pathOf } from "./tree.js";
+import { nodesBelow, pathOf } from "./tree.js";
 
 const FORMAT = "penstock-conversations";
 const VERSION = 1;
@@ -43,20 +43,12 @@ function checkedConversation(given, i) {
     const checked = checkedNode(node, name);
     nodes[checked.id] = checked;
   }
-  require(numReached(nodes) === Object.keys(nodes).length, `${name} has a message whose parent is missing`);
+  // Parents that are in a circle would hang the page.
+  require(nodesBelow(nodes, null).length === Object.keys(nodes).length, `${name} has a message whose parent is missing`);
   const leaf = nodes[given.leaf] ? given.leaf : Object.keys(nodes).at(-1) ?? null;
   const numberOr = (value, otherwise) => (Number.isFinite(value) ? value : otherwise);
   const createdMs = numberOr(given.createdMs, Date.now());
   return { id: given.id, title: String(given.title ?? ""), createdMs, changedMs: numberOr(given.changedMs, createdMs), leaf, nodes };
-}
-
-// How many nodes a first one leads to: all, unless parents are missing or in a circle, which would hang the page.
-function numReached(nodes) {
-  const byParent = new Map();
-  for (const node of Object.values(nodes)) byParent.set(node.parent, [...(byParent.get(node.parent) ?? []), node]);
-  const reached = [...(byParent.get(null) ?? [])];
-  for (const node of reached) reached.push(...(byParent.get(node.id) ?? []));
-  return reached.length;
 }
 
 function checkedNode(node, name) {
@@ -65,6 +57,7 @@ function checkedNode(node, name) {
   require(Number.isFinite(node.atMs), `${name} has a message without a time`);
   const { id, role, atMs } = node;
   const common = { id, role, atMs, parent: node.parent ?? null };
+  require(role === "user" || common.parent, `${name} has a message of the role ${role} that answers nothing`);
   if (role === "tool") return { ...common, results: listOf(node.results, ["id", "name", "content"], name) };
   require(typeof node.text === "string", `${name} has a message without a text`);
   if (role === "user") return { ...common, text: node.text, mode: node.mode === "completion" ? "completion" : "chat" };

@@ -116,10 +116,11 @@ function note(text) {
 
 function keep(now) {
   if (readings.length && isRestart(readings.at(-1), now)) readings = [];
-  readings = readings.filter(({ atMs }) => atMs > now.atMs - WINDOW_MS);
-  const back = (ms) => readings.find(({ atMs }) => atMs >= now.atMs - ms - PERIOD_MS / 2) ?? readings.at(-1);
-  readings.push(now);
-  if (readings.length < 2) return;
+  const before = readings.filter(({ atMs }) => atMs > now.atMs - WINDOW_MS);
+  readings = [...before, now];
+  if (!before.length) return;
+  // The last one if the page was hidden since then, or the server slow.
+  const back = (ms) => before.find(({ atMs }) => atMs >= now.atMs - ms - PERIOD_MS / 2) ?? before.at(-1);
   for (const view of views) view.show(now, back);
 }
 

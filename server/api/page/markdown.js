@@ -3,6 +3,8 @@
 
 import MarkdownIt from "./vendor/markdown-it.js";
 import "./vendor/purify.js";
+import { addFormulas } from "./formulas.js";
+import { showFormulas } from "./math.js";
 
 const { DOMPurify } = globalThis;
 const ALLOWED = {
@@ -29,6 +31,7 @@ const MAX_COLOURED_LENGTH = 100_000;
 const markdown = new MarkdownIt({ linkify: true });
 markdown.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // "README.md" is no address
 markdown.validateLink = (address) => ALLOWED.ALLOWED_URI_REGEXP.test(address);
+addFormulas(markdown);
 markdown.core.ruler.push("adapt", ({ tokens }) => tokens.forEach(adapt));
 const { rules } = markdown.renderer;
 const escape = markdown.utils.escapeHtml;
@@ -76,6 +79,13 @@ rules.fence = rules.code_block = (tokens, i) => {
     + '<button type="button" class="quiet small copy-code">Copy</button></div>'
     + '<pre tabindex="0" role="group" aria-label="Code" dir="ltr">'
     + `<code class="language-${escape(language)}${coloured ? " coloured" : ""}">${coloured ?? escape(code)}</code></pre></div>`;
+};
+
+rules.formula = rules.formula_block = (tokens, i) => {
+  const { type, markup, content } = tokens[i];
+  const tag = type === "formula_block" ? "div" : "span";
+  const more = ["$$", "\\["].includes(markup) ? ' class="formula alone" tabindex="0" role="group" aria-label="Formula"' : ' class="formula"';
+  return `<${tag}${more}>${escape(content)}</${tag}>`;
 };
 
 let highlighter = null;
@@ -138,7 +148,9 @@ export function definesLinks(source) {
 
 function build(tokens, env) {
   if (!tokens.length) return [];
-  return [...DOMPurify.sanitize(markdown.renderer.render(tokens, markdown.options, env), ALLOWED).children];
+  const fragment = DOMPurify.sanitize(markdown.renderer.render(tokens, markdown.options, env), ALLOWED);
+  showFormulas(fragment);
+  return [...fragment.children];
 }
 
 // The lines of the parser end as in its normalization of line ends.

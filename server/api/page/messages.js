@@ -15,15 +15,16 @@ export function questionView(node, versions, act) {
   const row = make("div", { class: "tools" }, ...versionButtons(node, versions, act));
   row.append(copyButton(node), button("Edit", () => {
     edit({ place: said, text: node.text, label: "Question", done: "Send", onDone: (text) => act.editQuestion(node, text) });
-  }));
+  }), deleteButton(node, act));
   element.append(row);
   return { node, element };
 }
 
 // The results of tool calls.
-export function resultsView(node) {
+export function resultsView(node, act) {
   const items = node.results.map(({ name, content }) => make("div", {}, make("strong", {}, name), make("pre", { tabindex: "0", role: "group", "aria-label": `Result of ${name}` }, content)));
-  return { node, element: make("article", { class: "results", "aria-label": "Tool results" }, ...items) };
+  const row = make("div", { class: "tools" }, copyButton(node), deleteButton(node, act));
+  return { node, element: make("article", { class: "results", "aria-label": "Tool results" }, ...items, row) };
 }
 
 // A question without an answer: its request failed, was stopped early, or was lost with a reload.
@@ -91,6 +92,7 @@ function footOf(node, { versions, canContinue, curl, content, showSource }, act)
   if (node.text && showSource) row.append(toggle("Source", showSource));
   if (node.logprobs?.length) parts.push(panel(row, "Tokens", "tokens-panel", () => [tokenView(node.logprobs)]));
   parts.push(panel(row, "curl", "curl", () => curlParts(curl())));
+  row.append(deleteButton(node, act));
   return parts;
 }
 
@@ -101,6 +103,10 @@ function curlParts(command) {
 
 function copyButton(node) {
   return button("Copy", (element) => copy(textOf(node), element));
+}
+
+function deleteButton(node, act) {
+  return button("Delete", () => act.deleteMessage(node));
 }
 
 function versionButtons(node, versions, act) {

@@ -2,12 +2,13 @@
 
 import { curlLine } from "./api.js";
 import { receive, requestFor } from "./answering.js";
-import { find, save } from "./conversations.js";
+import { find, remove, removeMessage, save } from "./conversations.js";
+import { answerOf } from "./dialog.js";
 import { button, byId, copy, setOpen } from "./dom.js";
 import { toMarkdown } from "./exchange.js";
 import { answerView, questionView, resultsView, unansweredView } from "./messages.js";
 import { isCompletion, readSettings, SettingsError, startSettings } from "./settings.js";
-import { addNode, newConversation, pathOf, removeLeaf, showBranch, versionsOf } from "./tree.js";
+import { addNode, newConversation, nodesBelow, pathOf, removeLeaf, showBranch, versionsOf } from "./tree.js";
 
 const SUGGESTIONS = ["Who are you?", "What is continuous batching?", "Tell me a little story."];
 const NEAR_END_PX = 80;
@@ -15,6 +16,7 @@ const NEAR_END_PX = 80;
 const SAVE_PERIOD_MS = 1000;
 // Of an imported answer that has none.
 const DEFAULT_SETTINGS = { stream: true };
+const NAMES = { user: "question", assistant: "answer", tool: "tool results" };
 
 let model = null;
 let open = newConversation();
@@ -43,6 +45,7 @@ const act = {
     save(open);
     show();
   },
+  deleteMessage: (node) => attempt(() => deleteMessage(node)),
 };
 
 // onKeyNeeded(), onUnreachable(): called after a request failed so. onOpen(): another conversation is shown.
@@ -130,12 +133,19 @@ function send() {
 
 // asked(): the node to answer, or the answer to continue. Nothing changes if the settings are wrong.
 function ask(asked) {
-  byId("ask-error").hidden = true;
-  try {
-    if (runs.has(open.id)) throw new SettingsError("An answer is still arriving; stop it first, or wait for its end.", "prompt");
+  return attempt(() => {
     if (!model) throw new SettingsError("The model is not ready yet; wait until its name appears above.", "prompt");
     const settings = readSettings();
     start(asked(), settings);
+  });
+}
+
+// Returns whether act() was done. What keeps it from being done is shown.
+function attempt(act) {
+  byId("ask-error").hidden = true;
+  try {
+    if (runs.has(open.id)) throw new SettingsError("An answer is still arriving; stop it first, or wait for its end.", "prompt");
+    act();
     return true;
   } catch (error) {
     if (!(error instanceof SettingsError)) throw error;
@@ -185,12 +195,36 @@ async function run(conversation, node, sent) {
   followEnd();
 }
 
+// And all messages that follow it: they would answer what is not there.
+async function deleteMessage(node) {
+  const conversation = open;
+  const numBelow = nodesBelow(conversation.nodes, node.id).length;
+  const isAll = numBelow + 1 === Object.keys(conversation.nodes).length;
+  const below = numBelow ? ` and ${numBelow === 1 ? "the message" : `the ${numBelow} messages`} after it` : "";
+  const question = `Delete this ${NAMES[node.role]}${below}?${isAll ? " The conversation has no other messages, so it is deleted too." : ""} This cannot be undone.`;
+  if (await answerOf(question, "Delete") === null) return;
+  if (isAll) await remove(conversation);
+  else await removeMessage(conversation, node);
+  if (conversation !== open) return;
+  if (isAll) openConversation();
+  else show();
+  byId("conversation").focus();
+}
+
+// Another tab has deleted messages of a conversation.
+export function showRemoval(conversation) {
+  const current = runs.get(conversation.id);
+  if (current && !conversation.nodes[current.node.id]) current.controller.abort();
+  if (conversation === open) show();
+}
+
 // Unless it was deleted while its answer arrived.
 function saveKept(conversation) {
   if (conversation && find(conversation.id)) save(conversation);
 }
 
 function onFailure(error, conversation, node) {
+  if (!conversation.nodes[node.id]) return; // deleted by another tab
   const isStopped = error.name === "AbortError";
   if (!isStopped && !error.status) console.warn(error.message);
   node.note = isStopped ? "Stopped" : error.message;
@@ -221,7 +255,7 @@ function show(changed = null) {
 function viewOf(node) {
   const versions = versionsOf(open, node);
   if (node.role === "user") return questionView(node, versions, act);
-  if (node.role === "tool") return resultsView(node);
+  if (node.role === "tool") return resultsView(node, act);
   const current = runs.get(open.id);
   const isCurrent = current?.node === node;
   const before = open.nodes[node.parent];

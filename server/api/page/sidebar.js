@@ -1,6 +1,7 @@
 // The list of conversations: search, rename, export, import, delete.
 
 import { find, isStoring, list, remove, removeAll, save, setStoring } from "./conversations.js";
+import { answerOf } from "./dialog.js";
 import { byId, make, setOpen } from "./dom.js";
 import { download, fileName, fromJson, ImportError, textOf, toJson, toMarkdown } from "./exchange.js";
 import { patchChildren } from "./patch.js";
@@ -104,7 +105,6 @@ function startMenu() {
   onClick("chat-markdown", (it) => download(fileName(it.title, "md"), "text/markdown", toMarkdown(it)));
   onClick("chat-json", (it) => download(fileName(it.title, "json"), JSON_TYPE, toJson([it])));
   onClick("chat-delete", deleteOne);
-  byId("dialog-cancel").addEventListener("click", () => byId("dialog").close());
 }
 
 function openMenu(conversation, opener) {
@@ -138,22 +138,6 @@ async function deleteAll() {
   for (const conversation of list()) stop(conversation);
   await removeAll();
   openConversation();
-}
-
-// The text that the user enters (empty if none is asked for), or null if they cancel.
-function answerOf(question, done, text) {
-  const dialog = byId("dialog");
-  byId("dialog-text").textContent = question;
-  byId("dialog-done").textContent = done;
-  byId("dialog-field").hidden = text === undefined;
-  byId("dialog-field").value = text ?? "";
-  dialog.returnValue = "";
-  dialog.showModal();
-  return new Promise((resolve) => {
-    dialog.addEventListener("close", () => {
-      resolve(dialog.returnValue === "done" ? byId("dialog-field").value : null);
-    }, { once: true });
-  });
 }
 
 // A conversation that is here already gets the messages that it lacks.

@@ -6,9 +6,15 @@ const CONVERSATIONS = "conversations";
 export class StoreError extends Error {}
 
 let database = null;
+let opening = null;
 
-// Throws StoreError if the browser has no storage for this page.
-export async function openStore() {
+// Throws StoreError if the browser has no storage for this page. What is written meanwhile waits for it.
+export function openStore() {
+  opening = opened();
+  return opening;
+}
+
+async function opened() {
   try {
     const request = indexedDB.open(DATABASE, 1);
     request.onupgradeneeded = () => request.result.createObjectStore(CONVERSATIONS, { keyPath: "id" });
@@ -32,6 +38,18 @@ export async function write(conversation) {
   });
 }
 
+// act(conversation) changes what is stored of it, if anything is, and returns whether it did, as this does. Throws
+// StoreError.
+export async function rewrite(id, act) {
+  let isChanged = false;
+  await change(async (store) => {
+    const stored = await resultOf(store.get(id));
+    isChanged = Boolean(stored) && act(stored);
+    if (isChanged) store.put(stored);
+  });
+  return isChanged;
+}
+
 export async function erase(id) {
   await change((store) => store.delete(id));
 }
@@ -41,6 +59,7 @@ export async function eraseAll() {
 }
 
 async function change(act) {
+  if (!database) await opening?.catch(() => {}); // who opens it reports that
   if (!database) return;
   try {
     const transaction = database.transaction(CONVERSATIONS, "readwrite");

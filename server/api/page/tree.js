@@ -1,4 +1,4 @@
-// A conversation as a tree: editing a question or asking again adds a branch, and nothing is lost.
+// A conversation as a tree: editing a question or asking again adds a branch, and nothing is lost until it is deleted.
 //
 // conversation: {id, title, createdMs, changedMs, leaf, nodes}; nodes by id; the path that is shown ends at `leaf`.
 // node: {id, parent (an id or null), role ("user", "assistant" or "tool"), atMs, ...}
@@ -43,6 +43,28 @@ export function titleOf(text) {
 export function removeLeaf(conversation, node) {
   delete conversation.nodes[node.id];
   if (conversation.leaf === node.id) conversation.leaf = node.parent;
+}
+
+// All nodes below the node `id`, on every branch. Below null is every node that a first one leads to: all, unless
+// parents are missing or in a circle.
+export function nodesBelow(nodes, id) {
+  const byParent = new Map();
+  for (const node of Object.values(nodes)) byParent.set(node.parent, [...(byParent.get(node.parent) ?? []), node]);
+  const below = [...(byParent.get(id) ?? [])];
+  for (const node of below) below.push(...(byParent.get(node.id) ?? []));
+  return below;
+}
+
+// Removes a node and all below it, which would answer what is not there. If it was shown, then the version beside it
+// is shown instead; if there is none, the path ends above it.
+export function removeBranch(conversation, node) {
+  const versions = versionsOf(conversation, node);
+  const at = versions.indexOf(node);
+  const beside = versions[at - 1] ?? versions[at + 1];
+  for (const { id } of [node, ...nodesBelow(conversation.nodes, node.id)]) delete conversation.nodes[id];
+  if (conversation.nodes[conversation.leaf]) return;
+  conversation.leaf = node.parent;
+  if (beside) showBranch(conversation, beside);
 }
 
 // The versions of a message, itself included, oldest first.
