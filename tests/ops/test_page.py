@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Page, running_browser
+from tests.support.browser import Page
 from tests.support.chat_page import (
     DESKTOP,
     PHONE,
@@ -29,12 +29,6 @@ from tests.support.serving import RunningServer, running_server, wait_until
 KEY = "a-key-of-ours"
 # SCREENSHOTS=folder keeps screenshots.
 _SCREENSHOTS = os.environ.get("SCREENSHOTS")
-
-
-@pytest.fixture(scope="module")
-def new_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewPage]:
-    with running_browser(tmp_path_factory.mktemp("chromium")) as new_page:
-        yield new_page
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.browser import running_browser
 from tests.support.chat_page import DESKTOP, PHONE, NewPage, asked, opened, show_settings, use
 from tests.support.page_server import PageServer, running_page_server, said
 from tests.support.paths import ROOT
@@ -35,12 +34,6 @@ With $e^{i\\pi} = -1$:
 
 $$\\sum_{i=1}^n i = \\frac{n(n+1)}{2}$$
 """
-
-
-@pytest.fixture(scope="module")
-def new_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewPage]:
-    with running_browser(tmp_path_factory.mktemp("chromium")) as new_page:
-        yield new_page
 
 
 @pytest.fixture(scope="module")

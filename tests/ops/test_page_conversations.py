@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.browser import Page, running_browser
+from tests.support.browser import Page
 from tests.support.chat_page import (
     PHONE,
     NewPage,
@@ -32,12 +32,6 @@ from tests.support.chat_page import (
 )
 from tests.support.page_server import PageServer, echoed, running_page_server, said
 from tests.support.serving import wait_until
-
-
-@pytest.fixture(scope="module")
-def new_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewPage]:
-    with running_browser(tmp_path_factory.mktemp("chromium")) as new_page:
-        yield new_page
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Page, running_browser
+from tests.support.browser import Page
 from tests.support.chat_page import (
     NewPage,
     answers,
@@ -27,12 +27,6 @@ from tests.support.chat_page import (
 )
 from tests.support.page_server import PageServer, echoed, running_page_server, said
 from tests.support.serving import wait_until
-
-
-@pytest.fixture(scope="module")
-def new_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewPage]:
-    with running_browser(tmp_path_factory.mktemp("chromium")) as new_page:
-        yield new_page
 
 
 @pytest.fixture

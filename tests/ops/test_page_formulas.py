@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Page, running_browser
+from tests.support.browser import Page
 from tests.support.chat_page import (
     DESKTOP,
     PHONE,
@@ -24,12 +24,6 @@ from tests.support.page_server import PageServer, running_page_server
 # SCREENSHOTS=folder keeps screenshots.
 _SCREENSHOTS = os.environ.get("SCREENSHOTS")
 _CONVERSATION = "document.querySelector('#conversation')"
-
-
-@pytest.fixture(scope="module")
-def new_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewPage]:
-    with running_browser(tmp_path_factory.mktemp("chromium")) as new_page:
-        yield new_page
 
 
 @pytest.fixture(scope="module")

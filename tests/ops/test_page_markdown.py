@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.browser import Page, running_browser
+from tests.support.browser import Page
 from tests.support.chat_page import (
     NewPage,
     answers,
@@ -18,12 +18,6 @@ from tests.support.chat_page import (
 from tests.support.page_server import PageServer, running_page_server
 
 _CONTENT = "document.querySelector('.answer .content')"
-
-
-@pytest.fixture(scope="module")
-def new_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewPage]:
-    with running_browser(tmp_path_factory.mktemp("chromium")) as new_page:
-        yield new_page
 
 
 @pytest.fixture(scope="module")
