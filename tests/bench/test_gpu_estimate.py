@@ -47,7 +47,7 @@ from tests.bench.gpu.assumptions import _timed
 from dataclasses import replace
 product = Work(name="_skinny", programs=264, fit=2, busy=264, memory_bytes=43_000_000,
                ahead_bytes=4_300_000, in_flight=50_000)
-before = Timed(replace(product, name="_combine"), us=20.0, memory_us=0.0)
+before = Timed(replace(product, name="_embed"), us=20.0, memory_us=0.0)
 print({})
 """
 

@@ -72,8 +72,7 @@ SOURCES = {
 
 # Loads that depend on each other before a program's first tile is asked for.
 _CHAIN = {
-    "_decode": 4,  # the number of items, the item, the slot, the block
-    "_combine": 2,  # the items of the row, their log-sum-exps
+    "_decode": 2,  # the item, the block
     "_prefill": 4,
     "_rotate_and_store": 1,
     "_embed": 1,
@@ -107,7 +106,9 @@ def _timed(work: Work, before: Timed | None, given: Assumptions) -> Timed:
     was_torch = before is not None and before.work.name.startswith(_TORCH)
     gap = given.gap_alone if is_torch or was_torch else given.gap
     kernel = work.name.split()[0]
-    lead = gap + _CHAIN.get(kernel, 0) * given.access
+    # Rotating waits for its barrier; combining, for a count and for the pieces.
+    chain = _CHAIN.get(kernel, 0) + work.rotates + 2 * work.is_split
+    lead = gap + chain * given.access
     share = given.cublas_read_share if is_torch else given.read_share
     rate = given.copy * share / 1e6
     memory = work.memory_bytes / rate

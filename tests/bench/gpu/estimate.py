@@ -30,7 +30,7 @@ _STEPS_SINCE = 26
 
 
 class StepTimes:
-    """Of one model. Contexts are rounded, so that few steps are recorded."""
+    """Of one model. Contexts are rounded up or down, so that few steps are recorded."""
 
     def __init__(self, model: str, given: Assumptions, max_rows: int = 256) -> None:
         self._name, self._max_rows = model, max_rows
@@ -48,7 +48,7 @@ class StepTimes:
 
     def of_batch(self, decodes: list[int], chunks: list[tuple[int, int]]) -> float:
         """A step of the scheduler, with the mean context of its decodes."""
-        mean = -(-sum(decodes) // len(decodes) // 256) * 256 if decodes else 0
+        mean = sum(decodes) // len(decodes) // 256 * 256 + 128 if decodes else 0
         if not chunks:
             size = next(size for size in self._sizes if size >= len(decodes))
             return self.us(Step(decodes=(mean,) * size))
@@ -155,7 +155,7 @@ def _ttft_ms(given: Assumptions) -> float:
 def _attention_share(given: Assumptions) -> float:
     """Of one layer, as the kernel's own benchmark times it."""
     found = StepTimes(LLAMA, given).launches(Step(decodes=(8192,) * 32))
-    ours = [one for one in found if one.work.name in ("_decode", "_combine")]
+    ours = [one for one in found if one.work.name == "_decode"]
     num_bytes = sum(one.work.memory_bytes for one in ours)
     return 100 * num_bytes / (sum(one.us for one in ours) / 1e6) / given.copy
 

@@ -116,7 +116,7 @@ class Model:
         lens = _ints([*step.decodes, *(1,) * (size - len(step.decodes))])
         device_step = DeviceStep(
             token_ids=_empty(size), positions=_empty(size), kv_slots=_empty(size).long(),
-            slots=_empty(size), context_lens=lens, num_decodes=size, chunk_starts=None,
+            slots=_ints(range(size)), context_lens=lens, num_decodes=size, chunk_starts=None,
             block_tables=_empty(self._max_rows + 1, 128),
         )  # fmt: skip
         lengths, token_table = _empty(self._max_rows + 1), _empty(self._max_rows + 1, 8193)
@@ -151,7 +151,7 @@ class Model:
             chunk_starts = [start - num_decodes for start in starts[num_decodes:]]
         device_step = DeviceStep(
             token_ids=_empty(num_tokens), positions=_empty(num_tokens),
-            kv_slots=_empty(num_tokens).long(), slots=_empty(num_rows),
+            kv_slots=_empty(num_tokens).long(), slots=_ints(range(num_rows)),
             context_lens=_ints(contexts), num_decodes=num_decodes,
             chunk_starts=_ints(chunk_starts), block_tables=_empty(self._max_rows + 1, 128),
             decode_lens=decode_lens,

@@ -22,7 +22,8 @@ class Work:
     """name: the kernel, with its matrix. fit: programs on one multiprocessor at once, 0 where
     torch launches it. busy: programs that have anything to do. memory_bytes: that cannot be in the
     cache; cached_bytes: that should. flops: on the matrix units. ahead_bytes: that it prefetches
-    while the kernel before runs. in_flight: bytes of a program that are on their way at once.
+    while the kernel before runs. in_flight: bytes of a program that are on their way at once. Of a
+    decode, is_split: it combines pieces; rotates: queries and keys first.
     """
 
     name: str
@@ -34,6 +35,8 @@ class Work:
     flops: float = 0.0
     ahead_bytes: int = 0
     in_flight: int = 0
+    is_split: bool = False
+    rotates: bool = False
 
     @property
     def waves(self) -> float:
@@ -72,8 +75,6 @@ class Workbench:
             return Work(**base | _decode(launched, step))
         if kernel == "_prefill":
             return Work(**base | _prefill(launched, step))
-        if kernel == "_combine":
-            return Work(**base | _combine(launched))
         return Work(**base | _small(launched))
 
 
@@ -111,26 +112,19 @@ def _skinny(launched: Launched) -> dict[str, Any]:
 def _decode(launched: Launched, step: Step) -> dict[str, Any]:
     a, constants = launched.arguments, launched.constants
     heads, dim = constants["NUM_KV_HEADS"], constants["HEAD_DIM"]
-    pieces = int(a["first_item"][a["num_rows"]])
+    first = a["first_item"][: a["num_rows"] + 1]
+    pieces, counts = int(first[-1]), first[1:] - first[:-1]
+    # Of split rows: each head's partial result is written, and read by who combines them.
+    partials = int(counts[counts > 1].sum()) * constants["NUM_HEADS"] * dim * 4
     token_bytes = 2 * heads * dim * a["keys"].element_size()
     tile_bytes = 2 * constants["TILE"] * dim * a["keys"].element_size()
     return {
         "busy": min(launched.programs, pieces * heads),
         "memory_bytes": sum(step.decodes) * token_bytes,
-        "cached_bytes": 2 * a["out"].nbytes,
+        "cached_bytes": 2 * a["out"].nbytes + 2 * partials,
         "in_flight": 2 * tile_bytes,
-    }
-
-
-def _combine(launched: Launched) -> dict[str, Any]:
-    a = launched.arguments
-    first = a["first_item"][: launched.grid[0] + 1]
-    counts = first[1:] - first[:-1]
-    split = counts[counts > 1]
-    heads, dim = launched.constants["NUM_HEADS"], launched.constants["HEAD_DIM"]
-    return {
-        "busy": len(split) * heads,
-        "cached_bytes": int(split.sum()) * heads * dim * 4,
+        "is_split": partials > 0,
+        "rotates": constants["ROTATES"],
     }
 
 
