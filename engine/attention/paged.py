@@ -33,7 +33,7 @@ from penstock.engine.kernels.sizes import next_power_of_2
 # Keys in a tile. A tile is within one block if blocks are at least as large.
 _TILE = 64
 # Programs of a decode that a multiprocessor holds, by shared memory at head size 128.
-_DECODES_PER_SM = 3
+DECODES_PER_SM = 3
 # While there is less than this for each program, all pieces run at once; with more, in several
 # rounds, so that little of the device is idle in the last one.
 _LONG_PIECE = 512
@@ -89,12 +89,18 @@ class PagedDecode:
     call it for each layer."""
 
     def __init__(
-        self, shape: AttentionShape, max_rows: int, num_sms: int, device: torch.device
+        self,
+        shape: AttentionShape,
+        max_rows: int,
+        num_sms: int,
+        device: torch.device,
+        *,
+        per_sm: int = DECODES_PER_SM,
     ) -> None:
-        """num_sms: multiprocessors of the device. Allocates some MB."""
+        """num_sms: multiprocessors of the device. per_sm: programs for each. Allocates some MB."""
         self._shape = shape
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self._num_programs = _DECODES_PER_SM * num_sms
+        self._num_programs = per_sm * num_sms
         self._at_once = max(1, self._num_programs // kv_heads)
         self._num_pieces = max(1, _PIECES_PER_SM * num_sms // kv_heads)
         max_items = self._num_pieces + max_rows
@@ -188,6 +194,8 @@ class PagedDecode:
             # The block table's indirection takes half of the stages: with five, two tiles are in
             # flight, 64 KiB of them at head size 128, and three programs fit a multiprocessor.
             num_stages=3 if is_wide or shape.head_dim > 128 else 5,
+            # What three programs have each. Some compilers take more, for the rotation.
+            maxnreg=None if is_wide or shape.head_dim > 128 else 168,
             **overlapped(),
         )
 
@@ -305,11 +313,13 @@ class PagedAttention:
         num_sms: int,
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        decodes_per_sm: int = DECODES_PER_SM,
     ) -> None:
         """windows: all that the model's layers have. max_rows, max_tokens: of one step. dtype: of
         queries, keys and values."""
         self._windows = set(windows)
-        self._decode = PagedDecode(shape, max_rows, num_sms, device)
+        self._decode = PagedDecode(shape, max_rows, num_sms, device, per_sm=decodes_per_sm)
         self._prefill = PagedPrefill(shape, max_rows, max_tokens, num_sms, device, dtype)
 
     def plan(self, step: DeviceStep) -> None:
@@ -519,33 +529,43 @@ def _attend(
 
 
 @triton.jit
-def _rotated(source, norm, angle, cos, sin, eps, mask, HAS_NORM: tl.constexpr, D: tl.constexpr):
-    """Heads with the normed and rotated elements of `source`, of which every row is a head.
+def _rotated(
+    row,
+    first,
+    norm,
+    cos,
+    sin,
+    eps,
+    mask,
+    HAS_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Heads of a row of the projection, normed and rotated, to the bit as `_rotate_and_store`
+    computes them where both multiply and add alike.
 
-    source: (rows, DIMS) pointers to the first element of each head. As `_rotate_and_store`
-    computes it, to the bit where both multiply and add alike.
+    first: (heads,) the offset of each head in the row. cos, sin: those of its position.
     """
-    HALF: tl.constexpr = D // 2
-    dim = tl.arange(0, source.shape[1])[None, :]
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dim = tl.arange(0, DIMS)[None, :]
     # The other of the pair that is rotated together.
-    other = tl.where(dim < HALF, dim + HALF, dim - HALF)
-    x = tl.load(source + dim, mask=mask, other=0.0)
+    other = (dim + HALF) % HEAD_DIM
+    x = tl.load(row + (first[:, None] + dim), mask=mask, other=0.0)
     kind = x.dtype
     x = x.to(tl.float32)
-    partner = tl.load(source + other, mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(row + (first[:, None] + other), mask=mask, other=0.0).to(tl.float32)
+    is_dim = dim < HEAD_DIM
     if HAS_NORM:
         left = tl.where(dim < HALF, x, 0.0)
         square = tl.sum(left * left, 1) + tl.sum((x - left) * (x - left), 1)
-        scale = tl.rsqrt(square / D + eps)[:, None]
-        is_dim = dim < D
+        scale = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
         weight = tl.load(norm + dim, mask=is_dim, other=0.0).to(tl.float32)
         of_partner = tl.load(norm + other, mask=is_dim, other=0.0).to(tl.float32)
         x = ((x * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
         partner = (partner * scale).to(kind).to(tl.float32)
         partner = (partner * of_partner).to(kind).to(tl.float32)
-    pair = angle * HALF + tl.where(dim < HALF, dim, other)
-    c = tl.load(cos + pair, mask=dim < D, other=0.0)
-    s = tl.load(sin + pair, mask=dim < D, other=0.0)
+    c = tl.load(cos + dim % HALF, mask=is_dim, other=0.0)
+    s = tl.load(sin + dim % HALF, mask=is_dim, other=0.0)
     rotated = (x * c + partner * tl.where(dim < HALF, -s, s)).to(kind)
     if kind == tl.float16:
         # NaN for what it cannot hold, as in penstock.engine.models.layers.rotary.
@@ -656,16 +676,20 @@ def _decode(
         offset = head[:, None] * HEAD_DIM + dim[None, :]
         source = query + row * QUERY_HEADS * HEAD_DIM
         if ROTATES:
-            heads = source + head[:, None] * HEAD_DIM + tl.zeros((GROUP_ROWS, DIMS), tl.int32)
-            angle = (context_len - 1).to(tl.int64)
+            angle = (context_len - 1).to(tl.int64) * (HEAD_DIM // 2)
             q = _rotated(
-                heads, query_norm, angle, cos, sin, eps, is_there, HAS_NORM, HEAD_DIM
+                source, head * HEAD_DIM, query_norm, cos + angle, sin + angle, eps, is_there,
+                HAS_NORM, HEAD_DIM, DIMS,
             )  # fmt: skip
             # The row's last piece has the token whose key and value are not in the pool yet.
             is_new = (dim < tl.where(end == context_len, HEAD_DIM, 0))[None, :]
-            new = source + (NUM_HEADS + kv_head) * HEAD_DIM + tl.zeros((1, DIMS), tl.int32)
-            key = _rotated(new, key_norm, angle, cos, sin, eps, is_new, HAS_NORM, HEAD_DIM)
-            value = tl.load(new + NUM_KV_HEADS * HEAD_DIM + dim[None, :], mask=is_new, other=0.0)
+            new = tl.zeros((1,), tl.int32) + (NUM_HEADS + kv_head) * HEAD_DIM
+            key = _rotated(
+                source, new, key_norm, cos + angle, sin + angle, eps, is_new,
+                HAS_NORM, HEAD_DIM, DIMS,
+            )  # fmt: skip
+            of_value = source + (new + NUM_KV_HEADS * HEAD_DIM)[:, None]
+            value = tl.load(of_value + dim[None, :], mask=is_new, other=0.0)
             place = (tl.load(kv_slots + row) * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
             tl.store(keys + place, key, mask=is_new)
             tl.store(values + place, value, mask=is_new)

@@ -99,12 +99,13 @@ def _skinny(launched: Launched) -> dict[str, Any]:
     outputs, columns = weight.shape
     tile_bytes = constants["OUTPUTS"] * constants["CHUNK"] * weight.element_size()
     gates = 2 if constants["IS_GATED"] else 1
+    rows_each = constants["OUTPUTS"] * gates
     return {
         "name": f"_skinny {outputs} x {columns}",
         "memory_bytes": weight.nbytes,
-        # Every program reads all rows of x.
-        "cached_bytes": a["x"].nbytes * launched.programs + 2 * a["out"].nbytes,
-        "ahead_bytes": min(weight.nbytes, a["ahead"] * outputs),
+        # Every program reads all rows of x; the weight comes by the cache too.
+        "cached_bytes": weight.nbytes + a["x"].nbytes * launched.programs + 2 * a["out"].nbytes,
+        "ahead_bytes": a["ahead"] * min(outputs, constants["FETCHING"] * rows_each),
         "in_flight": (launched.options["num_stages"] - 1) * tile_bytes * gates,
     }
 

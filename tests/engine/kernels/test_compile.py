@@ -71,7 +71,8 @@ def test_no_address_is_computed_in_fewer_bits_than_the_largest_pool_needs(
 
 def test_no_kernel_is_over_a_limit_of_the_table(compiled: list[dict[str, Any]]) -> None:
     assert {entry["kernel"]: faults(entry) for entry in compiled if faults(entry)} == {}
-    decode = next(entry for entry in compiled if entry["kernel"] == "_decode")
+    decodes = (entry for entry in compiled if entry["kernel"] == "_decode")
+    decode = next(entry for entry in decodes if not entry["constants"]["ROTATES"])
     assert line(decode).startswith("_decode") and len(line(decode).split()) == 9
 
 
