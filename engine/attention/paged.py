@@ -41,8 +41,8 @@ _LONG_PIECE = 512
 _PIECES_PER_SM = 8
 # The pieces of a row that are combined at a time.
 _COMBINED = 8
-# Programs of a graph's prefill for each multiprocessor, which holds one or two.
-_PREFILLS_PER_SM = 2
+# Programs of a graph's prefill for each multiprocessor, which holds one at head size 128.
+_PREFILLS_PER_SM = 1
 # Only test models have such small heads: in the interpreter, many small tiles are slow.
 _SMALL_HEAD = 16
 # Fields of a work item of a decode: row, begin, end, how many pieces its row has, the first of
