@@ -1,4 +1,4 @@
-"""`DeviceStep`: the tensors of one step whose lengths are known on the device alone.
+"""`DeviceStep`: the tensors of one step whose lengths are known on the device alone; `Rotation`.
 
 It is to a GPU what `penstock.engine.model_input.ModelInput` is to a CPU.
 """
@@ -36,3 +36,17 @@ class DeviceStep:
     def first_chunk(self) -> int:
         """The first row of chunk_starts, which is also the token that its offsets start from."""
         return self.num_decodes if self.decode_lens is None else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """What turns a layer's projection into queries, keys and values.
+
+    cos, sin: (max_positions, head_dim / 2) float32. query_norm, key_norm: (head_dim,), or None.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    eps: float

@@ -3,7 +3,10 @@
 Decode is bound by reading the context, so every multiprocessor has to read all the time. Rows are
 split into pieces of about equal length (split-KV), however different their lengths; the pieces are
 listed on the device once a step, and all layers share the list. So a captured CUDA graph is valid
-for any lengths. A second kernel combines the pieces of a row by their log-sum-exps.
+for any lengths. As many programs as the device holds take the pieces in turn, so none starts in
+vain. The one that finishes a row's last piece combines them by their log-sum-exps, always in the
+row's order. In a step of decodes alone, the same kernel rotates queries and keys, and stores the
+new keys and values: one launch a layer.
 
 Prefill is bound by arithmetic: each tile has some query tokens of one sequence, with all the query
 heads of one KV head, and loops over the keys that they attend to.
@@ -23,21 +26,28 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.attention.shape import AttentionShape
-from penstock.engine.device_step import DeviceStep
+from penstock.engine.device_step import DeviceStep, Rotation
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import next_power_of_2
 
 # Keys in a tile. A tile is within one block if blocks are at least as large.
 _TILE = 64
-# A shorter piece costs more to combine than it gains.
-_MIN_PIECE = 256
-# Pieces per multiprocessor and KV head: two programs fit at a time, and with four rounds of them
-# little of the device is idle in the last one.
+# Programs of a decode that a multiprocessor holds, by shared memory at head size 128.
+DECODES_PER_SM = 3
+# While there is less than this for each program, all pieces run at once; with more, in several
+# rounds, so that little of the device is idle in the last one.
+_LONG_PIECE = 512
+# Pieces per multiprocessor, of all KV heads, at the most.
 _PIECES_PER_SM = 8
+# The pieces of a row that are combined at a time.
+_COMBINED = 8
+# Programs of a graph's prefill for each multiprocessor, which holds one at head size 128.
+_PREFILLS_PER_SM = 1
 # Only test models have such small heads: in the interpreter, many small tiles are slow.
 _SMALL_HEAD = 16
-# Fields of a work item: row, begin, end, and whether it is its row's only one.
-_ITEM = 4
+# Fields of a work item of a decode: row, begin, end, how many pieces its row has, the first of
+# them, the row's slot and context. Of a prefill: row, begin, end. In a sector of the cache each.
+_ITEM = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +76,7 @@ class PrefillTile:
 class WorkList:
     """The pieces that a step's attention consists of, on the device.
 
-    items: (max_items, 4) int32, see `_ITEM`. first_item: (max_rows + 1,) int32, where each row's
+    items: (max_items, 8) int32, see `_ITEM`. first_item: (max_rows + 1,) int32, where each row's
     items begin; the last entry is their number.
     """
 
@@ -79,24 +89,34 @@ class PagedDecode:
     call it for each layer."""
 
     def __init__(
-        self, shape: AttentionShape, max_rows: int, num_sms: int, device: torch.device
+        self,
+        shape: AttentionShape,
+        max_rows: int,
+        num_sms: int,
+        device: torch.device,
+        *,
+        per_sm: int = DECODES_PER_SM,
     ) -> None:
-        """num_sms: multiprocessors of the device. Allocates some MB."""
+        """num_sms: multiprocessors of the device. per_sm: programs for each. Allocates some MB."""
         self._shape = shape
-        self._num_pieces = max(1, _PIECES_PER_SM * num_sms // shape.num_kv_heads)
+        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self._num_programs = per_sm * num_sms
+        self._at_once = max(1, self._num_programs // kv_heads)
+        self._num_pieces = max(1, _PIECES_PER_SM * num_sms // kv_heads)
         max_items = self._num_pieces + max_rows
         self._max_rows = max_rows
         self._device = device
         self._lists: dict[int | None, WorkList] = {}
-        heads, dim = shape.num_heads, shape.head_dim
         self._partial = torch.empty(max_items, heads, dim, dtype=torch.float32, device=device)
         self._lse = torch.empty(max_items, heads, dtype=torch.float32, device=device)
+        # Pieces of each row that have been computed; zeros between two launches.
+        self._arrived = torch.zeros(max_rows, kv_heads, dtype=torch.int32, device=device)
 
-    def plan(self, context_lens: Tensor, window: int | None) -> None:
+    def plan(self, context_lens: Tensor, row_slots: Tensor, window: int | None) -> None:
         """Lists the pieces of rows with these lengths, (B,) int32, this step's token included.
 
-        Call it once a step for each window that the model's layers have. A row of length 0 is
-        skipped: nothing is written for it.
+        row_slots: (B,) int32. Call it once a step for each window that the model's layers have. A
+        row of length 0 is skipped: nothing is written for it.
         """
         num_rows = len(context_lens)
         assert num_rows <= self._max_rows, (num_rows, self._max_rows)
@@ -105,12 +125,14 @@ class PagedDecode:
         work = self._lists[window]
         _plan_decode[(1,)](
             context_lens,
+            row_slots,
             work.items,
             work.first_item,
             num_rows,
             window or 0,
             self._num_pieces,
-            MIN_PIECE=_MIN_PIECE,
+            self._at_once,
+            LONG=_LONG_PIECE,
             TILE=_TILE,
             ROWS=next_power_of_2(self._max_rows),
             num_warps=4,
@@ -123,54 +145,57 @@ class PagedDecode:
         keys: Tensor,
         values: Tensor,
         block_tables: Tensor,
-        row_slots: Tensor,
-        context_lens: Tensor,
         window: int | None,
         out: Tensor,
+        rotation: Rotation | None = None,
+        kv_slots: Tensor | None = None,
     ) -> None:
         """Writes out, (B, num_heads, head_dim), of the rows that were planned.
 
         query: like out. keys, values: one layer of the pool. block_tables: (num_slots, max_blocks)
-        int32; row i is the sequence in slot row_slots[i].
+        int32. rotation: if given, query is the projection instead, (B, (num_heads + 2 *
+        num_kv_heads) * head_dim), and its keys and values are written to kv_slots, (B,) int64.
         """
-        shape, work, num_rows = self._shape, self._lists[window], len(query)
+        shape, work, num_rows = self._shape, self._lists[window], len(out)
         is_wide = keys.dtype is torch.float32 and shape.head_dim > _SMALL_HEAD
-        grid = (shape.num_kv_heads, self._num_pieces + num_rows)
-        _decode[grid](
+        most = (self._num_pieces + num_rows) * shape.num_kv_heads
+        has_norm = rotation is not None and rotation.query_norm is not None
+        _decode[(min(self._num_programs, most),)](
             query,
             keys,
             values,
             block_tables,
-            row_slots,
-            context_lens,
             work.items,
             work.first_item,
             out,
             self._partial,
             self._lse,
+            self._arrived,
+            # Unused pointers are any of the same type.
+            work.items if kv_slots is None else kv_slots,
+            self._lse if rotation is None else rotation.cos,
+            self._lse if rotation is None else rotation.sin,
+            rotation.query_norm if rotation is not None and has_norm else query,
+            rotation.key_norm if rotation is not None and has_norm else query,
+            0.0 if rotation is None else rotation.eps,
             num_rows,
             block_tables.stride(0),
             window or 0,
             shape.head_dim**-0.5 * _LOG2_E,
             **_constants(shape),
+            ROTATES=rotation is not None,
+            HAS_NORM=has_norm,
             GROUP_ROWS=max(16, next_power_of_2(shape.group)),
+            GROUP_SIZE=next_power_of_2(shape.group),
+            COMBINED=_COMBINED,
             # In float32, two tiles of 64 would not fit, and their products would spill registers.
             TILE=_TILE // 2 if is_wide else _TILE,
             num_warps=4,
             # The block table's indirection takes half of the stages: with five, two tiles are in
             # flight, 64 KiB of them at head size 128, and three programs fit a multiprocessor.
             num_stages=3 if is_wide or shape.head_dim > 128 else 5,
-            **overlapped(),
-        )
-        _combine[(num_rows, shape.num_heads)](
-            self._partial,
-            self._lse,
-            work.first_item,
-            out,
-            NUM_HEADS=shape.num_heads,
-            HEAD_DIM=shape.head_dim,
-            DIMS=_padded(shape.head_dim),
-            num_warps=1,
+            # What three programs have each. Some compilers take more, for the rotation.
+            maxnreg=None if is_wide or shape.head_dim > 128 else 168,
             **overlapped(),
         )
 
@@ -194,11 +219,13 @@ class PagedPrefill:
         shape: AttentionShape,
         max_rows: int,
         max_tokens: int,
+        num_sms: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """dtype: of queries, keys and values."""
+        """num_sms: multiprocessors of the device. dtype: of queries, keys and values."""
         self._shape = shape
+        self._least_programs = _PREFILLS_PER_SM * num_sms
         self._tile = PrefillTile.of(shape.head_dim, dtype)
         self._tokens_per_tile = max(1, self._tile.rows // shape.group)
         self._max_rows = max_rows
@@ -241,9 +268,12 @@ class PagedPrefill:
         which is at position context_lens[i] - 1. The rest is as for `PagedDecode`.
         """
         shape, num_rows = self._shape, len(context_lens)
-        num_tiles = -(-len(query) // self._tokens_per_tile) + num_rows
         tile = self._tile
-        _prefill[(shape.num_kv_heads, num_tiles)](
+        # Each row may have a tile more than its share. Programs take them in turn: started for
+        # each row of a graph, most would find nothing.
+        full = -(-len(query) // self._tokens_per_tile)
+        most, least = ((n * shape.num_kv_heads) for n in (full + num_rows, full))
+        _prefill[(min(most, max(least, self._least_programs)),)](
             query,
             keys,
             values,
@@ -283,17 +313,19 @@ class PagedAttention:
         num_sms: int,
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        decodes_per_sm: int = DECODES_PER_SM,
     ) -> None:
         """windows: all that the model's layers have. max_rows, max_tokens: of one step. dtype: of
         queries, keys and values."""
         self._windows = set(windows)
-        self._decode = PagedDecode(shape, max_rows, num_sms, device)
-        self._prefill = PagedPrefill(shape, max_rows, max_tokens, device, dtype)
+        self._decode = PagedDecode(shape, max_rows, num_sms, device, per_sm=decodes_per_sm)
+        self._prefill = PagedPrefill(shape, max_rows, max_tokens, num_sms, device, dtype)
 
     def plan(self, step: DeviceStep) -> None:
         if step.num_decodes:
             for window in self._windows:
-                self._decode.plan(_decode_lens(step), window)
+                self._decode.plan(_decode_lens(step), step.slots[: step.num_decodes], window)
         if step.chunk_starts is not None:
             self._prefill.plan(step.chunk_starts)
 
@@ -309,16 +341,7 @@ class PagedAttention:
         num, first, tables = step.num_decodes, step.first_chunk, step.block_tables
         slots, lens = step.slots, step.context_lens
         if num:
-            self._decode(
-                query[:num],
-                keys,
-                values,
-                tables,
-                slots[:num],
-                _decode_lens(step),
-                window,
-                out[:num],
-            )
+            self._decode(query[:num], keys, values, tables, window, out[:num])
         if step.chunk_starts is not None:
             self._prefill(
                 query[first:],
@@ -331,6 +354,20 @@ class PagedAttention:
                 window,
                 out[first:],
             )
+
+    def rotated(
+        self,
+        projected: Tensor,
+        rotation: Rotation,
+        keys: Tensor,
+        values: Tensor,
+        step: DeviceStep,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        """See `RotatingAttention`."""
+        tables, kv_slots = step.block_tables, step.kv_slots
+        self._decode(projected, keys, values, tables, window, out, rotation, kv_slots)
 
 
 def _decode_lens(step: DeviceStep) -> Tensor:
@@ -357,29 +394,35 @@ def _constants(shape: AttentionShape) -> dict[str, int]:
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "window", "num_pieces"],
-    do_not_specialize_on_alignment=["context_lens"],
+    do_not_specialize=["num_rows", "window", "num_pieces", "at_once"],
+    do_not_specialize_on_alignment=["context_lens", "row_slots"],
 )
 def _plan_decode(
     context_lens,
+    row_slots,
     items,
     first_item,
     num_rows,
     window,
     num_pieces,
-    MIN_PIECE: tl.constexpr,
+    at_once,
+    LONG: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: pieces of equal length for all rows, about num_pieces in total."""
+    """One program: pieces of equal length for all rows, about at_once in total, or about num_pieces
+    where they would be longer than LONG."""
     wait_for_kernels_before(PDL)
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
     end = tl.load(context_lens + row, mask=is_row, other=0)
+    slot = tl.load(row_slots + row, mask=is_row, other=0)
     begin = tl.where(window > 0, tl.maximum(end - window, 0) // TILE * TILE, 0)
     length = end - begin
-    piece = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(length), num_pieces), TILE) * TILE, MIN_PIECE)
+    total = tl.sum(length)
+    piece = tl.maximum(tl.cdiv(tl.cdiv(total, num_pieces), TILE) * TILE, TILE)
+    piece = tl.maximum(piece, tl.minimum(tl.cdiv(tl.cdiv(total, at_once), TILE) * TILE, LONG))
     count = tl.cdiv(length, piece)
     # The pieces of one row have equal lengths; those of rows with different lengths may differ.
     step = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), TILE) * TILE
@@ -389,12 +432,15 @@ def _plan_decode(
     tl.store(first_item + num_rows, tl.sum(count))
     for index in range(0, tl.max(count)):
         has = is_row & (index < count)
-        item = items + (first + index) * 4
+        item = items + (first + index) * 8
         start = begin + index * step
         tl.store(item, row, mask=has)
         tl.store(item + 1, start, mask=has)
         tl.store(item + 2, tl.minimum(start + step, end), mask=has)
-        tl.store(item + 3, (count == 1).to(tl.int32), mask=has)
+        tl.store(item + 3, count, mask=has)
+        tl.store(item + 4, first, mask=has)
+        tl.store(item + 5, slot, mask=has)
+        tl.store(item + 6, end, mask=has)
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["query_starts"])
@@ -419,7 +465,7 @@ def _plan_prefill(
     tl.store(first_item + num_rows, tl.sum(count))
     for index in range(0, tl.max(count)):
         has = is_row & (index < count)
-        item = items + (first + index) * 4
+        item = items + (first + index) * 8
         tl.store(item, row, mask=has)
         tl.store(item + 1, index * TOKENS, mask=has)
         tl.store(item + 2, tl.minimum((index + 1) * TOKENS, length), mask=has)
@@ -482,22 +528,114 @@ def _attend(
     return acc, new_peak, total
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "table_stride", "window"],
-    do_not_specialize_on_alignment=["context_lens"],
-)
+@triton.jit
+def _rotated(
+    row,
+    first,
+    norm,
+    cos,
+    sin,
+    eps,
+    mask,
+    HAS_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Heads of a row of the projection, normed and rotated, to the bit as `_rotate_and_store`
+    computes them where both multiply and add alike.
+
+    first: (heads,) the offset of each head in the row. cos, sin: those of its position.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dim = tl.arange(0, DIMS)[None, :]
+    # The other of the pair that is rotated together.
+    other = (dim + HALF) % HEAD_DIM
+    x = tl.load(row + (first[:, None] + dim), mask=mask, other=0.0)
+    kind = x.dtype
+    x = x.to(tl.float32)
+    partner = tl.load(row + (first[:, None] + other), mask=mask, other=0.0).to(tl.float32)
+    is_dim = dim < HEAD_DIM
+    if HAS_NORM:
+        left = tl.where(dim < HALF, x, 0.0)
+        square = tl.sum(left * left, 1) + tl.sum((x - left) * (x - left), 1)
+        scale = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
+        weight = tl.load(norm + dim, mask=is_dim, other=0.0).to(tl.float32)
+        of_partner = tl.load(norm + other, mask=is_dim, other=0.0).to(tl.float32)
+        x = ((x * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
+        partner = (partner * scale).to(kind).to(tl.float32)
+        partner = (partner * of_partner).to(kind).to(tl.float32)
+    c = tl.load(cos + dim % HALF, mask=is_dim, other=0.0)
+    s = tl.load(sin + dim % HALF, mask=is_dim, other=0.0)
+    rotated = (x * c + partner * tl.where(dim < HALF, -s, s)).to(kind)
+    if kind == tl.float16:
+        # NaN for what it cannot hold, as in penstock.engine.models.layers.rotary.
+        rotated += rotated - rotated
+    return rotated
+
+
+@triton.jit
+def _combine(
+    partial,
+    lse,
+    first,
+    count,
+    kv_head,
+    target,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    COMBINED: tl.constexpr,
+):
+    """Writes a row's query heads of one KV head from its pieces. target: of the row."""
+    dim = tl.arange(0, DIMS)
+    member = tl.arange(0, GROUP_SIZE)
+    head = kv_head * GROUP + member
+    acc = tl.zeros((GROUP_SIZE, DIMS), tl.float32)
+    peak = tl.full((GROUP_SIZE,), -1.0e30, tl.float32)
+    total = tl.zeros((GROUP_SIZE,), tl.float32)
+    is_there = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    for start in range(0, count, COMBINED):
+        piece = start + tl.arange(0, COMBINED)
+        is_piece = piece < count
+        at = (first + piece).to(tl.int64)[:, None] * NUM_HEADS + head[None, :]
+        mask = is_piece[:, None] & (member < GROUP)[None, :]
+        # Other programs have just written them: they are in L2, not in this multiprocessor's L1.
+        size = tl.load(lse + at, mask=mask, other=-1.0e30, cache_modifier=".cg")
+        source = partial + at[:, :, None] * HEAD_DIM + dim[None, None, :]
+        mixed = tl.load(
+            source, mask=is_piece[:, None, None] & is_there[None, :, :], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        new_peak = tl.maximum(peak, tl.max(size, 0))
+        kept = tl.exp2(peak - new_peak)
+        weight = tl.exp2(size - new_peak[None, :])
+        acc = acc * kept[:, None] + tl.sum(mixed * weight[:, :, None], 0)
+        total = total * kept + tl.sum(weight, 0)
+        peak = new_peak
+    offset = head[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(target + offset, (acc / total[:, None]).to(target.dtype.element_ty), mask=is_there)
+
+
+@triton.jit(do_not_specialize=["num_rows", "table_stride", "window"])
 def _decode(
     query,
     keys,
     values,
     block_tables,
-    row_slots,
-    context_lens,
     items,
     first_item,
     out,
     partial,
     lse,
+    arrived,
+    kv_slots,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    eps,
     num_rows,
     table_stride,
     window,
@@ -507,82 +645,85 @@ def _decode(
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ROTATES: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    COMBINED: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One piece of one row, for all query heads of one KV head."""
+    """Pieces of rows, for all query heads of one KV head each, one after the other."""
     wait_for_kernels_before(PDL)
-    kv_head = tl.program_id(0)
-    item = tl.program_id(1)
-    if item >= tl.load(first_item + num_rows):
-        return
-    row = tl.load(items + item * 4)
-    begin = tl.load(items + item * 4 + 1)
-    end = tl.load(items + item * 4 + 2)
-    is_whole = tl.load(items + item * 4 + 3)
-    table = block_tables + tl.load(row_slots + row).to(tl.int64) * table_stride
-
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    QUERY_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS if ROTATES else NUM_HEADS
     member = tl.arange(0, GROUP_ROWS)
     dim = tl.arange(0, DIMS)
-    head = kv_head * GROUP + member
-    offset = head[:, None] * HEAD_DIM + dim[None, :]
     is_there = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    q = tl.load(query + row.to(tl.int64) * NUM_HEADS * HEAD_DIM + offset, mask=is_there, other=0.0)
-    query_position = tl.zeros((GROUP_ROWS,), tl.int32) + tl.load(context_lens + row) - 1
+    num_work = tl.load(first_item + num_rows) * NUM_KV_HEADS
+    for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+        item = work // NUM_KV_HEADS
+        kv_head = work % NUM_KV_HEADS
+        row = tl.load(items + item * 8).to(tl.int64)
+        begin = tl.load(items + item * 8 + 1)
+        end = tl.load(items + item * 8 + 2)
+        count = tl.load(items + item * 8 + 3)
+        first = tl.load(items + item * 8 + 4)
+        slot = tl.load(items + item * 8 + 5).to(tl.int64)
+        context_len = tl.load(items + item * 8 + 6)
+        table = block_tables + slot * table_stride
+        head = kv_head * GROUP + member
+        offset = head[:, None] * HEAD_DIM + dim[None, :]
+        source = query + row * QUERY_HEADS * HEAD_DIM
+        if ROTATES:
+            angle = (context_len - 1).to(tl.int64) * (HEAD_DIM // 2)
+            q = _rotated(
+                source, head * HEAD_DIM, query_norm, cos + angle, sin + angle, eps, is_there,
+                HAS_NORM, HEAD_DIM, DIMS,
+            )  # fmt: skip
+            # The row's last piece has the token whose key and value are not in the pool yet.
+            is_new = (dim < tl.where(end == context_len, HEAD_DIM, 0))[None, :]
+            new = tl.zeros((1,), tl.int32) + (NUM_HEADS + kv_head) * HEAD_DIM
+            key = _rotated(
+                source, new, key_norm, cos + angle, sin + angle, eps, is_new,
+                HAS_NORM, HEAD_DIM, DIMS,
+            )  # fmt: skip
+            of_value = source + (new + NUM_KV_HEADS * HEAD_DIM)[:, None]
+            value = tl.load(of_value + dim[None, :], mask=is_new, other=0.0)
+            place = (tl.load(kv_slots + row) * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
+            tl.store(keys + place, key, mask=is_new)
+            tl.store(values + place, value, mask=is_new)
+            # All threads of this program see them; no other program reads them in this launch.
+            tl.debug_barrier()
+        else:
+            q = tl.load(source + offset, mask=is_there, other=0.0)
+        query_position = tl.zeros((GROUP_ROWS,), tl.int32) + context_len - 1
 
-    acc = tl.zeros((GROUP_ROWS, DIMS), tl.float32)
-    peak = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
-    total = tl.zeros((GROUP_ROWS,), tl.float32)
-    for start in range(begin, end, TILE):
-        acc, peak, total = _attend(
-            q, query_position, table, keys, values, start, end, window, scale, kv_head,
-            acc, peak, total, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
-        )  # fmt: skip
-    mixed = acc / total[:, None]
-    if is_whole != 0:
-        target = out + row.to(tl.int64) * NUM_HEADS * HEAD_DIM + offset
-        tl.store(target, mixed.to(out.dtype.element_ty), mask=is_there)
-    else:
-        tl.store(partial + item.to(tl.int64) * NUM_HEADS * HEAD_DIM + offset, mixed, mask=is_there)
-        tl.store(lse + item * NUM_HEADS + head, peak + tl.log2(total), mask=member < GROUP)
-
-
-@triton.jit
-def _combine(
-    partial,
-    lse,
-    first_item,
-    out,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Combines one head of a row from the pieces that the row was split into."""
-    wait_for_kernels_before(PDL)
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    first = tl.load(first_item + row).to(tl.int64)
-    end = tl.load(first_item + row + 1).to(tl.int64)
-    if end - first < 2:
-        return
-    dim = tl.arange(0, DIMS)
-    acc = tl.zeros((DIMS,), tl.float32)
-    peak = -1.0e30
-    total = 0.0
-    for item in range(first, end):
-        size = tl.load(lse + item * NUM_HEADS + head)
-        new_peak = tl.maximum(peak, size)
-        kept = tl.exp2(peak - new_peak)
-        weight = tl.exp2(size - new_peak)
-        source = partial + (item * NUM_HEADS + head) * HEAD_DIM + dim
-        acc = acc * kept + tl.load(source, mask=dim < HEAD_DIM, other=0.0) * weight
-        total = total * kept + weight
-        peak = new_peak
-    target = out + (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dim
-    tl.store(target, (acc / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+        acc = tl.zeros((GROUP_ROWS, DIMS), tl.float32)
+        peak = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
+        total = tl.zeros((GROUP_ROWS,), tl.float32)
+        for start in range(begin, end, TILE):
+            acc, peak, total = _attend(
+                q, query_position, table, keys, values, start, end, window, scale, kv_head,
+                acc, peak, total, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+            )  # fmt: skip
+        mixed = acc / total[:, None]
+        target = out + row * NUM_HEADS * HEAD_DIM
+        if count == 1:
+            tl.store(target + offset, mixed.to(out.dtype.element_ty), mask=is_there)
+        else:
+            wide = item.to(tl.int64) * NUM_HEADS
+            tl.store(partial + wide * HEAD_DIM + offset, mixed, mask=is_there)
+            tl.store(lse + wide + head, peak + tl.log2(total), mask=member < GROUP)
+            # Before the one thread that counts, all of them have stored.
+            tl.debug_barrier()
+            counter = arrived + row * NUM_KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
+                _combine(
+                    partial, lse, first, count, kv_head, target,
+                    NUM_HEADS, HEAD_DIM, DIMS, GROUP, GROUP_SIZE, COMBINED,
+                )  # fmt: skip
+                tl.store(counter, 0)
 
 
 @triton.jit(
@@ -615,56 +756,55 @@ def _prefill(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some query tokens of one sequence, for all query heads of one KV head."""
+    """Tiles of some query tokens of one sequence, for all query heads of one KV head each."""
     wait_for_kernels_before(PDL)
-    kv_head = tl.program_id(0)
-    # The last tiles of a chunk have the most keys: they start first, so that none runs alone at
-    # the end.
-    num_items = tl.load(first_item + num_rows)
-    item = num_items - 1 - tl.program_id(1)
-    if item < 0:
-        return
-    row = tl.load(items + item * 4)
-    first_token = tl.load(items + item * 4 + 1)
-    end_token = tl.load(items + item * 4 + 2)
-    start_of_row = tl.load(query_starts + row)
-    context_len = tl.load(context_lens + row)
-    # The position of the chunk's first token.
-    first_position = context_len - (tl.load(query_starts + row + 1) - start_of_row)
-    table = block_tables + tl.load(row_slots + row).to(tl.int64) * table_stride
-
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     member = tl.arange(0, QUERY_ROWS)
     dim = tl.arange(0, DIMS)
-    token = first_token + member // GROUP
-    is_query = (member < TOKENS * GROUP) & (token < end_token)
-    head = kv_head * GROUP + member % GROUP
-    offset = ((start_of_row + token).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM
-    offset = offset + dim[None, :]
-    is_there = is_query[:, None] & (dim < HEAD_DIM)[None, :]
-    q = tl.load(query + offset, mask=is_there, other=0.0)
-    # Padding queries take the last one's position, so that they attend to some key.
-    query_position = first_position + tl.minimum(token, end_token - 1)
+    num_items = tl.load(first_item + num_rows)
+    for work in range(tl.program_id(0), num_items * NUM_KV_HEADS, tl.num_programs(0)):
+        kv_head = work % NUM_KV_HEADS
+        # The last tiles of a chunk have the most keys: they start first, so that none runs alone
+        # at the end.
+        item = num_items - 1 - work // NUM_KV_HEADS
+        row = tl.load(items + item * 8)
+        first_token = tl.load(items + item * 8 + 1)
+        end_token = tl.load(items + item * 8 + 2)
+        start_of_row = tl.load(query_starts + row)
+        context_len = tl.load(context_lens + row)
+        # The position of the chunk's first token.
+        first_position = context_len - (tl.load(query_starts + row + 1) - start_of_row)
+        table = block_tables + tl.load(row_slots + row).to(tl.int64) * table_stride
 
-    acc = tl.zeros((QUERY_ROWS, DIMS), tl.float32)
-    peak = tl.full((QUERY_ROWS,), -1.0e30, tl.float32)
-    total = tl.zeros((QUERY_ROWS,), tl.float32)
-    end = first_position + end_token
-    begin = 0
-    # Below this, every token of the tile attends to every key.
-    all_seen = (first_position + first_token + 1) // TILE * TILE
-    if window > 0:
-        begin = tl.maximum(first_position + first_token + 1 - window, 0) // TILE * TILE
-        all_seen = begin
-    for start in range(begin, all_seen, TILE):
-        acc, peak, total = _attend(
-            q, query_position, table, keys, values, start, end, window, scale, kv_head,
-            acc, peak, total, False, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
-        )  # fmt: skip
-    for start in range(all_seen, end, TILE):
-        acc, peak, total = _attend(
-            q, query_position, table, keys, values, start, end, window, scale, kv_head,
-            acc, peak, total, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
-        )  # fmt: skip
-    mixed = acc / total[:, None]
-    tl.store(out + offset, mixed.to(out.dtype.element_ty), mask=is_there)
+        token = first_token + member // GROUP
+        is_query = (member < TOKENS * GROUP) & (token < end_token)
+        head = kv_head * GROUP + member % GROUP
+        offset = ((start_of_row + token).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM
+        offset = offset + dim[None, :]
+        is_there = is_query[:, None] & (dim < HEAD_DIM)[None, :]
+        q = tl.load(query + offset, mask=is_there, other=0.0)
+        # Padding queries take the last one's position, so that they attend to some key.
+        query_position = first_position + tl.minimum(token, end_token - 1)
+
+        acc = tl.zeros((QUERY_ROWS, DIMS), tl.float32)
+        peak = tl.full((QUERY_ROWS,), -1.0e30, tl.float32)
+        total = tl.zeros((QUERY_ROWS,), tl.float32)
+        end = first_position + end_token
+        begin = 0
+        # Below this, every token of the tile attends to every key.
+        all_seen = (first_position + first_token + 1) // TILE * TILE
+        if window > 0:
+            begin = tl.maximum(first_position + first_token + 1 - window, 0) // TILE * TILE
+            all_seen = begin
+        for start in range(begin, all_seen, TILE):
+            acc, peak, total = _attend(
+                q, query_position, table, keys, values, start, end, window, scale, kv_head,
+                acc, peak, total, False, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+            )  # fmt: skip
+        for start in range(all_seen, end, TILE):
+            acc, peak, total = _attend(
+                q, query_position, table, keys, values, start, end, window, scale, kv_head,
+                acc, peak, total, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+            )  # fmt: skip
+        mixed = acc / total[:, None]
+        tl.store(out + offset, mixed.to(out.dtype.element_ty), mask=is_there)

@@ -1,10 +1,10 @@
 """The protocols of attention over the paged KV pool: with lengths on the host or the device."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from penstock.engine.device_step import DeviceStep
+from penstock.engine.device_step import DeviceStep, Rotation
 from penstock.engine.model_input import ModelInput
 
 
@@ -47,4 +47,24 @@ class DeviceAttention(Protocol):
     ) -> None:
         """Writes out (T, num_heads, head_dim). keys, values: one layer of the
         pool, this step's tokens already written."""
+        ...
+
+
+@runtime_checkable
+class RotatingAttention(DeviceAttention, Protocol):
+    """A backend that rotates queries and keys itself in a step of decodes alone, and stores the new
+    keys and values, without a launch for it."""
+
+    def rotated(
+        self,
+        projected: Tensor,
+        rotation: Rotation,
+        keys: Tensor,
+        values: Tensor,
+        step: DeviceStep,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        """projected: (T, (num_heads + 2 * num_kv_heads) * head_dim). Writes the step's tokens to
+        keys and values; the rest is as for a call."""
         ...

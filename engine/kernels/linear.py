@@ -32,10 +32,19 @@ class Tile(NamedTuple):
 
 
 # With four stages, 24 KiB of the weight are in flight, and 12 or 24 of x. Twice the chunk would
-# spill registers if there is a norm. Each warp reads all of the program's weights from shared
-# memory, for its part of the rows. Counted from the machine code, a KiB takes 37 to 57 clocks; with
-# four warps, 60 to 88. An H200's memory delivers a KiB to a multiprocessor in some 50.
+# spill registers if there is a norm. Written and read once each, a KiB of the weight takes shared
+# memory 24 clocks with its share of x, 32 if there are more than eight rows; a norm adds to that.
+# An H200's memory delivers a KiB to a multiprocessor in some 50.
 TILE = Tile(outputs=16, chunk=256, stages=4, warps=2)
+# For layers whose outputs are too few to occupy every multiprocessor evenly with tiles of 16.
+NARROW = Tile(outputs=8, chunk=256, stages=6, warps=2)
+# For 9 to 16 rows, where tiles of 16 outputs would read as many bytes of x, from the cache, as of
+# the weight. Three stages, so that two programs fit a multiprocessor.
+WIDE = Tile(outputs=32, chunk=256, stages=3, warps=2)
+# The device that tiles are chosen for has so many; on others they are less even.
+_NUM_SMS = 132
+# Programs of a first wave: three for each multiprocessor.
+_FETCHING = 3 * _NUM_SMS
 # Prefetched of a weight to the L2 cache while the previous kernel still runs: what memory delivers
 # in the 2 us that one kernel takes to drain and the next to fill, a small part of the cache.
 _AHEAD_BYTES = 2**23
@@ -51,16 +60,19 @@ def skinny_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     is_gated: bool = False,
-    tile: Tile = TILE,
+    tile: Tile | None = None,
 ) -> None:
     """out = x' W^T + bias + residual, where x' is x, or its RMSNorm if `norm` is given.
 
     x: (T, columns), T at most MAX_ROWS. weight: (outputs, columns). out, residual: (T, outputs);
     they may be the same tensor. is_gated: weight is (2 * outputs, columns), the gate's rows first,
-    and out = silu(gate) * up, without a bias or residual. Sums are float32.
+    and out = silu(gate) * up, without a bias or residual. Sums are float32. tile: by default one
+    that gives a row the same bits whatever the others are.
     """
     num_rows, columns = x.shape
     outputs = out.shape[1]
+    tile = tile or tile_of(outputs, num_rows)
+    chunk = max(16 * tile.warps, min(tile.chunk, next_power_of_2(columns)))
     assert num_rows <= MAX_ROWS and not (is_gated and (bias is not None or residual is not None))
     _skinny[(ceil_div(outputs, tile.outputs),)](
         x,
@@ -73,28 +85,45 @@ def skinny_linear(
         columns,
         outputs,
         eps,
-        _ahead_of_row(weight, columns, tile.chunk),
+        _ahead_of_row(weight, columns, tile.outputs * (1 + is_gated), tile.chunk),
         HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         # Before its norm, a row times the norm's weight may exceed what float16 holds.
         NORM_FIRST=norm is not None and x.dtype is torch.float16,
         IS_GATED=is_gated,
-        ROWS=_FEW_ROWS if num_rows <= _FEW_ROWS else MAX_ROWS,
+        # The left operand of a product has 16 rows at least: these, or the weight's.
+        ROWS=_FEW_ROWS if num_rows <= _FEW_ROWS and tile.outputs >= 16 else MAX_ROWS,
         OUTPUTS=tile.outputs,
-        CHUNK=max(16, min(tile.chunk, next_power_of_2(columns))),
+        CHUNK=chunk,
+        WARPS=tile.warps,
+        FETCHING=_FETCHING,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        # No more than there are chunks: shared memory decides how many programs fit.
+        num_stages=min(tile.stages, ceil_div(columns, chunk) + 1),
         **overlapped(),
     )
 
 
-def _ahead_of_row(weight: Tensor, columns: int, chunk: int) -> int:
-    """Bytes of each row to prefetch; a multiple of 16, as the instruction requires."""
+def tile_of(outputs: int, num_rows: int) -> Tile:
+    """The narrow one where tiles of 16 would leave the multiprocessors idle a quarter of the time.
+
+    All divide the columns alike, so an output is the same sum whatever the number of rows.
+    """
+    programs = ceil_div(outputs, TILE.outputs)
+    if programs < 0.75 * _NUM_SMS * ceil_div(programs, _NUM_SMS):
+        return NARROW
+    wide_programs = ceil_div(outputs, WIDE.outputs)
+    return WIDE if num_rows > _FEW_ROWS and wide_programs > 0.9 * _NUM_SMS else TILE
+
+
+def _ahead_of_row(weight: Tensor, columns: int, rows: int, chunk: int) -> int:
+    """Bytes of each row to prefetch, of which a program has `rows`; a multiple of 16, as the
+    instruction requires."""
     row_bytes = columns * weight.element_size()
     if row_bytes % 16:
         return 0
-    share = _AHEAD_BYTES // len(weight) // 16 * 16
+    share = _AHEAD_BYTES // min(len(weight), _FETCHING * rows) // 16 * 16
     return min(row_bytes, max(share, chunk * weight.element_size()))
 
 
@@ -140,67 +169,95 @@ def _skinny(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     CHUNK: tl.constexpr,
+    WARPS: tl.constexpr,
+    FETCHING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """OUTPUTS outputs of all rows. The weight is the left operand, so its rows fill the matrix
-    units."""
+    """OUTPUTS outputs of all rows. Each warp multiplies its own columns of a chunk, so that the
+    weight is read from shared memory once. What has 16 rows at least is the left operand."""
     if PDL:
         first = tl.program_id(0) * OUTPUTS
-        _fetch_ahead(weight, first, outputs, columns, ahead, OUTPUTS)
+        # Later programs start when their weights are wanted: too late to fetch ahead.
+        soon = tl.where(tl.program_id(0) < FETCHING, ahead, 0)
+        _fetch_ahead(weight, first, outputs, columns, soon, OUTPUTS)
         if IS_GATED:
-            _fetch_ahead(weight, first + outputs, 2 * outputs, columns, ahead, OUTPUTS)
+            _fetch_ahead(weight, first + outputs, 2 * outputs, columns, soon, OUTPUTS)
     wait_for_kernels_before(PDL)
+    PART: tl.constexpr = CHUNK // WARPS
+    IS_LEFT: tl.constexpr = OUTPUTS >= 16
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.arange(0, ROWS)
     is_output = output < outputs
     is_row = row < num_rows
-    weight_row = weight + output.to(tl.int64)[:, None] * columns
-    up_row = weight + (output + outputs).to(tl.int64)[:, None] * columns
-    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    acc_up = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    square = tl.zeros((ROWS,), tl.float32)
+    offset = tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :]
+    weight_row = weight + output.to(tl.int64)[None, :, None] * columns
+    up_row = weight + (output + outputs).to(tl.int64)[None, :, None] * columns
+    x_row = x + row[None, :, None] * columns
+    acc = tl.zeros((WARPS, OUTPUTS, ROWS) if IS_LEFT else (WARPS, ROWS, OUTPUTS), tl.float32)
+    acc_up = acc
+    # Of eight neighbouring columns, so that a thread adds up its own.
+    square = tl.zeros((WARPS, ROWS, PART // 8), tl.float32)
     inverse = tl.full((ROWS,), 1.0, tl.float32)
     if NORM_FIRST:
         for start in range(0, columns, CHUNK):
-            column = start + tl.arange(0, CHUNK)
-            part = x + row[:, None] * columns + column[None, :]
-            a = tl.load(part, mask=is_row[:, None] & (column < columns)[None, :], other=0.0)
-            square += tl.sum(a.to(tl.float32) * a.to(tl.float32), 1)
-        inverse = tl.rsqrt(square / columns + eps)
+            column = (start + offset)[:, None, :]
+            mask = is_row[None, :, None] & (column < columns)
+            square += _squares(tl.load(x_row + column, mask=mask, other=0.0).to(tl.float32))
+        inverse = tl.rsqrt(tl.sum(tl.sum(square, 2), 0) / columns + eps)
     for start in range(0, columns, CHUNK):
-        column = start + tl.arange(0, CHUNK)
+        column = (start + offset)[:, None, :]
         is_column = column < columns
-        mask = is_output[:, None] & is_column[None, :]
-        w = tl.load(weight_row + column[None, :], mask=mask, other=0.0)
-        part = x + row[:, None] * columns + column[None, :]
-        a = tl.load(part, mask=is_row[:, None] & is_column[None, :], other=0.0)
+        mask = is_output[None, :, None] & is_column
+        w = tl.load(weight_row + column, mask=mask, other=0.0)
+        a = tl.load(x_row + column, mask=is_row[None, :, None] & is_column, other=0.0)
         if HAS_NORM:
             wide = a.to(tl.float32)
             scale = tl.load(norm + column, mask=is_column, other=0.0).to(tl.float32)
             if NORM_FIRST:
-                wide = wide * inverse[:, None]
+                wide = wide * inverse[None, :, None]
             else:
-                square += tl.sum(wide * wide, 1)
-            a = (wide * scale[None, :]).to(a.dtype)
-        a = tl.trans(a)
-        acc = tl.dot(w, a, acc, input_precision="ieee")
+                square += _squares(wide)
+            a = (wide * scale).to(a.dtype)
+        acc = _add_product(w, a, acc, IS_LEFT)
         if IS_GATED:
-            u = tl.load(up_row + column[None, :], mask=mask, other=0.0)
-            acc_up = tl.dot(u, a, acc_up, input_precision="ieee")
+            u = tl.load(up_row + column, mask=mask, other=0.0)
+            acc_up = _add_product(u, a, acc_up, IS_LEFT)
+    total = tl.sum(acc, 0)
+    total_up = tl.sum(acc_up, 0)
+    if not IS_LEFT:
+        total = tl.trans(total)
+        total_up = tl.trans(total_up)
     if HAS_NORM and not NORM_FIRST:
-        scale = tl.rsqrt(square / columns + eps)[None, :]
-        acc = acc * scale
-        acc_up = acc_up * scale
+        scale = tl.rsqrt(tl.sum(tl.sum(square, 2), 0) / columns + eps)[None, :]
+        total = total * scale
+        total_up = total_up * scale
     kind = out.dtype.element_ty
     mask = is_output[:, None] & is_row[None, :]
     target = row[None, :].to(tl.int64) * outputs + output[:, None]
     if IS_GATED:
-        gate = silu(acc.to(x.dtype.element_ty).to(tl.float32))
-        up = acc_up.to(x.dtype.element_ty).to(tl.float32)
-        acc = gate.to(x.dtype.element_ty).to(tl.float32) * up
+        gate = silu(total.to(x.dtype.element_ty).to(tl.float32))
+        up = total_up.to(x.dtype.element_ty).to(tl.float32)
+        total = gate.to(x.dtype.element_ty).to(tl.float32) * up
     if HAS_BIAS:
-        acc += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
     if HAS_RESIDUAL:
-        acc = acc.to(kind).to(tl.float32)
-        acc += tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + target, acc.to(kind), mask=mask)
+        total = total.to(kind).to(tl.float32)
+        total += tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + target, total.to(kind), mask=mask)
+
+
+@triton.jit
+def _squares(x):
+    """Of (warps, rows, columns): the sum of each eight neighbouring columns' squares."""
+    parts = tl.reshape(x * x, (x.shape[0], x.shape[1], x.shape[2] // 8, 8))
+    return tl.sum(parts, 3)
+
+
+@triton.jit
+def _add_product(w, a, acc, IS_LEFT: tl.constexpr):
+    """w: (warps, outputs, columns). a: (warps, rows, columns). Each warp's own product."""
+    if IS_LEFT:
+        acc = tl.dot(w, tl.permute(a, (0, 2, 1)), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, tl.permute(w, (0, 2, 1)), acc, input_precision="ieee")
+    return acc

@@ -1,9 +1,9 @@
 """`FusedModel`: the layers of `LlamaModel` on a GPU, with few kernel launches.
 
-A layer is computed in one of two ways. With few tokens (`skinny_linear`): seven launches, each
+A layer is computed in one of two ways. With few tokens (`skinny_linear`): five launches, each
 matrix product fused with what surrounds it, since at batch 1 launches cost as much as reading the
 weights. With more tokens: cuBLAS for the products, and one kernel for everything between two of
-them.
+them. In both, a step of decodes alone leaves the rotation to an attention that does it itself.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.protocol import DeviceAttention
-from penstock.engine.device_step import DeviceStep
+from penstock.engine.attention.protocol import DeviceAttention, RotatingAttention
+from penstock.engine.device_step import DeviceStep, Rotation
 from penstock.engine.kernels.activation import silu_mul
 from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
@@ -147,18 +147,28 @@ class FusedModel:
         self, index: int, layer: Layer, projected: Tensor, step: DeviceStep, mixed: Tensor
     ) -> None:
         """Writes attention's output before the output layer to `mixed`."""
-        model, config = self._model, self._model.config
+        model = self._model
         keys, values = self._pool.keys[index], self._pool.values[index]
+        rotation = Rotation(
+            cos=model.cos,
+            sin=model.sin,
+            query_norm=layer.query_norm,
+            key_norm=layer.key_norm,
+            eps=model.config.rms_norm_eps,
+        )
+        if step.chunk_starts is None and isinstance(self._attention, RotatingAttention):
+            self._attention.rotated(projected, rotation, keys, values, step, layer.window, mixed)
+            return
         query = torch.empty_like(mixed)
         rotate_and_store(
             projected,
             step.positions,
             step.kv_slots,
-            model.cos,
-            model.sin,
-            layer.query_norm,
-            layer.key_norm,
-            config.rms_norm_eps,
+            rotation.cos,
+            rotation.sin,
+            rotation.query_norm,
+            rotation.key_norm,
+            rotation.eps,
             keys,
             values,
             query,

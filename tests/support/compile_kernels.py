@@ -100,6 +100,11 @@ class Launch:
                 self._aligned.append(index)
 
     @property
+    def types(self) -> dict[str, torch.dtype]:
+        """Of the tensors."""
+        return {k: v.dtype for k, v in self._given.items() if isinstance(v, torch.Tensor)}
+
+    @property
     def key(self) -> str:
         parts = (self.name, self.signature, self.constants, self.options, self._aligned)
         return repr(parts)

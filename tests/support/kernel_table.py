@@ -20,6 +20,7 @@ Entry = dict[str, Any]
 
 # Of an H100 or H200, from the CUDA programming guide: of a block, and of a multiprocessor.
 _MAX_BLOCK_SHARED, _SHARED, _REGISTERS, _RESERVED = 227 * 1024, 228 * 1024, 65536, 1024
+_BLOCKS = 32
 # Two or four words that are spilled across a loop cost nothing.
 _MAX_STACK_BYTES = 16
 # What reads weights or keys hides the memory's latency behind copies that run ahead, and multiplies
@@ -30,10 +31,11 @@ _LEAST_PROGRAMS = {"_decode": 3, "_skinny": 2, "_prefill": 1}
 
 
 def programs_that_fit(entry: Entry) -> int:
-    """On one multiprocessor, by registers (allocated in eights, per warp) and shared memory."""
+    """On one multiprocessor, by registers (allocated in eights, per warp), shared memory, warps and
+    blocks."""
     registers = -(-entry["registers"] // 8) * 8 * 32 * entry["warps"]
     shared = entry["shared_bytes"] + _RESERVED
-    return int(min(_REGISTERS // registers, _SHARED // shared, 64 // entry["warps"]))
+    return int(min(_REGISTERS // registers, _SHARED // shared, 64 // entry["warps"], _BLOCKS))
 
 
 def faults(entry: Entry) -> list[str]:

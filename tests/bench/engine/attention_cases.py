@@ -27,6 +27,8 @@ _TINY_DECODES = ((3, 200),)
 # Tokens of a chunk, and of the context before it.
 _CHUNKS = ((1024, 0), (8192, 0), (1024, 7168))
 _TINY_CHUNKS = ((20, 12),)
+# Of a decode, for each multiprocessor, beside the present number.
+_PROGRAMS = (2, 6)
 # Query rows whose scores are held at once by the reference.
 _REFERENCE_ROWS = 512
 
@@ -158,7 +160,11 @@ def _case(bench: Bench, model: str, lengths: Lengths, at: dict[str, object], ker
         sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
     ours = partial(PagedAttention, shape, [None], rows, tokens, sms, bench.device, bench.dtype)
     calls = inputs.calls(ours)
-    rivals = {name: inputs.calls(make) for name, make in _rivals(bench, shape).items()}
+    makers = _rivals(bench, shape)
+    if lengths.is_decode and not bench.tiny:  # decides DECODES_PER_SM
+        for count in _PROGRAMS:
+            makers[f"{count} programs a multiprocessor"] = partial(ours, decodes_per_sm=count)
+    rivals = {name: inputs.calls(make) for name, make in makers.items()}
     pair_bytes = 2 * shape.num_kv_heads * shape.head_dim * bench.dtype.itemsize
     return Case(
         kernel=kernel,

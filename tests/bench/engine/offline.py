@@ -51,8 +51,8 @@ def measure_offline(model: str, tiny: bool, enforce_eager: bool) -> None:
         )
     # A short warm-up, which compiles the kernels.
     warm = replace(workload, num_requests=workload.num_requests // 2, longest=workload.shortest)
-    Run(executor, scheduler).of(_requests(warm, executor.info.vocab_size))
-    requests = _requests(workload, executor.info.vocab_size)
+    Run(executor, scheduler).of(requests_of(warm, executor.info.vocab_size))
+    requests = requests_of(workload, executor.info.vocab_size)
     run = Run(executor, scheduler)
     seconds = run.of(requests)
     output = sum(request.sampling.max_tokens for request in requests)
@@ -72,7 +72,7 @@ def measure_offline(model: str, tiny: bool, enforce_eager: bool) -> None:
     )
 
 
-def _requests(workload: Workload, vocab_size: int) -> list[Request]:
+def requests_of(workload: Workload, vocab_size: int) -> list[Request]:
     chosen = random.Random(workload.seed)
 
     def length() -> int:

@@ -8,8 +8,10 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 from penstock.engine.attention.paged import PagedDecode, PagedPrefill
 from penstock.engine.attention.reference import reference_attention
 from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.device_step import Rotation
+from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.model_input import ModelInput
-from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, poisoned, random
+from tests.support.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, error, poisoned, random
 
 SHAPES = [
     AttentionShape(num_heads=4, num_kv_heads=4, head_dim=16, block_size=16),
@@ -70,10 +72,8 @@ def test_decode_agrees_with_the_reference(
     lengths = [1, 5, 64, 65, 1100, 300]
     rows = Rows(shape, lengths, [1] * len(lengths), dtype)
     decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)
-    decode.plan(rows.lengths, window)
-    decode(
-        rows.query, rows.keys, rows.values, rows.tables, rows.slots, rows.lengths, window, rows.out
-    )
+    decode.plan(rows.lengths, rows.slots, window)
+    decode(rows.query, rows.keys, rows.values, rows.tables, window, rows.out)
     assert rows.error(window) < TOLERANCE[dtype]
 
 
@@ -85,11 +85,88 @@ def test_rows_of_length_0_have_no_work_and_change_nothing() -> None:
     lengths, slots = torch.cat((rows.lengths, zeros)), torch.cat((rows.slots, zeros))
     query = torch.cat((rows.query, poisoned(3, *rows.query.shape[1:])))
     out = torch.cat((rows.out, torch.zeros_like(query[2:])))
-    decode.plan(lengths, None)
-    decode(query, rows.keys, rows.values, rows.tables, slots, lengths, None, out)
+    decode.plan(lengths, slots, None)
+    decode(query, rows.keys, rows.values, rows.tables, None, out)
     rows.out = out[:2]
     assert rows.error(None) < TOLERANCE[dtype]
     assert not out[2:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norm", [False, True])
+# The interpreter sums the squares of fewer than eight numbers in another order.
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_a_decode_that_rotates_gives_the_bits_of_a_rotation_and_a_decode(
+    shape: AttentionShape, has_norm: bool, dtype: torch.dtype
+) -> None:
+    lengths, dim = [1, 64, 65, 700], shape.head_dim
+    rows = Rows(shape, lengths, [1] * len(lengths), dtype)
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    projected = random(len(lengths), heads * dim, dtype=dtype)
+    angles = random(1000, dim // 2, seed=3)
+    rotation = Rotation(
+        cos=angles.cos(),
+        sin=angles.sin(),
+        query_norm=random(dim, dtype=dtype, seed=1) if has_norm else None,
+        key_norm=random(dim, dtype=dtype, seed=2) if has_norm else None,
+        eps=1e-5,
+    )
+    positions = rows.lengths - 1
+    blocks = rows.tables[rows.slots.long()].gather(1, (positions // shape.block_size)[:, None])
+    kv_slots = blocks[:, 0].long() * shape.block_size + positions % shape.block_size
+    pool = rows.keys.clone(), rows.values.clone()
+    decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)
+    decode.plan(rows.lengths, rows.slots, None)
+    rotate_and_store(
+        projected, positions, kv_slots, rotation.cos, rotation.sin, rotation.query_norm,
+        rotation.key_norm, rotation.eps, *pool, rows.query,
+    )  # fmt: skip
+    decode(rows.query, *pool, rows.tables, None, rows.out)
+    out = poisoned(*rows.out.shape, dtype=dtype)
+    given = rows.tables, None, out, rotation, kv_slots
+    decode(projected, rows.keys, rows.values, *given)
+    for ours, theirs in ((out, rows.out), (rows.keys, pool[0]), (rows.values, pool[1])):
+        # A GPU's compiler may multiply and add in one instruction here and in two there.
+        close = 10 * TOLERANCE[dtype] if ON_GPU else 0
+        torch.testing.assert_close(ours, theirs, rtol=close, atol=close, equal_nan=True)
+
+
+def test_a_decode_that_runs_again_gives_the_same_bits() -> None:
+    """As in a graph: what counts a row's pieces is as it was before."""
+    rows = Rows(SHAPES[0], [900, 3, 400], [1, 1, 1], torch.float32)
+    decode = PagedDecode(SHAPES[0], max_rows=8, num_sms=2, device=DEVICE)
+    decode.plan(rows.lengths, rows.slots, None)
+    outs = [torch.empty_like(rows.out) for _ in range(2)]
+    for out in outs:
+        decode(rows.query, rows.keys, rows.values, rows.tables, None, out)
+    assert torch.equal(*outs)
+
+
+def _pieces(lengths: list[int], num_sms: int, kv_heads: int) -> list[int]:
+    """How long the first piece of each row is."""
+    shape = AttentionShape(num_heads=kv_heads, num_kv_heads=kv_heads, head_dim=16, block_size=16)
+    decode = PagedDecode(shape, max_rows=256, num_sms=num_sms, device=DEVICE)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    decode.plan(lens, torch.zeros_like(lens), None)
+    work = decode.work_list(None)
+    first = work.items[work.first_item[: len(lengths)].long()]
+    return (first[:, 2] - first[:, 1]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "piece"),
+    [
+        (1, 512, 64),  # 8 pieces of 8 heads, on 132 multiprocessors
+        (1, 8192, 192),  # 43 pieces of 8 heads: as many as run at once
+        (16, 1024, 384),
+        (32, 8192, 2048),
+        (256, 1024, 1024),
+    ],
+)
+def test_few_tokens_make_short_pieces_that_run_at_once(
+    batch: int, context: int, piece: int
+) -> None:
+    assert set(_pieces([context] * batch, 132, 8)) == {piece}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +176,8 @@ def test_rows_of_length_0_have_no_work_and_change_nothing() -> None:
 def test_the_pieces_of_a_plan_cover_each_row_once(lengths: list[int], window: int | None) -> None:
     shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, block_size=16)
     decode = PagedDecode(shape, max_rows=9, num_sms=4, device=DEVICE)
-    decode.plan(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), window)
+    slots = torch.arange(10, 10 + len(lengths), dtype=torch.int32, device=DEVICE)
+    decode.plan(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), slots, window)
     work = decode.work_list(window)
     first = work.first_item[: len(lengths) + 1].tolist()
     items = work.items[: first[-1]].tolist()
@@ -110,7 +188,9 @@ def test_the_pieces_of_a_plan_cover_each_row_once(lengths: list[int], window: in
         seen_from = max(0, length - window) // 64 * 64 if window else 0
         assert [piece[1] for piece in pieces] == [seen_from, *(piece[2] for piece in pieces[:-1])]
         assert pieces[-1][2] == length
-        assert {piece[3] for piece in pieces} == {int(len(pieces) == 1)}
+        assert {tuple(piece[3:7]) for piece in pieces} == {
+            (len(pieces), first[row], 10 + row, length)
+        }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,7 +201,7 @@ def test_prefill_agrees_with_the_reference(
 ) -> None:
     lengths, counts = [70, 5, 200, 1], [70, 2, 133, 1]
     rows = Rows(shape, lengths, counts, dtype)
-    prefill = PagedPrefill(shape, max_rows=8, max_tokens=300, device=DEVICE, dtype=dtype)
+    prefill = PagedPrefill(shape, max_rows=8, max_tokens=300, num_sms=1, device=DEVICE, dtype=dtype)
     prefill.plan(rows.offsets)
     prefill(
         rows.query, rows.keys, rows.values, rows.tables, rows.slots, rows.offsets, rows.lengths,

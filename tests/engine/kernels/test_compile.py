@@ -42,7 +42,7 @@ def compiled() -> list[dict[str, Any]]:
 
 def test_every_kernel_compiles_for_hopper_and_fits_it(compiled: list[dict[str, Any]]) -> None:
     names = {entry["kernel"] for entry in compiled}
-    assert {"_decode", "_prefill", "_combine", "_skinny", "_add_rms_norm", "_silu_mul"} <= names
+    assert {"_decode", "_prefill", "_skinny", "_add_rms_norm", "_silu_mul"} <= names
     assert [entry for entry in compiled if entry["shared_bytes"] > MAX_SHARED_BYTES] == []
 
 
@@ -71,7 +71,8 @@ def test_no_address_is_computed_in_fewer_bits_than_the_largest_pool_needs(
 
 def test_no_kernel_is_over_a_limit_of_the_table(compiled: list[dict[str, Any]]) -> None:
     assert {entry["kernel"]: faults(entry) for entry in compiled if faults(entry)} == {}
-    decode = next(entry for entry in compiled if entry["kernel"] == "_decode")
+    decodes = (entry for entry in compiled if entry["kernel"] == "_decode")
+    decode = next(entry for entry in decodes if not entry["constants"]["ROTATES"])
     assert line(decode).startswith("_decode") and len(line(decode).split()) == 9
 
 
@@ -81,9 +82,9 @@ def test_no_kernel_is_over_a_limit_of_the_table(compiled: list[dict[str, Any]]) 
         ("_decode", {"shared_bytes": 240_000}, "240000 bytes of shared memory"),
         ("_decode", {"shared_bytes": 100_000}, "2 programs fit a multiprocessor"),
         ("_decode", {"registers": 255}, "2 programs fit a multiprocessor"),
-        ("_combine", {"stack_bytes": 40}, "40 bytes are spilled"),
-        ("_combine", {"wait": ["ACQBULK", "PREEXIT"]}, "in this order"),
-        ("_combine", {"before_wait": ["LDG.E R9"]}, "before it waits: ['LDG.E R9']"),
+        ("_embed", {"stack_bytes": 40}, "40 bytes are spilled"),
+        ("_embed", {"wait": ["ACQBULK", "PREEXIT"]}, "in this order"),
+        ("_embed", {"before_wait": ["LDG.E R9"]}, "before it waits: ['LDG.E R9']"),
         ("_skinny", {"instructions": {"HMMA": 16}}, "no copies run ahead"),
         ("_prefill", {"instructions": {"LDGSTS": 8, "HMMA": 16}}, "no HGMMA"),
     ],
@@ -153,9 +154,9 @@ def test_an_instruction_before_the_wait_is_found(instruction: str) -> None:
     assert before_wait(MACHINE_CODE.replace("ACQBULK", "@P0 ACQBULK")) is None
 
 
-def test_a_decode_layer_is_seven_launches_for_few_sequences() -> None:
+def test_a_decode_layer_is_five_launches_for_few_sequences() -> None:
     code = (
         "import sys; from pathlib import Path; from tests.support.compile_kernels import *;"
         "print(launches_in_a_decode_layer(MetaModel(Path(sys.argv[1])), 8).total())"
     )
-    assert int(_run("-c", code, str(MODEL_CONFIGS / "Llama-3.1-8B"))) == 7
+    assert int(_run("-c", code, str(MODEL_CONFIGS / "Llama-3.1-8B"))) == 5

@@ -9,7 +9,15 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.kernels.activation import silu_mul
-from penstock.engine.kernels.linear import MAX_ROWS, skinny_linear
+from penstock.engine.kernels.linear import (
+    MAX_ROWS,
+    NARROW,
+    TILE,
+    WIDE,
+    Tile,
+    skinny_linear,
+    tile_of,
+)
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.kernels.tables import (
@@ -119,8 +127,9 @@ def test_in_float16_an_input_times_its_norms_weight_may_be_larger_than_its_type_
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 3, MAX_ROWS])
+@pytest.mark.parametrize("tile", [TILE, NARROW, WIDE])
 def test_skinny_linear_computes_what_surrounds_a_linear_layer_too(
-    dtype: torch.dtype, num_rows: int
+    dtype: torch.dtype, num_rows: int, tile: Tile
 ) -> None:
     columns, outputs = 300, 70
     x, weight = random(num_rows, columns, dtype=dtype), random(outputs, columns, dtype=dtype)
@@ -131,17 +140,43 @@ def test_skinny_linear_computes_what_surrounds_a_linear_layer_too(
     of_normed = functional.rms_norm(wide, (columns,), wide_norm, EPS) @ weight.float().T
 
     out = poisoned(num_rows, outputs, dtype=dtype)
-    skinny_linear(x, weight, out)
+    skinny_linear(x, weight, out, tile=tile)
     assert error(out, product) < TOLERANCE[dtype]
-    skinny_linear(x, weight, out, norm=norm, eps=EPS, bias=bias)
+    skinny_linear(x, weight, out, norm=norm, eps=EPS, bias=bias, tile=tile)
     assert error(out, of_normed + bias.float()) < TOLERANCE[dtype]
     in_place = residual.clone()
-    skinny_linear(x, weight, in_place, bias=bias, residual=in_place)
+    skinny_linear(x, weight, in_place, bias=bias, residual=in_place, tile=tile)
     assert error(in_place, product + bias.float() + residual.float()) < TOLERANCE[dtype]
     gated = poisoned(num_rows, outputs // 2, dtype=dtype)
-    skinny_linear(x, weight, gated, norm=norm, eps=EPS, is_gated=True)
+    skinny_linear(x, weight, gated, norm=norm, eps=EPS, is_gated=True, tile=tile)
     gate, up = of_normed.chunk(2, -1)
     assert error(gated, functional.silu(gate) * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tile", [TILE, NARROW, WIDE])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_row_of_skinny_linear_has_the_same_bits_alone_and_in_company(
+    tile: Tile, is_gated: bool
+) -> None:
+    x, weight, norm = random(8, 300), random(64, 300), random(300, seed=1)
+    outs = [poisoned(num_rows, 32 if is_gated else 64) for num_rows in (8, 1)]
+    for out in outs:
+        rows = x[: len(out)]
+        skinny_linear(rows, weight, out, norm=norm, eps=EPS, is_gated=is_gated, tile=tile)
+    assert torch.equal(outs[0][:1], outs[1])
+
+
+def test_layers_with_few_outputs_get_narrow_tiles_so_that_no_multiprocessor_is_idle() -> None:
+    # Qwen3-0.6B: output and down (64 tiles of 16), gate and up (192), then its QKV (256).
+    assert [tile_of(outputs, 1) for outputs in (1024, 3072, 4096)] == [NARROW, NARROW, TILE]
+    # Llama-3.1-8B.
+    assert {tile_of(outputs, 8) for outputs in (6144, 4096, 14336, 128256)} == {TILE}
+
+
+def test_tiles_for_more_rows_are_wide_and_divide_the_columns_alike() -> None:
+    assert {tile_of(outputs, 9) for outputs in (6144, 4096, 14336, 128256)} == {WIDE}
+    assert tile_of(1024, 16) == tile_of(1024, 1)
+    assert (WIDE.chunk, WIDE.warps) == (TILE.chunk, TILE.warps)
 
 
 class Tables:

@@ -1,0 +1,260 @@
+"""`python -m tests.bench.gpu.estimate`: what each goal should measure on an H200, line by line.
+
+ESTIMATE.md keeps the text (`--write`), and a test fails where it is stale. The first measurement
+on a device is compared with it. What each launch has to do comes from the launch code
+(`tests.bench.gpu.work`); how fast a device does it is assumed (`tests.bench.gpu.assumptions`).
+"""
+
+from tests.bench.gpu.launches import Model, Step  # isort: skip: turns the interpreter on
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
+from penstock.engine.executors.cuda.graphs import captured_sizes
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.types import Request, RequestId, SampledTokens, SamplingParams
+from tests.bench.engine.offline import FULL, requests_of
+from tests.bench.gpu.assumptions import AT_WORST, EXPECTED, SOURCES, Assumptions, Timed, timed
+from tests.bench.gpu.goals import GOALS, LLAMA, QWEN, SMALL, Goal
+from tests.bench.gpu.work import Work, Workbench
+from tests.support.paths import MODEL_CONFIGS
+
+FILE = Path(__file__).with_name("ESTIMATE.md")
+# `tests.bench.engine.steps` times steps 7 to 46 after the context.
+_STEPS_SINCE = 26
+
+
+class StepTimes:
+    """Of one model. Contexts are rounded up or down, so that few steps are recorded."""
+
+    def __init__(self, model: str, given: Assumptions, max_rows: int = 256) -> None:
+        self._name, self._max_rows = model, max_rows
+        self._given = given
+        self._known: dict[Step, float] = {}
+        self._sizes = captured_sizes(max_rows)
+
+    def launches(self, step: Step) -> list[Timed]:
+        return timed(_works(self._name, self._max_rows, step), self._given)
+
+    def us(self, step: Step) -> float:
+        if step not in self._known:
+            self._known[step] = sum(one.us for one in self.launches(step))
+        return self._known[step]
+
+    def of_batch(self, decodes: list[int], chunks: list[tuple[int, int]]) -> float:
+        """A step of the scheduler, with the mean context of its decodes."""
+        mean = sum(decodes) // len(decodes) // 256 * 256 + 128 if decodes else 0
+        if not chunks:
+            size = next(size for size in self._sizes if size >= len(decodes))
+            return self.us(Step(decodes=(mean,) * size))
+        count = sum(count for count, _ in chunks)
+        total = len(decodes) + count
+        graph = next((size for size in CHUNK_SIZES if size >= total), None)
+        each = max(16, count // len(chunks) // 16 * 16)
+        of_chunks = ((each, 0),) * len(chunks)
+        if graph:
+            each = min(each, (graph - len(decodes)) // len(chunks))
+            of_chunks = ((max(1, each), 0),) * len(chunks)
+        return self.us(Step(decodes=(mean,) * len(decodes), chunks=of_chunks, graph=graph))
+
+
+@cache
+def _model(model: str, max_rows: int) -> Model:
+    return Model(MODEL_CONFIGS / model, max_rows=max_rows)
+
+
+@cache
+def _works(model: str, max_rows: int, step: Step) -> list[Work]:
+    bench = Workbench()
+    return [bench.of(one, step) for one in _model(model, max_rows).launches(step)]
+
+
+def served(times: StepTimes, requests: list[Request], max_batched_tokens: int) -> tuple[float, int]:
+    """Seconds and steps until all of these requests, there at the start, have ended."""
+    config = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=max_batched_tokens)
+    scheduler = Scheduler(config, num_blocks=40_000, block_size=64, max_model_len=2048)
+    for request in requests:
+        scheduler.add(request)
+    us, num_steps, num_open = 0.0, 0, len(requests)
+    while num_open:
+        batch = scheduler.schedule(0.0)
+        assert batch is not None
+        num = batch.num_decodes
+        chunks = list(zip(batch.num_tokens[num:], batch.starts[num:], strict=True))
+        us += times.of_batch([start + 1 for start in batch.starts[:num]], chunks)
+        num_steps += 1
+        sampled = SampledTokens(step=batch.step, token_ids=[7] * sum(batch.samples))
+        num_open -= sum(output.finish is not None for output in scheduler.update(sampled))
+    return us / 1e6, num_steps
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """In the unit of its goal; the second is at worst."""
+
+    goal: Goal
+    expected: float | None
+    at_worst: float | None
+    why_not: str = ""
+
+    @property
+    def word(self) -> str:
+        if self.expected is None or self.at_worst is None:
+            return self.why_not
+        met = [self.goal.is_met_by(value) for value in (self.expected, self.at_worst)]
+        return "met" if all(met) else "met as expected, not at worst" if met[0] else "NOT MET"
+
+
+def _tpot_ms(model: str, batch: int, context: int) -> Callable[[Assumptions], float]:
+    return lambda given: StepTimes(model, given).us(_decode(batch, context)) / 1e3
+
+
+def _decode(batch: int, context: int) -> Step:
+    return Step(decodes=(context + _STEPS_SINCE,) * batch)
+
+
+def _share_of_copy(model: str, batch: int, context: int) -> Callable[[Assumptions], float]:
+    def share(given: Assumptions) -> float:
+        found = StepTimes(model, given).launches(_decode(batch, context))
+        num_bytes = sum(one.work.memory_bytes for one in found)
+        return 100 * num_bytes / (sum(one.us for one in found) / 1e6) / given.copy
+
+    return share
+
+
+def _offline(model: str) -> Callable[[Assumptions], float]:
+    def rate(given: Assumptions) -> float:
+        requests = requests_of(FULL, 1000)
+        seconds, _ = served(StepTimes(model, given), requests, FULL.max_batched_tokens)
+        return sum(request.sampling.max_tokens for request in requests) / seconds
+
+    return rate
+
+
+def _http(given: Assumptions) -> float:
+    """The device's part alone: the server's is to be hidden behind it."""
+    sampling = SamplingParams(max_tokens=1024)
+    prompts = (tuple(range(3 + index, 131 + index)) for index in range(256))
+    requests = [
+        Request(id=RequestId(str(i)), prompt_token_ids=ids, sampling=sampling, arrival_s=0.0)
+        for i, ids in enumerate(prompts)
+    ]
+    seconds, _ = served(StepTimes(QWEN, given), requests, SchedulerConfig().max_num_batched_tokens)
+    return 256 * 1024 / seconds
+
+
+def _ttft_ms(given: Assumptions) -> float:
+    return StepTimes(LLAMA, given).us(Step(chunks=((1024, 0),))) / 1e3
+
+
+def _attention_share(given: Assumptions) -> float:
+    """Of one layer, as the kernel's own benchmark times it."""
+    found = StepTimes(LLAMA, given).launches(Step(decodes=(8192,) * 32))
+    ours = [one for one in found if one.work.name == "_decode"]
+    num_bytes = sum(one.work.memory_bytes for one in ours)
+    return 100 * num_bytes / (sum(one.us for one in ours) / 1e6) / given.copy
+
+
+def _rate(model: str, batch: int, context: int) -> Callable[[Assumptions], float]:
+    tpot = _tpot_ms(model, batch, context)
+    return lambda given: batch / tpot(given) * 1e3
+
+
+_BY_GOAL: tuple[Callable[[Assumptions], float] | str, ...] = (
+    _tpot_ms(LLAMA, 1, 512),
+    _share_of_copy(LLAMA, 1, 512),
+    _tpot_ms(SMALL, 1, 512),
+    _rate(LLAMA, 256, 1024),
+    _offline(SMALL),
+    _offline(LLAMA),
+    _http,
+    "no estimate: the host's work, not the device's",
+    _ttft_ms,
+    _attention_share,
+    "no estimate: FlashAttention 3's time is not known here",
+    "no estimate: reading files and starting processes",
+)
+
+
+def estimates() -> Iterator[Estimate]:
+    for goal, way in zip(GOALS, _BY_GOAL, strict=True):
+        if isinstance(way, str):
+            yield Estimate(goal, None, None, way)
+        else:
+            yield Estimate(goal, way(EXPECTED), way(AT_WORST))
+
+
+# The steps whose launches are listed one by one.
+_STEPS: dict[str, tuple[str, Step]] = {
+    f"{LLAMA}, batch 1, context 512": (LLAMA, _decode(1, 512)),
+    f"{SMALL}, batch 1, context 512": (SMALL, _decode(1, 512)),
+    f"{LLAMA}, batch 16, context 1,024": (LLAMA, _decode(16, 1024)),
+    f"{LLAMA}, batch 256, context 1,024": (LLAMA, _decode(256, 1024)),
+    f"{SMALL}, batch 256, context 640": (SMALL, Step(decodes=(640,) * 256)),
+    f"{QWEN}, batch 256, context 640": (QWEN, Step(decodes=(640,) * 256)),
+    f"{QWEN}, 255 decodes at 640 and a chunk of 128, as one graph": (
+        QWEN, Step(decodes=(640,) * 255, chunks=((128, 0),), graph=384),
+    ),
+    f"{LLAMA}, one chunk of 1,024": (LLAMA, Step(chunks=((1024, 0),))),
+}  # fmt: skip
+
+
+def _steps_table(title: str) -> str:
+    model, step = _STEPS[title]
+    both = [StepTimes(model, given).launches(step) for given in (EXPECTED, AT_WORST)]
+    sums: dict[str, list[float]] = {}
+    for expected, at_worst in zip(*both, strict=True):
+        line = sums.setdefault(expected.work.name, [0, 0, 0, 0])
+        line[0] += 1
+        line[1] += expected.work.memory_bytes / 1e6
+        line[2] += expected.us
+        line[3] += at_worst.us
+    lines = [f"### {title}", "", "| launch | times | MB of memory | us | us at worst |"]
+    lines.append("|---|---:|---:|---:|---:|")
+    for name, (count, size, us, worst) in sums.items():
+        lines.append(f"| {name} | {count:.0f} | {size:,.1f} | {us:,.1f} | {worst:,.1f} |")
+    count, size, us, worst = (sum(column) for column in zip(*sums.values(), strict=True))
+    lines.append(f"| **together** | {count:.0f} | {size:,.1f} | {us:,.0f} | {worst:,.0f} |")
+    return "\n".join(lines)
+
+
+_OPENING = """\
+# What each goal should measure on an H200
+
+Made by `python -m tests.bench.gpu.estimate --write` from the launch code, the models' configs
+and the assumptions below; a test fails where it is stale. Nothing here was measured but what is
+said to be. A measurement that misses its line says which assumption, or which kernel, to look at.
+"""
+
+
+def text() -> str:
+    lines = ["| goal | wanted | expected | at worst | |", "|---|---:|---:|---:|---|"]
+    for one in estimates():
+        goal, sign = one.goal, "<=" if one.goal.is_at_most else ">="
+        shown = [_shown(goal, value) for value in (one.expected, one.at_worst)]
+        wanted = f"{sign} {goal.wanted:,g} {goal.unit}"
+        lines.append(f"| {goal.what} | {wanted} | {shown[0]} | {shown[1]} | {one.word} |")
+    given = ["| assumption | expected | at worst | what it is, and its source |"]
+    given.append("|---|---:|---:|---|")
+    for field in fields(Assumptions):
+        values = [getattr(which, field.name) for which in (EXPECTED, AT_WORST)]
+        both = " | ".join(str(v) if isinstance(v, bool) else f"{v:g}" for v in values)
+        given.append(f"| {field.name} | {both} | {SOURCES[field.name]} |")
+    parts = [_OPENING.rstrip(), "\n".join(lines), "## Assumptions", "\n".join(given), "## Steps"]
+    return "\n\n".join([*parts, *map(_steps_table, _STEPS)]) + "\n"
+
+
+def _shown(goal: Goal, value: float | None) -> str:
+    return "-" if value is None else f"{value:,.{0 if goal.wanted >= 1000 else 2}f}"
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        FILE.write_text(text(), encoding="utf-8")
+    else:
+        print(text(), end="")

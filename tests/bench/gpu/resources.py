@@ -1,0 +1,82 @@
+"""`python -m tests.bench.gpu.resources --write`: registers and shared memory of every kernel.
+
+By them, a number of programs fits a multiprocessor at once. `resources.json` keeps them, because
+compiling takes a minute, and needs the version of Triton that GPU machines have:
+
+    make kernel-table
+    PYTHONPATH=build/triton-3.6.0 python -m tests.bench.gpu.resources --write
+
+It also keeps a hash of the kernels' sources, without comments: a test fails where they have changed
+since.
+"""
+
+import ast
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.paths import MODEL_CONFIGS, ROOT
+
+FILE = Path(__file__).with_name("resources.json")
+_SOURCES = ("kernels", "attention")
+_FIELDS = ("warps", "registers", "shared_bytes", "stack_bytes")
+
+
+def known() -> dict[str, Any]:
+    """`triton` (its version), `sources` (a hash), and `kernels` by `launches.key`."""
+    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def sources() -> str:
+    """A hash of all that Triton compiles."""
+    found = hashlib.sha256()
+    for folder in _SOURCES:
+        for file in sorted((ROOT / "engine" / folder).glob("*.py")):
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.FunctionDef) and _is_kernel(node):
+                    if ast.get_docstring(node):
+                        node.body = node.body[1:] or [ast.Pass()]
+                    found.update(ast.unparse(node).encode())
+    return found.hexdigest()[:16]
+
+
+def _is_kernel(function: ast.FunctionDef) -> bool:
+    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def _compiled() -> dict[str, Any]:
+    """Where the interpreter is off."""
+    import triton
+
+    from penstock.engine.kernels.launch import overlap
+    from penstock.engine.kernels.sample import Mode
+    from tests.bench.gpu.keys import key
+    from tests.support.compile_kernels import MetaModel
+    from tests.support.kernel_table import programs_that_fit
+
+    kernels: dict[str, Any] = {}
+    for model_dir in sorted(MODEL_CONFIGS.iterdir()):
+        model = MetaModel(model_dir, max_rows=256)
+        with overlap(True):
+            launches = model.sampling_launches(Mode.PLAIN)
+            for num_decodes, chunk in ((1, 0), (16, 0), (256, 0), (7, 1024)):
+                launches += model.launches(num_decodes, chunk)
+        for one in launches:
+            name = key(one.name, one.constants, one.types, one.options)
+            if name not in kernels:
+                entry = one.compile(90)
+                figures = {field: entry[field] for field in _FIELDS}
+                kernels[name] = figures | {"fit": programs_that_fit(entry)}
+    kernels = dict(sorted(kernels.items()))
+    return {"triton": triton.__version__, "sources": sources(), "kernels": kernels}
+
+
+if __name__ == "__main__":
+    text = json.dumps(_compiled(), indent=1) + "\n"
+    if "--write" in sys.argv:
+        FILE.write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")

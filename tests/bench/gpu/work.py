@@ -1,0 +1,171 @@
+"""What each recorded launch has to do: bytes, operations, and programs that have work at all.
+
+The figures come from the tensors and grids that the launch code made; only the meaning of a grid's
+axes is repeated here, by kernel.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tests.bench.gpu.launches import CUBLAS, Launched, Step
+from tests.bench.gpu.resources import known
+from tests.support.compile_kernels import NUM_SMS
+
+# What a step writes and soon reads again stays in the L2 cache, up to half of its 50 or 60 MB.
+_CACHED_BYTES = 25_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """name: the kernel, with its matrix. fit: programs on one multiprocessor at once, 0 where
+    torch launches it. busy: programs that have anything to do. memory_bytes: that cannot be in the
+    cache; cached_bytes: that should. flops: on the matrix units. ahead_bytes: that it prefetches
+    while the kernel before runs. in_flight: bytes of a program that are on their way at once. Of a
+    decode, is_split: it combines pieces; rotates: queries and keys first.
+    """
+
+    name: str
+    programs: int
+    fit: int
+    busy: int
+    memory_bytes: int = 0
+    cached_bytes: int = 0
+    flops: float = 0.0
+    ahead_bytes: int = 0
+    in_flight: int = 0
+    is_split: bool = False
+    rotates: bool = False
+
+    @property
+    def waves(self) -> float:
+        return self.programs / (self.fit * NUM_SMS) if self.fit else 0.0
+
+    @property
+    def empty(self) -> int:
+        return self.programs - self.busy
+
+    @property
+    def busiest(self) -> int:
+        """Working programs of the multiprocessor that has most of them."""
+        return -(-self.busy // NUM_SMS)
+
+
+class Workbench:
+    """Of one model."""
+
+    def __init__(self) -> None:
+        self._resources: dict[str, Any] = known()["kernels"]
+
+    def of(self, launched: Launched, step: Step) -> Work:
+        """Raises KeyError for a kernel that is not in resources.json."""
+        kernel, arguments = launched.kernel, launched.arguments
+        if kernel == CUBLAS:
+            return _product(arguments)
+        if kernel.startswith("torch "):
+            return Work(name=kernel, programs=0, fit=0, busy=0, cached_bytes=_size(arguments))
+        fit = self._resources[launched.key]["fit"]
+        base: dict[str, Any] = {
+            "name": kernel, "programs": launched.programs, "fit": fit, "busy": launched.programs,
+        }  # fmt: skip
+        if kernel == "_skinny":
+            return Work(**base | _skinny(launched))
+        if kernel == "_decode":
+            return Work(**base | _decode(launched, step))
+        if kernel == "_prefill":
+            return Work(**base | _prefill(launched, step))
+        return Work(**base | _small(launched))
+
+
+def _product(arguments: dict[str, Tensor]) -> Work:
+    x, weight, out = arguments["x"], arguments["weight"], arguments["out"]
+    rows, columns = x.shape
+    name = f"{CUBLAS} {rows} x {out.shape[1]} x {columns}"
+    return Work(
+        name=name,
+        programs=0,
+        fit=0,
+        busy=0,
+        memory_bytes=weight.nbytes,
+        cached_bytes=x.nbytes + out.nbytes,
+        flops=2 * rows * out.shape[1] * columns,
+    )
+
+
+def _skinny(launched: Launched) -> dict[str, Any]:
+    a = launched.arguments
+    weight, constants = a["weight"], launched.constants
+    outputs, columns = weight.shape
+    tile_bytes = constants["OUTPUTS"] * constants["CHUNK"] * weight.element_size()
+    gates = 2 if constants["IS_GATED"] else 1
+    rows_each = constants["OUTPUTS"] * gates
+    return {
+        "name": f"_skinny {outputs} x {columns}",
+        "memory_bytes": weight.nbytes,
+        # Every program reads all rows of x; the weight comes by the cache too.
+        "cached_bytes": weight.nbytes + a["x"].nbytes * launched.programs + 2 * a["out"].nbytes,
+        "ahead_bytes": a["ahead"] * min(outputs, constants["FETCHING"] * rows_each),
+        "in_flight": (launched.options["num_stages"] - 1) * tile_bytes * gates,
+    }
+
+
+def _decode(launched: Launched, step: Step) -> dict[str, Any]:
+    a, constants = launched.arguments, launched.constants
+    heads, dim = constants["NUM_KV_HEADS"], constants["HEAD_DIM"]
+    first = a["first_item"][: a["num_rows"] + 1]
+    pieces, counts = int(first[-1]), first[1:] - first[:-1]
+    # Of split rows: each head's partial result is written, and read by who combines them.
+    partials = int(counts[counts > 1].sum()) * constants["NUM_HEADS"] * dim * 4
+    token_bytes = 2 * heads * dim * a["keys"].element_size()
+    tile_bytes = 2 * constants["TILE"] * dim * a["keys"].element_size()
+    return {
+        "busy": min(launched.programs, pieces * heads),
+        "memory_bytes": sum(step.decodes) * token_bytes,
+        "cached_bytes": 2 * a["out"].nbytes + 2 * partials,
+        "in_flight": 2 * tile_bytes,
+        "is_split": partials > 0,
+        "rotates": constants["ROTATES"],
+    }
+
+
+def _prefill(launched: Launched, step: Step) -> dict[str, Any]:
+    a, constants = launched.arguments, launched.constants
+    heads, dim = constants["NUM_KV_HEADS"], constants["HEAD_DIM"]
+    pairs = sum(count * before + count * (count + 1) / 2 for count, before in step.chunks)
+    tokens = sum(count + before for count, before in step.chunks)
+    return {
+        "busy": min(launched.programs, int(a["first_item"][a["num_rows"]]) * heads),
+        "cached_bytes": 2 * tokens * heads * dim * 2 + 2 * a["out"].nbytes,
+        "flops": 4 * pairs * constants["NUM_HEADS"] * dim,
+    }
+
+
+# Of a kernel whose tensors are larger than what it touches, those that it touches whole.
+_TOUCHED = {
+    "_rotate_and_store": ("qkv", "qkv"),
+    "_embed": ("residual", "residual"),
+    "_scan": ("logits",),
+    "_coarse": ("logits",),
+    "_gather": ("logits",),
+    "_finish": (),
+    "_select": (),
+}
+_TABLES = ("_gather_decodes", "_gather_chunks", "_store_sampled", "_store_lengths", "_plan_decode",
+           "_plan_prefill")  # fmt: skip
+
+
+def _small(launched: Launched) -> dict[str, Any]:
+    if launched.kernel in _TABLES:
+        return {}
+    arguments = launched.arguments
+    if launched.kernel in _TOUCHED:
+        touched = sum(arguments[name].nbytes for name in _TOUCHED[launched.kernel])
+    else:
+        touched = _size({k: v for k, v in arguments.items() if k != "weight"})
+    where = "cached_bytes" if touched < _CACHED_BYTES else "memory_bytes"
+    return {where: touched}
+
+
+def _size(arguments: dict[str, Any]) -> int:
+    return sum(value.nbytes for value in arguments.values() if isinstance(value, Tensor))

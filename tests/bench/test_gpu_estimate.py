@@ -1,0 +1,75 @@
+"""The committed tables of launches and estimates are those of the code as it is.
+
+Their commands run in processes of their own, where Triton's interpreter is on.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
+
+from tests.bench.gpu.resources import known, sources
+
+_FOLDER = Path(__file__).with_name("gpu")
+
+
+def _printed(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_resources_are_of_the_kernels_as_they_are() -> None:
+    assert known()["sources"] == sources(), "see the command in tests/bench/gpu/resources.py"
+
+
+@pytest.mark.parametrize("name", ["grids", "estimate"])
+def test_a_committed_table_is_what_the_launch_code_makes(name: str) -> None:
+    text = {"grids": "GRIDS.md", "estimate": "ESTIMATE.md"}[name]
+    committed = (_FOLDER / text).read_text(encoding="utf-8")
+    command = f"tests.bench.gpu.{name}"
+    assert _printed("-m", command) == committed, f"run `python -m {command} --write`"
+
+
+_TIMES = """
+from tests.bench.gpu.assumptions import *
+from tests.bench.gpu.assumptions import _timed
+from dataclasses import replace
+product = Work(name="_skinny", programs=264, fit=2, busy=264, memory_bytes=43_000_000,
+               ahead_bytes=4_300_000, in_flight=50_000)
+before = Timed(replace(product, name="_embed"), us=20.0, memory_us=0.0)
+print({})
+"""
+
+
+def _time(expression: str) -> float:
+    return float(_printed("-c", _TIMES.format(expression)))
+
+
+def test_a_product_takes_its_bytes_and_what_surrounds_them() -> None:
+    given = "replace(EXPECTED, read_share=1.0, gap=1.0, latency=0.5, end=0.5)"
+    assert _time(f"_timed(product, None, {given}).us") == pytest.approx(10 + 2)
+    # What was prefetched while the kernel before left the memory idle is not read again.
+    assert _time(f"_timed(product, before, {given}).us") == pytest.approx(9 + 2)
+
+
+def test_half_of_the_device_with_little_on_its_way_is_slower_than_the_memory() -> None:
+    half = "replace(product, programs=66, busy=66, in_flight=20_000)"
+    slow = f"_timed({half}, None, EXPECTED).us / _timed(product, None, EXPECTED).us"
+    assert _time(slow) > 1.5
+
+
+def test_programs_that_find_nothing_to_do_take_time() -> None:
+    empty = "replace(product, programs=264 * 3)"
+    more = f"_timed({empty}, None, EXPECTED).us - _timed(product, None, EXPECTED).us"
+    assert _time(more) == pytest.approx(2 * 0.8)
