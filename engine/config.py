@@ -56,7 +56,7 @@ class EngineConfig:
     model: a directory in Hugging Face's layout. None means a choice by model and device:
     max_model_len from config.json, block_size 16 on CPU and 64 on CUDA, kv_cache_memory_bytes a
     quarter of the free memory on CPU and what gpu_memory_utilization leaves on CUDA, num_threads
-    all cores but one for the server. gpu_memory_utilization: the share of a GPU's memory that may
+    all cores. gpu_memory_utilization: the share of a GPU's memory that may
     be used, by other processes too. enforce_eager: no CUDA graphs; the kernels of a step are
     launched one by one. log_level, log_format: of the engine process.
     scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),

@@ -154,7 +154,7 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         type=int,
         metavar="N",
         help="CPU threads that compute; lower it if other programs need the cores "
-        "(default: all cores but one)",
+        "(default: all cores)",
     )
 
 

@@ -68,8 +68,8 @@ class CpuExecutor:
                 "on the CPU, which has one implementation of attention; leave the flag out"
             )
         phases = phases or Phases()
-        # One core is left to the server process.
-        num_threads = config.num_threads or max(1, num_cores() - 1)
+        # The server's process shares them: a thread that it interrupts holds up no other.
+        num_threads = config.num_threads or num_cores()
         model = ModelConfig.from_dir(model_dir)
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         with phases.timed("compile", "loading the step that is compiled for this processor"):
