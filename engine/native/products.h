@@ -55,7 +55,7 @@ template <class T> void pack(T *out, const T *rows, int64_t num_rows, int64_t co
     }
 }
 
-// The distance between numbers `group` apart along k, and where a row begins in its band.
+// Where a row begins in its band; from `group` numbers of it to the next are kBand * group.
 template <class T> inline const T *row_in_band(const T *packed, int64_t row, int64_t columns) {
     return packed + row / kBand * kBand * columns + row % kBand * Operands<T>::group;
 }

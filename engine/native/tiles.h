@@ -1,8 +1,8 @@
 // Tiles of AMX: products of 16 rows of bfloat16 with 16 columns, 32 numbers along k in one instruction.
 //
-// The operating system grants their use to a process that asks for it (may_use_tiles); each thread then
-// holds a TileScope while it multiplies. Source: Intel 64 and IA-32 Software Developer's Manual, volume 1,
-// chapter 18. PENSTOCK_EMULATE_TILES computes the same, slowly, on any processor, for tests.
+// The operating system grants their use to a process that asks for it; each thread then holds a TileScope
+// while it multiplies. Source: Intel 64 and IA-32 Software Developer's Manual, volume 1, chapter 18.
+// PENSTOCK_EMULATE_TILES computes the same, slowly, on any processor, for tests.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -20,8 +20,9 @@ constexpr int64_t kDepth = 32;  // numbers of bfloat16 in a row
 
 #if defined(PENSTOCK_EMULATE_TILES)
 
-inline bool may_use_tiles() { return true; }
-struct TileScope {};
+inline bool tiles_are_granted() { return true; }
+inline void begin_tiles() {}
+inline void end_tiles() {}
 struct Tile {
     std::uint32_t words[kTile][kTile];
 };
@@ -56,31 +57,24 @@ template <int C, int A, int B> inline void tile_multiply() {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Whether this process has them: the system may not know them, or a sandbox may forbid to ask.
-inline bool may_use_tiles() {
+// The system may not know them, or a sandbox may forbid to ask.
+inline bool tiles_are_granted() {
     constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-    return granted;
+    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
-// All eight tiles are 16 rows of 64 bytes. Released at the end, so that a switch between threads does
-// not save 8 KiB. The clobbers keep the compiler from moving reads and writes of memory across.
-class TileScope {
-  public:
-    TileScope() {
-        if (!may_use_tiles()) return;
-        alignas(64) unsigned char config[64] = {1};  // the palette
-        for (int i = 0; i < 8; ++i) {
-            config[16 + 2 * i] = 64;  // bytes in a row, of two bytes
-            config[48 + i] = 16;      // rows
-        }
-        asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
+// All eight tiles are 16 rows of 64 bytes. The clobbers, here and below, keep the compiler from moving
+// reads and writes of memory across.
+inline void begin_tiles() {
+    alignas(64) unsigned char config[64] = {1};  // the palette
+    for (int i = 0; i < 8; ++i) {
+        config[16 + 2 * i] = 64;  // bytes in a row, of two bytes
+        config[48 + i] = 16;      // rows
     }
-    ~TileScope() {
-        if (may_use_tiles()) asm volatile("tilerelease" ::: "memory");
-    }
-    TileScope(const TileScope &) = delete;
-};
+    asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
+}
+inline void end_tiles() { asm volatile("tilerelease" ::: "memory"); }
+
 template <int I> inline void tile_zero() {
     asm volatile("tilezero %%tmm%c0" ::"i"(I));
 }
@@ -146,6 +140,43 @@ inline void multiply_band_by_tiles(const bf16 *x, int64_t x_step, int64_t rows, 
     if (row < rows)
         multiply_tiles<1>(x + row * x_step, x_step, w, length, is_first, c + row * c_step, c_step);
 }
+
+// Whether a product with a rest along k comes out right: what is emulated, or new, is tried first.
+inline bool tiles_are_right() {
+    constexpr int64_t rows = 2 * kTile, length = kDepth + 6;
+    bf16 x[rows * length], w[length * 32];
+    for (int64_t i = 0; i < rows * length; ++i) store(x + i, float(i * 7 % 13) - 6);
+    for (int64_t i = 0; i < length * 32; ++i) store(w + i, float(i * 5 % 11) - 5);
+    float c[rows * 32];
+    begin_tiles();
+    multiply_band_by_tiles(x, length, rows, w, length, true, c, 32);
+    end_tiles();
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t n = 0; n < 32; ++n) {
+            float sum = 0;  // of whole numbers, so exact in any order
+            for (int64_t k = 0; k < length; ++k)
+                sum += widen(x[i * length + k]) * widen(w[k / 2 * 64 + n * 2 + k % 2]);
+            if (c[i * 32 + n] != sum) return false;
+        }
+    return true;
+}
+
+inline bool may_use_tiles() {
+    static const bool may = tiles_are_granted() && tiles_are_right();
+    return may;
+}
+
+// Released at the end, so that a switch between threads does not save 8 KiB.
+class TileScope {
+  public:
+    TileScope() {
+        if (may_use_tiles()) begin_tiles();
+    }
+    ~TileScope() {
+        if (may_use_tiles()) end_tiles();
+    }
+    TileScope(const TileScope &) = delete;
+};
 
 #else
 
