@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.linear import MAX_ROWS, TILE, Tile, skinny_linear, tile_of
+from penstock.engine.kernels.linear import MAX_ROWS, NARROW, TILE, Tile, skinny_linear, tile_of
 from tests.bench.engine.case import Bench
 from tests.bench.engine.linear_cases import layer_shapes
 from tests.bench.engine.models import model_config
@@ -38,7 +38,7 @@ _BUDGET_S = 0.02
 def tiles(tiny: bool = False) -> list[Tile]:
     """The present one first: if time runs out, the last ones are missing."""
     if tiny:
-        return [TILE, TILE._replace(warps=4)]
+        return [TILE, NARROW]
     fields = [
         *product((16, 32), (128, 256, 512), (3, 4, 6), (2, 4)),
         # A multiprocessor has one of these at a time: it needs more on its way.

@@ -144,6 +144,7 @@ def test_no_text_and_no_key_reaches_the_log(server: RunningServer) -> None:
 
 def test_a_text_line_is_readable_and_cannot_be_forged(plain: RunningServer) -> None:
     plain.complete(ignore_eos=True)
+    wait_until(lambda: " finish_reason=length " in plain.log())  # it is written after the answer
     with socket.create_connection(("127.0.0.1", plain.port), timeout=10) as client:
         client.sendall(
             b'GET /no%0A%1B[2J%C2%85"such%20path HTTP/1.1\r\nHost: localhost\r\n'
