@@ -15,6 +15,7 @@ if not shutil.which("g++"):
     pytest.skip("there is no g++ here, which the rehearsal needs", allow_module_level=True)
 
 
+@pytest.mark.slow
 def test_rungs_capture_and_decode_as_a_gpu_allows() -> None:
     names = ["kernel", "graph-memset-pdl", "chunk-graphs-pdl", "start"]
     rows = rungs(*names)

@@ -21,7 +21,17 @@ if platform.machine() != "x86_64":
     _PROCESSORS = {kind: _PROCESSORS[kind] for kind in ("tiles", "native")}
 
 
-@pytest.fixture(scope="module", params=_PROCESSORS)
+# Each takes a compilation for every type of weights.
+_SLOW = ("vectors of 4", "AVX-512")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=pytest.mark.slow) if kind in _SLOW else kind
+        for kind in _PROCESSORS
+    ],
+)
 def processor(request: pytest.FixtureRequest) -> Iterator[str]:
     """While it lasts, the compiled step is the one for that kind of processor."""
     if not HAS_COMPILER:

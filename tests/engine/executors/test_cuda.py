@@ -173,6 +173,7 @@ def test_sampled_ids_do_not_depend_on_the_other_rows() -> None:
     assert {key: together[key] for key in alone} == alone
 
 
+@pytest.mark.slow
 def test_greedy_ids_are_the_golden_ones() -> None:
     entry = json.loads((STORIES / "golden.json").read_text())[0]
     request = Request(
