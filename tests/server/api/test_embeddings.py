@@ -334,7 +334,7 @@ def test_a_full_queue_refuses_embeddings_with_retry_after(small: RunningServer) 
     assert small.post(PATH, {"model": MODEL, "input": "a"}).status_code == 200
 
 
-SLOW = ("--scripted-step-ms", "20")
+SLOW = ("--scripted-step-ms", "100")
 
 
 def test_a_disconnect_aborts_all_inputs() -> None:
