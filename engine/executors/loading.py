@@ -14,6 +14,7 @@ from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, p
 from penstock.engine.memory.kv_pool import PoolSize
 from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
@@ -91,6 +92,12 @@ class Counted:
         weight = self._source.read(shape, *names)
         self._phases.advance(weight.nbytes)
         return weight
+
+    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
+        linear = self._source.quantized(shape, bias, *names)
+        if linear is not None:
+            self._phases.advance(linear.num_bytes)
+        return linear
 
 
 def describe(

@@ -90,7 +90,7 @@ class LlamaModel:
         # An output layer that is packed and tied to the embedding is in memory twice: the gather of
         # input rows needs the plain matrix.
         self.lm_head = (
-            make_linear(self.embedding, None)
+            weights.quantized((vocab, hidden), None, "lm_head") or make_linear(self.embedding, None)
             if config.tied_embeddings
             else read_linear(weights, make_linear, vocab, hidden, "lm_head")
         )

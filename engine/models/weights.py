@@ -8,7 +8,7 @@ Several threads may read from a source at the same time.
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from penstock.engine.models.check import INDEX, SINGLE, open_safetensors, read_weight_map
 from penstock.engine.models.errors import InvalidModel
+
+if TYPE_CHECKING:
+    from penstock.engine.models.layers.linear import Linear
 
 # Not float8, which needs scales that are stored beside it.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -28,6 +31,15 @@ Empty = Callable[[tuple[int, ...]], Tensor]
 class WeightSource(Protocol):
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         """The tensors `names` of the checkpoint, stacked along their first dimension to `shape`."""
+        ...
+
+    def quantized(
+        self, shape: tuple[int, int], bias: Tensor | None, *names: str
+    ) -> "Linear | None":
+        """The linear layer of these, in a format of its own; None where the weights are plain.
+
+        shape: (out_features, in_features). names: of layers, such as "model.layers.0.mlp.up_proj".
+        """
         ...
 
 
@@ -67,6 +79,9 @@ class Checkpoint:
                 self._check_overflow(name, part, stored)
             start += len(part)
         return fused
+
+    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> None:
+        return None
 
     def _check_finite(self, name: str, part: Tensor) -> None:
         """Of a vector all, of a matrix the first row: reading all twice would cost too much."""
@@ -142,3 +157,6 @@ class RandomWeights:
         weight = self._empty(shape)
         generator = torch.Generator(weight.device).manual_seed(zlib.crc32(names[0].encode()))
         return weight.normal_(std=0.02, generator=generator)
+
+    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> None:
+        return None

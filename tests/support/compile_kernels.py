@@ -209,6 +209,9 @@ class MetaWeights:
     def read(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=META)
 
+    def quantized(self, *layer: object) -> None:
+        return None
+
 
 class MetaModel:
     """A model of any size on tensors without data."""

@@ -117,10 +117,14 @@ def read_linear(
 ) -> Linear:
     """Reads one linear layer, stacked from the checkpoint's layers `names`.
 
-    Every linear layer is read here, but an output layer that is tied to the embedding.
+    Every linear layer is read here, but an output layer that is tied to the embedding. make_linear
+    makes those whose weights are plain.
     """
-    weight = weights.read((out_features, in_features), *(f"{name}.weight" for name in names))
     bias = weights.read((out_features,), *(f"{name}.bias" for name in names)) if has_bias else None
+    quantized = weights.quantized((out_features, in_features), bias, *names)
+    if quantized is not None:
+        return quantized
+    weight = weights.read((out_features, in_features), *(f"{name}.weight" for name in names))
     return make_linear(weight, bias)
 
 

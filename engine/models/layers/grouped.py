@@ -1,0 +1,103 @@
+"""Linear layers whose weights are codes of 8 or 4 bits, with a scale for each group of them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.engine.models.layers.linear import Linear, tensor_bytes
+
+# Of the number that a code of 4 bits stands for without zeros or levels: code - 8.
+_MIDDLE = 8
+
+
+class GroupedLinear:
+    """W[n, k] = scales[n, g] * (code[n, k] - zeros[n, g]), where g is k // group_size.
+
+    codes: (out_features, in_features) int8, or uint8 of half as many columns: two codes of 4 bits,
+    0 to 15, that of the even k in the low half. scales: (out_features, groups) float16 or float32;
+    the last group may be shorter. zeros: (out_features, groups) uint8; None means 0 for codes of 8
+    bits and 8 for those of 4. levels: (16,) int8, what codes of 4 bits stand for instead, without
+    zeros; of E2M1, for example, twice its numbers.
+    """
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        *,
+        group_size: int,
+        in_features: int,
+        zeros: Tensor | None = None,
+        levels: Tensor | None = None,
+    ) -> None:
+        self.bits = 8 if codes.dtype is torch.int8 else 4
+        self.codes = codes
+        self.scales = scales
+        self.zeros = zeros
+        self.levels = levels
+        self.bias = bias
+        self.group_size = group_size
+        self.in_features = in_features
+        groups = -(-in_features // group_size)
+        assert codes.shape[1] == -(-in_features * self.bits // 8), (codes.shape, in_features)
+        assert scales.shape == (len(codes), groups), (scales.shape, codes.shape, groups)
+        assert zeros is None or (zeros.shape == scales.shape and levels is None)
+        self.num_bytes = tensor_bytes(codes, scales, zeros, bias)
+
+    @property
+    def weight_format(self) -> str:
+        return f"int{self.bits}"
+
+    @property
+    def out_features(self) -> int:
+        return len(self.codes)
+
+    def weight(self) -> Tensor:
+        """W in float32, (out_features, in_features)."""
+        numbers = self._numbers()
+        scales = _by_column(self.scales.float(), self.group_size, self.in_features)
+        if self.zeros is not None:
+            numbers = numbers - _by_column(self.zeros.float(), self.group_size, self.in_features)
+        return numbers * scales
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Slowly: the weights are widened in each call, and then multiplied in the type of x."""
+        return functional.linear(x, self.weight().to(x.dtype), self.bias)
+
+    def _numbers(self) -> Tensor:
+        """What the codes stand for, before zeros: (out_features, in_features) float32."""
+        if self.bits == 8:
+            return self.codes.float()
+        halves = torch.stack((self.codes & 15, self.codes >> 4), dim=-1)
+        codes = halves.flatten(1)[:, : self.in_features]
+        if self.levels is not None:
+            return self.levels.float()[codes.long()]
+        return codes.float() - (_MIDDLE if self.zeros is None else 0)
+
+
+class StackedLinear:
+    """Layers of different formats that read the same x: y is theirs, one after the other."""
+
+    weight_format = "stacked"
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self.parts = tuple(parts)
+        self.num_bytes = sum(part.num_bytes for part in parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+def packed_nibbles(codes: Tensor) -> Tensor:
+    """Codes 0 to 15, (out_features, in_features), two to a byte as `GroupedLinear` has them."""
+    if codes.shape[1] % 2:
+        codes = functional.pad(codes, (0, 1))
+    codes = codes.to(torch.uint8)
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _by_column(of_groups: Tensor, group_size: int, columns: int) -> Tensor:
+    return of_groups.repeat_interleave(group_size, dim=1)[:, :columns]
