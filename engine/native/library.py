@@ -22,6 +22,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -37,10 +38,13 @@ _STALE_S = 2 * _COMPILER_TIMEOUT_S
 
 
 @functools.cache
-def load_library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The library for weights of this type, or None if it cannot be compiled; then it logs why."""
+def load_library(dtype: torch.dtype, has_codes: bool = False) -> ctypes.CDLL | None:
+    """The library for weights of this type, or None if it cannot be compiled; then it logs why.
+
+    has_codes: whether some weights are of 8 or 4 bits.
+    """
     try:
-        return _load(dtype)
+        return _load(_Build(dtype, has_codes))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning(
@@ -51,13 +55,22 @@ def load_library(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
 
 
-def _load(dtype: torch.dtype) -> ctypes.CDLL:
+class _Build(NamedTuple):
+    dtype: torch.dtype
+    has_codes: bool
+
+    def macros(self) -> list[str]:
+        weights = f"-DPENSTOCK_WEIGHTS={_WEIGHTS[self.dtype]}"
+        return [weights, "-DPENSTOCK_CODES"] if self.has_codes else [weights]
+
+
+def _load(build: _Build) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(_compiled(_cache(), dtype)))
+        return ctypes.CDLL(str(_compiled(_cache(), build)))
     except OSError as error:
         logger.info("step.cpp is compiled at every start, because it cannot be cached: %s", error)
     with tempfile.TemporaryDirectory() as directory:  # a loaded library outlives its file
-        return ctypes.CDLL(str(_compiled(Path(directory), dtype)))
+        return ctypes.CDLL(str(_compiled(Path(directory), build)))
 
 
 def _cache() -> Path:
@@ -68,7 +81,7 @@ def _cache() -> Path:
         raise OSError(str(error)) from None
 
 
-def _compiled(cache: Path, dtype: torch.dtype) -> Path:
+def _compiled(cache: Path, build: _Build) -> Path:
     """The path of the library in that directory, compiled if it is not there yet.
 
     Raises OSError if it cannot be written there, SubprocessError if it cannot be compiled.
@@ -76,7 +89,7 @@ def _compiled(cache: Path, dtype: torch.dtype) -> Path:
     compiler = os.environ.get("CXX", "g++")
     flags = (
         *_COMPILE,
-        f"-DPENSTOCK_WEIGHTS={_WEIGHTS[dtype]}",
+        *build.macros(),
         *shlex.split(os.environ.get("CXXFLAGS", "")),
     )
     key = hashlib.sha256()

@@ -2,9 +2,8 @@
 
 import ctypes
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int64, c_void_p
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,24 +12,14 @@ from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature
-from penstock.engine.models.layers.linear import LinearProducts, PlainLinear
+from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
+from penstock.engine.native.packing import PATH, NativeLinear, Packer, parts
 
-_PATH = "the compiled CPU step"
 # Of ModelConfig.
 _FEATURES = {"tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
-_LINEAR_NAMES = ("qkv", "output", "gate", "up", "down")
-# products.h packs so many rows of a weight together.
-_BAND = 32
-
-
-class _Linear(Structure):
-    _fields_ = (
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("rows", c_int64),
-        ("columns", c_int64),
-    )
+# structs.h has room for so many layers that are stacked.
+_MAX_STACKED = 3
 
 
 class _Layer(Structure):
@@ -39,11 +28,11 @@ class _Layer(Structure):
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
         ("mlp_norm", c_void_p),
-        ("qkv", _Linear),
-        ("output", _Linear),
-        ("gate", _Linear),
-        ("up", _Linear),
-        ("down", _Linear),
+        ("qkv", NativeLinear * _MAX_STACKED),
+        ("output", NativeLinear),
+        ("gate", NativeLinear),
+        ("up", NativeLinear),
+        ("down", NativeLinear),
         ("keys", c_void_p),
         ("values", c_void_p),
         ("window", c_int64),
@@ -64,7 +53,7 @@ class _Model(Structure):
         ("embedding", c_void_p),
         ("norm", c_void_p),
         ("embedding_in_bands", c_int64),
-        ("lm_head", _Linear),
+        ("lm_head", NativeLinear),
         ("cos", c_void_p),
         ("sin", c_void_p),
     )
@@ -101,44 +90,46 @@ class NativeModel:
         self._dtype = model.embedding.dtype
         self._vocab_size = config.vocab_size
         check_features(config, self._dtype)
-        lm_head = _LINEARS.of(model.lm_head)
-        linears = [
-            tuple(map(_LINEARS.of, (layer.qkv, layer.output, layer.gate_up, layer.down)))
+        lm_head = parts(model.lm_head, self._dtype)
+        mlp = config.intermediate_size
+        layer_parts = [
+            (
+                parts(layer.qkv, self._dtype),
+                parts(layer.output, self._dtype),
+                parts(layer.gate_up, self._dtype, mlp, mlp),
+                parts(layer.down, self._dtype),
+            )
             for layer in model.layers
         ]
-        mlp = config.intermediate_size
+        packer = Packer(library)
         with ThreadPoolExecutor(threads) as workers:
-
-            def pack(linear: PlainLinear, *parts: int) -> Future[list[_Linear]]:
-                return workers.submit(_packed, library, linear, *parts)
-
-            [packed_head] = pack(lm_head).result()
-            packed = [
-                (pack(qkv), pack(output), pack(gate_up, mlp, mlp), pack(down))
-                for qkv, output, gate_up, down in linears
-            ]
-        layers = (_Layer * config.num_layers)(
-            *(
-                _Layer(
-                    input_norm=_address(layer.input_norm),
-                    query_norm=_address(layer.query_norm),
-                    key_norm=_address(layer.key_norm),
-                    mlp_norm=_address(layer.mlp_norm),
-                    **dict(
-                        zip(
-                            _LINEAR_NAMES, chain(*(made.result() for made in of_layer)), strict=True
-                        )
-                    ),
-                    keys=_address(keys),
-                    values=_address(values),
-                    window=layer.window or 0,
-                )
-                for layer, of_layer, keys, values in zip(
-                    model.layers, packed, pool.keys, pool.values, strict=True
+            [packed_head] = packer.packed(lm_head)
+            packed = workers.map(lambda of_layer: list(map(packer.packed, of_layer)), layer_parts)
+            layers = (_Layer * config.num_layers)(
+                *(
+                    _Layer(
+                        input_norm=packer.address(layer.input_norm),
+                        query_norm=packer.address(layer.query_norm),
+                        key_norm=packer.address(layer.key_norm),
+                        mlp_norm=packer.address(layer.mlp_norm),
+                        qkv=(NativeLinear * _MAX_STACKED)(*qkv),
+                        output=output,
+                        gate=gate,
+                        up=up,
+                        down=down,
+                        keys=packer.address(keys),
+                        values=packer.address(values),
+                        window=layer.window or 0,
+                    )
+                    for layer, (qkv, [output], [gate, up], [down]), keys, values in zip(
+                        model.layers, packed, pool.keys, pool.values, strict=True
+                    )
                 )
             )
-        )
-        tied = config.tied_embeddings
+        embedding, [head] = model.embedding, lm_head
+        in_bands = False
+        if config.tied_embeddings and isinstance(head, PlainLinear):  # then it is in memory once
+            embedding, in_bands = head.weight, True
         self._model = _Model(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -149,15 +140,15 @@ class NativeModel:
             block_size=pool.keys.shape[2],
             eps=config.rms_norm_eps,
             layers=layers,
-            embedding=_address(lm_head.weight if tied else model.embedding),
-            norm=_address(model.norm),
-            embedding_in_bands=tied,
+            embedding=packer.address(embedding),
+            norm=packer.address(model.norm),
+            embedding_in_bands=in_bands,
             lm_head=packed_head,
-            cos=_address(model.cos),
-            sin=_address(model.sin),
+            cos=packer.address(model.cos),
+            sin=packer.address(model.sin),
         )
-        # Kept alive, because the pointers above point into them.
-        self._kept = (model, pool)
+        # What the pointers above point into.
+        self._kept = (packer, pool)
         library.penstock_make.restype = c_void_p
         self._runner = c_void_p(library.penstock_make(ctypes.byref(self._model), c_int64(threads)))
         weakref.finalize(self, library.penstock_free, self._runner)
@@ -213,34 +204,11 @@ class NativeModel:
 
 def check_features(config: ModelConfig, dtype: torch.dtype) -> None:
     """Raises UnsupportedFeature for a model that step.cpp does not compute."""
-    config.check_features(_PATH, _FEATURES)
+    config.check_features(PATH, _FEATURES)
     names = ("hidden_size", "intermediate_size")
     odd = [f"an odd {name}" for name in names if getattr(config, name) % 2]
     if odd and dtype is torch.bfloat16:
-        raise UnsupportedFeature(odd, _PATH)
-
-
-def _packed(library: ctypes.CDLL, linear: PlainLinear, *parts: int) -> list[_Linear]:
-    """Packs the weight, in place if it fills its bands.
-
-    parts: how many rows each of the layers has that are stacked; one layer if there are none.
-    """
-    weight, columns = linear.weight, linear.weight.shape[1]
-    counts = [*parts] or [len(weight)]
-    sizes = [-(-rows // _BAND) * _BAND for rows in counts]
-    packed = weight
-    if sizes != counts:
-        packed = torch.zeros(sum(sizes), columns, dtype=weight.dtype)
-    biases = [None] * len(counts) if linear.bias is None else torch.split(linear.bias, counts)
-    made = []
-    for to, rows, bias in zip(
-        torch.split(packed, sizes), torch.split(weight, counts), biases, strict=True
-    ):
-        addresses = (c_void_p(_address(to)), c_void_p(_address(rows)))
-        library.penstock_pack(*addresses, c_int64(len(rows)), c_int64(columns))
-        made.append(_Linear(_address(to), _address(bias), len(rows), columns))
-    linear.weight = packed
-    return made
+        raise UnsupportedFeature(odd, PATH)
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -248,6 +216,3 @@ def _address(tensor: Tensor | None) -> int | None:
         return None
     assert tensor.is_contiguous(), tensor.stride()
     return tensor.data_ptr()
-
-
-_LINEARS = LinearProducts[PlainLinear](_PATH, {PlainLinear.weight_format: lambda linear: linear})

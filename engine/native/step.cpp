@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "grouped.h"
 #include "products.h"
 #include "structs.h"
 #include "team.h"
@@ -28,6 +29,12 @@ namespace {
 constexpr int64_t kChunk = 192;
 // Queries that attend together.
 constexpr int64_t kQueries = 96;
+// Whether weights may be codes. Compiling that takes seconds, so it is for models that have them.
+#if defined(PENSTOCK_CODES)
+constexpr bool kCodes = true;
+#else
+constexpr bool kCodes = false;
+#endif
 // Activations so few that every thread normalises them itself, which takes less time than to wait for
 // another.
 constexpr int64_t kFew = 8192;
@@ -56,6 +63,8 @@ template <class T> struct Runner {
     struct Own {  // of one thread
         Attention<T> attention;
         Buffer<X> normalised;
+        Buffer<unsigned char> coded;
+        std::unique_ptr<float[]> row;  // of x, before it is coded
         std::unique_ptr<float[]> head;
         std::unique_ptr<T[]> state;
         std::unique_ptr<float[]> products{new float[2 * kChunk * kBand]};
@@ -64,15 +73,17 @@ template <class T> struct Runner {
     Runner(const Model &of, int64_t threads) : model(of), team(int(threads)) {
         const int64_t group = model.heads / model.kv_heads;
         for (int64_t i = 0; i < threads; ++i)
-            own.push_back({Attention<T>(std::max(group, kQueries), model.head_dim), {},
+            own.push_back({Attention<T>(std::max(group, kQueries), model.head_dim), {}, {},
+                           std::unique_ptr<float[]>(new float[model.hidden]),
                            std::unique_ptr<float[]>(new float[model.head_dim]),
                            std::unique_ptr<T[]>(new T[model.hidden])});
     }
 
     const Model &model;
     std::vector<Own> own;
-    Buffer<float> residual, wide, parts;
+    Buffer<float> residual, wide, parts, mixed, active;
     Buffer<X> x, mlp;
+    Buffer<unsigned char> coded;
     Team team;  // the last: its threads end before the rest does
 };
 
@@ -86,12 +97,14 @@ template <class T> class Run : public Job {
           group_(m_.heads / m_.kv_heads), attended_(m_.heads * m_.head_dim),
           qkv_(attended_ + 2 * m_.kv_heads * m_.head_dim), x_step_(padded<X>(widest())),
           mlp_step_(padded<X>(m_.mlp)),
-          part_floats_(Gathered::floats(group_, banded_rows(m_.head_dim))), phases_(new Phase[8 * m_.num_layers + 4]) {
+          part_floats_(Gathered::floats(group_, banded_rows(m_.head_dim))),
+          phases_(new Phase[10 * m_.num_layers + 4]) {
         const int64_t rows = std::max(s_.tokens, s_.samples) + kSpare;
         residual_ = runner.residual.reserve(s_.tokens * m_.hidden);
         wide_ = runner.wide.reserve(s_.tokens * qkv_);
         x_ = runner.x.reserve(rows * x_step_);
         mlp_ = runner.mlp.reserve(rows * mlp_step_);
+        reserve_codes();
         for (Own &own : runner.own) own.normalised.reserve((kFew / m_.hidden + kSpare) * x_step_);
         if (!only_head) plan_attention();
     }
@@ -100,19 +113,16 @@ template <class T> class Run : public Job {
         [[maybe_unused]] const TileScope tiles;
         Own &own = runner_.own[thread];
         Phase *phase = phases_.get();
-        if (only_head_) {
-            phase++->run(s_.samples, [&](int64_t i) {
-                copy_state(static_cast<const T *>(s_.states) + i * m_.hidden, x_ + i * x_step_);
-            });
-            return logits(*phase, own);
-        }
+        if (only_head_) return logits(phase, own);
         phase++->run(s_.tokens, [&](int64_t t) { embed(t); });
         for (int64_t l = 0; l < m_.num_layers; ++l) {
             const Layer &layer = m_.layers[l];
-            linear_of_normalised(phase, own, layer.input_norm, layer.qkv,
-                                 [&](int64_t t, int64_t n, const float *y, int64_t count) {
-                                     std::copy_n(y, count, wide_ + t * qkv_ + n);
-                                 });
+            with_normalised(phase, own, layer.input_norm, layer.qkv[0], [&](auto source) {
+                linear(*phase++, own, layer.qkv, 3, source, s_.tokens,
+                       [&](int64_t t, int64_t n, const float *y, int64_t count) {
+                           std::copy_n(y, count, wide_ + t * qkv_ + n);
+                       });
+            });
             if (keys_first_)
                 phase++->run(s_.tokens, [&](int64_t t) {
                     for (int64_t h = 0; h < m_.kv_heads; ++h) store_keys(own, layer, t, h);
@@ -124,9 +134,15 @@ template <class T> class Run : public Job {
                 float *to = residual_ + t * m_.hidden + n;
                 for (int64_t i = 0; i < count; ++i) to[i] += y[i];
             };
-            linear(*phase++, own, layer.output, [&] { return x_; }, x_step_, s_.tokens, add);
+            const auto attended = [&](int64_t t) { return mixed_ + t * attended_; };
+            with_rows(phase, own, layer.output, {x_, x_step_}, attended, [&](auto source) {
+                linear(*phase++, own, &layer.output, 1, source, s_.tokens, add);
+            });
             gated_linear(phase, own, layer);
-            linear(*phase++, own, layer.down, [&] { return mlp_; }, mlp_step_, s_.tokens, add);
+            const auto active = [&](int64_t t) { return active_ + t * m_.mlp; };
+            with_rows(phase, own, layer.down, {mlp_, mlp_step_}, active, [&](auto source) {
+                linear(*phase++, own, &layer.down, 1, source, s_.tokens, add);
+            });
         }
         if (s_.states) {
             T *states = static_cast<T *>(s_.states);
@@ -135,11 +151,7 @@ template <class T> class Run : public Job {
             });
             return;
         }
-        phase++->run(s_.samples, [&](int64_t i) {
-            normalise(residual(s_.sample_rows[i]), m_.norm, own.state.get());
-            copy_state(own.state.get(), x_ + i * x_step_);
-        });
-        logits(*phase, own);
+        logits(phase, own);
     }
 
   private:
@@ -147,6 +159,30 @@ template <class T> class Run : public Job {
         int64_t sequence, first, tokens, piece, pieces, part;
     };
     static constexpr int64_t kAll = -1;
+
+    void reserve_codes() {
+        int64_t bytes = 0;
+        auto count = [&](const Linear &linear, int64_t rows) {
+            if (is_coded(linear))
+                bytes = std::max(bytes, rows * CodedRows::bytes(linear.columns, linear.group));
+        };
+        count(m_.lm_head, s_.samples);
+        for (int64_t l = 0; l < m_.num_layers; ++l) {
+            const Layer &layer = m_.layers[l];
+            for (const Linear &linear : {layer.qkv[0], layer.output, layer.gate, layer.down})
+                count(linear, s_.tokens);
+        }
+        if (!bytes) return;
+        coded_ = runner_.coded.reserve(bytes);
+        mixed_ = runner_.mixed.reserve(s_.tokens * attended_);
+        active_ = runner_.active.reserve(s_.tokens * m_.mlp);
+    }
+
+    struct Input {  // what a product reads: rows of x, or codes of them
+        const X *x;
+        int64_t step;
+        CodedRows coded = {};
+    };
 
     int64_t widest() const { return std::max(m_.hidden, attended_); }
     float *residual(int64_t t) { return residual_ + t * m_.hidden; }
@@ -185,9 +221,9 @@ template <class T> class Run : public Job {
     }
 
     // Through T, also where X is wider, so that the logits are the same if Python has the states between.
-    void copy_state(const T *state, X *out) {
+    template <class Out> void copy_state(const T *state, Out *out) {
         for (int64_t i = 0; i < m_.hidden; ++i)
-            if constexpr (std::is_same_v<X, T>)
+            if constexpr (std::is_same_v<Out, T>)
                 out[i] = state[i];
             else
                 out[i] = widen(state[i]);
@@ -219,8 +255,8 @@ template <class T> class Run : public Job {
 
     // Calls work(first token, tokens, band) for all of them, in units of work.
     template <class Work>
-    void for_bands(Phase &phase, int64_t rows, int64_t tokens, Work work) {
-        const int64_t bands = banded_rows(rows) / kBand, wanted = 8 * runner_.team.size();
+    void for_bands(Phase &phase, int64_t bands, int64_t tokens, Work work) {
+        const int64_t wanted = 8 * runner_.team.size();
         int64_t chunk = kChunk;
         while (chunk > 48 && bands * ((tokens + chunk - 1) / chunk) < wanted) chunk /= 2;
         const int64_t chunks = (tokens + chunk - 1) / chunk;
@@ -232,11 +268,17 @@ template <class T> class Run : public Job {
         });
     }
 
-    // c = x W^T + b for one band.
-    void multiply(const Linear &linear, const X *x, int64_t x_step, int64_t tokens, int64_t band,
-                  float *c) {
-        const T *weight = static_cast<const T *>(linear.weight) + band * kBand * linear.columns;
-        multiply_band<T>(x, x_step, tokens, weight, linear.columns, true, c, kBand);
+    // c = x W^T + b for one band, and some tokens.
+    void multiply(const Linear &linear, const Input &in, int64_t first, int64_t tokens,
+                  int64_t band, float *c) {
+        if (is_coded(linear)) {
+            if constexpr (kCodes)
+                multiply_grouped(in.coded, first, tokens, grouped(linear), band, c, kBand);
+        } else {
+            const T *weight = static_cast<const T *>(linear.weight) + band * kBand * linear.columns;
+            multiply_band<T>(in.x + first * in.step, in.step, tokens, weight, linear.columns, true,
+                             c, kBand);
+        }
         if (!linear.bias) return;
         const T *bias = static_cast<const T *>(linear.bias) + band * kBand;
         const int64_t count = std::min(kBand, linear.rows - band * kBand);
@@ -244,72 +286,147 @@ template <class T> class Run : public Job {
             for (int64_t n = 0; n < count; ++n) c[t * kBand + n] += widen(bias[n]);
     }
 
-    // source() gives x when it is first needed. put(token, column, results, how many) takes results.
+    static bool is_coded(const Linear &linear) { return kCodes && linear.bits; }
+    static Grouped grouped(const Linear &linear) {
+        return {static_cast<const unsigned char *>(linear.weight),
+                linear.scales,
+                static_cast<const unsigned char *>(linear.zeros),
+                static_cast<const unsigned char *>(linear.table),
+                linear.bits,
+                linear.group,
+                (linear.columns + linear.group - 1) / linear.group,
+                linear.offset,
+                linear.has_half_scales != 0};
+    }
+
+    // Layers that are stacked: they read the same input. source() gives it when it is first needed.
+    // put(token, column, results, how many) takes results.
     template <class Source, class Put>
-    void linear(Phase &phase, Own &own, const Linear &linear, Source source, int64_t x_step,
+    void linear(Phase &phase, Own &own, const Linear *layers, int count, Source source,
                 int64_t tokens, Put put) {
-        for_bands(phase, linear.rows, tokens, [&](int64_t first, int64_t count, int64_t band) {
+        int64_t bands = 0;
+        for (int i = 0; i < count; ++i) bands += banded_rows(layers[i].rows) / kBand;
+        for_bands(phase, bands, tokens, [&](int64_t first, int64_t num_tokens, int64_t band) {
+            const Linear *layer = layers;
+            int64_t column = 0;
+            for (; band >= banded_rows(layer->rows) / kBand; ++layer) {
+                band -= banded_rows(layer->rows) / kBand;
+                column += layer->rows;
+            }
             float *c = own.products.get();
-            multiply(linear, source() + first * x_step, x_step, count, band, c);
-            const int64_t columns = std::min(kBand, linear.rows - band * kBand);
-            for (int64_t t = 0; t < count; ++t)
-                put(first + t, band * kBand, c + t * kBand, columns);
+            multiply(*layer, source(), first, num_tokens, band, c);
+            const int64_t columns = std::min(kBand, layer->rows - band * kBand);
+            for (int64_t t = 0; t < num_tokens; ++t)
+                put(first + t, column + band * kBand, c + t * kBand, columns);
         });
     }
 
-    // Calls use(source) with a source of the normalised residual stream of all tokens: see `linear`.
-    template <class Use> void with_normalised(Phase *&phase, Own &own, const void *norm, Use use) {
+    // Calls use(source) with the codes of rows, each of which value(t) gives in float32.
+    template <class Value, class Use>
+    void with_codes(Phase *&phase, Own &own, const Linear &linear, int64_t rows, Value value,
+                    Use use) {
+        const int64_t columns = linear.columns, group = linear.group;
+        const int64_t bytes = CodedRows::bytes(columns, group);
+        if (rows * columns <= kFew) {  // each thread does it for itself
+            bool is_done = false;
+            use([&] {
+                unsigned char *memory = own.coded.reserve(rows * bytes);
+                for (int64_t t = 0; t < rows && !is_done; ++t)
+                    code_row(value(t), columns, group, memory + t * bytes);
+                is_done = true;
+                return Input{nullptr, 0, CodedRows::at(memory, columns, group)};
+            });
+            return;
+        }
+        phase++->run(rows, [&](int64_t t) {
+            code_row(value(t), columns, group, coded_ + t * bytes);
+        });
+        use([&] { return Input{nullptr, 0, CodedRows::at(coded_, columns, group)}; });
+    }
+
+    // Calls use(source) with rows as `linear` reads them: as they are, or the codes of value(t).
+    template <class Value, class Use>
+    void with_rows(Phase *&phase, Own &own, const Linear &linear, Input rows, Value value, Use use) {
+        if (is_coded(linear)) return with_codes(phase, own, linear, s_.tokens, value, use);
+        use([&] { return rows; });
+    }
+
+    // Calls use(source) with a source of the normalised residual stream of all tokens, as `linear` reads it.
+    template <class Use>
+    void with_normalised(Phase *&phase, Own &own, const void *norm, const Linear &linear, Use use) {
+        if (is_coded(linear)) {
+            const auto value = [&](int64_t t) {
+                normalise(residual(t), norm, own.row.get());
+                return own.row.get();
+            };
+            return with_codes(phase, own, linear, s_.tokens, value, use);
+        }
         if (s_.tokens * m_.hidden <= kFew) {
             bool is_done = false;
-            use([&]() -> const X * {
+            use([&] {
                 X *x = own.normalised.reserve(0);
-                if (!is_done)
-                    for (int64_t t = 0; t < s_.tokens; ++t)
-                        normalise(residual(t), norm, x + t * x_step_);
+                for (int64_t t = 0; t < s_.tokens && !is_done; ++t)
+                    normalise(residual(t), norm, x + t * x_step_);
                 is_done = true;
-                return x;
+                return Input{x, x_step_};
             });
             return;
         }
         phase++->run(s_.tokens, [&](int64_t t) { normalise(residual(t), norm, x_ + t * x_step_); });
-        use([&]() -> const X * { return x_; });
-    }
-
-    template <class Put>
-    void linear_of_normalised(Phase *&phase, Own &own, const void *norm, const Linear &layer,
-                              Put put) {
-        with_normalised(phase, own, norm, [&](auto source) {
-            linear(*phase++, own, layer, source, x_step_, s_.tokens, put);
-        });
+        use([&] { return Input{x_, x_step_}; });
     }
 
     // silu(gate) * up, by the thread that computed both.
     void gated_linear(Phase *&phase, Own &own, const Layer &layer) {
-        with_normalised(phase, own, layer.mlp_norm, [&](auto source) {
-            for_bands(*phase++, m_.mlp, s_.tokens, [&](int64_t first, int64_t count, int64_t band) {
-                const X *x = source() + first * x_step_;
+        with_normalised(phase, own, layer.mlp_norm, layer.gate, [&](auto source) {
+            const int64_t bands = banded_rows(m_.mlp) / kBand;
+            for_bands(*phase++, bands, s_.tokens, [&](int64_t first, int64_t count, int64_t band) {
+                const Input in = source();
                 float *gate = own.products.get(), *up = gate + kChunk * kBand;
-                multiply(layer.gate, x, x_step_, count, band, gate);
-                multiply(layer.up, x, x_step_, count, band, up);
+                multiply(layer.gate, in, first, count, band, gate);
+                multiply(layer.up, in, first, count, band, up);
                 const int64_t columns = std::min(kBand, m_.mlp - band * kBand);
                 for (int64_t t = 0; t < count; ++t) {
-                    X *out = mlp_ + (first + t) * mlp_step_ + band * kBand;
                     const float *g = gate + t * kBand, *u = up + t * kBand;
-                    int64_t n = 0;
-                    for (; n + kLanes <= columns; n += kLanes)
-                        store(out + n, silu(load(g + n)) * load(u + n));
-                    for (; n < columns; ++n) store(out + n, silu(all(g[n]))[0] * u[n]);
+                    const int64_t token = first + t, n = band * kBand;
+                    if (is_coded(layer.down))
+                        put_active(g, u, columns, active_ + token * m_.mlp + n);
+                    else
+                        put_active(g, u, columns, mlp_ + token * mlp_step_ + n);
                 }
             });
         });
     }
+    template <class Out>
+    static void put_active(const float *gate, const float *up, int64_t columns, Out *out) {
+        int64_t n = 0;
+        for (; n + kLanes <= columns; n += kLanes)
+            store(out + n, silu(load(gate + n)) * load(up + n));
+        for (; n < columns; ++n) store(out + n, silu(all(gate[n]))[0] * up[n]);
+    }
     static Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
 
-    void logits(Phase &phase, Own &own) {
-        linear(phase, own, m_.lm_head, [&] { return x_; }, x_step_, s_.samples,
-               [&](int64_t t, int64_t n, const float *y, int64_t count) {
-                   std::copy_n(y, count, s_.logits + t * m_.lm_head.rows + n);
-               });
+    void logits(Phase *&phase, Own &own) {
+        const auto state = [&](int64_t i) -> const T * {
+            if (only_head_) return static_cast<const T *>(s_.states) + i * m_.hidden;
+            normalise(residual(s_.sample_rows[i]), m_.norm, own.state.get());
+            return own.state.get();
+        };
+        const auto put = [&](int64_t t, int64_t n, const float *y, int64_t count) {
+            std::copy_n(y, count, s_.logits + t * m_.lm_head.rows + n);
+        };
+        const auto of = [&](auto source) {
+            linear(*phase++, own, &m_.lm_head, 1, source, s_.samples, put);
+        };
+        if (is_coded(m_.lm_head)) {
+            const auto value = [&](int64_t i) {
+                copy_state(state(i), own.row.get());
+                return own.row.get();
+            };
+            return with_codes(phase, own, m_.lm_head, s_.samples, value, of);
+        }
+        phase++->run(s_.samples, [&](int64_t i) { copy_state(state(i), x_ + i * x_step_); });
+        of([&] { return Input{x_, x_step_}; });
     }
 
     // ---- Attention -------------------------------------------------------------------------------
@@ -365,7 +482,7 @@ template <class T> class Run : public Job {
         }
         if (unit.piece == kAll) {
             attention.attend(keys, rows);
-            put_attended(attention.gathered(), unit, kv_head);
+            put_attended(attention.gathered(), unit, kv_head, layer);
             return;
         }
         const int64_t step = attention.step(), first = unit.part * m_.kv_heads + kv_head;
@@ -382,19 +499,27 @@ template <class T> class Run : public Job {
         attention.gathered().clear(group_, step);
         for (int64_t piece = 0; piece < unit.pieces; ++piece)
             merge(attention.gathered(), part(piece), group_, step);
-        put_attended(attention.gathered(), unit, kv_head);
+        put_attended(attention.gathered(), unit, kv_head, layer);
     }
 
-    void put_attended(const Gathered &all_rows, const Unit &unit, int64_t kv_head) {
+    void put_attended(const Gathered &all_rows, const Unit &unit, int64_t kv_head,
+                      const Layer &layer) {
         const int64_t d = m_.head_dim, step = banded_rows(d);
         for (int64_t row = 0; row < unit.tokens * group_; ++row) {
-            X *out = x_ + (unit.first + row / group_) * x_step_ +
-                     (kv_head * group_ + row % group_) * d;
+            const int64_t token = unit.first + row / group_;
+            const int64_t column = (kv_head * group_ + row % group_) * d;
             const float *mixed = all_rows.mixed + row * step, weight = all_rows.weight[row];
-            int64_t i = 0;
-            for (; i + kLanes <= d; i += kLanes) store(out + i, load(mixed + i) / weight);
-            for (; i < d; ++i) store(out + i, mixed[i] / weight);
+            if (is_coded(layer.output))
+                divide(mixed, weight, d, mixed_ + token * attended_ + column);
+            else
+                divide(mixed, weight, d, x_ + token * x_step_ + column);
         }
+    }
+    template <class Out>
+    static void divide(const float *in, float by, int64_t count, Out *out) {
+        int64_t i = 0;
+        for (; i + kLanes <= count; i += kLanes) store(out + i, load(in + i) / by);
+        for (; i < count; ++i) store(out + i, in[i] / by);
     }
 
     Runner<T> &runner_;
@@ -410,6 +535,9 @@ template <class T> class Run : public Job {
     float *residual_, *wide_, *parts_ = nullptr;
     X *x_;    // normalised, then what the heads have attended to
     X *mlp_;  // silu(gate) * up
+    // Where products read codes: what the heads have attended to, silu(gate) * up, and codes.
+    float *mixed_ = nullptr, *active_ = nullptr;
+    unsigned char *coded_ = nullptr;
 };
 
 template <class T> void run(void *runner, const Step *step, bool only_head) {
@@ -429,6 +557,14 @@ using Weights = PENSTOCK_WEIGHTS;
 extern "C" void penstock_pack(Weights *out, const Weights *rows, int64_t num_rows, int64_t columns) {
     pack(out, rows, num_rows, columns);
 }
+
+// Codes and their scales and zeros as grouped.h wants them.
+#if defined(PENSTOCK_CODES)
+extern "C" void penstock_pack_codes(unsigned char *out, const unsigned char *codes, int64_t rows,
+                                    int64_t columns, int64_t bits, int64_t group) {
+    pack_codes(out, codes, rows, columns, bits, group);
+}
+#endif
 
 // What runs the steps of a model, to be freed by penstock_free. The model must outlive it.
 extern "C" void *penstock_make(const Model *model, int64_t threads) {

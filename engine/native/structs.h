@@ -6,14 +6,18 @@ using std::int32_t;
 using std::int64_t;
 
 struct Linear {
-    const void *weight;  // (rows, columns), in bands: see products.h
+    const void *weight;  // (rows, columns), in bands: see products.h, and grouped.h for codes
     const void *bias;    // (rows) or null
     int64_t rows, columns;
+    int64_t bits;  // of a code; 0 for weights of T
+    int64_t group, offset, has_half_scales;
+    const void *scales, *zeros, *table;  // see Grouped
 };
 
 struct Layer {
     const void *input_norm, *query_norm, *key_norm, *mlp_norm;  // query_norm, key_norm may be null
-    Linear qkv, output, gate, up, down;
+    Linear qkv[3];  // one or several that are stacked; then without rows
+    Linear output, gate, up, down;
     void *keys, *values;  // (num_blocks, block_size, num_kv_heads, head_dim)
     int64_t window;       // positions that a token attends to, its own included; 0: all
 };

@@ -132,7 +132,7 @@ inline Floats fused(Floats a, Floats b, Floats total) {
     return a * b + total;
 #endif
 }
-inline Floats all(float x) { return Floats{} + x; }
+inline Floats all(float x) { return x - Floats{}; }
 
 // A square of words, mirrored: lane j of row i becomes lane i of row j. Each pass swaps squares of
 // S x S between the rows of a pair.

@@ -125,7 +125,8 @@ class Harness:
         )
         self.pool = KVPool(config.kv_shape, num_blocks, BLOCK_SIZE, dtype, CPU)
         if native:
-            library = options.get("library") or load_library(dtype)
+            has_codes = options.get("has_codes", False)
+            library = options.get("library") or load_library(dtype, has_codes)
             assert library is not None
             self.model = NativeModel(library, llama, self.pool, options.get("threads", 2))
         self.token_table = torch.zeros(num_sequences, max_len + 1, dtype=torch.int64)

@@ -1,12 +1,14 @@
-"""A weight format and an architecture that no path but the generic one computes."""
+"""Weights in codes, and a format and an architecture that no path but the generic one computes."""
 
 from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers.linear import tensor_bytes
+from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
+from penstock.engine.models.layers.linear import MakeLinear, tensor_bytes
 
 
 class NegatedLinear:
@@ -22,6 +24,41 @@ class NegatedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         y = functional.linear(-x.double(), self._negated).to(x.dtype)
         return y if self._bias is None else y + self._bias
+
+
+def coded(bits: int, group_size: int, *, has_zeros: bool = False) -> MakeLinear:
+    """Rounds weights to the nearest code, with a scale for each group from its largest number."""
+
+    def make(weight: Tensor, bias: Tensor | None) -> GroupedLinear:
+        rows, columns = weight.shape
+        groups = -(-columns // group_size)
+        padded = functional.pad(weight.float(), (0, groups * group_size - columns))
+        grouped = padded.view(rows, groups, group_size)
+        most = 2 ** (bits - 1) - 1
+        low, zeros = -most - 1, None
+        if has_zeros:
+            first, last = grouped.amin(-1), grouped.amax(-1)
+            scales = ((last - first) / (2 * most + 1)).half()
+            zeros = (low - first / scales.float()).round().clamp(low, most)
+        else:
+            scales = (grouped.abs().amax(-1) / most).half()
+        codes = grouped / scales.float().unsqueeze(-1)
+        codes = (codes.round() + (0 if zeros is None else zeros.unsqueeze(-1))).clamp(low, most)
+        codes = codes.flatten(1)[:, :columns]
+        kind = torch.int8
+        if bits == 4:
+            codes, kind = packed_nibbles(codes + 8), torch.uint8
+            zeros = None if zeros is None else zeros + 8
+        return GroupedLinear(
+            codes.to(kind),
+            scales,
+            bias,
+            group_size=group_size,
+            in_features=columns,
+            zeros=None if zeros is None else zeros.to(kind),
+        )
+
+    return make
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

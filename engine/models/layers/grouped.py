@@ -17,9 +17,9 @@ class GroupedLinear:
 
     codes: (out_features, in_features) int8, or uint8 of half as many columns: two codes of 4 bits,
     0 to 15, that of the even k in the low half. scales: (out_features, groups) float16 or float32;
-    the last group may be shorter. zeros: (out_features, groups) uint8; None means 0 for codes of 8
-    bits and 8 for those of 4. levels: (16,) int8, what codes of 4 bits stand for instead, without
-    zeros; of E2M1, for example, twice its numbers.
+    the last group may be shorter. zeros: (out_features, groups) of the type of codes; None means 0
+    for codes of 8 bits and 8 for those of 4. levels: (16,) int8, what codes of 4 bits stand for
+    instead, without zeros; of E2M1, for example, twice its numbers.
     """
 
     def __init__(
@@ -44,7 +44,8 @@ class GroupedLinear:
         groups = -(-in_features // group_size)
         assert codes.shape[1] == -(-in_features * self.bits // 8), (codes.shape, in_features)
         assert scales.shape == (len(codes), groups), (scales.shape, codes.shape, groups)
-        assert zeros is None or (zeros.shape == scales.shape and levels is None)
+        assert zeros is None or (zeros.shape == scales.shape and zeros.dtype == codes.dtype)
+        assert levels is None or (self.bits == 4 and zeros is None)
         self.num_bytes = tensor_bytes(codes, scales, zeros, bias)
 
     @property

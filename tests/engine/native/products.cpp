@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "grouped.h"
 #include "products.h"
 
 namespace {
@@ -53,9 +54,97 @@ template <class T> bool all_right(const char *name) {
     return true;
 }
 
+// Codes of some numbers of bits, in groups; `flags` says what else there is.
+enum Flags { kPlain, kZeroed, kTabled, kWide };
+
+bool codes_are_right(int64_t bits, int64_t group, int64_t rows, int64_t columns, int64_t length,
+                     Flags flags) {
+    const int64_t groups = (length + group - 1) / group, row_bytes = (length * bits + 7) / 8;
+    std::vector<unsigned char> codes(columns * row_bytes),
+        packed(banded_rows(columns) * groups * group * bits / 8);
+    std::vector<unsigned char> zeros(banded_rows(columns) * groups), table(kTableBytes);
+    std::vector<float> scales(zeros.size()), x(length);
+    std::vector<f16> half_scales(zeros.size());
+    for (auto &code : codes) code = (unsigned char)std::rand();
+    for (auto &zero : zeros) zero = (unsigned char)(std::rand() & (bits == 8 ? 255 : 15));
+    for (std::size_t i = 0; i < table.size(); ++i) table[i] = (unsigned char)(i % 16 * i % 16 + 3);
+    for (std::size_t i = 0; i < scales.size(); ++i) {
+        store(&half_scales[i], draw());
+        scales[i] = widen(half_scales[i]);
+    }
+    pack_codes(packed.data(), codes.data(), columns, length, bits, group);
+    Grouped w{packed.data(), half_scales.data(), nullptr, nullptr, bits, group, groups,
+              bits == 8 ? 128 : 8, true};
+    if (flags == kZeroed) w.zeros = zeros.data();
+    if (flags == kTabled) w.table = table.data(), w.offset = 100;
+    if (flags == kWide) w.scales = scales.data(), w.has_half_scales = false;
+    const int64_t bytes = CodedRows::bytes(length, group);
+    std::vector<unsigned char> memory(rows * bytes);
+    std::vector<double> rounded(rows * length);
+    for (int64_t row = 0; row < rows; ++row) {
+        for (float &value : x) value = draw();
+        code_row(x.data(), length, group, memory.data() + row * bytes);
+        const CodedRows coded = CodedRows::at(memory.data(), length, group);
+        for (int64_t k = 0; k < length; ++k) {
+            rounded[row * length + k] = double(coded.codes(row)[k]) * coded.scales(row)[k / group];
+            if (std::abs(rounded[row * length + k] - x[k]) > 0.51 * coded.scales(row)[k / group]) {
+                std::printf("%g is coded as %g\n", double(x[k]), rounded[row * length + k]);
+                return false;
+            }
+        }
+    }
+    // What the scale or zero of a row and a group is, from bands.
+    auto in_band = [&](int64_t n, int64_t g) { return (n / kBand * groups + g) * kBand + n % kBand; };
+    std::vector<float> together(rows * kBand), alone(kBand);
+    for (int64_t band = 0; band < banded_rows(columns) / kBand; ++band) {
+        const CodedRows coded = CodedRows::at(memory.data(), length, group);
+        multiply_grouped(coded, 0, rows, w, band, together.data(), kBand);
+        for (int64_t row = 0; row < rows; ++row) {
+            multiply_grouped(coded, row, 1, w, band, alone.data(), kBand);
+            for (int64_t n = band * kBand; n < std::min(columns, band * kBand + kBand); ++n) {
+                double expected = 0;
+                for (int64_t k = 0; k < length; ++k) {
+                    const int64_t g = k / group;
+                    int code;
+                    if (bits == 8)
+                        code = int((signed char)codes[n * row_bytes + k]) + 128;
+                    else
+                        code = codes[n * row_bytes + k / 2] >> 4 * (k % 2) & 15;
+                    if (flags == kTabled) code = table[code];
+                    const int zero = flags == kZeroed ? zeros[in_band(n, g)] : int(w.offset);
+                    expected += rounded[row * length + k] * (code - zero) * scales[in_band(n, g)];
+                }
+                const float result = together[row * kBand + n % kBand];
+                if (std::abs(expected - result) < 1e-5 * 255 * std::sqrt(double(length)) &&
+                    result == alone[n % kBand])
+                    continue;
+                std::printf("%ld bits, groups of %ld, %ld rows, %ld columns, length %ld, %d: row %ld, "
+                            "column %ld is %g, alone %g, should be %g\n", long(bits), long(group),
+                            long(rows), long(columns), long(length), int(flags), long(row), long(n),
+                            double(result), double(alone[n % kBand]), expected);
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+bool all_codes_are_right() {
+    for (int64_t bits : {8, 4})
+        for (int64_t group : {8, 32, 48, 128})
+            for (int64_t length : {8, 64, 130, 2086})
+                for (int64_t rows : {1, 2, 5, 6, 7, 13})
+                    for (Flags flags : {kPlain, kZeroed, kTabled, kWide})
+                        if (!(bits == 8 && flags == kTabled) &&
+                            !codes_are_right(bits, group, rows, rows % 2 ? 32 : 70, length, flags))
+                            return false;
+    return true;
+}
+
 }  // namespace
 
 int main() {
-    return all_right<float>("float32") && all_right<f16>("float16") && all_right<bf16>("bfloat16") ? 0
-                                                                                                  : 1;
+    const bool right = all_right<float>("float32") && all_right<f16>("float16") &&
+                       all_right<bf16>("bfloat16") && all_codes_are_right();
+    return right ? 0 : 1;
 }

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.native import library
 from tests.support.tiny_models import Harness, make_model, save
+from tests.support.weight_formats import coded
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +95,45 @@ def test_the_step_agrees_with_torchs(
         torch.testing.assert_close(ours, torchs, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["mistral_window", "qwen3", "llama2"])
+@pytest.mark.parametrize(
+    ("bits", "group", "has_zeros"), [(8, 32, False), (8, 64, True), (4, 16, True), (4, 32, False)]
+)
+def test_the_step_agrees_with_torchs_where_weights_are_codes(
+    processor: str, bits: int, group: int, has_zeros: bool, tmp_path: Path
+) -> None:
+    path = save(make_model("llama_biases"), tmp_path)
+    make_linear = coded(bits, group, has_zeros=has_zeros)
+    made = [
+        Harness(path, native=native, has_codes=True, make_linear=make_linear)
+        for native in (True, False)
+    ]
+    for harness in made:
+        harness.token_table[0, :20] = torch.arange(20)
+    for row in ((0, 0, 19), (0, 19, 1)):
+        ours, torchs = (harness.run([row])[0] for harness in made)
+        # The compiled step rounds activations to 8 bits, and torch does not.
+        torch.testing.assert_close(ours, torchs, atol=0.25, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "make_linear"),
+    [
+        *((family, PlainLinear) for family in ("mistral_window", "qwen3", "llama2")),
+        *(("qwen3", coded(bits, group)) for bits, group in ((8, 64), (4, 32))),
+    ],
+    ids=["mistral_window", "qwen3", "llama2", "int8", "int4"],
+)
 def test_a_token_has_the_same_bits_alone_and_in_company(
-    processor: str, family: str, tmp_path: Path
+    processor: str, family: str, make_linear: MakeLinear, tmp_path: Path
 ) -> None:
     path = save(make_model(family), tmp_path)
+    options: dict[str, Any] = {
+        "make_linear": make_linear,
+        "has_codes": make_linear is not PlainLinear,
+    }
     alone, together = (
-        Harness(path, dtype=torch.bfloat16, native=True, threads=threads) for threads in (1, 2)
+        Harness(path, dtype=torch.bfloat16, native=True, threads=threads, **options)
+        for threads in (1, 2)
     )
     tokens = torch.randint(96, (4, 120), generator=torch.Generator().manual_seed(1))
     for harness in (alone, together):

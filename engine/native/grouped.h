@@ -1,0 +1,329 @@
+// Products with weights of 8 or 4 bits: y = x W^T, where W[n, k] = scale[n, g] * (code[n, k] - zero[n, g])
+// and g is the group of k.
+//
+// Activations are rounded to 8 bits too, with a scale for each group of each token, so that a group's
+// products are sums of whole numbers: exact, in any order, on any processor. The groups are added up along k
+// in float32. So what products.h says of a token's result holds here as well.
+//
+// Weights lie in bands of 32 rows as there, with four numbers along k together: [k / 4][32][4] bytes of 8
+// bits; of 4 bits, [k / 8][32][4] bytes whose low halves are the first four of eight numbers, and whose high
+// halves are the others. Codes are unsigned, since one instruction multiplies unsigned bytes with signed
+// ones; `offset` is what they are above the numbers they stand for. Rows end with whole groups.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "products.h"
+#include "vectors.h"
+
+typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kGroupedRows = 6;  // of 32 registers: a sum of the group and a total of each result
+#else
+constexpr int kGroupedRows = 2;  // of 16 registers
+#endif
+constexpr int kGroupedVectors = 2;
+
+// ---- Sums of four products of bytes ---------------------------------------------------------------------
+
+#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define PENSTOCK_SIGNED_BYTES 1  // it multiplies signed bytes with signed ones
+#endif
+
+// total + the products of the unsigned bytes of w with the signed ones of x, four in each lane.
+inline Ints add_quads(Ints total, Words w, Words x) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)w, (__m256i)x);
+#elif defined(PENSTOCK_SIGNED_BYTES)
+    return (Ints)vdotq_s32((int32x4_t)total, (int8x16_t)w, (int8x16_t)x);
+#elif defined(__AVX512BW__)
+    // By way of 16 bits: the instruction for bytes would saturate.
+    const __m512i even = _mm512_madd_epi16((__m512i)(w & 0x00ff00ff),
+                                           _mm512_srai_epi16((__m512i)(x << 8), 8));
+    const __m512i odd = _mm512_madd_epi16((__m512i)(w >> 8 & 0x00ff00ff),
+                                          _mm512_srai_epi16((__m512i)x, 8));
+    return total + ((Ints)even + (Ints)odd);
+#elif defined(__AVX2__)
+    const __m256i even = _mm256_madd_epi16((__m256i)(w & 0x00ff00ff),
+                                           _mm256_srai_epi16((__m256i)(x << 8), 8));
+    const __m256i odd = _mm256_madd_epi16((__m256i)(w >> 8 & 0x00ff00ff),
+                                          _mm256_srai_epi16((__m256i)x, 8));
+    return total + ((Ints)even + (Ints)odd);
+#else
+    for (int i = 0; i < 4; ++i)
+        total += (Ints)(w >> 8 * i & 0xff) * ((Ints)(x << (24 - 8 * i)) >> 24);
+    return total;
+#endif
+}
+
+// The four bytes at p, in every lane.
+inline Ints every(const void *p) {
+    std::int32_t one;
+    std::memcpy(&one, p, sizeof one);
+    return one - Ints{};
+}
+
+// Each byte of `codes`, 0 to 15, replaced by that byte of the table, of which there are copies for
+// every 16 bytes of a vector.
+inline Words looked_up(const unsigned char *table, Words codes) {
+#if defined(__AVX512BW__)
+    return (Words)_mm512_shuffle_epi8(_mm512_loadu_si512(table), (__m512i)codes);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (Words)_mm256_shuffle_epi8(
+        _mm256_loadu_si256(reinterpret_cast<const __m256i *>(table)), (__m256i)codes);
+#elif defined(__aarch64__)
+    return (Words)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)codes);
+#else
+    unsigned char bytes[sizeof(Words)];
+    std::memcpy(bytes, &codes, sizeof codes);
+    for (unsigned char &byte : bytes) byte = table[byte];
+    std::memcpy(&codes, bytes, sizeof codes);
+    return codes;
+#endif
+}
+constexpr int64_t kTableBytes = 64;
+
+// ---- Activations ----------------------------------------------------------------------------------------
+
+// Where rows of activations of 8 bits are; of each row the codes, then the scales, then the sums of codes.
+struct CodedRows {
+    const unsigned char *memory;
+    int64_t step, columns, groups;  // bytes from row to row; codes of a row, with those that fill it up
+
+    static int64_t bytes(int64_t columns, int64_t group) {
+        const int64_t groups = (columns + group - 1) / group;
+        // Not a multiple of 4 KiB, as rows so far apart would share few cache lines.
+        return (groups * (group + 8) + 63) / 64 * 64 + 64;
+    }
+    static CodedRows at(const unsigned char *memory, int64_t columns, int64_t group) {
+        const int64_t groups = (columns + group - 1) / group;
+        return {memory, bytes(columns, group), groups * group, groups};
+    }
+    const std::int8_t *codes(int64_t row) const {
+        return reinterpret_cast<const std::int8_t *>(memory + row * step);
+    }
+    const float *scales(int64_t row) const {
+        return reinterpret_cast<const float *>(memory + row * step + columns);
+    }
+    const std::int32_t *sums(int64_t row) const {
+        return reinterpret_cast<const std::int32_t *>(memory + row * step + columns + 4 * groups);
+    }
+};
+
+// One row, to the memory of a row of CodedRows.
+inline void code_row(const float *x, int64_t columns, int64_t group, unsigned char *memory) {
+    const int64_t groups = (columns + group - 1) / group;
+    auto *codes = reinterpret_cast<std::int8_t *>(memory);
+    auto *scales = reinterpret_cast<float *>(memory + groups * group);
+    auto *sums = reinterpret_cast<std::int32_t *>(scales + groups);
+    for (int64_t g = 0; g < groups; ++g, x += group, codes += group, columns -= group) {
+        const int64_t count = std::min(group, columns);
+        Floats peaks = {};
+        float peak = 0;
+        int64_t i = 0;
+        for (; i + kLanes <= count; i += kLanes)
+            peaks = larger(peaks, (Floats)((Words)load(x + i) & 0x7fffffffu));
+        for (; i < count; ++i) peak = std::max(peak, std::fabs(x[i]));
+        peak = std::max(peak, highest(peaks));
+        const float inverse = peak > 0 ? 127.0f / peak : 0.0f;
+        // Adding 1.5 * 2^23 rounds to a whole number, which is then in the low bits.
+        const float shift = 12582912.0f;
+        Ints total = {};
+        std::int32_t rest = 0;
+        for (i = 0; i + kLanes <= count; i += kLanes) {
+            const Ints whole = (Ints)(load(x + i) * inverse + shift) - 0x4b400000;
+            total += whole;
+            typedef std::int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+            *reinterpret_cast<Bytes *>(codes + i) = __builtin_convertvector(whole, Bytes);
+        }
+        for (; i < count; ++i) {
+            const auto whole = std::bit_cast<std::int32_t>(x[i] * inverse + shift) - 0x4b400000;
+            rest += whole;
+            codes[i] = std::int8_t(whole);
+        }
+        for (; i < group; ++i) codes[i] = 0;
+        for (int lane = 0; lane < kLanes; ++lane) rest += total[lane];
+        // What is not a number, or infinite, reaches the result as such.
+        scales[g] = peak < INFINITY ? peak / 127.0f : NAN;
+        sums[g] = rest;
+    }
+}
+
+// ---- Weights --------------------------------------------------------------------------------------------
+
+// A matrix in bands, with its scales and zeros [groups][32] for each band.
+struct Grouped {
+    const unsigned char *codes;
+    const void *scales;          // of f16 or float
+    const unsigned char *zeros;  // or null
+    const unsigned char *table;  // what codes of 4 bits are replaced by, kTableBytes, or null
+    int64_t bits, group, groups, offset;
+    bool has_half_scales;
+
+    int64_t group_bytes() const { return kBand * group * bits / 8; }
+};
+
+// Packs codes; `out` has room for whole bands of whole groups, and may be `codes` where these fill them. Of 8
+// bits they are signed, and of 4 bits two to a byte, the first in its low half.
+inline void pack_codes(unsigned char *out, const unsigned char *codes, int64_t rows, int64_t columns,
+                       int64_t bits, int64_t group) {
+    const int64_t padded = (columns + group - 1) / group * group * bits / 8;
+    const int64_t row_bytes = (columns * bits + 7) / 8;
+    std::vector<unsigned char> band(kBand * padded);
+    for (int64_t first = 0; first < rows; first += kBand) {
+        std::fill(band.begin(), band.end(), 0);
+        for (int64_t n = 0; n < std::min(kBand, rows - first); ++n)
+            std::copy_n(codes + (first + n) * row_bytes, row_bytes, &band[n * padded]);
+        for (int64_t k = 0; k < padded; k += 4)
+            for (int64_t n = 0; n < kBand; ++n, out += 4) {
+                const unsigned char *from = &band[n * padded + k];
+                if (bits == 8) {
+                    for (int i = 0; i < 4; ++i) out[i] = from[i] ^ 128;
+                    continue;
+                }
+                for (int i = 0; i < 2; ++i) {
+                    out[2 * i] = (unsigned char)((from[i] & 15) | (from[i + 2] & 15) << 4);
+                    out[2 * i + 1] = (unsigned char)(from[i] >> 4 | (from[i + 2] & 0xf0));
+                }
+            }
+    }
+}
+
+// ---- Products -------------------------------------------------------------------------------------------
+
+enum Kind { kBytes, kNibbles, kLookedUp };
+
+// R rows of x, from one group to another, added to c.
+template <int R, Kind kKind, bool kZeros>
+__attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t row,
+                                                     const Grouped &w, int64_t band, int64_t first,
+                                                     int64_t last, float *c, int64_t c_step) {
+    constexpr int V = kGroupedVectors;
+    const unsigned char *codes = w.codes + (band * w.groups + first) * w.group_bytes();
+    const int64_t group_bytes = w.group_bytes();
+#if defined(PENSTOCK_SIGNED_BYTES)
+    const int offset = int(w.offset) - (kKind == kNibbles ? 0 : 128);
+    const unsigned flip = kKind == kNibbles ? 0 : 0x80808080u;
+#else
+    const int offset = int(w.offset);
+#endif
+    const std::int8_t *from = x.codes(row);
+    const float *x_scales = x.scales(row);
+    const std::int32_t *sums = x.sums(row);
+    const int64_t step = x.step, step4 = x.step / 4;
+    for (int64_t n = 0; n < kBand; n += V * kLanes) {
+        Floats total[R][V];
+        for (int i = 0; i < R; ++i)
+            for (int j = 0; j < V; ++j) total[i][j] = load(c + i * c_step + n + j * kLanes);
+        for (int64_t g = first; g < last; ++g) {
+            const unsigned char *p = codes + (g - first) * group_bytes + 4 * n;
+            Ints dot[R][V];
+#pragma GCC unroll 16
+            for (int i = 0; i < R; ++i) {
+                const Ints begin = kZeros ? Ints{} : every(sums + i * step4 + g) * -offset;
+                for (int j = 0; j < V; ++j) dot[i][j] = begin;
+            }
+            auto add = [&](int64_t k, Words (&quads)[V]) {
+#if defined(PENSTOCK_SIGNED_BYTES)
+                for (int j = 0; j < V; ++j) quads[j] = quads[j] ^ flip;
+#endif
+#pragma GCC unroll 16
+                for (int i = 0; i < R; ++i) {
+                    const Words one = keep((Words)every(from + i * step + k));
+#pragma GCC unroll 2
+                    for (int j = 0; j < V; ++j) dot[i][j] = add_quads(dot[i][j], quads[j], one);
+                }
+            };
+            const int64_t begin = g * w.group, end = begin + w.group;
+            for (int64_t k = begin; k < end; k += kKind == kBytes ? 4 : 8, p += 4 * kBand) {
+                Words low[V], high[V];
+                if (n == 0)
+                    for (std::size_t line = 0; line < 4 * kBand; line += 64)
+                        __builtin_prefetch(p + kPrefetchBytes + line, 0, 2);
+                for (int j = 0; j < V; ++j) {
+                    low[j] = keep(reinterpret_cast<const Words *>(p)[j]);
+                    if constexpr (kKind == kBytes) continue;
+                    high[j] = low[j] >> 4 & 0x0f0f0f0fu;
+                    low[j] = low[j] & 0x0f0f0f0fu;
+                    if constexpr (kKind == kLookedUp) {
+                        high[j] = looked_up(w.table, high[j]);
+                        low[j] = looked_up(w.table, low[j]);
+                    }
+                }
+                add(k, low);
+                if constexpr (kKind != kBytes) add(k + 4, high);
+            }
+            const int64_t at = (band * w.groups + g) * kBand + n;
+#pragma GCC unroll 2
+            for (int j = 0; j < V; ++j) {
+                const int64_t lane = at + j * kLanes;
+                const Floats scale = w.has_half_scales
+                                         ? load(static_cast<const f16 *>(w.scales) + lane)
+                                         : load(static_cast<const float *>(w.scales) + lane);
+                Floats zero = {};
+                if constexpr (kZeros) {
+                    typedef unsigned char Bytes
+                        __attribute__((vector_size(kLanes), aligned(1), may_alias));
+                    zero = __builtin_convertvector(
+                        *reinterpret_cast<const Bytes *>(w.zeros + lane), Floats);
+#if defined(PENSTOCK_SIGNED_BYTES)
+                    if (kKind == kBytes) zero = zero - 128.0f;
+#endif
+                }
+#pragma GCC unroll 16
+                for (int i = 0; i < R; ++i) {
+                    Floats of_group = __builtin_convertvector(dot[i][j], Floats);
+                    if constexpr (kZeros)
+                        of_group = fused(all(-float(sums[i * step4 + g])), zero, of_group);
+                    total[i][j] =
+                        fused(of_group * scale, all(x_scales[i * step4 + g]), total[i][j]);
+                }
+            }
+        }
+        for (int i = 0; i < R; ++i)
+            for (int j = 0; j < V; ++j) store(c + i * c_step + n + j * kLanes, total[i][j]);
+    }
+}
+
+template <Kind kKind, bool kZeros, int... R>
+inline void multiply_grouped_rows(int rows, const CodedRows &x, int64_t row, const Grouped &w,
+                                  int64_t band, int64_t first, int64_t last, float *c,
+                                  int64_t c_step, std::integer_sequence<int, R...>) {
+    using Tile = void (*)(const CodedRows &, int64_t, const Grouped &, int64_t, int64_t, int64_t,
+                          float *, int64_t);
+    static constexpr Tile kTiles[] = {multiply_grouped_tile<R + 1, kKind, kZeros>...};
+    kTiles[rows - 1](x, row, w, band, first, last, c, c_step);
+}
+
+// c[i][0..32) = x_i . w, for `rows` rows of x from `row` on, and a band of w.
+inline void multiply_grouped(const CodedRows &x, int64_t row, int64_t rows, const Grouped &w,
+                             int64_t band, float *c, int64_t c_step) {
+    for (int64_t i = 0; i < rows; ++i) std::fill_n(c + i * c_step, kBand, 0.0f);
+    const int64_t tiles = (rows + kGroupedRows - 1) / kGroupedRows;
+    const int64_t block = std::max<int64_t>(1, kBlock / w.group);
+    constexpr auto kRows = std::make_integer_sequence<int, kGroupedRows>();
+    for (int64_t g = 0; g < w.groups; g += block) {
+        const int64_t last = std::min(g + block, w.groups);
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t first = tile * rows / tiles;
+            const int count = int((tile + 1) * rows / tiles - first);
+            auto multiply = [&]<Kind kKind, bool kZeros>() {
+                multiply_grouped_rows<kKind, kZeros>(count, x, row + first, w, band, g, last,
+                                                     c + first * c_step, c_step, kRows);
+            };
+            if (w.bits == 8)
+                w.zeros ? multiply.operator()<kBytes, true>()
+                        : multiply.operator()<kBytes, false>();
+            else if (w.table)
+                multiply.operator()<kLookedUp, false>();
+            else
+                w.zeros ? multiply.operator()<kNibbles, true>()
+                        : multiply.operator()<kNibbles, false>();
+        }
+    }
+}

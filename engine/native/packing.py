@@ -1,0 +1,217 @@
+"""Packs linear layers into the bands that products.h and grouped.h multiply with."""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from ctypes import Structure, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.engine.memory.host import zeros_on_touch
+from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
+from penstock.engine.models.layers.linear import Linear, LinearProducts, PlainLinear
+
+PATH = "the compiled CPU step"
+# products.h packs so many rows of a weight together.
+_BAND = 32
+# Activations are rounded in the same groups as weights, so groups of more would cost precision.
+_MAX_GROUP = 128
+_GROUP_MULTIPLE = 8
+_TABLE_BYTES = 64
+
+Packable = PlainLinear | GroupedLinear
+
+
+class NativeLinear(Structure):
+    """`Linear` of structs.h."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("bits", c_int64),
+        ("group", c_int64),
+        ("offset", c_int64),
+        ("has_half_scales", c_int64),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("table", c_void_p),
+    )
+
+
+class Packer:
+    """Keeps all that it has given the address of."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._kept: list[Tensor] = []
+
+    def address(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        assert tensor.is_contiguous(), tensor.stride()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def packed(self, layers: Sequence[Packable]) -> list[NativeLinear]:
+        """Weights are packed where they are, if they fill their bands."""
+        return [
+            self._codes(layer) if isinstance(layer, GroupedLinear) else self._plain(layer)
+            for layer in layers
+        ]
+
+    def _plain(self, layer: PlainLinear) -> NativeLinear:
+        rows, columns = layer.weight.shape
+        packed = layer.weight if rows % _BAND == 0 else _bands(rows, columns, layer.weight.dtype)
+        self._library.penstock_pack(
+            c_void_p(self.address(packed)),
+            c_void_p(layer.weight.data_ptr()),
+            c_int64(rows),
+            c_int64(columns),
+        )
+        layer.weight = packed
+        return NativeLinear(
+            weight=packed.data_ptr(), bias=self.address(layer.bias), rows=rows, columns=columns
+        )
+
+    def _codes(self, layer: GroupedLinear) -> NativeLinear:
+        rows, columns = layer.out_features, layer.in_features
+        row_bytes = -(-columns // layer.group_size) * layer.group_size * layer.bits // 8
+        packed = layer.codes
+        if rows % _BAND or row_bytes != packed.shape[1]:
+            packed = _bands(rows, row_bytes, packed.dtype)
+        self._library.penstock_pack_codes(
+            c_void_p(self.address(packed)),
+            c_void_p(layer.codes.data_ptr()),
+            *map(c_int64, (rows, columns, layer.bits, layer.group_size)),
+        )
+        layer.codes = packed
+        scales = layer.scales
+        if scales.dtype is not torch.float16 and bool((scales.half().float() == scales).all()):
+            scales = scales.half()
+        zeros, table, offset = layer.zeros, None, 1 << (layer.bits - 1)
+        if zeros is not None:
+            # Of unsigned codes.
+            zeros = zeros.view(torch.uint8) ^ (0x80 if layer.bits == 8 else 0)
+        if layer.levels is not None:
+            offset = -int(layer.levels.min())
+            levels = (layer.levels.short() + offset).to(torch.uint8)
+            table = levels.repeat(_TABLE_BYTES // len(levels))
+        return NativeLinear(
+            weight=packed.data_ptr(),
+            bias=self.address(layer.bias),
+            rows=rows,
+            columns=columns,
+            bits=layer.bits,
+            group=layer.group_size,
+            offset=offset,
+            has_half_scales=scales.dtype is torch.float16,
+            scales=self.address(_of_bands(scales)),
+            zeros=None if zeros is None else self.address(_of_bands(zeros)),
+            table=self.address(table),
+        )
+
+
+def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
+    """The layers that are stacked in this one, all plain or all with codes in the same groups.
+
+    dtype: of plain weights. rows: how many each of them has; one layer if there are none. Raises
+    UnsupportedWeightFormat.
+    """
+    layers = _LINEARS.of(linear)
+    if rows and len(layers) == 1:
+        layers = _split(layers[0], list(rows))
+    groups = [_group(layer) for layer in layers if isinstance(layer, GroupedLinear)]
+    # Activations are rounded once for all of them.
+    group = math.gcd(*groups)
+    if len(groups) < len(layers) or group % _GROUP_MULTIPLE:
+        return [_widened(layer, dtype) for layer in layers]
+    return [_regrouped(layer, group) for layer in layers if isinstance(layer, GroupedLinear)]
+
+
+def _group(layer: GroupedLinear) -> int:
+    """The largest size that its groups can be split into, and that is not too large."""
+    if layer.group_size >= layer.in_features:  # one scale a row
+        return 64
+    sizes = range(_GROUP_MULTIPLE, _MAX_GROUP + 1, _GROUP_MULTIPLE)
+    return max((size for size in sizes if layer.group_size % size == 0), default=1)
+
+
+def _regrouped(layer: GroupedLinear, group: int) -> GroupedLinear:
+    """The same weights in smaller groups."""
+    if layer.group_size == group:
+        return layer
+    groups = torch.arange(-(-layer.in_features // group)) * group // layer.group_size
+    return GroupedLinear(
+        layer.codes,
+        layer.scales[:, groups],
+        layer.bias,
+        group_size=group,
+        in_features=layer.in_features,
+        zeros=None if layer.zeros is None else layer.zeros[:, groups],
+        levels=layer.levels,
+    )
+
+
+def _widened(layer: Packable, dtype: torch.dtype) -> PlainLinear:
+    if isinstance(layer, GroupedLinear):
+        return PlainLinear(layer.weight().to(dtype), layer.bias)
+    return layer
+
+
+def _split(layer: Packable, rows: list[int]) -> list[Packable]:
+    biases = [None] * len(rows) if layer.bias is None else torch.split(layer.bias, rows)
+    if isinstance(layer, PlainLinear):
+        weights = torch.split(layer.weight, rows)
+        return [PlainLinear(*part) for part in zip(weights, biases, strict=True)]
+    zeros = [None] * len(rows) if layer.zeros is None else torch.split(layer.zeros, rows)
+    return [
+        GroupedLinear(
+            codes,
+            scales,
+            bias,
+            group_size=layer.group_size,
+            in_features=layer.in_features,
+            zeros=zero,
+            levels=layer.levels,
+        )
+        for codes, scales, bias, zero in zip(
+            torch.split(layer.codes, rows),
+            torch.split(layer.scales, rows),
+            biases,
+            zeros,
+            strict=True,
+        )
+    ]
+
+
+def _bands(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return zeros_on_touch((-(-rows // _BAND) * _BAND, columns), dtype)
+
+
+def _of_bands(of_groups: Tensor) -> Tensor:
+    """(rows, groups) to (bands, groups, 32), filled up with zeros."""
+    padded = functional.pad(of_groups, (0, 0, 0, -len(of_groups) % _BAND))
+    return padded.view(-1, _BAND, of_groups.shape[1]).transpose(1, 2).contiguous()
+
+
+def _as_is(linear: Packable) -> list[Packable]:
+    return [linear]
+
+
+def _each(stacked: StackedLinear) -> list[Packable]:
+    return [part for linear in stacked.parts for part in _LINEARS.of(linear)]
+
+
+_LINEARS: LinearProducts[list[Packable]] = LinearProducts(
+    PATH,
+    {
+        PlainLinear.weight_format: _as_is,
+        "int8": _as_is,
+        "int4": _as_is,
+        StackedLinear.weight_format: _each,
+    },
+)
