@@ -15,6 +15,8 @@ from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
 
+_SPARE = 64
+
 # The default share of the free memory: a CPU machine rarely runs only this server.
 _DEFAULT_FRACTION = 0.25
 
@@ -122,5 +124,7 @@ def size_pool(
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # torch.zeros would allocate the whole pool at once.
-    return zeros_on_touch(shape, dtype)
+    # torch.zeros would allocate the whole pool at once. Vectors are read that begin in the pool and
+    # end behind it.
+    count = torch.Size(shape).numel()
+    return zeros_on_touch((count + _SPARE,), dtype)[:count].view(shape)

@@ -70,36 +70,36 @@ constexpr int kTileRows = 6, kTileVectors = 4;  // of 32 registers
 constexpr int kTileRows = 6, kTileVectors = 2;  // of 16 registers
 #endif
 
-// total[i][j] += x_i * w_j, for the `group` numbers of k at x and w.
-template <int R>
-inline void add_products(Floats (&total)[R][kTileVectors], const float *x, int64_t x_step,
-                         const Floats (&w)[kTileVectors]) {
+// total[i][j] += x_i * w_j, for the `group` numbers of k at x, and those of kLanes columns at each w.
+template <int R, int V>
+inline void add_products(Floats (&total)[R][V], const float *x, int64_t x_step,
+                         const Floats (&w)[V]) {
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) {
         const Floats one = keep(all(x[i * x_step]));
 #pragma GCC unroll 4
-        for (int j = 0; j < kTileVectors; ++j) total[i][j] = fused(one, w[j], total[i][j]);
+        for (int j = 0; j < V; ++j) total[i][j] = fused(one, w[j], total[i][j]);
     }
 }
-template <int R, class T>
-inline void add_products(Floats (&total)[R][kTileVectors], const float *x, int64_t x_step,
-                         const T *w) {
-    Floats values[kTileVectors];
-    for (int j = 0; j < kTileVectors; ++j) values[j] = keep(load(w + j * kLanes));
-    add_products<R>(total, x, x_step, values);
+template <int R, int V, class T>
+inline void add_products(Floats (&total)[R][V], const float *x, int64_t x_step,
+                         const T *const (&w)[V]) {
+    Floats values[V];
+    for (int j = 0; j < V; ++j) values[j] = keep(load(w[j]));
+    add_products(total, x, x_step, values);
 }
 // The two numbers of a pair are the halves of a word.
-template <int R>
-inline void add_products(Floats (&total)[R][kTileVectors], const float *x, int64_t x_step,
-                         const bf16 *w) {
-    Floats even[kTileVectors], odd[kTileVectors];
-    for (int j = 0; j < kTileVectors; ++j) {
-        const Words pair = reinterpret_cast<const Words *>(w)[j];
+template <int R, int V>
+inline void add_products(Floats (&total)[R][V], const float *x, int64_t x_step,
+                         const bf16 *const (&w)[V]) {
+    Floats even[V], odd[V];
+    for (int j = 0; j < V; ++j) {
+        const Words pair = *reinterpret_cast<const Words *>(w[j]);
         even[j] = keep((Floats)(pair << 16));
         odd[j] = keep((Floats)(pair & 0xffff0000u));
     }
-    add_products<R>(total, x, x_step, even);
-    add_products<R>(total, x + 1, x_step, odd);
+    add_products(total, x, x_step, even);
+    add_products(total, x + 1, x_step, odd);
 }
 #if defined(PENSTOCK_PAIRS)
 inline Floats add_pairs(Floats total, Words a, Words b) {
@@ -109,29 +109,29 @@ inline Floats add_pairs(Floats total, Words a, Words b) {
     return (Floats)vbfdotq_f32((float32x4_t)total, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #endif
 }
-template <int R>
-inline void add_products(Floats (&total)[R][kTileVectors], const bf16 *x, int64_t x_step,
-                         const bf16 *w) {
-    Words pairs[kTileVectors];
-    for (int j = 0; j < kTileVectors; ++j)
-        pairs[j] = keep(reinterpret_cast<const Words *>(w)[j]);
+template <int R, int V>
+inline void add_products(Floats (&total)[R][V], const bf16 *x, int64_t x_step,
+                         const bf16 *const (&w)[V]) {
+    Words pairs[V];
+    for (int j = 0; j < V; ++j) pairs[j] = keep(*reinterpret_cast<const Words *>(w[j]));
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) {
         std::uint32_t pair;
         std::memcpy(&pair, x + i * x_step, sizeof pair);
         const Words one = keep(Words{} + pair);
-        for (int j = 0; j < kTileVectors; ++j) total[i][j] = add_pairs(total[i][j], one, pairs[j]);
+#pragma GCC unroll 4
+        for (int j = 0; j < V; ++j) total[i][j] = add_pairs(total[i][j], one, pairs[j]);
     }
 }
 #elif defined(PENSTOCK_TILES)
 // Only where tiles are emulated, for tests: one product after the other.
-template <int R>
-inline void add_products(Floats (&total)[R][kTileVectors], const bf16 *x, int64_t x_step,
-                         const bf16 *w) {
+template <int R, int V>
+inline void add_products(Floats (&total)[R][V], const bf16 *x, int64_t x_step,
+                         const bf16 *const (&w)[V]) {
     float wide[R * 2];
     for (int i = 0; i < R; ++i)
         for (int k = 0; k < 2; ++k) wide[2 * i + k] = widen(x[i * x_step + k]);
-    add_products<R>(total, wide, 2, w);
+    add_products(total, wide, 2, w);
 }
 #endif
 
@@ -151,7 +151,9 @@ __attribute__((noinline)) void multiply_tile(const X *x, int64_t x_step, const T
                 for (std::size_t line = 0; line < step * sizeof(T); line += 64)
                     __builtin_prefetch(reinterpret_cast<const char *>(p) + kPrefetchBytes + line, 0,
                                        2);
-            add_products<R>(total, x + k, x_step, p);
+            const T *vectors[kTileVectors];
+            for (int j = 0; j < kTileVectors; ++j) vectors[j] = p + j * kLanes * group;
+            add_products(total, x + k, x_step, vectors);
         }
         for (int i = 0; i < R; ++i)
             for (int j = 0; j < kTileVectors; ++j)

@@ -66,6 +66,7 @@ template <class T> struct Runner {
         Buffer<unsigned char> coded;
         std::unique_ptr<float[]> row;  // of x, before it is coded
         std::unique_ptr<float[]> head;
+        std::unique_ptr<T[]> key_value;  // of one head
         std::unique_ptr<T[]> state;
         std::unique_ptr<float[]> products{new float[2 * kChunk * kBand]};
     };
@@ -76,6 +77,7 @@ template <class T> struct Runner {
             own.push_back({Attention<T>(std::max(group, kQueries), model.head_dim), {}, {},
                            std::unique_ptr<float[]>(new float[model.hidden]),
                            std::unique_ptr<float[]>(new float[model.head_dim]),
+                           std::unique_ptr<T[]>(new T[2 * model.head_dim]),
                            std::unique_ptr<T[]>(new T[model.hidden])});
     }
 
@@ -95,7 +97,8 @@ template <class T> class Run : public Job {
     Run(Runner<T> &runner, const Step &step, bool only_head)
         : runner_(runner), m_(runner.model), s_(step), only_head_(only_head),
           group_(m_.heads / m_.kv_heads), attended_(m_.heads * m_.head_dim),
-          qkv_(attended_ + 2 * m_.kv_heads * m_.head_dim), x_step_(padded<X>(widest())),
+          qkv_(attended_ + 2 * m_.kv_heads * m_.head_dim),
+          layout_{m_.block_size, m_.kv_heads, m_.head_dim}, x_step_(padded<X>(widest())),
           mlp_step_(padded<X>(m_.mlp)),
           part_floats_(Gathered::floats(group_, banded_rows(m_.head_dim))),
           phases_(new Phase[10 * m_.num_layers + 4]) {
@@ -127,8 +130,13 @@ template <class T> class Run : public Job {
                 phase++->run(s_.tokens, [&](int64_t t) {
                     for (int64_t h = 0; h < m_.kv_heads; ++h) store_keys(own, layer, t, h);
                 });
-            phase++->run(int64_t(units_.size()) * m_.kv_heads, [&](int64_t unit) {
-                attend(own, layer, units_[unit / m_.kv_heads], unit % m_.kv_heads);
+            phase++->run(int64_t(units_.size()) * m_.kv_heads / heads_each_, [&](int64_t unit) {
+                const int64_t first = unit * heads_each_;
+                for (int64_t i = first; i < first + heads_each_; ++i) {
+                    if (i == first) prefetch(own, layer, i);
+                    prefetch(own, layer, i + 1);
+                    attend(own, layer, units_[i / m_.kv_heads], i % m_.kv_heads);
+                }
             });
             const auto add = [&](int64_t t, int64_t n, const float *y, int64_t count) {
                 float *to = residual_ + t * m_.hidden + n;
@@ -448,31 +456,46 @@ template <class T> class Run : public Job {
             for (int64_t t = first + (end - first - 1) / tile * tile; t >= first; t -= tile)
                 units_.push_back({i, t, std::min(tile, end - t), kAll, 1, 0});
         }
+        // All heads of a position lie side by side in memory.
+        if (int64_t(units_.size()) >= 8 * runner_.team.size()) heads_each_ = m_.kv_heads;
         parts_ = runner_.parts.reserve(parts * m_.kv_heads * part_floats_);
         if (parts) arrived_.reset(new std::atomic<int32_t>[parts * m_.kv_heads]());
     }
 
     void store_keys(Own &own, const Layer &layer, int64_t t, int64_t kv_head) {
-        const int64_t d = m_.head_dim, slot = (s_.kv_slots[t] * m_.kv_heads + kv_head) * d;
+        const int64_t d = m_.head_dim;
         const float *key = wide_ + t * qkv_ + attended_ + kv_head * d;
-        rotate(own, key, layer.key_norm, t, static_cast<T *>(layer.keys) + slot);
         const float *value = key + m_.kv_heads * d;
-        T *to = static_cast<T *>(layer.values) + slot;
+        T *to = own.key_value.get();
+        rotate(own, key, layer.key_norm, t, to);
         int64_t i = 0;
-        for (; i + kLanes <= d; i += kLanes) store(to + i, load(value + i));
-        for (; i < d; ++i) store(to + i, value[i]);
+        for (; i + kLanes <= d; i += kLanes) store(to + d + i, load(value + i));
+        for (; i < d; ++i) store(to + d + i, value[i]);
+        layout_.put(static_cast<T *>(layer.keys), static_cast<T *>(layer.values), s_.kv_slots[t],
+                    kv_head, to, to + d);
+    }
+
+    typename Attention<T>::Keys keys_of(const Layer &layer, const Unit &unit, int64_t kv_head) {
+        return {static_cast<const T *>(layer.keys), static_cast<const T *>(layer.values), layout_,
+                kv_head, s_.block_tables + unit.sequence * s_.max_blocks};
+    }
+    typename Attention<T>::Rows rows_of(const Layer &layer, const Unit &unit) {
+        return {s_.positions[unit.first], unit.tokens, group_, layer.window};
+    }
+
+    // Brings the first positions that a head of a unit attends to into the caches.
+    void prefetch(Own &own, const Layer &layer, int64_t index) {
+        if (index >= int64_t(units_.size()) * m_.kv_heads) return;
+        const Unit &unit = units_[index / m_.kv_heads];
+        own.attention.prefetch(keys_of(layer, unit, index % m_.kv_heads), rows_of(layer, unit),
+                               std::max<int64_t>(unit.piece, 0));
     }
 
     void attend(Own &own, const Layer &layer, const Unit &unit, int64_t kv_head) {
         Attention<T> &attention = own.attention;
         const int64_t d = m_.head_dim;
-        const typename Attention<T>::Keys keys = {
-            static_cast<const T *>(layer.keys) + kv_head * d,
-            static_cast<const T *>(layer.values) + kv_head * d,
-            s_.block_tables + unit.sequence * s_.max_blocks, m_.block_size, m_.kv_heads * d};
-        const typename Attention<T>::Rows rows = {s_.positions[unit.first], unit.tokens, group_,
-                                                  layer.window};
-        attention.prefetch(keys, rows, std::max<int64_t>(unit.piece, 0));
+        const typename Attention<T>::Keys keys = keys_of(layer, unit, kv_head);
+        const typename Attention<T>::Rows rows = rows_of(layer, unit);
         const bool is_last = unit.piece == kAll || unit.piece == unit.pieces - 1;
         for (int64_t t = 0; t < unit.tokens; ++t) {
             if (!keys_first_ && is_last) store_keys(own, layer, unit.first + t, kv_head);
@@ -527,7 +550,9 @@ template <class T> class Run : public Job {
     const Step s_;
     const bool only_head_;
     const int64_t group_, attended_, qkv_;  // heads of a KV head; numbers of all heads; of q, k and v
+    const KVLayout<T> layout_;
     const int64_t x_step_, mlp_step_, part_floats_;
+    int64_t heads_each_ = 1;    // KV heads of a unit of work
     bool keys_first_ = false;  // a sequence has several tiles, which read each other's keys
     std::vector<Unit> units_;
     std::unique_ptr<std::atomic<int32_t>[]> arrived_;

@@ -90,11 +90,17 @@ template <int C, int A, int B> inline void tile_multiply() {
 
 #endif
 
+// Two columns of 16 weights, each in pairs along k; `step` numbers from pair to pair.
+struct TileColumns {
+    const bf16 *left, *right;
+    int64_t step;
+};
+
 // As multiply_band in products.h, of M tiles of 16 rows: C in tiles 0 to 3, x in 4 and 5, w in 6 and 7.
 template <int M>
-inline void multiply_tiles(const bf16 *x, int64_t x_step, const bf16 *w, int64_t length,
+inline void multiply_tiles(const bf16 *x, int64_t x_step, const TileColumns &w, int64_t length,
                            bool is_first, float *c, int64_t c_step) {
-    const int64_t c_bytes = 4 * c_step, band = 32;
+    const int64_t c_bytes = 4 * c_step;
     if (is_first) {
         tile_zero<0>(), tile_zero<1>();
         if constexpr (M == 2) tile_zero<2>(), tile_zero<3>();
@@ -104,9 +110,9 @@ inline void multiply_tiles(const bf16 *x, int64_t x_step, const bf16 *w, int64_t
             tile_load<2>(c + kTile * c_step, c_bytes),
                 tile_load<3>(c + kTile * c_step + kTile, c_bytes);
     }
-    auto multiply = [&](const bf16 *from, int64_t from_bytes, const bf16 *weights) {
+    auto multiply = [&](const bf16 *from, int64_t from_bytes, const TileColumns &at) {
         tile_load<4>(from, from_bytes);
-        tile_load<6>(weights, 4 * band), tile_load<7>(weights + 2 * kTile, 4 * band);
+        tile_load<6>(at.left, 2 * at.step), tile_load<7>(at.right, 2 * at.step);
         tile_multiply<0, 4, 6>(), tile_multiply<1, 4, 7>();
         if constexpr (M == 2) {
             tile_load<5>(reinterpret_cast<const char *>(from) + kTile * from_bytes, from_bytes);
@@ -115,16 +121,23 @@ inline void multiply_tiles(const bf16 *x, int64_t x_step, const bf16 *w, int64_t
     };
     int64_t k = 0;
     for (; k + kDepth <= length; k += kDepth) {
-        for (int64_t line = 0; line < 4 * band * kTile; line += 64)
-            __builtin_prefetch(reinterpret_cast<const char *>(w + k * band) + 8192 + line, 0, 2);
-        multiply(x + k, 2 * x_step, w + k * band);
+        const int64_t at = k / 2 * w.step;
+        for (int64_t row = 0; row < kTile; ++row) {
+            __builtin_prefetch(w.left + at + row * w.step + 4096, 0, 2);
+            __builtin_prefetch(w.right + at + row * w.step + 4096, 0, 2);
+        }
+        multiply(x + k, 2 * x_step, {w.left + at, w.right + at, w.step});
     }
     if (k < length) {  // the rest, filled up with zeros on both sides
-        alignas(64) bf16 rest[M * kTile][kDepth] = {}, weights[kDepth * 32] = {};
+        alignas(64) bf16 rest[M * kTile][kDepth] = {}, weights[2][kTile * kDepth] = {};
         for (int64_t i = 0; i < M * kTile; ++i)
             std::copy_n(x + i * x_step + k, length - k, rest[i]);
-        std::copy_n(w + k * band, (length - k) * band, weights);
-        multiply(rest[0], sizeof rest[0], weights);
+        for (int64_t pair = 0; pair < (length - k) / 2; ++pair) {
+            const int64_t at = (k / 2 + pair) * w.step;
+            std::copy_n(w.left + at, kDepth, weights[0] + pair * kDepth);
+            std::copy_n(w.right + at, kDepth, weights[1] + pair * kDepth);
+        }
+        multiply(rest[0], sizeof rest[0], {weights[0], weights[1], kDepth});
     }
     tile_store<0>(c, c_bytes), tile_store<1>(c + kTile, c_bytes);
     if constexpr (M == 2)
@@ -132,13 +145,19 @@ inline void multiply_tiles(const bf16 *x, int64_t x_step, const bf16 *w, int64_t
             tile_store<3>(c + kTile * c_step + kTile, c_bytes);
 }
 
-inline void multiply_band_by_tiles(const bf16 *x, int64_t x_step, int64_t rows, const bf16 *w,
-                                   int64_t length, bool is_first, float *c, int64_t c_step) {
+inline void multiply_by_tiles(const bf16 *x, int64_t x_step, int64_t rows, const TileColumns &w,
+                              int64_t length, bool is_first, float *c, int64_t c_step) {
     int64_t row = 0;
     for (; row + kTile < rows; row += 2 * kTile)
         multiply_tiles<2>(x + row * x_step, x_step, w, length, is_first, c + row * c_step, c_step);
     if (row < rows)
         multiply_tiles<1>(x + row * x_step, x_step, w, length, is_first, c + row * c_step, c_step);
+}
+
+inline void multiply_band_by_tiles(const bf16 *x, int64_t x_step, int64_t rows, const bf16 *w,
+                                   int64_t length, bool is_first, float *c, int64_t c_step) {
+    const TileColumns columns = {w, w + 2 * kTile, 4 * kTile};
+    multiply_by_tiles(x, x_step, rows, columns, length, is_first, c, c_step);
 }
 
 // Whether a product with a rest along k comes out right: what is emulated, or new, is tried first.

@@ -110,7 +110,8 @@ class Harness:
     def __init__(self, model_dir: Path, num_sequences: int = 4, **options: Any) -> None:
         config = ModelConfig.from_dir(model_dir)
         max_len = options.get("max_len", MAX_LEN)
-        blocks_each = max_len // BLOCK_SIZE
+        self.block_size = block_size = options.get("block_size", BLOCK_SIZE)
+        blocks_each = max_len // block_size
         num_blocks = num_sequences * blocks_each
         native = options.get("native", False)
         dtype = options.get("dtype", torch.float32)
@@ -123,7 +124,7 @@ class Harness:
             max_model_len=max_len,
             device=CPU,
         )
-        self.pool = KVPool(config.kv_shape, num_blocks, BLOCK_SIZE, dtype, CPU)
+        self.pool = KVPool(config.kv_shape, num_blocks, block_size, dtype, CPU)
         if native:
             has_codes = options.get("has_codes", False)
             library = options.get("library") or load_library(dtype, has_codes)
@@ -138,7 +139,7 @@ class Harness:
         """rows: (slot, start, number of tokens). Returns the logits of every token, row by row."""
         slots, starts, counts = zip(*rows, strict=True)
         batch = make_batch(slots, starts, counts, num_decodes=num_decodes)
-        step = build_model_input(batch, self.token_table, self.block_tables, BLOCK_SIZE)
+        step = build_model_input(batch, self.token_table, self.block_tables, self.block_size)
         object.__setattr__(step, "sample_rows", torch.arange(sum(counts)))
         return list(torch.split(self.model(step, self.pool), list(counts)))
 

@@ -78,19 +78,23 @@ def test_floats_are_rounded_as_by_torch_and_what_float16_cannot_hold_is_nan(
         torch.testing.assert_close(widened, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama_biases"])
+@pytest.mark.parametrize(
+    ("family", "block_size"), [("qwen3", 4), ("qwen3", 16), ("llama_biases", 32)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_step_agrees_with_torchs(
-    processor: str, family: str, dtype: torch.dtype, tmp_path: Path
+    processor: str, family: str, block_size: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     if processor == "tiles" and dtype is not torch.bfloat16:
         pytest.skip("tiles multiply bfloat16 alone")
     path = save(make_model(family), tmp_path)
     tolerance = {torch.float32: 1e-3, torch.float16: 0.04, torch.bfloat16: 0.4}[dtype]
-    made = [Harness(path, dtype=dtype, native=native) for native in (True, False)]
+    made = [
+        Harness(path, dtype=dtype, native=native, block_size=block_size) for native in (True, False)
+    ]
     for harness in made:
-        harness.token_table[0, :20] = torch.arange(20)
-    for row in ((0, 0, 19), (0, 19, 1)):
+        harness.token_table[0, :90] = torch.arange(90)
+    for row in ((0, 0, 19), (0, 19, 1), (0, 20, 1), (0, 21, 60), (0, 81, 1)):
         ours, torchs = (harness.run([row])[0] for harness in made)
         torch.testing.assert_close(ours, torchs, atol=tolerance, rtol=0)
 
@@ -131,9 +135,10 @@ def test_a_token_has_the_same_bits_alone_and_in_company(
         "make_linear": make_linear,
         "has_codes": make_linear is not PlainLinear,
     }
+    # A block of 4 positions is read row by row, and larger ones as they are packed.
     alone, together = (
-        Harness(path, dtype=torch.bfloat16, native=True, threads=threads, **options)
-        for threads in (1, 2)
+        Harness(path, dtype=torch.bfloat16, native=True, **sizes, **options)
+        for sizes in ({"threads": 1, "block_size": 4}, {"threads": 2, "block_size": 16})
     )
     tokens = torch.randint(96, (4, 120), generator=torch.Generator().manual_seed(1))
     for harness in (alone, together):
@@ -163,8 +168,16 @@ def test_a_long_context_has_the_same_bits_when_threads_share_it(
     }
     path, length = save(make_model("mistral_window", **options), tmp_path), 1200
     alone, shared = (
-        Harness(path, 1, dtype=torch.bfloat16, native=True, threads=threads, max_len=2048)
-        for threads in (1, 3)
+        Harness(
+            path,
+            1,
+            dtype=torch.bfloat16,
+            native=True,
+            threads=threads,
+            max_len=2048,
+            block_size=block_size,
+        )
+        for threads, block_size in ((1, 4), (3, 16))
     )
     tokens = torch.randint(96, (length,), generator=torch.Generator().manual_seed(1))
     for harness in (alone, shared):
