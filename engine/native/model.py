@@ -12,9 +12,16 @@ from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature
-from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.llama import LlamaModel
-from penstock.engine.native.packing import PATH, NativeLinear, Packer, parts
+from penstock.engine.models.layers.linear import Linear, PlainLinear
+from penstock.engine.models.llama import Layer, LlamaModel
+from penstock.engine.native.packing import (
+    PATH,
+    NativeLinear,
+    Packer,
+    check_format,
+    parts,
+    release,
+)
 
 # Of ModelConfig.
 _FEATURES = {"tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
@@ -90,44 +97,45 @@ class NativeModel:
         self._dtype = model.embedding.dtype
         self._vocab_size = config.vocab_size
         check_features(config, self._dtype)
-        lm_head = parts(model.lm_head, self._dtype)
-        mlp = config.intermediate_size
-        layer_parts = [
-            (
-                parts(layer.qkv, self._dtype),
-                parts(layer.output, self._dtype),
-                parts(layer.gate_up, self._dtype, mlp, mlp),
-                parts(layer.down, self._dtype),
-            )
-            for layer in model.layers
-        ]
+        check_format(model.lm_head)
+        for layer in model.layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                check_format(linear)
         packer = Packer(library)
-        with ThreadPoolExecutor(threads) as workers:
-            [packed_head] = packer.packed(lm_head)
-            packed = workers.map(lambda of_layer: list(map(packer.packed, of_layer)), layer_parts)
-            layers = (_Layer * config.num_layers)(
-                *(
-                    _Layer(
-                        input_norm=packer.address(layer.input_norm),
-                        query_norm=packer.address(layer.query_norm),
-                        key_norm=packer.address(layer.key_norm),
-                        mlp_norm=packer.address(layer.mlp_norm),
-                        qkv=(NativeLinear * _MAX_STACKED)(*qkv),
-                        output=output,
-                        gate=gate,
-                        up=up,
-                        down=down,
-                        keys=packer.address(keys),
-                        values=packer.address(values),
-                        window=layer.window or 0,
-                    )
-                    for layer, (qkv, [output], [gate, up], [down]), keys, values in zip(
-                        model.layers, packed, pool.keys, pool.values, strict=True
-                    )
-                )
+        mlp = config.intermediate_size
+
+        def pack(linear: Linear, *rows: int) -> list[NativeLinear]:
+            packed = packer.packed(parts(linear, self._dtype, *rows))
+            release(linear)
+            return packed
+
+        def native_layer(layer: Layer, keys: Tensor, values: Tensor) -> _Layer:
+            [output], [gate, up], [down] = (
+                pack(layer.output),
+                pack(layer.gate_up, mlp, mlp),
+                pack(layer.down),
             )
-        embedding, [head] = model.embedding, lm_head
-        in_bands = False
+            return _Layer(
+                input_norm=packer.address(layer.input_norm),
+                query_norm=packer.address(layer.query_norm),
+                key_norm=packer.address(layer.key_norm),
+                mlp_norm=packer.address(layer.mlp_norm),
+                qkv=(NativeLinear * _MAX_STACKED)(*pack(layer.qkv)),
+                output=output,
+                gate=gate,
+                up=up,
+                down=down,
+                keys=packer.address(keys),
+                values=packer.address(values),
+                window=layer.window or 0,
+            )
+
+        [head] = parts(model.lm_head, self._dtype)
+        [packed_head] = packer.packed([head])
+        with ThreadPoolExecutor(threads) as workers:
+            made = workers.map(native_layer, model.layers, pool.keys, pool.values)
+            layers = (_Layer * config.num_layers)(*made)
+        embedding, in_bands = model.embedding, False
         if config.tied_embeddings and isinstance(head, PlainLinear):  # then it is in memory once
             embedding, in_bands = head.weight, True
         self._model = _Model(

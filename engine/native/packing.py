@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.engine.memory.host import zeros_on_touch
+from penstock.engine.memory.host import Arena, zeros_on_touch
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear, LinearProducts, PlainLinear
 
@@ -47,6 +47,7 @@ class Packer:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self._arena = Arena()
         self._kept: list[Tensor] = []
 
     def address(self, tensor: Tensor | None) -> int | None:
@@ -57,7 +58,7 @@ class Packer:
         return tensor.data_ptr()
 
     def packed(self, layers: Sequence[Packable]) -> list[NativeLinear]:
-        """Weights are packed where they are, if they fill their bands."""
+        """Plain weights are packed where they are, if they fill their bands."""
         return [
             self._codes(layer) if isinstance(layer, GroupedLinear) else self._plain(layer)
             for layer in layers
@@ -80,15 +81,12 @@ class Packer:
     def _codes(self, layer: GroupedLinear) -> NativeLinear:
         rows, columns = layer.out_features, layer.in_features
         row_bytes = -(-columns // layer.group_size) * layer.group_size * layer.bits // 8
-        packed = layer.codes
-        if rows % _BAND or row_bytes != packed.shape[1]:
-            packed = _bands(rows, row_bytes, packed.dtype)
+        packed = self._arena.empty((-(-rows // _BAND) * _BAND, row_bytes), layer.codes.dtype)
         self._library.penstock_pack_codes(
             c_void_p(self.address(packed)),
             c_void_p(layer.codes.data_ptr()),
             *map(c_int64, (rows, columns, layer.bits, layer.group_size)),
         )
-        layer.codes = packed
         scales = layer.scales
         if scales.dtype is not torch.float16 and bool((scales.half().float() == scales).all()):
             scales = scales.half()
@@ -115,11 +113,22 @@ class Packer:
         )
 
 
+def check_format(linear: Linear) -> None:
+    """Raises UnsupportedWeightFormat."""
+    _LINEARS.of(linear)
+
+
+def release(linear: Linear) -> None:
+    """Frees the codes of a layer that has been packed; it cannot compute any more."""
+    for layer in _LINEARS.of(linear):
+        if isinstance(layer, GroupedLinear):
+            layer.codes, layer.scales = layer.codes.new_empty(0), layer.scales.new_empty(0)
+
+
 def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
     """The layers that are stacked in this one, all plain or all with codes in the same groups.
 
-    dtype: of plain weights. rows: how many each of them has; one layer if there are none. Raises
-    UnsupportedWeightFormat.
+    dtype: of plain weights. rows: how many each of them has; one layer if there are none.
     """
     layers = _LINEARS.of(linear)
     if rows and len(layers) == 1:
