@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.attention.paged.attention import PagedAttention
 from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels import launch
 from penstock.engine.kernels.blocks import copy_blocks
