@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from penstock.engine.attention.flash import FlashAttention
-from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.attention.paged.attention import PagedAttention
 from penstock.engine.attention.protocol import DeviceAttention
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.attention.torch_attention import TorchAttention

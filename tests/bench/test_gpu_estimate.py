@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
+from tests.bench.gpu.cublas import Of, product_us
 from tests.bench.gpu.resources import known, sources
 
 _FOLDER = Path(__file__).with_name("gpu")
@@ -39,6 +40,31 @@ def test_a_committed_table_is_what_the_launch_code_makes(name: str) -> None:
     committed = (_FOLDER / text).read_text(encoding="utf-8")
     command = f"tests.bench.gpu.{name}"
     assert _printed("-m", command) == committed, f"run `python -m {command} --write`"
+
+
+def test_no_goal_is_missed_by_what_is_expected() -> None:
+    committed = (_FOLDER / "ESTIMATE.md").read_text(encoding="utf-8")
+    assert "Qwen3-8B by HTTP" in committed
+    assert "NOT MET" not in committed
+
+
+def test_a_product_of_cublas_takes_what_others_measured() -> None:
+    assert product_us(256, 6144, 4096, Of.MEDIAN) == 22.1
+    assert product_us(256, 6144, 4096, Of.SLOWEST) == 25.8
+    measured = 'Work(name="cuBLAS", programs=0, fit=0, busy=0, product=(256, 6144, 4096))'
+    assert _time(f"_timed({measured}, before, EXPECTED).us") == 22.1
+
+
+def test_between_two_measured_sizes_a_product_takes_its_share_of_both() -> None:
+    def us(rows: int, outputs: int, columns: int) -> float:
+        return product_us(rows, outputs, columns, Of.MEDIAN)
+
+    assert us(640, 4096, 4096) == pytest.approx((us(513, 4096, 4096) + us(767, 4096, 4096)) / 2)
+    wide = (us(256, 16384, 4096) + us(256, 51200, 4096)) / 2
+    assert us(256, (16384 + 51200) // 2, 4096) == pytest.approx(wide)
+    deep = (us(256, 4096, 12288) + us(256, 4096, 16384)) / 2
+    assert us(256, 4096, 14336) == pytest.approx(deep)
+    assert us(16384, 4096, 4096) == pytest.approx(2 * us(8192, 4096, 4096))
 
 
 _TIMES = """

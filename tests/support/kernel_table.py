@@ -13,7 +13,7 @@ from typing import Any
 import triton
 
 from penstock.engine.kernels import launch
-from penstock.engine.kernels.sample import Mode
+from penstock.engine.kernels.sample.sampler import Mode
 from tests.support.compile_kernels import MetaModel
 
 Entry = dict[str, Any]

@@ -23,7 +23,7 @@ from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs, captured_sizes
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES, StepSampler
 from penstock.engine.kernels.blocks import copy_blocks
-from penstock.engine.kernels.sample import Mode
+from penstock.engine.kernels.sample.sampler import Mode
 from penstock.engine.kernels.tables import (
     gather_chunks,
     gather_decodes,

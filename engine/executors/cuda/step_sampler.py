@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.sample import DeviceSampler, Mode, can_fuse
+from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode, can_fuse
 from penstock.engine.memory.host import tensor_to_device, to_device
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.sampler import Sampler

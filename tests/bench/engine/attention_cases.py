@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.attention.paged.attention import PagedAttention
 from penstock.engine.attention.protocol import DeviceAttention
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.device_step import DeviceStep

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.sample import DeviceSampler
+from penstock.engine.kernels.sample.sampler import DeviceSampler
 from penstock.scheduler.types import SamplingParams
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.models import model_config

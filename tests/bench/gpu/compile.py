@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from penstock.engine.kernels.launch import overlap, overlapped
-from penstock.engine.kernels.sample import Mode
+from penstock.engine.kernels.sample.sampler import Mode
 from tests.bench.engine.linear_tiles import meta_launches
 from tests.bench.engine.models import model_fields
 from tests.bench.engine.timing import report

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.attention.paged.attention import PagedAttention
 from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels import launch
-from penstock.engine.kernels.sample import DeviceSampler, Mode
+from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
     gather_chunks,
     gather_decodes,

@@ -31,16 +31,16 @@ def known() -> dict[str, Any]:
 
 
 def sources() -> str:
-    """A hash of all that Triton compiles."""
-    found = hashlib.sha256()
+    """A hash of all that Triton compiles, in whatever files it is."""
+    kernels: list[str] = []
     for folder in _SOURCES:
-        for file in sorted((ROOT / "engine" / folder).glob("*.py")):
+        for file in (ROOT / "engine" / folder).rglob("*.py"):
             for node in ast.parse(file.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.FunctionDef) and _is_kernel(node):
                     if ast.get_docstring(node):
                         node.body = node.body[1:] or [ast.Pass()]
-                    found.update(ast.unparse(node).encode())
-    return found.hexdigest()[:16]
+                    kernels.append(ast.unparse(node))
+    return hashlib.sha256("".join(sorted(kernels)).encode()).hexdigest()[:16]
 
 
 def _is_kernel(function: ast.FunctionDef) -> bool:
@@ -52,7 +52,7 @@ def _compiled() -> dict[str, Any]:
     import triton
 
     from penstock.engine.kernels.launch import overlap
-    from penstock.engine.kernels.sample import Mode
+    from penstock.engine.kernels.sample.sampler import Mode
     from tests.bench.gpu.keys import key
     from tests.support.compile_kernels import MetaModel
     from tests.support.kernel_table import programs_that_fit

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.attention.paged.attention import PagedAttention
 from penstock.engine.config import LoadFormat
 from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.cuda.device_tables import DeviceTables

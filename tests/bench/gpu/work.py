@@ -23,7 +23,8 @@ class Work:
     torch launches it. busy: programs that have anything to do. memory_bytes: that cannot be in the
     cache; cached_bytes: that should. flops: on the matrix units. ahead_bytes: that it prefetches
     while the kernel before runs. in_flight: bytes of a program that are on their way at once. Of a
-    decode, is_split: it combines pieces; rotates: queries and keys first.
+    decode, is_split: it combines pieces; rotates: queries and keys first. product: rows, outputs
+    and columns of one of cuBLAS.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Work:
     in_flight: int = 0
     is_split: bool = False
     rotates: bool = False
+    product: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def waves(self) -> float:
@@ -80,16 +82,14 @@ class Workbench:
 
 def _product(arguments: dict[str, Tensor]) -> Work:
     x, weight, out = arguments["x"], arguments["weight"], arguments["out"]
-    rows, columns = x.shape
-    name = f"{CUBLAS} {rows} x {out.shape[1]} x {columns}"
+    product = (len(x), out.shape[1], x.shape[1])
     return Work(
-        name=name,
+        name=f"{CUBLAS} {' x '.join(map(str, product))}",
         programs=0,
         fit=0,
         busy=0,
         memory_bytes=weight.nbytes,
-        cached_bytes=x.nbytes + out.nbytes,
-        flops=2 * rows * out.shape[1] * columns,
+        product=product,
     )
 
 

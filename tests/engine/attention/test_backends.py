@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.attention.backends import make_attention
 from penstock.engine.attention.flash import FlashAttention
-from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.attention.paged.attention import PagedAttention
 from penstock.engine.attention.protocol import DeviceAttention
 from penstock.engine.attention.reference import reference_attention
 from penstock.engine.attention.shape import AttentionShape

@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.attention.paged import PagedDecode, PagedPrefill
+from penstock.engine.attention.paged.decode import PagedDecode
+from penstock.engine.attention.paged.prefill import PagedPrefill
 from penstock.engine.attention.reference import reference_attention
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.device_step import Rotation

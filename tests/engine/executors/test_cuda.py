@@ -12,7 +12,7 @@ from tests.support.paths import STORIES
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.attention.paged.attention import PagedAttention
 from penstock.engine.config import Device, Dtype, EngineConfig
 from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.executors.cpu import CpuExecutor

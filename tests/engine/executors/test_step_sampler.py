@@ -9,7 +9,7 @@ from tests.support.paths import DEMO_MODEL
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.executors.cuda.step_sampler import StepSampler
-from penstock.engine.kernels.sample import Mode
+from penstock.engine.kernels.sample.sampler import Mode
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.types import SamplingParams, SlotAssignment, TokenLogprobs

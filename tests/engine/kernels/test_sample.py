@@ -18,8 +18,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from penstock.engine.kernels import sample as kernels  # noqa: E402
-from penstock.engine.kernels.sample import DeviceSampler, Mode, can_fuse  # noqa: E402
+from penstock.engine.kernels.sample import rows as kernels  # noqa: E402
+from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode, can_fuse  # noqa: E402
+from penstock.engine.kernels.sample.words import WORDS  # noqa: E402
 from penstock.engine.sampling.sampler import INVALID_ID, Sampler, _repair, _Step  # noqa: E402
 from penstock.scheduler.types import SamplingParams  # noqa: E402
 from tests.support.kernels import LOGPROB_TOLERANCE  # noqa: E402
@@ -78,7 +79,7 @@ class Drawn:
 def _store_noise(table, positions, noise, size, ROWS: tl.constexpr, SIZE: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, SIZE)
-    key = kernels._row_key(table, tl.load(positions + row))
+    key = kernels.row_key(table, tl.load(positions + row))
     value = kernels._noise(key[:, None], token[None, :])
     tl.store(noise + row[:, None] * size + token[None, :], value, mask=token[None, :] < size)
 
@@ -307,9 +308,9 @@ def _store_adjusted(
 ):
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
-    params_of_slot = table + slot * kernels._WORDS
+    params_of_slot = table + slot * WORDS
     token = tl.arange(0, SIZE)
-    x = kernels._load(
+    x = kernels.load_logits(
         logits, row, size, token, size, tl.load(positions + row), slot, params_of_slot,
         tl.load(params_of_slot), bias, seen, masks, True,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged import PagedAttention
+from penstock.engine.attention.paged.attention import PagedAttention
 from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels.tables import gather_chunks
 from penstock.engine.memory.kv_pool import KVPool
