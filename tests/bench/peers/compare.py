@@ -15,6 +15,7 @@ _MAX_SEQS = 16
 # llama-server divides its context by its slots.
 _LLAMA_CONTEXT = _MAX_SEQS * 4096
 _KV_GIB = 2
+_READY_S = 1800  # vLLM compiles at its first start, for minutes even on a quiet machine
 _QUIET = "HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1"
 
 
@@ -75,6 +76,7 @@ def comparison(name: str, into: Path, peers: list[str], threads: int, more: list
     cores = sorted(os.sched_getaffinity(0))[:threads]
     servers = commands(files, into, cores, has_bf16=has_bf16())
     flags = ["--model", str(files.model), "--threads", str(threads)]
+    flags += ["--ready-timeout", str(_READY_S)]
     for peer in peers:
         flags += ["--server", f"{peer}={servers[peer]}"]
     return ["penstock", "bench", "peers", *flags, *more]
