@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu bench-gpu kernel-table docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu kernel-table docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -134,6 +134,17 @@ bench-metrics: .venv/installed
 
 bench-cpu: .venv/installed
 	$(BIN)/python -m tests.bench.engine cpu-decode --threads $$(nproc)
+
+# Installs the servers that Penstock is compared with on a CPU into build/peers, if they are not there: some
+# five minutes each, of which llama.cpp's are compilation. ARGS="--peer llama" installs one.
+peers: .venv/installed-dev
+	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.bench.peers install $(ARGS)
+
+# Penstock and these servers in turns, with random weights in the shape SHAPE. ARGS="--peer llama --rounds 2"
+# chooses some of them, and has the flags of `penstock bench peers`.
+SHAPE ?= 135m
+bench-peers: .venv/installed-dev
+	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.bench.peers compare $(SHAPE) $(ARGS)
 
 # All measurements on one GPU, in two commands of 9 minutes: the second has ARGS="--resume
 # gpu_results/rows.jsonl". ARGS=--list says what takes how long; ARGS=--tiny is a dry run without a GPU.

@@ -1,0 +1,190 @@
+"""Random weights in the shapes of small models that people serve on CPUs, and their conversions.
+
+Speed depends on the shape and not on the values, so that no download is needed. The tokenizer is
+the demo model's, with made-up words up to the vocabulary's size.
+"""
+
+import itertools
+import json
+import os
+import string
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.support.paths import DEMO_MODEL
+
+_DEVIATION = 0.02  # of weights, as training starts with
+_COMMON: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "initializer_range": _DEVIATION,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    # SmolLM-135M's, with a longer context.
+    "135m": _COMMON
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    },
+    # Qwen2.5-0.5B's.
+    "500m": _COMMON
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "use_sliding_window": False,
+    },
+}
+_QUANTIZED = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
+
+# llama.cpp's converter knows a tokenizer by the hash of what it makes of one text, and refuses all
+# others. The demo model's splits a text as SmolLM's does.
+_CONVERT = """
+import runpy, sys
+source, *arguments = sys.argv[1:]
+sys.path.insert(0, source)
+from conversion.base import TextModel
+known = TextModel.get_vocab_base_pre
+def split_of(self, tokenizer):
+    try:
+        return known(self, tokenizer)
+    except NotImplementedError:
+        return "smollm"
+TextModel.get_vocab_base_pre = split_of
+sys.argv = ["convert_hf_to_gguf.py", *arguments]
+runpy.run_path(source + "/convert_hf_to_gguf.py", run_name="__main__")
+"""
+
+
+def write_model(shape: dict[str, Any], folder: Path) -> None:
+    """A Hugging Face directory, in bfloat16. The last file that appears is config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: _random(name, size, generator).to(torch.bfloat16)
+        for name, size in _tensor_shapes(shape)
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_json(folder / "tokenizer.json", _tokenizer(shape["vocab_size"]))
+    settings = json.loads((DEMO_MODEL / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings["model_max_length"] = shape["max_position_embeddings"]
+    _write_json(folder / "tokenizer_config.json", settings)
+    _write_json(folder / "config.json", shape)
+
+
+def write_gguf(model: Path, file: Path, llama: Path) -> None:
+    """`file` in bfloat16, after NAME-q8_0.gguf and NAME-q4_0.gguf beside it.
+
+    llama: as `install` makes it. Raises CalledProcessError.
+    """
+    quantize = llama / "build" / "bin" / "llama-quantize"
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        whole = Path(folder, file.name)
+        _run(
+            *(sys.executable, "-c", _CONVERT, llama / "source", model),
+            *("--outtype", "bf16", "--outfile", whole),
+            PYTHONPATH=str(llama / "site"),
+        )
+        for suffix, kind in _QUANTIZED.items():
+            smaller = Path(folder, f"{file.stem}-{suffix}.gguf")
+            _run(quantize, whole, smaller, kind, "1")
+            smaller.rename(file.with_name(smaller.name))
+        whole.rename(file)
+
+
+def write_openvino(model: Path, target: Path, environment: Path) -> None:
+    """An OpenVINO model with float16 weights, and its tokenizer.
+
+    The exporter has no bfloat16; a server that computes in it converts the weights when it loads.
+    environment: one that has optimum-intel. Raises CalledProcessError.
+    """
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        whole = Path(folder, target.name)
+        _run(
+            *(environment / "bin" / "optimum-cli", "export", "openvino", "--model", model),
+            *("--task", "text-generation-with-past", "--weight-format", "fp16", whole),
+            HF_HUB_OFFLINE="1",
+            DO_NOT_TRACK="1",
+        )
+        whole.rename(target)
+
+
+def _run(*command: str | Path, **environment: str) -> None:
+    subprocess.run(command, check=True, env=os.environ | environment)
+
+
+def _tensor_shapes(shape: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    head_dim = hidden // shape["num_attention_heads"]
+    kv = shape["num_key_value_heads"] * head_dim
+    yield "model.embed_tokens.weight", (shape["vocab_size"], hidden)
+    yield "model.norm.weight", (hidden,)
+    for index in range(shape["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+        for name, size in (("q", hidden), ("k", kv), ("v", kv)):
+            yield f"{layer}.self_attn.{name}_proj.weight", (size, hidden)
+            if shape["model_type"] == "qwen2":
+                yield f"{layer}.self_attn.{name}_proj.bias", (size,)
+        yield f"{layer}.self_attn.o_proj.weight", (hidden, hidden)
+        yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
+        yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
+        yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
+
+
+def _random(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if "norm" in name:
+        return torch.ones(size)
+    return torch.randn(size, generator=generator) * _DEVIATION
+
+
+def _tokenizer(vocab_size: int) -> dict[str, Any]:
+    tokenizer = json.loads((DEMO_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab: dict[str, int] = tokenizer["model"]["vocab"]
+    words = (word for word in _words() if word not in vocab)
+    for word in itertools.islice(words, vocab_size - len(vocab)):
+        vocab[word] = len(vocab)
+    assert sorted(vocab.values()) == [*range(vocab_size)], vocab_size
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def _words() -> Iterator[str]:
+    """With a space before them, which a byte-level vocabulary writes as G with a dot."""
+    for length in itertools.count(3):
+        for letters in itertools.product(string.ascii_lowercase, repeat=length):
+            yield "\u0120" + "".join(letters)
+
+
+def _write_json(file: Path, value: object) -> None:
+    file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
