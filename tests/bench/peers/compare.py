@@ -1,7 +1,7 @@
 """The comparison of Penstock with its peers: how each is started, so that all do the same work.
 
 All compute in bfloat16 where the processor can, have a KV cache of 16 bits, find shared prefixes in
-it, and run up to 16 sequences at a time.
+it, and run up to 32 sequences at a time.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.bench.peers.models import SHAPES, write_gguf, write_model, write_openvino
 
 _SERVER = Path(__file__).with_name("openvino_server.py")
-_MAX_SEQS = 16
+_MAX_SEQS = 32
 # llama-server divides its context by its slots.
 _LLAMA_CONTEXT = _MAX_SEQS * 4096
 _KV_GIB = 2
