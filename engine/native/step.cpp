@@ -60,13 +60,15 @@ template <class X> int64_t padded(int64_t columns) {
 // What lasts from step to step.
 template <class T> struct Runner {
     using X = typename Operands<T>::X;
+    using Runs = PlainRuns<T>;
+    using Stored = typename Runs::KV::Stored;
     struct Own {  // of one thread
-        Attention<T> attention;
+        Attention<Runs> attention;
         Buffer<X> normalised;
         Buffer<unsigned char> coded;
         std::unique_ptr<float[]> row;  // of x, before it is coded
         std::unique_ptr<float[]> head;
-        std::unique_ptr<T[]> key_value;  // of one head
+        std::unique_ptr<Stored[]> key_value;  // of one head
         std::unique_ptr<T[]> state;
         std::unique_ptr<float[]> products{new float[2 * kChunk * kBand]};
     };
@@ -74,10 +76,10 @@ template <class T> struct Runner {
     Runner(const Model &of, int64_t threads) : model(of), team(int(threads)) {
         const int64_t group = model.heads / model.kv_heads;
         for (int64_t i = 0; i < threads; ++i)
-            own.push_back({Attention<T>(std::max(group, kQueries), model.head_dim), {}, {},
+            own.push_back({Attention<Runs>(std::max(group, kQueries), model.head_dim), {}, {},
                            std::unique_ptr<float[]>(new float[model.hidden]),
                            std::unique_ptr<float[]>(new float[model.head_dim]),
-                           std::unique_ptr<T[]>(new T[2 * model.head_dim]),
+                           std::unique_ptr<Stored[]>(new Stored[2 * model.head_dim]),
                            std::unique_ptr<T[]>(new T[model.hidden])});
     }
 
@@ -92,13 +94,15 @@ template <class T> struct Runner {
 template <class T> class Run : public Job {
     using X = typename Operands<T>::X;
     using Own = typename Runner<T>::Own;
+    using Runs = typename Runner<T>::Runs;
+    using Attending = Attention<Runs>;
 
   public:
     Run(Runner<T> &runner, const Step &step, bool only_head)
         : runner_(runner), m_(runner.model), s_(step), only_head_(only_head),
           group_(m_.heads / m_.kv_heads), attended_(m_.heads * m_.head_dim),
           qkv_(attended_ + 2 * m_.kv_heads * m_.head_dim),
-          layout_{m_.block_size, m_.kv_heads, m_.head_dim}, x_step_(padded<X>(widest())),
+          places_{m_.block_size, m_.kv_heads, m_.head_dim}, x_step_(padded<X>(widest())),
           mlp_step_(padded<X>(m_.mlp)),
           part_floats_(Gathered::floats(group_, banded_rows(m_.head_dim))),
           phases_(new Phase[10 * m_.num_layers + 4]) {
@@ -466,20 +470,18 @@ template <class T> class Run : public Job {
         const int64_t d = m_.head_dim;
         const float *key = wide_ + t * qkv_ + attended_ + kv_head * d;
         const float *value = key + m_.kv_heads * d;
-        T *to = own.key_value.get();
+        auto *to = own.key_value.get();
         rotate(own, key, layer.key_norm, t, to);
         int64_t i = 0;
         for (; i + kLanes <= d; i += kLanes) store(to + d + i, load(value + i));
         for (; i < d; ++i) store(to + d + i, value[i]);
-        layout_.put(static_cast<T *>(layer.keys), static_cast<T *>(layer.values), s_.kv_slots[t],
-                    kv_head, to, to + d);
+        typename Runs::KV(layer, places_).put(s_.kv_slots[t], kv_head, to, to + d);
     }
 
-    typename Attention<T>::Keys keys_of(const Layer &layer, const Unit &unit, int64_t kv_head) {
-        return {static_cast<const T *>(layer.keys), static_cast<const T *>(layer.values), layout_,
-                kv_head, s_.block_tables + unit.sequence * s_.max_blocks};
+    typename Attending::Keys keys_of(const Layer &layer, const Unit &unit, int64_t kv_head) {
+        return {{layer, places_}, kv_head, s_.block_tables + unit.sequence * s_.max_blocks};
     }
-    typename Attention<T>::Rows rows_of(const Layer &layer, const Unit &unit) {
+    typename Attending::Rows rows_of(const Layer &layer, const Unit &unit) {
         return {s_.positions[unit.first], unit.tokens, group_, layer.window};
     }
 
@@ -492,10 +494,10 @@ template <class T> class Run : public Job {
     }
 
     void attend(Own &own, const Layer &layer, const Unit &unit, int64_t kv_head) {
-        Attention<T> &attention = own.attention;
+        Attending &attention = own.attention;
         const int64_t d = m_.head_dim;
-        const typename Attention<T>::Keys keys = keys_of(layer, unit, kv_head);
-        const typename Attention<T>::Rows rows = rows_of(layer, unit);
+        const typename Attending::Keys keys = keys_of(layer, unit, kv_head);
+        const typename Attending::Rows rows = rows_of(layer, unit);
         const bool is_last = unit.piece == kAll || unit.piece == unit.pieces - 1;
         for (int64_t t = 0; t < unit.tokens; ++t) {
             if (!keys_first_ && is_last) store_keys(own, layer, unit.first + t, kv_head);
@@ -550,7 +552,7 @@ template <class T> class Run : public Job {
     const Step s_;
     const bool only_head_;
     const int64_t group_, attended_, qkv_;  // heads of a KV head; numbers of all heads; of q, k and v
-    const KVLayout<T> layout_;
+    const KVPlaces places_;
     const int64_t x_step_, mlp_step_, part_floats_;
     int64_t heads_each_ = 1;    // KV heads of a unit of work
     bool keys_first_ = false;  // a sequence has several tiles, which read each other's keys
