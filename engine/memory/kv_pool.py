@@ -15,7 +15,7 @@ from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
 
-_SPARE = 64
+_SPARE = 256
 
 # The default share of the free memory: a CPU machine rarely runs only this server.
 _DEFAULT_FRACTION = 0.25
@@ -35,6 +35,8 @@ class KVPool:
         shape = (kv.num_layers, num_blocks, block_size, kv.num_kv_heads, kv.head_dim)
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)
+        self.key_scales: Tensor | None = None
+        self.value_scales: Tensor | None = None
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """(source, target): each target block gets its source's content, in every layer."""

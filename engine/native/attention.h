@@ -62,7 +62,8 @@ template <class Runs> class Attention {
           piece_(Gathered::at(memory_.get() + Gathered::floats(rows_, step_), rows_, step_)) {}
 
     int64_t step() const { return step_; }  // of what is gathered, between rows
-    X *queries() { return queries_.get(); }  // (rows, head_dim), to be filled before
+    X *queries() { return queries_.get(); }  // (rows, head_dim), to be filled and taken before
+    void take(int64_t rows) { runs_.take(queries_.get(), rows); }
     const Gathered &gathered() const { return gathered_; }
     const Gathered &piece() const { return piece_; }
 

@@ -115,6 +115,40 @@ struct CodedRows {
     }
 };
 
+// Numbers as codes of 8 bits, and the scale of all; `sum` is that of the codes.
+inline float coded(const float *x, int64_t count, std::int8_t *codes, std::int32_t *sum) {
+    // Without their signs, numbers are in the order of their bits, and after them what is none.
+    Ints peaks = {};
+    std::int32_t most = 0;
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        const Ints size = (Ints)load(x + i) & 0x7fffffff;
+        peaks = peaks > size ? peaks : size;
+    }
+    for (; i < count; ++i) most = std::max(most, std::bit_cast<std::int32_t>(std::fabs(x[i])));
+    for (int lane = 0; lane < kLanes; ++lane) most = std::max(most, peaks[lane]);
+    const float peak = std::bit_cast<float>(most);
+    const float inverse = peak > 0 ? 127.0f / peak : 0.0f;
+    // Adding 1.5 * 2^23 rounds to a whole number, which is then in the low bits.
+    const float shift = 12582912.0f;
+    Ints total = {};
+    *sum = 0;
+    for (i = 0; i + kLanes <= count; i += kLanes) {
+        const Ints whole = (Ints)(load(x + i) * inverse + shift) - 0x4b400000;
+        total += whole;
+        typedef std::int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+        *reinterpret_cast<Bytes *>(codes + i) = __builtin_convertvector(whole, Bytes);
+    }
+    for (; i < count; ++i) {
+        const auto whole = std::bit_cast<std::int32_t>(x[i] * inverse + shift) - 0x4b400000;
+        *sum += whole;
+        codes[i] = std::int8_t(whole);
+    }
+    for (int lane = 0; lane < kLanes; ++lane) *sum += total[lane];
+    // What is infinite or not a number reaches the result as such.
+    return peak < INFINITY ? peak / 127.0f : NAN;
+}
+
 // One row, to the memory of a row of CodedRows.
 inline void code_row(const float *x, int64_t columns, int64_t group, unsigned char *memory) {
     const int64_t groups = (columns + group - 1) / group;
@@ -123,34 +157,8 @@ inline void code_row(const float *x, int64_t columns, int64_t group, unsigned ch
     auto *sums = reinterpret_cast<std::int32_t *>(scales + groups);
     for (int64_t g = 0; g < groups; ++g, x += group, codes += group, columns -= group) {
         const int64_t count = std::min(group, columns);
-        Floats peaks = {};
-        float peak = 0;
-        int64_t i = 0;
-        for (; i + kLanes <= count; i += kLanes)
-            peaks = larger(peaks, (Floats)((Words)load(x + i) & 0x7fffffffu));
-        for (; i < count; ++i) peak = std::max(peak, std::fabs(x[i]));
-        peak = std::max(peak, highest(peaks));
-        const float inverse = peak > 0 ? 127.0f / peak : 0.0f;
-        // Adding 1.5 * 2^23 rounds to a whole number, which is then in the low bits.
-        const float shift = 12582912.0f;
-        Ints total = {};
-        std::int32_t rest = 0;
-        for (i = 0; i + kLanes <= count; i += kLanes) {
-            const Ints whole = (Ints)(load(x + i) * inverse + shift) - 0x4b400000;
-            total += whole;
-            typedef std::int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
-            *reinterpret_cast<Bytes *>(codes + i) = __builtin_convertvector(whole, Bytes);
-        }
-        for (; i < count; ++i) {
-            const auto whole = std::bit_cast<std::int32_t>(x[i] * inverse + shift) - 0x4b400000;
-            rest += whole;
-            codes[i] = std::int8_t(whole);
-        }
-        for (; i < group; ++i) codes[i] = 0;
-        for (int lane = 0; lane < kLanes; ++lane) rest += total[lane];
-        // What is not a number, or infinite, reaches the result as such.
-        scales[g] = peak < INFINITY ? peak / 127.0f : NAN;
-        sums[g] = rest;
+        scales[g] = coded(x, count, codes, sums + g);
+        std::fill(codes + count, codes + group, std::int8_t(0));
     }
 }
 

@@ -42,6 +42,8 @@ class _Layer(Structure):
         ("down", NativeLinear),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
         ("window", c_int64),
     )
 
@@ -109,7 +111,11 @@ class NativeModel:
             release(linear)
             return packed
 
-        def native_layer(layer: Layer, keys: Tensor, values: Tensor) -> _Layer:
+        def of_layer(scales: Tensor | None, index: int) -> int | None:
+            return None if scales is None else packer.address(scales[index])
+
+        def native_layer(index: int) -> _Layer:
+            layer = model.layers[index]
             [output], [gate, up], [down] = (
                 pack(layer.output),
                 pack(layer.gate_up, mlp, mlp),
@@ -125,15 +131,17 @@ class NativeModel:
                 gate=gate,
                 up=up,
                 down=down,
-                keys=packer.address(keys),
-                values=packer.address(values),
+                keys=packer.address(pool.keys[index]),
+                values=packer.address(pool.values[index]),
+                key_scales=of_layer(pool.key_scales, index),
+                value_scales=of_layer(pool.value_scales, index),
                 window=layer.window or 0,
             )
 
         [head] = parts(model.lm_head, self._dtype)
         [packed_head] = packer.packed([head])
         with ThreadPoolExecutor(threads) as workers:
-            made = workers.map(native_layer, model.layers, pool.keys, pool.values)
+            made = workers.map(native_layer, range(config.num_layers))
             layers = (_Layer * config.num_layers)(*made)
         embedding, in_bands = model.embedding, False
         if config.tied_embeddings and isinstance(head, PlainLinear):  # then it is in memory once

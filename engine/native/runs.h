@@ -76,9 +76,11 @@ template <class KV> struct Keys {
         const int64_t bytes = each * pool.places.head_dim * int64_t(sizeof *pool.keys);
         for (int64_t i = first; i < std::min(first + kKeys, end); i += each) {
             const int64_t from = start(i);
-            for (const auto *memory : {pool.keys, pool.values})
+            const char *memories[] = {reinterpret_cast<const char *>(pool.keys + from),
+                                      reinterpret_cast<const char *>(pool.values + from)};
+            for (const char *memory : memories)
                 for (int64_t byte = 0; byte < bytes; byte += 64)
-                    __builtin_prefetch(reinterpret_cast<const char *>(memory + from) + byte, 0, 3);
+                    __builtin_prefetch(memory + byte, 0, 3);
         }
     }
 };
@@ -157,7 +159,8 @@ template <class T> class PlainRuns {
           values_(new T[kKeys * dim_ + kBand * kGroup]()), pair_(new T[(dim_ + kBand) * kGroup]()),
           packed_(new T[kKeys * dim_ + kBand * kGroup]()) {}
 
-    int64_t width() const { return runs_ * kRun; }
+    int64_t width() const { return runs_ * kRun; }  // of the positions that were found, in whole runs
+    void take(const X *, int64_t) {}                // queries are multiplied as they are
 
     // Sets where the runs of `known` positions from `start` on are.
     void find(const Keys<PlainKV<T>> &keys, int64_t start, int64_t known) {

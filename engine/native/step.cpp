@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "coded_runs.h"
 #include "grouped.h"
 #include "products.h"
 #include "structs.h"
@@ -60,7 +61,11 @@ template <class X> int64_t padded(int64_t columns) {
 // What lasts from step to step.
 template <class T> struct Runner {
     using X = typename Operands<T>::X;
+#if defined(PENSTOCK_CODED_KV)
+    using Runs = CodedRuns;
+#else
     using Runs = PlainRuns<T>;
+#endif
     using Stored = typename Runs::KV::Stored;
     struct Own {  // of one thread
         Attention<Runs> attention;
@@ -505,6 +510,7 @@ template <class T> class Run : public Job {
                 rotate(own, wide_ + (unit.first + t) * qkv_ + (kv_head * group_ + g) * d,
                        layer.query_norm, unit.first + t, attention.queries() + (t * group_ + g) * d);
         }
+        attention.take(rows.count());
         if (unit.piece == kAll) {
             attention.attend(keys, rows);
             put_attended(attention.gathered(), unit, kv_head, layer);

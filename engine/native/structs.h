@@ -18,7 +18,9 @@ struct Layer {
     const void *input_norm, *query_norm, *key_norm, *mlp_norm;  // query_norm, key_norm may be null
     Linear qkv[3];  // one or several that are stacked; then without rows
     Linear output, gate, up, down;
-    void *keys, *values;  // as many numbers as (num_blocks, block_size, num_kv_heads, head_dim): see KVLayout
+    // As many numbers as (num_blocks, block_size, num_kv_heads, head_dim), as runs.h or coded_runs.h has them.
+    void *keys, *values;
+    float *key_scales, *value_scales;  // of codes, else null
     int64_t window;       // positions that a token attends to, its own included; 0: all
 };
 
