@@ -29,23 +29,26 @@ def parse_compressed_tensors(settings: Settings) -> QuantizationConfig:
         if not isinstance(content, dict):
             raise fields.wrong(f"config_groups.{name}", "an object", content)
         group = Settings.of(settings.path, f"{settings.key}: config_groups.{name}", content)
+        if not group.fields.mapping("weights"):  # of activations or the KV cache alone
+            continue
         targets = tuple(group.fields.names("targets") or ())
         groups.append(LayerGroup(targets, _scheme(settings, group, fields.text("format"))))
-    if not groups:
+    has_kv_scales = fields.get("kv_cache_scheme") is not None
+    if not groups and not has_kv_scales:
         raise settings.unsupported(f"{_NAME} {fields.text('format') or 'of no groups'}")
     return QuantizationConfig(
         name=_NAME,
         groups=tuple(groups),
         ignored=tuple(fields.names("ignore") or ()),
-        has_kv_scales=fields.get("kv_cache_scheme") is not None,
+        has_kv_scales=has_kv_scales,
     )
 
 
 def _scheme(settings: Settings, group: Settings, of_all: str | None) -> Scheme | None:
-    content = group.fields.mapping("weights")
     name = group.fields.text("format") or of_all or "of no format"
-    if not content or name == "dense":
+    if name == "dense":
         return None
+    content = group.fields.mapping("weights")
     weights = Settings.of(settings.path, f"{group.key}.weights", content)
     read = _FORMATS.get(name)
     kind = weights.fields.text("type") or "int"
@@ -53,7 +56,7 @@ def _scheme(settings: Settings, group: Settings, of_all: str | None) -> Scheme |
         read = _fp8 if kind == "float" else _int8
     if read is None:
         raise settings.unsupported(f"{_NAME} {name}")
-    if weights.fields.text("actorder") in ("group", "dynamic"):
+    if weights.fields.get("actorder") in ("group", "dynamic", True):
         raise settings.unsupported(f"{_NAME} {name} with actorder 'group'")
     bits = weights.fields.count("num_bits", default=8)
     scheme = read(weights, bits, kind)

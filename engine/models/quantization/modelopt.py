@@ -12,7 +12,10 @@ _NVFP4_GROUP = 16
 
 
 def parse_modelopt(settings: Settings) -> QuantizationConfig:
-    """settings: the object with quant_algo."""
+    """settings: the object with quant_algo, or one that has it under "quantization"."""
+    if settings.fields.get("quantization") is not None:
+        content = settings.fields.mapping("quantization")
+        settings = Settings.of(settings.path, f"{settings.key}: quantization", content)
     fields = settings.fields
     algorithm = fields.text("quant_algo")
     scheme: Scheme

@@ -13,7 +13,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """where: the file, and the key in it, for messages. fields: of that key's object."""
+    """path: of the file. key: in it, for messages. fields: of that key's object."""
 
     path: str
     key: str

@@ -1,5 +1,6 @@
 """Every quantized format gives the numbers that it stands for, and the answers of transformers."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,22 @@ def test_scales_of_a_kv_cache_have_no_effect_and_are_mentioned(
     save_file(load_file(file) | {"model.layers.0.self_attn.k_scale": torch.ones(1)}, file)
     our_logits(tmp_path / "fp8")
     assert "scales for a quantized KV cache" in caplog.text
+
+
+def test_modelopts_settings_may_be_one_level_deeper(tmp_path: Path) -> None:
+    modelopt = FORMATS["modelopt-fp8"]
+    settings = {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}
+    model = saved(tmp_path, replace(modelopt, settings=settings))
+    torch.testing.assert_close(our_logits(tmp_path), logits_of(model), atol=TOLERANCE, rtol=0)
+
+
+def test_a_checkpoint_whose_kv_cache_alone_is_quantized_is_plain(tmp_path: Path) -> None:
+    settings = FORMATS["ct-w4a16"].settings
+    group = {"targets": ["re:.*k_proj"], "weights": None, "output_activations": {"num_bits": 8}}
+    changes = {"config_groups": {"group_0": group}, "kv_cache_scheme": {"num_bits": 8}}
+    only_kv = replace(FORMATS["ct-w4a16"], settings=settings | changes)
+    model = saved(tmp_path, only_kv, plain=("proj", "lm_head"))
+    torch.testing.assert_close(our_logits(tmp_path), logits_of(model), atol=TOLERANCE, rtol=0)
 
 
 def test_float8_powers_of_two_are_scales_too(tmp_path: Path) -> None:

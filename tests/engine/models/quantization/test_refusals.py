@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 AWQ = {"quant_method": "awq", "bits": 4}
 TRANSFORMS = {"config_groups": {"R1": {"type": "hadamard"}}}
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 
 
 def parse(directory: Path, **keys: Any) -> ModelConfig:
