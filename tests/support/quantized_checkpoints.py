@@ -3,7 +3,7 @@ descriptions, without the code that reads them.
 
 Sources: the compressors of the package compressed-tensors, AutoAWQ's `WQLinear_GEMM`, AutoGPTQ's
 `qlinear_cuda_old.QuantLinear.pack`, ModelOpt's `export/quant_utils.py`, and for FP8 the class
-`FP8Linear` of transformers. tests/models compares these writers with the formats' packages.
+`FP8Linear` of transformers. tests/formats compares these writers with the formats' packages.
 """
 
 import json
@@ -239,9 +239,11 @@ def fp4(group: int, weight_name: str, global_name: str | None, *, divides: bool 
     return pack
 
 
-def compressed(format_name: str, **weights: Any) -> dict[str, Any]:
+def compressed(
+    format_name: str, activations: dict[str, Any] | None = None, **weights: Any
+) -> dict[str, Any]:
     """quantization_config of compressed-tensors for all linear layers but the output layer."""
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
         "format": format_name,
@@ -264,8 +266,15 @@ _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 _GPTQ = {"quant_method": "gptq", "desc_act": False, "sym": True, "group_size": 16}
 _GROUPS: dict[str, Any] = {"strategy": "group", "group_size": 16}
 _CHANNEL: dict[str, Any] = {"strategy": "channel"}
-_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-_MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+_NVFP4: dict[str, Any] = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": 16,
+}
+_BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+_INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, **_CHANNEL}
+_MXFP4: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 
 # Every format that is served, at sizes that fit small models: by a short name.
 FORMATS = {
@@ -301,7 +310,7 @@ FORMATS = {
     ),
     "ct-w8a8": QuantizedFormat(
         "compressed-tensors W8A8",
-        compressed("int-quantized", num_bits=8, type="int", symmetric=True, **_CHANNEL),
+        compressed("int-quantized", _BY_TOKEN, **_INT8),
         int8,
         "int8",
     ),
