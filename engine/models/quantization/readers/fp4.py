@@ -21,8 +21,7 @@ def read_fp4(tensors: LayerTensors, scheme: Fp4) -> GroupedPart:
     else:
         scales = tensors.scales("weight_scale", shape, dtypes=(torch.float8_e4m3fn,))
         of_all = tensors.scales(scheme.global_scale, ()).float().reshape(())
-        if scheme.divides and not bool(of_all):
-            raise tensors.wrong(scheme.global_scale, "is 0, and scales are divided by it")
         scales = scales / of_all if scheme.divides else scales * of_all
+        tensors.check_finite(scheme.global_scale, scales)
     levels = torch.tensor(_LEVELS, dtype=torch.int8)
     return GroupedPart(codes, scales / 2, scheme.group_size, columns, levels=levels)

@@ -51,7 +51,8 @@ def read_layer(
     parts: list[Part] = []
     for name, is_plain in zip(names, plain, strict=True):
         if is_plain:
-            parts.append(PlainPart(name, len(files.get(f"{name}.weight")), read_rows))
+            rows = files.get(f"{name}.weight").shape[:1].numel()  # a scalar is refused when read
+            parts.append(PlainPart(name, rows, read_rows))
         else:
             parts.append(_part(files, quantization, name, shape[1]))
     if (rows := sum(part.rows for part in parts)) != shape[0]:

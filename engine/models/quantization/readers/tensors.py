@@ -51,9 +51,13 @@ class LayerTensors:
         if tensor.dtype is torch.uint8:
             tensor = tensor.view(torch.float8_e8m0fnu)
         scales = tensor if tensor.dtype is torch.float16 else tensor.float()
-        if not is_finite(scales):
-            raise self._files.not_finite(f"{self.layer}.{name}", "download the model again")
+        self.check_finite(name, scales)
         return scales
+
+    def check_finite(self, name: str, scales: Tensor) -> None:
+        """Raises InvalidModel that names the tensor from which the scales are."""
+        if scales.numel() and not is_finite(scales):
+            raise self._files.not_finite(f"{self.layer}.{name}", "download the model again")
 
     def check(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         """Raises InvalidModel for another shape."""

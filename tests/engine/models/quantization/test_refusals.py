@@ -170,6 +170,16 @@ def nan(tensor: Tensor) -> Tensor:
             with_value("weight", lambda weight: weight.view(torch.uint8)),
             r"'{}.weight' .*is torch.uint8; the quantization implies torch.float8_e4m3fn",
         ),
+        (
+            "fp8-tensor",
+            with_value("weight", lambda weight: weight[:0]),
+            "'{}', .* have 128 rows in all, not the 192",
+        ),
+        (
+            "ct-w4a16",
+            with_value("weight_packed", lambda packed: packed[0]),
+            "'{}.weight_packed' .*has 1 dimensions, not 2",
+        ),
         ("ct-w4a16", without("weight_scale"), "lack the tensor '{}.weight_scale'"),
         (
             "ct-w4a16",
@@ -212,7 +222,7 @@ def nan(tensor: Tensor) -> Tensor:
         (
             "ct-nvfp4",
             with_value("weight_global_scale", torch.zeros_like),
-            "'{}.weight_global_scale' .*is 0",
+            "'{}.weight_global_scale' .*not finite",
         ),
         (
             "modelopt-nvfp4",
