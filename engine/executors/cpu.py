@@ -22,7 +22,7 @@ from penstock.engine.executors.loading import (
     Ledger,
     choose_dtype,
     describe,
-    kept_formats,
+    log_widening,
     reading,
     weight_source,
 )
@@ -78,8 +78,8 @@ class CpuExecutor:
             self._dtype, library = _dtype_and_library(config.dtype, model)
 
         make_linear = cpu_linear(self._dtype) if library is None else PlainLinear
-        listed = frozenset() if library is None else NATIVE_LINEARS.formats
-        kept = kept_formats(config.load_format, listed, model, self._dtype)
+        kept: frozenset[str] = frozenset() if library is None else NATIVE_LINEARS.formats
+        log_widening(model, self._dtype, kept)
         # Before the weights are read, so that a model that does not fit is reported at once.
         weight_bytes = model.weight_bytes(self._dtype.itemsize, kept)
         block_bytes = block_size * model.kv_shape.bytes_per_token(self._dtype.itemsize)

@@ -81,22 +81,17 @@ def weight_source(
     kept: Collection[str],
 ) -> WeightSource:
     """phases: its current phase is advanced by the bytes of each weight. kept: see `Widened`."""
+    source: Checkpoint | RandomWeights
     if load_format is LoadFormat.DUMMY:
-        return Counted(RandomWeights(empty), phases)
-    checkpoint = Checkpoint(model_dir, empty, model.quantization)
-    return Counted(Widened(checkpoint, empty, make_linear, kept), phases)
+        source = RandomWeights(empty, model.quantization)
+    else:
+        source = Checkpoint(model_dir, empty, model.quantization)
+    return Counted(Widened(source, empty, make_linear, kept), phases)
 
 
-def kept_formats(
-    load_format: LoadFormat, listed: Collection[str], model: ModelConfig, dtype: torch.dtype
-) -> Collection[str]:
-    """The weight formats in which layers stay; those of others are made plain, and the log says so.
-
-    listed: those that the path computes. Made-up weights are plain.
-    """
-    if load_format is LoadFormat.DUMMY:
-        return frozenset()
-    stored, held = model.weight_bytes(dtype.itemsize), model.weight_bytes(dtype.itemsize, listed)
+def log_widening(model: ModelConfig, dtype: torch.dtype, kept: Collection[str]) -> None:
+    """Says what it costs that layers of formats other than these are made plain."""
+    stored, held = model.weight_bytes(dtype.itemsize), model.weight_bytes(dtype.itemsize, kept)
     if model.quantization is not None and held != stored:
         logger.warning(
             "the weights are stored as %s, %.3f GiB; nothing here computes that format, so they "
@@ -106,7 +101,6 @@ def kept_formats(
             _name(dtype),
             held / 2**30,
         )
-    return listed
 
 
 def reading(num_bytes: int, dtype: torch.dtype) -> str:
@@ -134,11 +128,11 @@ class Counted:
 
 
 class Widened:
-    """A checkpoint whose quantized layers are made plain unless the path computes them."""
+    """Another source, whose quantized layers are made plain unless the path computes them."""
 
     def __init__(
         self,
-        source: Checkpoint,
+        source: Checkpoint | RandomWeights,
         empty: Empty,
         make_linear: MakeLinear,
         kept: Collection[str],

@@ -17,11 +17,14 @@ from torch import Tensor
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.linear import Linear, StoredLinear
 from penstock.engine.models.quantization.config import QuantizationConfig
+from penstock.engine.models.quantization.made_up import made_up_layer
 from penstock.engine.models.quantization.readers.layer import read_layer
 from penstock.engine.models.tensor_files import PLAIN_DTYPES, TensorFiles, is_finite
 
 logger = logging.getLogger(__name__)
 
+# Of random weights.
+_STD = 0.02
 # Ends of the names of what scales a quantized KV cache.
 _KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale")
 
@@ -119,16 +122,28 @@ class Checkpoint:
 class RandomWeights:
     """Small random weights for performance work; those of one name are the same in every run."""
 
-    def __init__(self, empty: Empty) -> None:
+    def __init__(self, empty: Empty, quantization: QuantizationConfig | None = None) -> None:
         self._empty = empty
+        self._quantization = quantization
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         if len(shape) == 1:  # norms and biases: ones keep the activations' scale
             return self._empty(shape).fill_(1.0)
         weight = self._empty(shape)
-        generator = torch.Generator(weight.device).manual_seed(zlib.crc32(names[0].encode()))
-        return weight.normal_(std=0.02, generator=generator)
+        return weight.normal_(std=_STD, generator=_generator(names[0], weight.device))
 
-    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> None:
-        """Plain whatever config.json says: a made-up layer has no codes and scales."""
-        return
+    def quantized(
+        self, shape: tuple[int, int], bias: Tensor | None, *names: str
+    ) -> StoredLinear | None:
+        """Plain where the layers have different formats, too."""
+        if self._quantization is None:
+            return None
+        scheme, *others = {self._quantization.scheme_of(name) for name in names}
+        if scheme is None or others:
+            return None
+        generator = _generator(names[0], torch.device("cpu"))
+        return made_up_layer(scheme, shape, bias, _STD, generator)
+
+
+def _generator(name: str, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))

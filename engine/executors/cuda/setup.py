@@ -28,7 +28,7 @@ from penstock.engine.executors.loading import (
     choose_device,
     choose_dtype,
     describe,
-    kept_formats,
+    log_widening,
     reading,
     weight_source,
 )
@@ -124,10 +124,9 @@ class _Setup:
         self._phases = phases
         self._model = ModelConfig.from_dir(model_dir)
         self._dtype = choose_dtype(config.dtype, gpu.device)
-        self._kept = kept_formats(
-            config.load_format, FUSED_LINEARS.formats, self._model, self._dtype
-        )
-        self._weight_bytes = self._model.weight_bytes(self._dtype.itemsize, self._kept)
+        kept = FUSED_LINEARS.formats
+        log_widening(self._model, self._dtype, kept)
+        self._weight_bytes = self._model.weight_bytes(self._dtype.itemsize, kept)
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         self._block_bytes = self._block_size * self._model.kv_shape.bytes_per_token(
             self._dtype.itemsize
@@ -208,7 +207,7 @@ class _Setup:
                 empty,
                 self._phases,
                 make_linear=PlainLinear,
-                kept=self._kept,
+                kept=FUSED_LINEARS.formats,
             ),
             PlainLinear,
             gathered_attention,

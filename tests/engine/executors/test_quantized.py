@@ -45,10 +45,11 @@ def test_fp8_becomes_plain_weights_and_the_log_says_what_that_costs(
     assert answer(executor, fp8) == expected
 
 
-def test_made_up_weights_of_a_quantized_model_are_plain(
+def test_made_up_weights_are_in_the_format_too_and_become_plain(
     fp8: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (fp8 / "model.safetensors").unlink()
     executor = CpuExecutor(engine_config(fp8, load_format=LoadFormat.DUMMY), fp8)
     assert executor.info.weight_bytes == ModelConfig.from_dir(fp8).step_weight_bytes(4, kept=())
-    assert "stored as" not in caplog.text
+    assert "stored as FP8" in caplog.text
+    assert len(answer(executor, fp8)) == 8

@@ -8,7 +8,7 @@ from penstock.engine.models.quantization.schemes import Fp4
 
 # Twice the numbers that the codes stand for, so that they are integers; bit 3 is the sign.
 _TWICE = (0, 1, 2, 3, 4, 6, 8, 12)
-_LEVELS = (*_TWICE, *(-level for level in _TWICE))
+LEVELS = (*_TWICE, *(-level for level in _TWICE))
 _POWERS = (torch.uint8, torch.float8_e8m0fnu)
 
 
@@ -23,5 +23,5 @@ def read_fp4(tensors: LayerTensors, scheme: Fp4) -> GroupedPart:
         of_all = tensors.scales(scheme.global_scale, ()).float().reshape(())
         scales = scales / of_all if scheme.divides else scales * of_all
         tensors.check_finite(scheme.global_scale, scales)
-    levels = torch.tensor(_LEVELS, dtype=torch.int8)
+    levels = torch.tensor(LEVELS, dtype=torch.int8)
     return GroupedPart(codes, scales / 2, scheme.group_size, columns, levels=levels)

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import StoredLinear
 from penstock.engine.models.llama import LlamaModel
-from penstock.engine.models.weights import Checkpoint
+from penstock.engine.models.weights import Checkpoint, RandomWeights
 from tests.support.quantized_checkpoints import FORMATS, QuantizedFormat, fp8, gptq, save_quantized
 from tests.support.tiny_models import Harness, make_model
 
@@ -151,6 +151,23 @@ def test_the_bytes_that_config_json_implies_are_those_of_the_layers(tmp_path: Pa
         assert config.weight_bytes(dtype_bytes) == held.step_weight_bytes + embedding
         widened = config.weight_bytes(dtype_bytes, kept=())
         assert widened == dtype_bytes * config.num_parameters
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_made_up_layer_has_the_format_and_bytes_of_one_that_is_read(
+    name: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, FORMATS[name])
+    config = ModelConfig.from_dir(tmp_path)
+    qkv = [f"model.layers.1.self_attn.{each}_proj" for each in "qkv"]
+    linear = read(tmp_path, (192, 64), *qkv)
+    made_up = RandomWeights(torch.empty, config.quantization).quantized((192, 64), None, *qkv)
+    assert made_up is not None
+    assert made_up.weight_format == linear.weight_format
+    assert made_up.num_bytes == linear.num_bytes
+    assert 0.015 < float(weight_of(made_up, 64).std()) < 0.025
+    plain = RandomWeights(torch.empty, config.quantization)
+    assert plain.quantized((96, 64), None, "lm_head") is None
 
 
 def test_scales_of_a_kv_cache_have_no_effect_and_are_mentioned(
