@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-ops test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu kernel-table docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-models test-ops test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu kernel-table docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -42,6 +42,18 @@ test-fuzz: .venv/installed-dev
 # node. CLIENTS="langchain litellm" runs only some of them.
 test-clients: .venv/installed-dev
 	$(BIN)/python -m tests.clients $(CLIENTS)
+
+# Quantized checkpoints: the tests' own against the formats' packages, which are put into build/packers
+# without what they depend on, and each format through HTTP. Takes three minutes.
+test-models: .venv/installed-dev build/packers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/formats
+
+# One file of AutoGPTQ is used, in Python: whichever wheel has it will do.
+PIP_PACKERS = $(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@
+build/packers:
+	$(PIP_PACKERS) compressed-tensors==0.20.0 autoawq==0.2.9 accelerate loguru psutil
+	$(PIP_PACKERS) --only-binary :all: --python-version 3.11 --abi cp311 \
+		--platform manylinux_2_17_x86_64 auto-gptq==0.7.1
 
 # 200 JSON schemas on the demo model and on random weights: every finished output must validate.
 test-schemas: .venv/installed-dev

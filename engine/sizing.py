@@ -27,6 +27,8 @@ CONTEXTS = (2_048, 8_192, 32_768)
 # Nominal memory; the devices have a few percent more.
 DEVICES = (("H100", 80), ("H200", 141))
 _BLOCK_SIZE = 64
+# The weight formats in which a GPU keeps layers as they are stored: others become plain.
+KEPT_FORMATS: frozenset[str] = frozenset({"plain"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class Sizing:
 
     @property
     def weight_bytes(self) -> int:
-        return self.model.weight_bytes(self.dtype.itemsize)
+        return self.model.weight_bytes(self.dtype.itemsize, KEPT_FORMATS)
 
     @property
     def token_bytes(self) -> int:
@@ -84,7 +86,7 @@ class Sizing:
         bandwidth = peak_bandwidth(self.machine.name)
         if not bandwidth:
             return None
-        weights = self.model.step_weight_bytes(self.dtype.itemsize)
+        weights = self.model.step_weight_bytes(self.dtype.itemsize, KEPT_FORMATS)
         return (weights + num_sequences * self.read_bytes(context)) / bandwidth
 
     def slot_bytes(self, max_model_len: int) -> int:
@@ -97,7 +99,8 @@ class Sizing:
         """Sequences that can run together at this TPOT if steps reach the share `mbu` of the peak
         bandwidth and memory is no limit. 0 if reading the weights alone takes longer."""
         bandwidth = peak_bandwidth(self.machine.name) or 0.0
-        spare = tpot_s * bandwidth * mbu - self.model.step_weight_bytes(self.dtype.itemsize)
+        weights = self.model.step_weight_bytes(self.dtype.itemsize, KEPT_FORMATS)
+        spare = tpot_s * bandwidth * mbu - weights
         return max(0, int(spare / self.read_bytes(context)))
 
 

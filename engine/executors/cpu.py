@@ -22,6 +22,7 @@ from penstock.engine.executors.loading import (
     Ledger,
     choose_dtype,
     describe,
+    log_widening,
     reading,
     weight_source,
 )
@@ -42,6 +43,7 @@ from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel, check_features
+from penstock.engine.native.packing import FORMATS
 from penstock.engine.phases import Phases
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
@@ -75,8 +77,11 @@ class CpuExecutor:
         with phases.timed("compile", "loading the step that is compiled for this processor"):
             self._dtype, library = _dtype_and_library(config.dtype, model)
 
+        make_linear = cpu_linear(self._dtype) if library is None else PlainLinear
+        kept: frozenset[str] = frozenset() if library is None else FORMATS
+        log_widening(model, self._dtype, kept)
         # Before the weights are read, so that a model that does not fit is reported at once.
-        weight_bytes = model.weight_bytes(self._dtype.itemsize)
+        weight_bytes = model.weight_bytes(self._dtype.itemsize, kept)
         block_bytes = block_size * model.kv_shape.bytes_per_token(self._dtype.itemsize)
         size = size_cpu_pool(
             config,
@@ -94,8 +99,16 @@ class CpuExecutor:
             empty = self._empty(in_arena=library is not None)
             self._model = llama = LlamaModel(
                 model,
-                weight_source(config.load_format, model_dir, empty, phases),
-                cpu_linear(self._dtype) if library is None else PlainLinear,
+                weight_source(
+                    config.load_format,
+                    model_dir,
+                    model,
+                    empty,
+                    phases,
+                    make_linear=make_linear,
+                    kept=kept,
+                ),
+                make_linear,
                 gathered_attention,
                 max_model_len=size.max_model_len,
                 device=_CPU,
@@ -251,7 +264,7 @@ def _dtype_and_library(wanted: Dtype, model: ModelConfig) -> tuple[torch.dtype, 
 
 def _library_for(model: ModelConfig, dtype: torch.dtype) -> CDLL | None:
     """None where torch computes the model."""
-    library = load_library(dtype)
+    library = load_library(dtype, model.quantization is not None)
     if library is not None:
         try:
             check_features(model, dtype)

@@ -2,6 +2,7 @@
 memory."""
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, p
 from penstock.engine.memory.kv_pool import PoolSize
 from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.layers.linear import Linear, MakeLinear
+from penstock.engine.models.tensor_files import is_finite
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
@@ -68,12 +71,36 @@ def choose_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
 
 
 def weight_source(
-    load_format: LoadFormat, model_dir: Path, empty: Empty, phases: Phases
+    load_format: LoadFormat,
+    model_dir: Path,
+    model: ModelConfig,
+    empty: Empty,
+    phases: Phases,
+    *,
+    make_linear: MakeLinear,
+    kept: Collection[str],
 ) -> WeightSource:
-    """phases: its current phase is advanced by the bytes of each weight."""
+    """phases: its current phase is advanced by the bytes of each weight. kept: see `Widened`."""
+    source: Checkpoint | RandomWeights
     if load_format is LoadFormat.DUMMY:
-        return Counted(RandomWeights(empty), phases)
-    return Counted(Checkpoint(model_dir, empty), phases)
+        source = RandomWeights(empty, model.quantization)
+    else:
+        source = Checkpoint(model_dir, empty, model.quantization)
+    return Counted(Widened(source, empty, make_linear, kept), phases)
+
+
+def log_widening(model: ModelConfig, dtype: torch.dtype, kept: Collection[str]) -> None:
+    """Says what it costs that layers of formats other than these are made plain."""
+    stored, held = model.weight_bytes(dtype.itemsize), model.weight_bytes(dtype.itemsize, kept)
+    if model.quantization is not None and held != stored:
+        logger.warning(
+            "the weights are stored as %s, %.3f GiB; nothing here computes that format, so they "
+            "become %s as they are read, and take %.3f GiB",
+            model.quantization.name,
+            stored / 2**30,
+            _name(dtype),
+            held / 2**30,
+        )
 
 
 def reading(num_bytes: int, dtype: torch.dtype) -> str:
@@ -98,6 +125,39 @@ class Counted:
         if linear is not None:
             self._phases.advance(linear.num_bytes)
         return linear
+
+
+class Widened:
+    """Another source, whose quantized layers are made plain unless the path computes them."""
+
+    def __init__(
+        self,
+        source: Checkpoint | RandomWeights,
+        empty: Empty,
+        make_linear: MakeLinear,
+        kept: Collection[str],
+    ) -> None:
+        """kept: the weight formats that the path computes."""
+        self._source = source
+        self._empty = empty
+        self._make_linear = make_linear
+        self._kept = kept
+
+    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+        return self._source.read(shape, *names)
+
+    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
+        linear = self._source.quantized(shape, bias, *names)
+        if linear is None or linear.weight_format in self._kept:
+            return linear
+        weight = self._empty(shape)
+        linear.write_weight(weight)
+        if weight.dtype is torch.float16 and not is_finite(weight):
+            raise InvalidModel(
+                f"the layer {names[0]!r} has weights above 65504, which float16 does not hold; use "
+                "--dtype bfloat16 or --dtype float32"
+            )
+        return self._make_linear(weight, bias)
 
 
 def describe(

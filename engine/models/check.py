@@ -16,6 +16,7 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats import not_a_directory, without_config, without_weights
 from penstock.engine.models.json_file import Fields, check_regular, read_json
+from penstock.engine.models.quantization.parse import HF_QUANT_CONFIG
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -27,7 +28,7 @@ _TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 _READ = (
     *(CONFIG, GENERATION_CONFIG, INDEX, SINGLE, "modules.json", "chat_template.jinja"),
     *(*_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    "merges.txt",
+    *("merges.txt", HF_QUANT_CONFIG),
 )
 # Of directories below the one that was named, to see whether one of them was meant.
 _MAX_DEPTH = 2
@@ -66,8 +67,8 @@ def check_model(
     """Raises InvalidModel unless it can be served.
 
     model: its name for the message. names: of all its files; of these, `directory` must have
-    config.json, generation_config.json and the index of shards. needs_weights: False for made-up
-    weights, which need no tokenizer either.
+    config.json, generation_config.json, hf_quant_config.json and the index of shards.
+    needs_weights: False for made-up weights, which need no tokenizer either.
     """
     if CONFIG not in names:
         raise without_config(model, names)

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +13,10 @@ from typing import NamedTuple
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
-from penstock.engine.models.formats import EXPERTS, unsupported_family, unsupported_quantization
+from penstock.engine.models.formats import EXPERTS, unsupported_family
 from penstock.engine.models.json_file import Fields, read_object, shown, shown_json
+from penstock.engine.models.quantization.config import QuantizationConfig
+from penstock.engine.models.quantization.parse import read_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +46,9 @@ class ModelConfig:
     """A decoder-only transformer like Llama: RMSNorm, rotary positions, gated SiLU.
 
     windows: for each layer, how many positions a token attends to, its own included, or None for
-    all before it. Fields with a default are `features`, in which families differ; a path that
-    computes the layers itself names those that it knows, and refuses models with others.
+    all before it. quantization: None where all weights are plain. Fields with a default are
+    `features`, in which families differ; a path that computes the layers itself names those that it
+    knows, and refuses models with others.
     """
 
     family: str
@@ -61,6 +64,7 @@ class ModelConfig:
     rope: RopeConfig
     windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...]
+    quantization: QuantizationConfig | None
     tied_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -102,10 +106,24 @@ class ModelConfig:
         return dict(Counter(self.windows))
 
     @property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(out_features, in_features) of one layer's matrices, by their names in a checkpoint."""
+        hidden, mlp = self.hidden_size, self.intermediate_size
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "self_attn.q_proj": (query, hidden),
+            "self_attn.k_proj": (key, hidden),
+            "self_attn.v_proj": (key, hidden),
+            "self_attn.o_proj": (hidden, query),
+            "mlp.gate_proj": (mlp, hidden),
+            "mlp.up_proj": (mlp, hidden),
+            "mlp.down_proj": (hidden, mlp),
+        }
+
+    @property
     def num_layer_weights(self) -> int:
         """Elements of one layer's matrices."""
-        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        return self.hidden_size * (attention + 3 * self.intermediate_size)
+        return sum(rows * columns for rows, columns in self.linear_shapes.values())
 
     @property
     def num_layer_vectors(self) -> int:
@@ -130,24 +148,43 @@ class ModelConfig:
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         return self.num_step_weights + embedding
 
-    def weight_bytes(self, dtype_bytes: int) -> int:
+    def weight_bytes(self, dtype_bytes: int, kept: Collection[str] | None = None) -> int:
         """Of all weights, before any is read: what a device needs for them.
 
-        dtype_bytes: of the type in which they are computed.
+        dtype_bytes: of the type in which they are computed. kept: the weight formats of linear
+        layers that stay as they are stored, while others are made plain; None for all.
         """
-        return self.num_parameters * dtype_bytes
+        return self.num_parameters * dtype_bytes - self._saved_bytes(dtype_bytes, kept)
 
-    def step_weight_bytes(self, dtype_bytes: int) -> int:
+    def step_weight_bytes(self, dtype_bytes: int, kept: Collection[str] | None = None) -> int:
         """Of the weights that every step reads, as `ModelInfo.weight_bytes`."""
-        return self.num_step_weights * dtype_bytes
+        return self.num_step_weights * dtype_bytes - self._saved_bytes(dtype_bytes, kept)
+
+    def _saved_bytes(self, dtype_bytes: int, kept: Collection[str] | None) -> int:
+        """How many fewer bytes the layers have that are quantized."""
+        if self.quantization is None:
+            return 0
+        saved = 0
+        for name, (rows, columns) in self._linears():
+            scheme = self.quantization.scheme_of(name)
+            if scheme is not None and (kept is None or scheme.weight_format in kept):
+                saved += rows * columns * dtype_bytes - scheme.num_bytes(rows, columns)
+        return saved
+
+    def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """The name and shape of each matrix but the embedding."""
+        for index in range(self.num_layers):
+            for name, shape in self.linear_shapes.items():
+                yield f"model.layers.{index}.{name}", shape
+        if not self.tied_embeddings:
+            yield "lm_head", (self.vocab_size, self.hidden_size)
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> "ModelConfig":
         """Reads config.json, and generation_config.json where there is one."""
         fields = Fields.read(model_dir / "config.json")
         family = _family(fields)
-        if error := unsupported_quantization(fields):
-            raise error
+        quantization = read_quantization(fields, model_dir)
         for name in ("hidden_act", "hidden_activation"):
             if fields.text(name) not in ("silu", "swish", None):
                 raise InvalidModel(
@@ -201,6 +238,7 @@ class ModelConfig:
             mlp_bias=fields.flag("mlp_bias"),
             qk_norm=family == "qwen3",
             eos_token_ids=_eos_token_ids(fields, model_dir / "generation_config.json", vocab_size),
+            quantization=quantization,
         )
 
 

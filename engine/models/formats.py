@@ -11,26 +11,10 @@ from pathlib import PurePosixPath
 
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.json_file import Fields, shown
+from penstock.engine.models.quantization.parse import quantization_name
 
-_READS = "Penstock reads float32, float16 and bfloat16 weights from safetensors"
-_UNQUANTIZED = "use the float32, float16 or bfloat16 version of the model"
+_READS = "Penstock reads weights from safetensors"
 
-# How checkpoints announce quantized weights; `quantization` is MLX's.
-_QUANTIZATION = ("quantization_config", "compression_config", "quantization")
-# By quant_method.
-_FORMATS = {
-    "awq": "AWQ",
-    "gptq": "GPTQ",
-    "fp8": "FP8",
-    "fbgemm_fp8": "FP8",
-    "mxfp4": "MXFP4",
-    "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors",
-    "modelopt": "ModelOpt",
-    "torchao": "TorchAO",
-    "hqq": "HQQ",
-    "exl2": "EXL2",
-}
 # Keys of config.json that count the experts of a layer.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ENCODERS = re.compile(
@@ -93,24 +77,12 @@ def unsupported_family(
         )
     name = shown(", ".join(architectures) or model_type).strip("'\"")
     kinds = [kind] if (kind := _kind(fields, architectures, model_type)) else []
-    if quantized := _quantization(fields):
-        kinds.append(f"with {quantized[1]} weights")
+    if quantized := quantization_name(fields):
+        kinds.append(f"with {quantized} weights")
     noted = f" ({', '.join(kinds)})" if kinds else ""
     return InvalidModel(
         f"{fields.path} names the architecture {name}{noted}, which is not supported; {can_be}",
         brief=f"{name}{noted} is not supported",
-    )
-
-
-def unsupported_quantization(fields: Fields) -> InvalidModel | None:
-    """None where the weights are not quantized."""
-    if not (quantized := _quantization(fields)):
-        return None
-    key, name = quantized
-    return InvalidModel(
-        f"{fields.path} has a {key}, so the weights are quantized in the format {name}, which is "
-        f"not supported; {_UNQUANTIZED}",
-        brief=f"{name} weights are not supported",
     )
 
 
@@ -186,26 +158,6 @@ def _recognized(
                 f"({_READS})",
                 brief=what,
             )
-    return None
-
-
-def _quantization(fields: Fields) -> tuple[str, str] | None:
-    """The key that says so, and the format's name."""
-    for key in _QUANTIZATION:
-        value = fields.get(key)
-        if value is None:
-            continue
-        settings = value if isinstance(value, dict) else {}
-        method = settings.get("quant_method")
-        if key == "quantization":
-            name = "MLX"
-        elif isinstance(method, str):
-            name = _FORMATS.get(method, shown(method).strip("'"))
-        elif any(str(setting).startswith(("load_in_", "bnb_")) for setting in settings):
-            name = "bitsandbytes"
-        else:
-            name = "compressed-tensors" if key == "compression_config" else "unknown"
-        return key, name
     return None
 
 

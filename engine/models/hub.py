@@ -32,10 +32,11 @@ from penstock.engine.models.formats import not_a_directory
 from penstock.engine.models.hub_errors import explain
 from penstock.engine.models.model_files import Download, ModelFiles
 from penstock.engine.models.progress import DownloadProgress, DownloadStopped, size
+from penstock.engine.models.quantization.parse import HF_QUANT_CONFIG
 
 logger = logging.getLogger(__name__)
 
-_DECISIVE = (CONFIG, GENERATION_CONFIG, INDEX)
+_DECISIVE = (CONFIG, GENERATION_CONFIG, HF_QUANT_CONFIG, INDEX)
 _SETTINGS = (
     "tokenizer_config.json",
     "chat_template.jinja",

@@ -5,23 +5,28 @@ the caller names. So q, k and v are read straight into one matrix, and nothing i
 Several threads may read from a source at the same time.
 """
 
+import logging
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from penstock.engine.models.check import INDEX, SINGLE, open_safetensors, read_weight_map
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.layers.linear import Linear, StoredLinear
+from penstock.engine.models.quantization.config import QuantizationConfig
+from penstock.engine.models.quantization.made_up import made_up_layer
+from penstock.engine.models.quantization.readers.layer import read_layer
+from penstock.engine.models.tensor_files import PLAIN_DTYPES, TensorFiles, is_finite
 
-if TYPE_CHECKING:
-    from penstock.engine.models.layers.linear import Linear
+logger = logging.getLogger(__name__)
 
-# Not float8, which needs scales that are stored beside it.
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# Of random weights.
+_STD = 0.02
+# Ends of the names of what scales a quantized KV cache.
+_KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale")
 
 
 # Allocates the memory that a weight is read into, on the device and in the type of its choice.
@@ -33,9 +38,7 @@ class WeightSource(Protocol):
         """The tensors `names` of the checkpoint, stacked along their first dimension to `shape`."""
         ...
 
-    def quantized(
-        self, shape: tuple[int, int], bias: Tensor | None, *names: str
-    ) -> "Linear | None":
+    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         """The linear layer of these, in a format of its own; None where the weights are plain.
 
         shape: (out_features, in_features). names: of layers, such as "model.layers.0.mlp.up_proj".
@@ -44,21 +47,20 @@ class WeightSource(Protocol):
 
 
 class Checkpoint:
-    """The safetensors beside config.json, one file or several, of a type in `_DTYPES`."""
+    """The safetensors beside config.json: weights of a type in `PLAIN_DTYPES`, or quantized."""
 
-    def __init__(self, model_dir: Path, empty: Empty) -> None:
+    def __init__(
+        self, model_dir: Path, empty: Empty, quantization: QuantizationConfig | None = None
+    ) -> None:
         self._empty = empty
-        self._model_dir = model_dir
-        self._files: dict[str, Any] = {}
-        self._file_of: dict[str, str] = {}
-        index = model_dir / INDEX
-        if index.exists():
-            self._file_of = read_weight_map(index)
-            for name in sorted(set(self._file_of.values())):
-                self._open(name)
-        else:
-            self._open(SINGLE)
-            self._file_of = dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
+        self._files = TensorFiles(model_dir)
+        self._quantization = quantization
+        has_kv_scales = quantization is not None and quantization.has_kv_scales
+        if has_kv_scales or any(name.endswith(_KV_SCALES) for name in self._files.names):
+            logger.info(
+                "the checkpoint has settings or scales for a quantized KV cache, which have no "
+                "effect: keys and values are stored in --dtype"
+            )
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         parts = [self._tensor(name) for name in names]  # mapped; `copy_` is what reads them
@@ -67,9 +69,9 @@ class Checkpoint:
             num_rows += part.shape[0] if part.dim() else 0
             # Before memory is allocated: config.json may imply any amount of it.
             if part.shape[1:] != shape[1:] or num_rows > shape[0]:
-                raise self._unexpected(name, part, shape)
+                raise self._files.wrong_shape(name, part, shape)
         if num_rows != shape[0]:
-            raise self._unexpected(names[-1], parts[-1], shape)
+            raise self._files.wrong_shape(names[-1], parts[-1], shape)
         fused = self._empty(shape)
         start = 0
         for name, part in zip(names, parts, strict=True):
@@ -80,83 +82,68 @@ class Checkpoint:
             start += len(part)
         return fused
 
-    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> None:
-        return None
+    def quantized(
+        self, shape: tuple[int, int], bias: Tensor | None, *names: str
+    ) -> StoredLinear | None:
+        """See `WeightSource`."""
+        if self._quantization is None:
+            return None
+        return read_layer(self._files, self._quantization, shape, bias, names, self.read)
 
     def _check_finite(self, name: str, part: Tensor) -> None:
         """Of a vector all, of a matrix the first row: reading all twice would cost too much."""
         sample = part if part.dim() == 1 else part[:1]
         if not bool(sample.isfinite().all()):
-            raise InvalidModel(
-                f"the tensor {name!r} in {self._model_dir} has numbers that are not finite (NaN or "
-                "infinity), so no answer could be right; download the model again, or convert it "
-                "again in bfloat16 if float16 was too narrow"
+            raise self._files.not_finite(
+                name,
+                "download the model again, or convert it again in bfloat16 if float16 was too "
+                "narrow",
             )
 
     def _tensor(self, name: str) -> Tensor:
-        # Embedding models, saved without an output layer, omit the prefix "model.".
-        stored = name if name in self._file_of else name.removeprefix("model.")
-        file = self._file_of.get(stored)
-        if file is None:
-            raise InvalidModel(
-                f"the safetensors in {self._model_dir} lack the tensor {name!r}, "
-                "which config.json implies"
-            )
-        try:
-            tensor: Tensor = self._files[file].get_tensor(stored)
-        except SafetensorError as error:
-            raise InvalidModel(f"{self._model_dir / file}: {name!r}: {error}") from None
-        if tensor.dtype not in _DTYPES:
-            raise InvalidModel(
-                f"the tensor {name!r} in {self._model_dir / file} is {tensor.dtype}; "
-                "only float32, float16 and bfloat16 weights are supported"
+        tensor = self._files.get(name)
+        if tensor.dtype not in PLAIN_DTYPES:
+            raise self._files.wrong_dtype(
+                name, tensor, "only float32, float16 and bfloat16 weights are supported"
             )
         return tensor
 
     def _check_overflow(self, name: str, part: Tensor, stored: Tensor) -> None:
         """Raises InvalidModel where float16 cannot hold a weight. One that is not finite in the
         checkpoint either is not refused here: it shows in the logits, whatever the type."""
-        if not _is_finite(stored) and _is_finite(part):
+        if not is_finite(stored) and is_finite(part):
             raise InvalidModel(
-                f"the tensor {name!r} in {self._model_dir} has the value "
+                f"the tensor {name!r} in {self._files.directory} has the value "
                 f"{float(part.abs().max()):g}, and float16 holds none above 65504; use --dtype "
                 "bfloat16 or --dtype float32"
             )
-
-    def _open(self, name: str) -> None:
-        path = self._model_dir / name
-        if not path.exists():
-            wanted_by = f"which {INDEX} names" if name != SINGLE else f"and neither does {INDEX}"
-            raise InvalidModel(
-                f"{path} does not exist, {wanted_by}; download the model again, "
-                "or use --load-format dummy for random weights"
-            )
-        self._files[name] = open_safetensors(path, framework="pt")
-
-    def _unexpected(self, name: str, part: Tensor, shape: tuple[int, ...]) -> InvalidModel:
-        return InvalidModel(
-            f"the tensor {name!r} in {self._model_dir} has the shape {tuple(part.shape)}, "
-            f"which does not fit the {shape} that config.json implies"
-        )
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    # NaN wins both. 30 times as fast on a processor as isfinite of every element.
-    return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 class RandomWeights:
     """Small random weights for performance work; those of one name are the same in every run."""
 
-    def __init__(self, empty: Empty) -> None:
+    def __init__(self, empty: Empty, quantization: QuantizationConfig | None = None) -> None:
         self._empty = empty
+        self._quantization = quantization
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         if len(shape) == 1:  # norms and biases: ones keep the activations' scale
             return self._empty(shape).fill_(1.0)
         weight = self._empty(shape)
-        generator = torch.Generator(weight.device).manual_seed(zlib.crc32(names[0].encode()))
-        return weight.normal_(std=0.02, generator=generator)
+        return weight.normal_(std=_STD, generator=_generator(names[0], weight.device))
 
-    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> None:
-        return None
+    def quantized(
+        self, shape: tuple[int, int], bias: Tensor | None, *names: str
+    ) -> StoredLinear | None:
+        """Plain where the layers have different formats, too."""
+        if self._quantization is None:
+            return None
+        scheme, *others = {self._quantization.scheme_of(name) for name in names}
+        if scheme is None or others:
+            return None
+        generator = _generator(names[0], torch.device("cpu"))
+        return made_up_layer(scheme, shape, bias, _STD, generator)
+
+
+def _generator(name: str, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))

@@ -13,7 +13,7 @@ from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.layers.linear import Linear, PlainLinear
-from penstock.engine.models.llama import Layer, LlamaModel
+from penstock.engine.models.llama import LlamaModel
 from penstock.engine.native.packing import (
     PATH,
     NativeLinear,

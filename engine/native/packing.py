@@ -12,6 +12,7 @@ from torch.nn import functional
 from penstock.engine.memory.host import Arena, zeros_on_touch
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear, LinearProducts, PlainLinear
+from penstock.engine.models.quantization.schemes import integer_format
 
 PATH = "the compiled CPU step"
 # products.h packs so many rows of a weight together.
@@ -219,8 +220,11 @@ _LINEARS: LinearProducts[list[Packable]] = LinearProducts(
     PATH,
     {
         PlainLinear.weight_format: _as_is,
-        "int8": _as_is,
-        "int4": _as_is,
+        **{integer_format(8, is_symmetric=symmetric): _as_is for symmetric in (True, False)},
+        **{integer_format(4, is_symmetric=symmetric): _as_is for symmetric in (True, False)},
         StackedLinear.weight_format: _each,
     },
 )
+
+FORMATS = _LINEARS.formats
+"""What `Packer` packs."""

@@ -111,8 +111,34 @@ def sizing() -> str:
     return example_table()
 
 
+def quantized() -> str:
+    """The quantized formats that the tests load, and as what each device holds them."""
+    from penstock.engine.native.packing import FORMATS as NATIVE_FORMATS
+    from penstock.engine.sizing import KEPT_FORMATS
+    from tests.support.quantized_checkpoints import FORMATS
+
+    def held(weight_format: str, kept: frozenset[str]) -> str:
+        return "as stored" if weight_format in kept else "plain, in `--dtype`"
+
+    rows = [
+        (
+            each.name,
+            each.weight_format,
+            held(each.weight_format, NATIVE_FORMATS),
+            held(each.weight_format, KEPT_FORMATS),
+        )
+        for each in FORMATS.values()
+    ]
+    return _table(("checkpoint", "codes", "on a CPU", "on a GPU"), rows)
+
+
 # Each is written into docs/NAME.md.
-TABLES: dict[str, Callable[[], str]] = {"flags": flags, "metrics": metrics, "sizing": sizing}
+TABLES: dict[str, Callable[[], str]] = {
+    "flags": flags,
+    "metrics": metrics,
+    "quantized": quantized,
+    "sizing": sizing,
+}
 
 
 def page_of(name: str) -> Path:

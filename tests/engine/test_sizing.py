@@ -1,15 +1,19 @@
 """`python -m penstock.engine.sizing`: what fits a device, and how fast it can be at most."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.fused_linear import FUSED_LINEARS
 from penstock.engine.sizing import (
     DEVICES,
     GB,
+    KEPT_FORMATS,
     OTHER_BYTES,
     Machine,
     Sizing,
@@ -38,6 +42,17 @@ def test_another_type_takes_the_bytes_of_its_size(
 ) -> None:
     assert main([str(LLAMA), "--device", "H100", "--memory-gb", "80", "--dtype", dtype]) == 0
     assert f"| {16.060522496 * factor:.1f} GB | {131_072 * factor:,} |" in capsys.readouterr().out
+
+
+def test_quantized_weights_count_as_the_gpu_holds_them(tmp_path: Path) -> None:
+    config = json.loads((LLAMA / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fp8}))
+    model = ModelConfig.from_dir(tmp_path)
+    assert FUSED_LINEARS.formats == KEPT_FORMATS
+    assert Sizing(model, H100).weight_bytes == 2 * 8_030_261_248
+    linear, others = 6_979_321_856, 8_030_261_248 - 6_979_321_856
+    assert model.weight_bytes(2) == linear + linear * 4 // 128**2 + 2 * others
 
 
 def test_the_kv_cache_gets_the_memory_that_is_left(sizing: Sizing) -> None:

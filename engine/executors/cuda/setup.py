@@ -28,6 +28,7 @@ from penstock.engine.executors.loading import (
     choose_device,
     choose_dtype,
     describe,
+    log_widening,
     reading,
     weight_source,
 )
@@ -50,6 +51,7 @@ from penstock.engine.memory.machine import num_cores
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.fused_linear import FUSED_LINEARS
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.phases import Phases
@@ -122,6 +124,9 @@ class _Setup:
         self._phases = phases
         self._model = ModelConfig.from_dir(model_dir)
         self._dtype = choose_dtype(config.dtype, gpu.device)
+        kept = FUSED_LINEARS.formats
+        log_widening(self._model, self._dtype, kept)
+        self._weight_bytes = self._model.weight_bytes(self._dtype.itemsize, kept)
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         self._block_bytes = self._block_size * self._model.kv_shape.bytes_per_token(
             self._dtype.itemsize
@@ -145,8 +150,8 @@ class _Setup:
         with phases.timed("flops", "measuring how fast matrices are multiplied"):
             self._flops = gpu.matmul_flops(self._dtype)
         used_before = gpu.used_bytes()
-        weight_bytes = self._model.weight_bytes(self._dtype.itemsize)
-        with phases.timed("weights", reading(weight_bytes, self._dtype), total=weight_bytes):
+        what = reading(self._weight_bytes, self._dtype)
+        with phases.timed("weights", what, total=self._weight_bytes):
             llama = self._load()
             used = gpu.used_bytes()
         weights = max(0, used - used_before)
@@ -185,9 +190,8 @@ class _Setup:
         return num_sizes * len(GRAPH_MODES) + len(CHUNK_SIZES)
 
     def _check_weights(self, free: int) -> None:
-        num_bytes = self._model.weight_bytes(self._dtype.itemsize)
         dtype = str(self._dtype).removeprefix("torch.")
-        check_weights(self._gpu.name, self._gpu.total_bytes, free, num_bytes, dtype)
+        check_weights(self._gpu.name, self._gpu.total_bytes, free, self._weight_bytes, dtype)
 
     def _load(self) -> LlamaModel:
         """Each weight is read once, by one of several threads, to where it stays."""
@@ -196,7 +200,15 @@ class _Setup:
         config = self._config
         return LlamaModel(
             self._model,
-            weight_source(config.load_format, self._model_dir, empty, self._phases),
+            weight_source(
+                config.load_format,
+                self._model_dir,
+                self._model,
+                empty,
+                self._phases,
+                make_linear=PlainLinear,
+                kept=FUSED_LINEARS.formats,
+            ),
             PlainLinear,
             gathered_attention,
             max_model_len=self._max_len,

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.engine.models.layers.linear import Linear, tensor_bytes
+from penstock.engine.models.layers.linear import StoredLinear, bands, tensor_bytes
+from penstock.engine.models.quantization.schemes import integer_format
 
 # Of the number that a code of 4 bits stands for without zeros or levels: code - 8.
 _MIDDLE = 8
@@ -17,9 +18,9 @@ class GroupedLinear:
 
     codes: (out_features, in_features) int8, or uint8 of half as many columns: two codes of 4 bits,
     0 to 15, that of the even k in the low half. scales: (out_features, groups) float16 or float32;
-    the last group may be shorter. zeros: (out_features, groups) of the type of codes; None means 0
-    for codes of 8 bits and 8 for those of 4. levels: (16,) int8, what codes of 4 bits stand for
-    instead, without zeros; of E2M1, for example, twice its numbers.
+    the last group may be shorter. zeros: (out_features, groups), int8 with codes of 8 bits, and
+    uint8 with those of 4; None means 0 for the former and 8 for the latter. levels: (16,) int8,
+    what codes of 4 bits stand for instead, without zeros; of E2M1, for example, twice its numbers.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class GroupedLinear:
 
     @property
     def weight_format(self) -> str:
-        return f"int{self.bits}"
+        return integer_format(self.bits, is_symmetric=self.zeros is None)
 
     @property
     def out_features(self) -> int:
@@ -58,21 +59,31 @@ class GroupedLinear:
 
     def weight(self) -> Tensor:
         """W in float32, (out_features, in_features)."""
-        numbers = self._numbers()
-        scales = _by_column(self.scales.float(), self.group_size, self.in_features)
-        if self.zeros is not None:
-            numbers = numbers - _by_column(self.zeros.float(), self.group_size, self.in_features)
-        return numbers * scales
+        return self._weight(0, self.out_features)
+
+    def write_weight(self, out: Tensor) -> None:
+        """See `StoredLinear`."""
+        for start, stop in bands(self.out_features):
+            out[start:stop] = self._weight(start, stop)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Slowly: the weights are widened in each call, and then multiplied in the type of x."""
         return functional.linear(x, self.weight().to(x.dtype), self.bias)
 
-    def _numbers(self) -> Tensor:
-        """What the codes stand for, before zeros: (out_features, in_features) float32."""
+    def _weight(self, start: int, stop: int) -> Tensor:
+        """These rows of W, in float32."""
+        numbers = self._numbers(self.codes[start:stop])
+        scales = self.scales[start:stop].float()
+        if self.zeros is not None:
+            zeros = self.zeros[start:stop].float()
+            numbers = numbers - _by_column(zeros, self.group_size, self.in_features)
+        return numbers * _by_column(scales, self.group_size, self.in_features)
+
+    def _numbers(self, stored: Tensor) -> Tensor:
+        """What rows of codes stand for, before zeros: in_features columns of float32."""
         if self.bits == 8:
-            return self.codes.float()
-        halves = torch.stack((self.codes & 15, self.codes >> 4), dim=-1)
+            return stored.float()
+        halves = torch.stack((stored & 15, stored >> 4), dim=-1)
         codes = halves.flatten(1)[:, : self.in_features]
         if self.levels is not None:
             return self.levels.float()[codes.long()]
@@ -84,9 +95,19 @@ class StackedLinear:
 
     weight_format = "stacked"
 
-    def __init__(self, parts: Sequence[Linear]) -> None:
+    def __init__(self, parts: Sequence[StoredLinear]) -> None:
         self.parts = tuple(parts)
         self.num_bytes = sum(part.num_bytes for part in parts)
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+    def write_weight(self, out: Tensor) -> None:
+        """See `StoredLinear`."""
+        sizes = [part.out_features for part in self.parts]
+        for part, rows in zip(self.parts, torch.split(out, sizes), strict=True):
+            part.write_weight(rows)
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], dim=-1)

@@ -1,18 +1,23 @@
 """Linear layers in torch, by weight format: how they are read, and how a path chooses what computes
 each format."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.models.errors import UnsupportedWeightFormat
-from penstock.engine.models.weights import WeightSource
+
+if TYPE_CHECKING:  # a source of weights makes layers itself, of those that are quantized
+    from penstock.engine.models.weights import WeightSource
 
 # Of a weight in the model's type and a bias.
 MakeLinear = Callable[[Tensor, Tensor | None], "Linear"]
+
+# Rows of a weight of which a copy in float32 is small.
+_BAND = 512
 
 
 class Linear(Protocol):
@@ -31,6 +36,17 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+class StoredLinear(Linear, Protocol):
+    """One that can be made plain."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    def write_weight(self, out: Tensor) -> None:
+        """W, rounded to the type of out: (out_features, in_features), on any device."""
+        ...
+
+
 class PlainLinear:
     """weight: (out_features, in_features), as in the checkpoint."""
 
@@ -40,6 +56,14 @@ class PlainLinear:
         self.weight = weight
         self.bias = bias
         self.num_bytes = tensor_bytes(weight, bias)
+
+    @property
+    def out_features(self) -> int:
+        return len(self.weight)
+
+    def write_weight(self, out: Tensor) -> None:
+        """See `StoredLinear`."""
+        out.copy_(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
@@ -87,6 +111,12 @@ class WidenedLinear:
         return functional.linear(x.float(), self.weight.float(), bias).to(x.dtype)
 
 
+def bands(num_rows: int) -> Iterator[tuple[int, int]]:
+    """The first row, and the first after it, of each of the bands that are widened at a time."""
+    for start in range(0, num_rows, _BAND):
+        yield start, min(start + _BAND, num_rows)
+
+
 def tensor_bytes(*tensors: Tensor | None) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -108,7 +138,7 @@ def _can_pack() -> bool:
 
 
 def read_linear(
-    weights: WeightSource,
+    weights: "WeightSource",
     make_linear: MakeLinear,
     out_features: int,
     in_features: int,
@@ -138,6 +168,11 @@ class LinearProducts(Generic[Product]):
         """path: its name in error messages. by_format: makes the product of a layer, given it."""
         self._path = path
         self._by_format = by_format
+
+    @property
+    def formats(self) -> frozenset[str]:
+        """The weight formats that this path computes."""
+        return frozenset(self._by_format)
 
     def of(self, linear: Linear) -> Product:
         """Raises UnsupportedWeightFormat."""

@@ -28,6 +28,7 @@ from penstock.engine.memory.kv_pool import PoolSize, size_pool
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.kernels import ON_GPU
+from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine, ids_of
 from tests.support.tiny_models import engine_config, make_model, save
@@ -78,6 +79,22 @@ def test_what_is_set_up_answers_as_the_cpu_executor_and_refuses_an_adapter(
     assert [ids_of(outputs) for outputs in found] == [ids_of(outputs) for outputs in expected]
     with pytest.raises(UnknownAdapter, match="no adapter 'french'"):
         engine.executor.prepare(make_request("c", 5, adapter="french"))
+
+
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
+def test_quantized_weights_become_plain_and_the_log_says_what_that_costs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = save_quantized(make_model("qwen3"), tmp_path / "awq", FORMATS["awq"])
+    save(model, tmp_path / "plain")
+    requests = [make_request("a", 5, max_tokens=2)]
+    plain, config = interpreted(tmp_path / "plain"), interpreted(tmp_path / "awq")
+    (expected,) = SteppedEngine(plain).run(requests)
+    assert "stored as" not in caplog.text
+    executor = build_cuda_executor(config, tmp_path / "awq", Interpreter())
+    assert "the weights are stored as AWQ" in caplog.text
+    (found,) = SteppedEngine(config, executor).run(requests)
+    assert ids_of(found) == ids_of(expected)
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")

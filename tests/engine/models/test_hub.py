@@ -143,7 +143,7 @@ def test_a_tokenizer_that_must_be_converted_comes_with_all_its_files(
     ("change", "expected"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
-        ({"quantization_config": {"quant_method": "awq"}}, "the format AWQ"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "the format HQQ"),
         ({"hidden_size": "wide"}, "'hidden_size' must be a positive integer"),
     ],
 )
@@ -154,6 +154,15 @@ def test_an_unsupported_model_is_refused_before_its_weights_are_downloaded(
     hub.repositories[NAME]["config.json"] = json.dumps(config | change).encode()
     assert expected in refusal(hub, tmp_path)
     assert set(hub.fetched) <= {"config.json", "generation_config.json"}
+
+
+def test_modelopts_own_file_is_read_before_the_weights_are_downloaded(
+    hub: StubHub, tmp_path: Path
+) -> None:
+    settings = {"quantization": {"quant_algo": "MIXED_PRECISION"}}
+    hub.repositories[NAME]["hf_quant_config.json"] = json.dumps(settings).encode()
+    assert "the format ModelOpt 'MIXED_PRECISION'" in refusal(hub, tmp_path)
+    assert WEIGHTS not in hub.fetched
 
 
 def test_a_repository_of_gguf_files_is_refused_by_their_names_alone(

@@ -105,7 +105,7 @@ def test_a_file_that_is_not_safetensors_is_named(tiny: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported are LlamaFor"),
         ({"hidden_size": ...}, "lacks the field 'hidden_size'"),
         ({"num_hidden_layers": "many"}, "'num_hidden_layers' must be a positive integer"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' rope scaling; supported are"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters lacks the field 'factor'"),
         (

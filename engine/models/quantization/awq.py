@@ -1,0 +1,25 @@
+"""AWQ as AutoAWQ writes it.
+
+Source of the layout: `WQLinear_GEMM` of AutoAWQ (awq/modules/linear/gemm.py).
+"""
+
+from penstock.engine.models.quantization.config import LINEAR, LayerGroup, QuantizationConfig
+from penstock.engine.models.quantization.schemes import Awq
+from penstock.engine.models.quantization.settings import Settings
+
+
+def parse_awq(settings: Settings) -> QuantizationConfig:
+    fields = settings.fields
+    settings.only("version", ("gemm", "GEMM"), "AWQ")
+    for name in ("checkpoint_format", "format"):
+        settings.only(name, ("gemm", "GEMM"), "AWQ")
+    bits = "bits" if fields.get("bits") is not None else "w_bit"
+    settings.only(bits, (4,), "AWQ")
+    settings.only("zero_point", (True,), "AWQ")
+    size = "group_size" if fields.get("group_size") is not None else "q_group_size"
+    ignored = fields.names("modules_to_not_convert") or []
+    return QuantizationConfig(
+        name="AWQ",
+        groups=(LayerGroup((LINEAR,), Awq(settings.group_size(size))),),
+        ignored=(*ignored, "lm_head"),
+    )

@@ -1,0 +1,113 @@
+"""compressed-tensors, the format of LLM Compressor: groups of layers, each with its own scheme.
+
+Source of the layouts: the compressors of the package compressed-tensors, 0.20.
+"""
+
+from collections.abc import Callable
+
+from penstock.engine.models.json_file import shown
+from penstock.engine.models.quantization.config import LayerGroup, QuantizationConfig
+from penstock.engine.models.quantization.fp8 import block
+from penstock.engine.models.quantization.schemes import Fp4, Fp8, Integers, Scheme
+from penstock.engine.models.quantization.settings import Settings
+
+_NAME = "compressed-tensors"
+# Strategies whose scales are one for all or one for each row.
+_WHOLE_ROWS = ("tensor", "channel")
+
+
+def parse_compressed_tensors(settings: Settings) -> QuantizationConfig:
+    fields = settings.fields
+    sparsity = Settings.of(settings.path, "sparsity_config", fields.mapping("sparsity_config"))
+    sparse = sparsity.fields.text("format")
+    if sparse not in (None, "dense"):
+        raise settings.unsupported(f"{_NAME} {sparse}")
+    if fields.mapping("transform_config"):
+        raise settings.unsupported(f"{_NAME} with transforms")
+    groups = []
+    for name, content in fields.mapping("config_groups").items():
+        if not isinstance(content, dict):
+            raise fields.wrong(f"config_groups.{name}", "an object", content)
+        group = Settings.of(settings.path, f"{settings.key}: config_groups.{name}", content)
+        if not group.fields.mapping("weights"):  # of activations or the KV cache alone
+            continue
+        targets = tuple(group.fields.names("targets") or ())
+        groups.append(LayerGroup(targets, _scheme(settings, group, fields.text("format"))))
+    has_kv_scales = fields.get("kv_cache_scheme") is not None
+    if not groups and not has_kv_scales:
+        raise settings.unsupported(f"{_NAME} {fields.text('format') or 'of no groups'}")
+    return QuantizationConfig(
+        name=_NAME,
+        groups=tuple(groups),
+        ignored=tuple(fields.names("ignore") or ()),
+        has_kv_scales=has_kv_scales,
+    )
+
+
+def _scheme(settings: Settings, group: Settings, of_all: str | None) -> Scheme | None:
+    name = group.fields.text("format") or of_all or "of no format"
+    if name == "dense":
+        return None
+    content = group.fields.mapping("weights")
+    weights = Settings.of(settings.path, f"{group.key}.weights", content)
+    read = _FORMATS.get(name)
+    kind = weights.fields.text("type") or "int"
+    if name == "naive-quantized":
+        read = _fp8 if kind == "float" else _int8
+    if read is None:
+        raise settings.unsupported(f"{_NAME} {name}")
+    if weights.fields.get("actorder") in ("group", "dynamic", True):
+        raise settings.unsupported(f"{_NAME} {name} with actorder 'group'")
+    bits = weights.fields.count("num_bits", default=8)
+    scheme = read(weights, bits, kind)
+    if scheme is None:
+        strategy = shown(weights.fields.get("strategy"))
+        raise settings.unsupported(f"{_NAME} {name} of {bits} bits, {kind}, strategy {strategy}")
+    return scheme
+
+
+def _fp8(weights: Settings, bits: int, kind: str) -> Scheme | None:
+    strategy = weights.fields.text("strategy")
+    if bits != 8 or kind != "float":
+        return None
+    if strategy == "block" and (sizes := block(weights, "block_structure")):
+        return Fp8(sizes)
+    return Fp8() if strategy in _WHOLE_ROWS else None
+
+
+def _int8(weights: Settings, bits: int, kind: str) -> Scheme | None:
+    return _integers(weights, kind, bits, is_packed=False) if bits == 8 else None
+
+
+def _packed(weights: Settings, bits: int, kind: str) -> Scheme | None:
+    return _integers(weights, kind, bits, is_packed=True) if bits in (4, 8) else None
+
+
+def _integers(weights: Settings, kind: str, bits: int, *, is_packed: bool) -> Scheme | None:
+    strategy = weights.fields.text("strategy")
+    if kind != "int" or strategy not in (*_WHOLE_ROWS, "group"):
+        return None
+    group_size = weights.group_size() if strategy == "group" else None
+    is_symmetric = weights.fields.flag("symmetric", default=True)
+    return Integers(bits, group_size, is_symmetric, is_packed)
+
+
+def _mxfp4(weights: Settings, bits: int, kind: str) -> Scheme | None:
+    group_size = weights.fields.count("group_size", default=32)
+    return Fp4(group_size, "weight_packed") if (bits, kind) == (4, "float") else None
+
+
+def _nvfp4(weights: Settings, bits: int, kind: str) -> Scheme | None:
+    group_size = weights.fields.count("group_size", default=16)
+    scheme = Fp4(group_size, "weight_packed", "weight_global_scale", divides=True)
+    return scheme if (bits, kind) == (4, "float") else None
+
+
+# None for what is not supported.
+_FORMATS: dict[str, Callable[[Settings, int, str], Scheme | None]] = {
+    "float-quantized": _fp8,
+    "int-quantized": _int8,
+    "pack-quantized": _packed,
+    "mxfp4-pack-quantized": _mxfp4,
+    "nvfp4-pack-quantized": _nvfp4,
+}

@@ -1,0 +1,68 @@
+"""`QuantizationConfig`: which layers a checkpoint stores how. Imports no tensors."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from penstock.engine.models.quantization.schemes import Scheme
+
+# The class that all layers have which can be quantized, as checkpoints name it.
+LINEAR = "Linear"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """targets: names of layers, regular expressions after "re:", or classes. scheme: None where
+    they are plain."""
+
+    targets: tuple[str, ...]
+    scheme: Scheme | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationConfig:
+    """name: of the format, for people. groups: a layer belongs to the first that names it, or else
+    to the first that names its class. ignored: layers that are plain, as in `LayerGroup`.
+    has_kv_scales: whether the checkpoint is meant for a quantized KV cache.
+
+    Names are those of the checkpoint, such as "model.layers.0.self_attn.q_proj".
+    """
+
+    name: str
+    groups: tuple[LayerGroup, ...]
+    ignored: tuple[str, ...] = ()
+    has_kv_scales: bool = False
+
+    def scheme_of(self, layer: str) -> Scheme | None:
+        """None where config.json says that it is plain."""
+        if any(_names(target, layer) or target == LINEAR for target in self.ignored):
+            return None
+        return self.scheme_if_quantized(layer)
+
+    def scheme_if_quantized(self, layer: str) -> Scheme | None:
+        """Of a layer whose tensors show that it is quantized, whether it is ignored or not.
+
+        None where no group has it.
+        """
+        for group in self.groups:
+            if any(_names(target, layer) for target in group.targets):
+                return group.scheme
+        for group in self.groups:
+            if LINEAR in group.targets:
+                return group.scheme
+        return None
+
+
+def regular_expressions(patterns: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"re:{pattern}" for pattern in patterns)
+
+
+def _names(target: str, layer: str) -> bool:
+    """Whether a target means this layer by its name: in full, in part ("mlp", "lm_head"), with
+    wildcards ("model.layers.0.*") or by a regular expression, which must match its beginning."""
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), layer) is not None
+    if any(wildcard in target for wildcard in "*?["):
+        return fnmatchcase(layer, target)
+    return f".{target}." in f".{layer}."

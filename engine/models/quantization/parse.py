@@ -1,0 +1,114 @@
+"""Which quantization a model's files announce, and whether it is served. Imports no tensors."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.json_file import Fields, read_object, shown
+from penstock.engine.models.quantization.awq import parse_awq
+from penstock.engine.models.quantization.compressed_tensors import parse_compressed_tensors
+from penstock.engine.models.quantization.config import QuantizationConfig
+from penstock.engine.models.quantization.fp8 import parse_fp8
+from penstock.engine.models.quantization.gptq import parse_gptq
+from penstock.engine.models.quantization.modelopt import parse_modelopt
+from penstock.engine.models.quantization.settings import Settings
+
+# ModelOpt's, beside a config.json that mostly repeats it.
+HF_QUANT_CONFIG = "hf_quant_config.json"
+# How config.json announces quantized weights; `quantization` is MLX's.
+_KEYS = ("quantization_config", "compression_config", "quantization")
+_PARSERS: dict[str, Callable[[Settings], QuantizationConfig]] = {
+    "awq": parse_awq,
+    "compressed-tensors": parse_compressed_tensors,
+    "fp8": parse_fp8,
+    "gptq": parse_gptq,
+    "modelopt": parse_modelopt,
+    "modelopt_fp4": parse_modelopt,
+}
+# Names of methods in the words of the field, for the errors.
+_NAMES = {
+    "aqlm": "AQLM",
+    "auto-round": "AutoRound",
+    "awq": "AWQ",
+    "bitnet": "BitNet",
+    "eetq": "EETQ",
+    "exl2": "EXL2",
+    "exl3": "EXL3",
+    "fbgemm_fp8": "FBGEMM FP8",
+    "fp8": "FP8",
+    "gptq": "GPTQ",
+    "higgs": "HIGGS",
+    "hqq": "HQQ",
+    "modelopt": "ModelOpt",
+    "modelopt_fp4": "ModelOpt",
+    "mxfp4": "MXFP4",
+    "quark": "Quark",
+    "quanto": "Quanto",
+    "quip": "QuIP",
+    "spqr": "SpQR",
+    "torchao": "torchao",
+    "vptq": "VPTQ",
+}
+
+
+def read_quantization(config: Fields, model_dir: Path) -> QuantizationConfig | None:
+    """config: of config.json. None where the weights are plain. Raises InvalidModel."""
+    if (found := _announced(config)) is None:
+        return _of_modelopt(model_dir / HF_QUANT_CONFIG)
+    settings, method = found
+    if (parse := _PARSERS.get(method)) is None:
+        raise settings.unsupported(_name(method))
+    parsed = parse(settings)
+    _check_patterns(settings, parsed)
+    return parsed
+
+
+def quantization_name(config: Fields) -> str | None:
+    """The format that config.json announces, for people; None where the weights are plain."""
+    if (found := _announced(config)) is None:
+        return None
+    return _name(found[1])
+
+
+def _name(method: str) -> str:
+    return _NAMES.get(method) or shown(method).strip("'\"")
+
+
+def _announced(config: Fields) -> tuple[Settings, str] | None:
+    """The settings, and the method."""
+    for key in _KEYS:
+        value = config.get(key)
+        if value is None:
+            continue
+        content = value if isinstance(value, dict) else {}
+        settings = Settings.of(config.path, key, content)
+        method = content.get("quant_method")
+        if isinstance(method, str) and key != "quantization":
+            return settings, method
+        if config.get("quantization") is not None:
+            return settings, "MLX"
+        if any(str(setting).startswith(("load_in_", "bnb_")) for setting in content):
+            return settings, "bitsandbytes"
+        return settings, "compressed-tensors" if key == "compression_config" else "unknown"
+    return None
+
+
+def _check_patterns(settings: Settings, parsed: QuantizationConfig) -> None:
+    """Raises InvalidModel for what is not a regular expression."""
+    targets = [target for group in parsed.groups for target in group.targets]
+    for target in (*targets, *parsed.ignored):
+        try:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except re.error as error:
+            raise InvalidModel(
+                f"{settings.path}: {settings.key} has {shown(target)}, which is no regular "
+                f"expression: {error}"
+            ) from None
+
+
+def _of_modelopt(path: Path) -> QuantizationConfig | None:
+    content = Fields(path, read_object(path)).mapping("quantization")
+    if content.get("quant_algo") is None:
+        return None
+    return parse_modelopt(Settings.of(path, "quantization", content))

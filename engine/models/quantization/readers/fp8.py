@@ -1,0 +1,29 @@
+"""FP8: `weight` of e4m3, and its scales by one of two names."""
+
+import torch
+from torch import Tensor
+
+from penstock.engine.models.quantization.readers.parts import Fp8Part
+from penstock.engine.models.quantization.readers.tensors import LayerTensors
+from penstock.engine.models.quantization.schemes import Fp8
+
+_NAN = 0x7F
+
+
+def read_fp8(tensors: LayerTensors, scheme: Fp8) -> Fp8Part:
+    codes = tensors.codes("weight", torch.float8_e4m3fn)
+    if bool((codes[:1].view(torch.uint8) & _NAN == _NAN).any()):
+        raise tensors.wrong("weight", "has numbers that are NaN; download the model again")
+    rows, columns = codes.shape
+    # Despite its name, what is stored is to be multiplied by.
+    name = "weight_scale_inv" if tensors.has("weight_scale_inv") else "weight_scale"
+    if scheme.block is not None:
+        height, width = scheme.block
+        grid = (-(-rows // height), -(-columns // width))
+        return Fp8Part(codes, tensors.scales(name, grid).float(), scheme.block)
+    scales = tensors.scales(name, (), (rows,), (rows, 1))
+    return Fp8Part(codes, _by_row(scales, rows), (1, columns))
+
+
+def _by_row(scales: Tensor, rows: int) -> Tensor:
+    return scales.float().reshape(-1, 1).expand(rows, 1)

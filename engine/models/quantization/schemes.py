@@ -1,0 +1,127 @@
+"""How a checkpoint stores one linear layer. Imports no tensors.
+
+N is out_features and K in_features. Bytes are those of the layer that is read: scales count as
+float16 where most checkpoints have such, and as float32 where the format implies it.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+_FLOAT16_BYTES = 2
+_FLOAT32_BYTES = 4
+
+
+class Scheme(Protocol):
+    @property
+    def weight_format(self) -> str:
+        """Of the layer that it is read as: see `Linear`."""
+        ...
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        """Of that layer, without its bias."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """`weight` e4m3 (N, K), times a scale for all of it, for each row or for each block.
+
+    block: rows and columns; None for one scale or one for each row.
+    """
+
+    block: tuple[int, int] | None = None
+    weight_format = "fp8"
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        rows, columns = self.block or (1, in_features)
+        scales = -(-out_features // rows) * -(-in_features // columns)
+        return out_features * in_features + _FLOAT32_BYTES * scales
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """Of compressed-tensors: codes of 8 or 4 bits, with a scale for all, each row or each group.
+
+    group_size: columns; None for one scale or one for each row. is_packed: in `weight_packed`, as
+    unsigned numbers; otherwise `weight` is int8.
+    """
+
+    bits: int
+    group_size: int | None
+    is_symmetric: bool
+    is_packed: bool
+
+    @property
+    def weight_format(self) -> str:
+        return integer_format(self.bits, self.is_symmetric)
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        group_size = self.group_size or in_features
+        has_zeros = not self.is_symmetric
+        return _grouped_bytes(out_features, in_features, self.bits, group_size, has_zeros)
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """`qweight`, `qzeros` and `scales` with K first, packed along N in AWQ's own order."""
+
+    group_size: int | None
+    weight_format = "int4"
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        group_size = self.group_size or in_features
+        return _grouped_bytes(out_features, in_features, 4, group_size, has_zeros=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """`qweight` packed along K, `qzeros` along N, symmetric.
+
+    zero_offset: 1 where the zeros are stored less one, as in the format's first version, or 0.
+    """
+
+    bits: int
+    group_size: int | None
+    zero_offset: int
+
+    @property
+    def weight_format(self) -> str:
+        return integer_format(self.bits, is_symmetric=True)
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        group_size = self.group_size or in_features
+        return _grouped_bytes(out_features, in_features, self.bits, group_size, has_zeros=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4:
+    """E2M1, two to a byte, that of the even column in the low half, with a scale for each group.
+
+    weight: the name of the codes. global_scale: the name of a scale of all groups, whose scales are
+    then e4m3; without it, they are powers of two (E8M0). divides: whether it is to be divided by.
+    """
+
+    group_size: int
+    weight: str
+    global_scale: str | None = None
+    divides: bool = False
+    weight_format = "int4"
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        # A power of two is one in float16; e4m3 times a float32 is not.
+        scale_bytes = _FLOAT32_BYTES if self.global_scale else _FLOAT16_BYTES
+        codes = out_features * -(-in_features // 2)
+        return codes + scale_bytes * out_features * -(-in_features // self.group_size)
+
+
+def integer_format(bits: int, is_symmetric: bool) -> str:
+    """Asymmetric codes of 8 bits have a name of their own, as nothing but torch computes them."""
+    return "int8 asymmetric" if bits == 8 and not is_symmetric else f"int{bits}"
+
+
+def _grouped_bytes(
+    out_features: int, in_features: int, bits: int, group_size: int, has_zeros: bool
+) -> int:
+    codes = out_features * -(-in_features * bits // 8)
+    num_groups = out_features * -(-in_features // group_size)
+    return codes + (_FLOAT16_BYTES + has_zeros) * num_groups

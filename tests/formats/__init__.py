@@ -1,0 +1,1 @@
+"""Quantized formats against their own packages, and through HTTP: `make test-models` runs these."""
