@@ -20,6 +20,7 @@ from penstock.engine.config import AttentionBackend, Dtype, EngineConfig
 from penstock.engine.executor import check_no_adapter, device_copies
 from penstock.engine.executors.loading import (
     Ledger,
+    check_quantization,
     choose_dtype,
     describe,
     reading,
@@ -39,6 +40,7 @@ from penstock.engine.models.errors import (
 )
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
+from penstock.engine.models.quantization.at_load import quantization_plan, quantize
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel, check_features
@@ -67,6 +69,7 @@ class CpuExecutor:
                 f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
                 "on the CPU, which has one implementation of attention; leave the flag out"
             )
+        check_quantization(config, model_dir, "cpu")
         phases = phases or Phases()
         # The server's process shares them: a thread that it interrupts holds up no other.
         num_threads = config.num_threads or num_cores()
@@ -76,7 +79,8 @@ class CpuExecutor:
             self._dtype, library = _dtype_and_library(config.dtype, model)
 
         # Before the weights are read, so that a model that does not fit is reported at once.
-        weight_bytes = model.weight_bytes(self._dtype.itemsize)
+        plan = quantization_plan(config.quantization, model, self._dtype)
+        weight_bytes = plan.weight_bytes if plan else model.weight_bytes(self._dtype.itemsize)
         block_bytes = block_size * model.kv_shape.bytes_per_token(self._dtype.itemsize)
         size = size_cpu_pool(
             config,
@@ -86,6 +90,10 @@ class CpuExecutor:
             block_bytes=block_bytes,
         )
         available = available_memory_bytes()
+        quantized = None
+        if plan is not None:
+            with torch.inference_mode():
+                quantized = quantize(config, model_dir, plan, phases, num_threads)
         what = reading(weight_bytes, self._dtype)
         with phases.timed("weights", what, total=weight_bytes), torch.inference_mode():
             # The threads that read are Python's; each of torch's calls inside them uses one.
@@ -94,7 +102,7 @@ class CpuExecutor:
             empty = self._empty(in_arena=library is not None)
             self._model = llama = LlamaModel(
                 model,
-                weight_source(config.load_format, model_dir, empty, phases),
+                weight_source(config.load_format, model_dir, empty, phases, quantized),
                 cpu_linear(self._dtype) if library is None else PlainLinear,
                 gathered_attention,
                 max_model_len=size.max_model_len,
@@ -140,6 +148,7 @@ class CpuExecutor:
             flops,
             weight_bytes=llama.step_weight_bytes,
             computed_by=computed_by,
+            quantization=quantized.info if quantized else None,
         )
         total = total_memory_bytes()
         Ledger(

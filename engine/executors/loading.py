@@ -8,13 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.engine.config import Device, Dtype, LoadFormat
+from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
 from penstock.engine.memory.kv_pool import PoolSize
-from penstock.engine.model_info import AttentionGroup, ModelInfo
+from penstock.engine.model_info import AttentionGroup, ModelInfo, QuantizationInfo
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.formats import quantization_name
+from penstock.engine.models.json_file import Fields
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.quantization.at_load import Quantized
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
@@ -68,12 +71,39 @@ def choose_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
 
 
 def weight_source(
-    load_format: LoadFormat, model_dir: Path, empty: Empty, phases: Phases
+    load_format: LoadFormat,
+    model_dir: Path,
+    empty: Empty,
+    phases: Phases,
+    quantized: Quantized | None = None,
 ) -> WeightSource:
-    """phases: its current phase is advanced by the bytes of each weight."""
+    """phases: its current phase is advanced by the bytes of each weight. quantized: the linear
+    layers, where they are not as the checkpoint has them."""
+    plain: WeightSource
     if load_format is LoadFormat.DUMMY:
-        return Counted(RandomWeights(empty), phases)
-    return Counted(Checkpoint(model_dir, empty), phases)
+        plain = RandomWeights(empty)
+    else:
+        plain = Checkpoint(model_dir, empty)
+    return Counted(quantized.of(plain) if quantized is not None else plain, phases)
+
+
+def check_quantization(config: EngineConfig, model_dir: Path, device: str) -> None:
+    """Raises InvalidConfig where --quantization is given and cannot be done."""
+    if config.quantization is None:
+        return
+    if device != "cpu":
+        raise InvalidConfig(
+            f"--quantization {config.quantization} is for the CPU: there are no GPU kernels for "
+            "such weights yet. Leave it out, and use a model that fits in the GPU's memory in "
+            "bfloat16; or use --device cpu"
+        )
+    fields = Fields.read(model_dir / "config.json")
+    if name := quantization_name(fields):
+        raise InvalidConfig(
+            f"--quantization {config.quantization} rounds float weights, and {fields.path} says "
+            f"that these are quantized already, in the format {name}; leave it out, or use the "
+            "float32, float16 or bfloat16 version of the model"
+        )
 
 
 def reading(num_bytes: int, dtype: torch.dtype) -> str:
@@ -112,6 +142,7 @@ def describe(
     *,
     weight_bytes: int,
     computed_by: str | None = None,
+    quantization: QuantizationInfo | None = None,
 ) -> ModelInfo:
     """weight_bytes: as in `ModelInfo`. load_seconds may still grow: it is not copied."""
     layer_bytes = model.kv_shape.layer_bytes_per_token(dtype.itemsize)
@@ -143,6 +174,7 @@ def describe(
         measured_flops_per_s=measured_flops,
         load_seconds=load_seconds,
         computed_by=computed_by,
+        quantization=quantization,
     )
 
 

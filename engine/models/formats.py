@@ -102,6 +102,12 @@ def unsupported_family(
     )
 
 
+def quantization_name(fields: Fields) -> str | None:
+    """The format in which config.json says that the weights are quantized; None if they are not."""
+    quantized = _quantization(fields)
+    return quantized[1] if quantized else None
+
+
 def unsupported_quantization(fields: Fields) -> InvalidModel | None:
     """None where the weights are not quantized."""
     if not (quantized := _quantization(fields)):
