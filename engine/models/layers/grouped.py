@@ -11,7 +11,7 @@ from penstock.engine.models.layers.linear import Linear, tensor_bytes
 # Of the number that a code of 4 bits stands for without zeros or levels: code - 8.
 _MIDDLE = 8
 # Weights that are widened together, in some 20 bytes each.
-_MAX_WIDENED = 2**24
+_MAX_WIDENED = 2**22
 
 
 class GroupedLinear:

@@ -60,8 +60,8 @@ def quantize(
 ) -> Quantized:
     """Finds them in the cache, or makes them, one matrix at a time, and caches them.
 
-    In memory are never more than the quantized weights, and in float32 one layer or the output
-    layer. Raises InvalidModel.
+    In memory are the quantized weights, and in float32 one layer or the output layer: of a large
+    model less than its unquantized weights take. Raises InvalidModel.
     """
     torch.set_num_threads(num_threads)
     model = plan.scheme.model
