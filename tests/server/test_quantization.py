@@ -38,7 +38,7 @@ def test_its_card_has_the_figures(server: RunningServer) -> None:
     figures = card["quantization"]
     assert (figures["method"], figures["bits"], figures["group_size"]) == ("int8", 8, 32)
     assert figures["bits_per_weight"] == 8.5
-    assert 0 < figures["kl_divergence"] < 2e-4
+    assert 0 < figures["kl_divergence"] < 4e-4
     assert 0.98 < figures["top1_agreement"] <= 1
 
 

@@ -18,7 +18,7 @@ from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.quantization.rounding import GROUP_SIZE, LEVELS, Codes
 from penstock.engine.models.quantization.weights import QuantizedWeights
 
-# Of the rounding and of what is kept at 8 bits: part of the key of what is cached.
+# Of the rounding, of what is kept at 8 bits, and of the text: part of the key of what is cached.
 VERSION = 1
 # Rows this short are of models so small that 4 bits save little and cost much.
 _LEAST_COLUMNS_OF_4_BITS = 256

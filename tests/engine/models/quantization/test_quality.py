@@ -74,9 +74,10 @@ def test_the_demo_model_loses_little() -> None:
         compare(config, plain, quantized(config, plain, method), token_ids)
         for method in Quantization
     )
-    assert 0 < int8.kl_divergence < 2e-4 and int8.top1_agreement > 0.985
-    assert 0 < int4.kl_divergence < 0.02 and int4.top1_agreement > 0.95
-    assert int4.unquantized_perplexity < 6  # the text is of the kind that it was trained on
+    assert 0 < int8.kl_divergence < 4e-4 and int8.top1_agreement > 0.985
+    assert 0 < int4.kl_divergence < 0.04 and int4.top1_agreement > 0.9
+    # Neither known by heart, as its own training text is, nor foreign to it.
+    assert 3 < int4.unquantized_perplexity < 30
 
 
 def test_without_a_tokenizer_of_its_own_a_model_has_no_text(tmp_path: Path) -> None:
