@@ -13,6 +13,7 @@ from penstock.engine.config import (
     EngineConfig,
     LoadFormat,
     LogFormat,
+    Quantization,
 )
 from penstock.engine.errors import BadGrammar, EngineFailed, QueueFull, RequestRefused
 from penstock.engine.ipc.client import EngineClient
@@ -50,6 +51,7 @@ __all__ = [  # noqa: RUF022  # in groups
     "Device",  # --device
     "Dtype",  # --dtype
     "LoadFormat",  # --load-format
+    "Quantization",  # --quantization
     "LogFormat",  # --log-format
     # Logs, which both processes write alike.
     "configure_logs",  # sets level, format and the current request's id

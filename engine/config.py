@@ -40,6 +40,18 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"  # random, in the shape of config.json: for speed work without a download
 
 
+class Quantization(StrEnum):
+    """To what the weights of linear layers are rounded at load."""
+
+    INT8 = "int8"  # codes of 8 bits, with a scale for each 32 of them
+    INT4 = "int4"  # of 4 bits, but for the few layers that need 8
+
+    @property
+    def bits(self) -> int:
+        """Of most layers."""
+        return 8 if self is Quantization.INT8 else 4
+
+
 class AttentionBackend(StrEnum):
     """What computes attention on a GPU; on CPU there is one implementation."""
 
@@ -56,9 +68,10 @@ class EngineConfig:
     model: a directory in Hugging Face's layout. None means a choice by model and device:
     max_model_len from config.json, block_size 16 on CPU and 64 on CUDA, kv_cache_memory_bytes a
     quarter of the free memory on CPU and what gpu_memory_utilization leaves on CUDA, num_threads
-    all cores. gpu_memory_utilization: the share of a GPU's memory that may
-    be used, by other processes too. enforce_eager: no CUDA graphs; the kernels of a step are
-    launched one by one. log_level, log_format: of the engine process.
+    all cores; and weights as they are stored for quantization. quantization_report: compare the
+    quantized model with the unquantized one, and log the figures. gpu_memory_utilization: the share
+    of a GPU's memory that may be used, by other processes too. enforce_eager: no CUDA graphs; the
+    kernels of a step are launched one by one. log_level, log_format: of the engine process.
     scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),
     at most one step every scripted_step_s.
     """
@@ -67,6 +80,8 @@ class EngineConfig:
     device: Device = Device.AUTO
     dtype: Dtype = Dtype.AUTO
     load_format: LoadFormat = LoadFormat.AUTO
+    quantization: Quantization | None = None
+    quantization_report: bool = False
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     max_model_len: int | None = None
     block_size: int | None = None
@@ -86,6 +101,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidConfig(f"--{name.replace('_', '-')} must be at least 1")
+        if self.quantization_report and self.quantization is None:
+            raise InvalidConfig("--quantization-report needs --quantization int8 or int4")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise InvalidConfig(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it is a share of the "

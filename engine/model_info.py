@@ -40,6 +40,25 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationInfo:
+    """How the weights of linear layers were rounded at load, and what it changed.
+
+    bits: of a weight in most layers; bits_per_weight: the mean of all that are quantized, scales
+    included. kl_divergence: the mean, in nats, of the next token's distribution from the
+    unquantized model's; top1_agreement: how often, from 0 to 1, both have the same likeliest token.
+    Both are for num_tokens tokens of a fixed text, and None where they were not measured.
+    """
+
+    method: str
+    bits: int
+    bits_per_weight: float
+    group_size: int
+    num_tokens: int = 0
+    kl_divergence: float | None = None
+    top1_agreement: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What the rest of the program knows of the model that an executor runs.
 
@@ -51,6 +70,7 @@ class ModelInfo:
     hidden_size: the length of an embedding. Peaks are the datasheet's, None for devices and
     types that it does not list; measured_bandwidth and measured_flops were measured at start.
     computed_by: on a processor, what multiplies matrices, and on how many threads, for people.
+    quantization: None where weights are as the checkpoint has them.
     """
 
     architecture: str
@@ -74,6 +94,7 @@ class ModelInfo:
     load_seconds: dict[str, float]
     computed_by: str | None = None
     experts: RoutedExperts | None = None
+    quantization: QuantizationInfo | None = None
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.config import Dtype
+from penstock.engine.config import Dtype, Quantization
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import peak_bandwidth
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.quantization.at_load import quantization_plan
+from penstock.engine.models.quantization.plan import Plan
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 GB = 10**9
@@ -43,15 +45,32 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """One model on one machine. dtype: of the weights and the KV cache."""
+    """One model on one machine. dtype: of the weights and the KV cache. quantization: of the
+    weights of linear layers, as the server's flag."""
 
     model: ModelConfig
     machine: Machine
     dtype: torch.dtype = torch.bfloat16
+    quantization: Quantization | None = None
 
     @property
     def weight_bytes(self) -> int:
+        plan = self._plan
+        if plan:
+            return plan.weight_bytes
         return self.model.weight_bytes(self.dtype.itemsize, KEPT_FORMATS)
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """What every step reads of them."""
+        plan = self._plan
+        if plan:
+            return plan.step_weight_bytes
+        return self.model.step_weight_bytes(self.dtype.itemsize, KEPT_FORMATS)
+
+    @property
+    def _plan(self) -> Plan | None:
+        return quantization_plan(self.quantization, self.model, self.dtype)
 
     @property
     def token_bytes(self) -> int:
@@ -86,8 +105,7 @@ class Sizing:
         bandwidth = peak_bandwidth(self.machine.name)
         if not bandwidth:
             return None
-        weights = self.model.step_weight_bytes(self.dtype.itemsize, KEPT_FORMATS)
-        return (weights + num_sequences * self.read_bytes(context)) / bandwidth
+        return (self.step_weight_bytes + num_sequences * self.read_bytes(context)) / bandwidth
 
     def slot_bytes(self, max_model_len: int) -> int:
         """What each of `--max-num-seqs` takes on the device: its rows of the token and block
@@ -99,8 +117,7 @@ class Sizing:
         """Sequences that can run together at this TPOT if steps reach the share `mbu` of the peak
         bandwidth and memory is no limit. 0 if reading the weights alone takes longer."""
         bandwidth = peak_bandwidth(self.machine.name) or 0.0
-        weights = self.model.step_weight_bytes(self.dtype.itemsize, KEPT_FORMATS)
-        spare = tpot_s * bandwidth * mbu - weights
+        spare = tpot_s * bandwidth * mbu - self.step_weight_bytes
         return max(0, int(spare / self.read_bytes(context)))
 
 
@@ -151,7 +168,8 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         dtype = TORCH_DTYPES[Dtype(options.dtype)]
-        sizing = Sizing(ModelConfig.from_dir(options.model), _machine(options), dtype)
+        quantization = Quantization(options.quantization) if options.quantization else None
+        sizing = Sizing(ModelConfig.from_dir(options.model), _machine(options), dtype, quantization)
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return 2
@@ -206,6 +224,8 @@ def _parser() -> argparse.ArgumentParser:
     flag("--memory-gb", type=float, default=141, metavar="GB", help="(default: %(default)s)")
     flag("--dtype", choices=list(TORCH_DTYPES), default=Dtype.BFLOAT16,
          help="the server's flag (default: %(default)s)")  # fmt: skip
+    flag("--quantization", choices=list(Quantization),
+         help="the server's flag, which is for the CPU (default: none)")  # fmt: skip
     flag("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
          help="the server's flag (default: %(default)s)")  # fmt: skip
     flag("--context", type=int, nargs="+", default=CONTEXTS, metavar="TOKENS",

@@ -136,6 +136,8 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             device=Device(options.device),
             dtype=Dtype(options.dtype),
             load_format=LoadFormat(options.load_format),
+            quantization=options.quantization,
+            quantization_report=options.quantization_report,
             attention_backend=AttentionBackend(options.attention_backend),
             max_model_len=options.max_model_len,
             block_size=options.block_size,

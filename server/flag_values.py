@@ -47,7 +47,6 @@ VLLM_FLAGS = {
     "--tensor-parallel-size": "one device is supported; start one server for each",
     "--pipeline-parallel-size": "one device is supported; start one server for each",
     "--data-parallel-size": "one device is supported; start one server for each",
-    "--quantization": "weights are served as they are, in float32, bfloat16 or float16",
     "--kv-cache-dtype": "the KV cache has the type of --dtype",
     "--enable-lora": "LoRA adapters are not supported",
     "--lora-modules": "LoRA adapters are not supported",

@@ -4,11 +4,19 @@ It knows no value that was given: `penstock.server.cli` makes a config of them.
 """
 
 import argparse
+import contextlib
 import json
 from enum import StrEnum
 from pathlib import Path
 
-from penstock.engine.client import AttentionBackend, Device, Dtype, LoadFormat, LogFormat
+from penstock.engine.client import (
+    AttentionBackend,
+    Device,
+    Dtype,
+    LoadFormat,
+    LogFormat,
+    Quantization,
+)
 from penstock.scheduler.config import Batching, Policy
 from penstock.scheduler.types import Pooling
 from penstock.server.config import MIB, PoolerConfig
@@ -22,6 +30,27 @@ TOOL_PARSERS = tuple(form.value for form in ToolFormat)
 REASONING_PARSERS = tuple(form.value for form in ReasoningFormat)
 # The demo uses the second name for itself in its training examples.
 DEMO_NAMES = ("penstock-demo", "demo")
+_GROUPS = "int8 has a scale for each 32 weights"
+_INSTEAD = "use int8 or int4"
+# Values of vLLM's --quantization, by what vLLM does with them.
+_VLLM_AT_LOAD = {
+    "int8_per_channel_weight_only": f"{_GROUPS}, not one a channel: use int8, which loses less",
+    **dict.fromkeys(
+        (
+            "fp8_per_tensor",
+            "fp8_per_block",
+            "fp8_per_channel",
+            "nvfp4_per_token",
+            "mxfp8",
+            "online",
+        ),
+        _INSTEAD,
+    ),
+}
+_VLLM_STORED = (
+    *("awq", "gptq", "awq_marlin", "gptq_marlin", "fp8", "compressed-tensors", "modelopt"),
+    *("modelopt_fp4", "bitsandbytes", "mxfp4", "gguf", "torchao", "quark", "auto-round"),
+)
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -135,6 +164,23 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         LoadFormat,
         "auto reads the weights; dummy makes random ones in the shape of config.json, to measure "
         "speed",
+    )
+    flag(
+        "-q",
+        "--quantization",
+        type=_quantization,
+        metavar="|".join(Quantization),
+        help="round the weights of linear layers at load, on the CPU: int8 takes half of "
+        "bfloat16's memory and changes next to nothing, int4 a third and changes a little; the log "
+        "says how much. The result is kept in ~/.cache/penstock/quantized (default: weights as "
+        "they are)",
+    )
+    flag(
+        "--quantization-report",
+        action="store_true",
+        help="with --quantization: compare the quantized model with the unquantized one at this "
+        "start, and log the figures; else those of the start that rounded the weights count "
+        "(default: off)",
     )
     _add_choice(
         group,
@@ -407,6 +453,21 @@ def _add_cors_flags(group: "argparse._ArgumentGroup") -> None:
         action="store_true",
         help="these pages may send cookies (default: off)",
     )
+
+
+def _quantization(text: str) -> Quantization:
+    with contextlib.suppress(ValueError):
+        return Quantization(text)
+    supported = " or ".join(Quantization)
+    why = f"it must be {supported}"
+    if text in _VLLM_AT_LOAD:
+        why = f"of vLLM's formats at load none is supported; {_VLLM_AT_LOAD[text]}"
+    elif text in _VLLM_STORED:
+        why = (
+            "it names how a checkpoint was quantized, which config.json says; leave it out, or "
+            f"use {supported} with an unquantized checkpoint"
+        )
+    raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {why}")
 
 
 def _json_list(text: str) -> list[str]:

@@ -20,6 +20,7 @@ from penstock.engine.config import AttentionBackend, Dtype, EngineConfig
 from penstock.engine.executor import check_no_adapter, device_copies
 from penstock.engine.executors.loading import (
     Ledger,
+    check_quantization,
     choose_dtype,
     describe,
     log_widening,
@@ -40,6 +41,7 @@ from penstock.engine.models.errors import (
 )
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
+from penstock.engine.models.quantization.at_load import quantization_plan, quantize
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel, check_features
@@ -69,19 +71,22 @@ class CpuExecutor:
                 f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
                 "on the CPU, which has one implementation of attention; leave the flag out"
             )
+        check_quantization(config, model_dir, "cpu")
         phases = phases or Phases()
         # The server's process shares them: a thread that it interrupts holds up no other.
         num_threads = config.num_threads or num_cores()
         model = ModelConfig.from_dir(model_dir)
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         with phases.timed("compile", "loading the step that is compiled for this processor"):
-            self._dtype, library = _dtype_and_library(config.dtype, model)
+            has_codes = config.quantization is not None or model.quantization is not None
+            self._dtype, library = _dtype_and_library(config.dtype, model, has_codes)
 
         make_linear = cpu_linear(self._dtype) if library is None else PlainLinear
         kept: frozenset[str] = frozenset() if library is None else FORMATS
         log_widening(model, self._dtype, kept)
         # Before the weights are read, so that a model that does not fit is reported at once.
-        weight_bytes = model.weight_bytes(self._dtype.itemsize, kept)
+        plan = quantization_plan(config.quantization, model, self._dtype)
+        weight_bytes = plan.weight_bytes if plan else model.weight_bytes(self._dtype.itemsize, kept)
         block_bytes = block_size * model.kv_shape.bytes_per_token(self._dtype.itemsize)
         size = size_cpu_pool(
             config,
@@ -91,6 +96,10 @@ class CpuExecutor:
             block_bytes=block_bytes,
         )
         available = available_memory_bytes()
+        quantized = None
+        if plan is not None:
+            with torch.inference_mode():
+                quantized = quantize(config, model_dir, plan, phases, num_threads)
         what = reading(weight_bytes, self._dtype)
         with phases.timed("weights", what, total=weight_bytes), torch.inference_mode():
             # The threads that read are Python's; each of torch's calls inside them uses one.
@@ -105,6 +114,7 @@ class CpuExecutor:
                     model,
                     empty,
                     phases,
+                    quantized,
                     make_linear=make_linear,
                     kept=kept,
                 ),
@@ -153,6 +163,7 @@ class CpuExecutor:
             flops,
             weight_bytes=llama.step_weight_bytes,
             computed_by=computed_by,
+            quantization=quantized.info if quantized else None,
         )
         total = total_memory_bytes()
         Ledger(
@@ -251,20 +262,22 @@ class CpuExecutor:
         return torch.tensor(values, dtype=torch.int64)
 
 
-def _dtype_and_library(wanted: Dtype, model: ModelConfig) -> tuple[torch.dtype, CDLL | None]:
+def _dtype_and_library(
+    wanted: Dtype, model: ModelConfig, has_codes: bool
+) -> tuple[torch.dtype, CDLL | None]:
     dtype = choose_dtype(wanted, _CPU)
     if wanted is Dtype.AUTO and dtype is not torch.bfloat16:
         # Torch is slow in bfloat16 where the processor cannot multiply it. The compiled step is
         # not: it widens weights as it reads them, and half as many bytes are read.
-        library = _library_for(model, torch.bfloat16)
+        library = _library_for(model, torch.bfloat16, has_codes)
         if library is not None:
             return torch.bfloat16, library
-    return dtype, _library_for(model, dtype)
+    return dtype, _library_for(model, dtype, has_codes)
 
 
-def _library_for(model: ModelConfig, dtype: torch.dtype) -> CDLL | None:
+def _library_for(model: ModelConfig, dtype: torch.dtype, has_codes: bool) -> CDLL | None:
     """None where torch computes the model."""
-    library = load_library(dtype, model.quantization is not None)
+    library = load_library(dtype, has_codes)
     if library is not None:
         try:
             check_features(model, dtype)

@@ -9,14 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.engine.config import Device, Dtype, LoadFormat
+from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
 from penstock.engine.memory.kv_pool import PoolSize
-from penstock.engine.model_info import AttentionGroup, ModelInfo
+from penstock.engine.model_info import AttentionGroup, ModelInfo, QuantizationInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.json_file import Fields
 from penstock.engine.models.layers.linear import Linear, MakeLinear
+from penstock.engine.models.quantization.at_load import Quantized
+from penstock.engine.models.quantization.parse import quantization_name
 from penstock.engine.models.tensor_files import is_finite
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
@@ -76,16 +79,20 @@ def weight_source(
     model: ModelConfig,
     empty: Empty,
     phases: Phases,
+    quantized: Quantized | None = None,
     *,
     make_linear: MakeLinear,
     kept: Collection[str],
 ) -> WeightSource:
-    """phases: its current phase is advanced by the bytes of each weight. kept: see `Widened`."""
+    """phases: its current phase is advanced by the bytes of each weight. quantized: the linear
+    layers, where they are not as the checkpoint has them. kept: see `Widened`."""
     source: Checkpoint | RandomWeights
     if load_format is LoadFormat.DUMMY:
         source = RandomWeights(empty, model.quantization)
     else:
         source = Checkpoint(model_dir, empty, model.quantization)
+    if quantized is not None:
+        return Counted(quantized.of(source), phases)
     return Counted(Widened(source, empty, make_linear, kept), phases)
 
 
@@ -100,6 +107,25 @@ def log_widening(model: ModelConfig, dtype: torch.dtype, kept: Collection[str]) 
             stored / 2**30,
             _name(dtype),
             held / 2**30,
+        )
+
+
+def check_quantization(config: EngineConfig, model_dir: Path, device: str) -> None:
+    """Raises InvalidConfig where --quantization is given and cannot be done."""
+    if config.quantization is None:
+        return
+    if device != "cpu":
+        raise InvalidConfig(
+            f"--quantization {config.quantization} is for the CPU: there are no GPU kernels for "
+            "such weights yet. Leave it out, and use a model that fits in the GPU's memory in "
+            "bfloat16; or use --device cpu"
+        )
+    fields = Fields.read(model_dir / "config.json")
+    if name := quantization_name(fields):
+        raise InvalidConfig(
+            f"--quantization {config.quantization} rounds float weights, and {fields.path} says "
+            f"that these are quantized already, in the format {name}; leave it out, or use the "
+            "float32, float16 or bfloat16 version of the model"
         )
 
 
@@ -172,6 +198,7 @@ def describe(
     *,
     weight_bytes: int,
     computed_by: str | None = None,
+    quantization: QuantizationInfo | None = None,
 ) -> ModelInfo:
     """weight_bytes: as in `ModelInfo`. load_seconds may still grow: it is not copied."""
     layer_bytes = model.kv_shape.layer_bytes_per_token(dtype.itemsize)
@@ -203,6 +230,7 @@ def describe(
         measured_flops_per_s=measured_flops,
         load_seconds=load_seconds,
         computed_by=computed_by,
+        quantization=quantization,
     )
 
 

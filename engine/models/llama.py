@@ -82,7 +82,7 @@ class LlamaModel:
         with ThreadPoolExecutor(num_load_threads) as pool:
             self.embedding = weights.read((vocab, hidden), "model.embed_tokens.weight")
             layers = pool.map(
-                lambda index: _read_layer(config, weights, make_linear, index),
+                lambda index: read_layer(config, weights, make_linear, index),
                 range(config.num_layers),
             )
             self.layers = list(layers)
@@ -111,42 +111,64 @@ class LlamaModel:
         sin = self.sin[step.positions].unsqueeze(1)
         residual = functional.embedding(step.token_ids, self.embedding)
         for layer, keys, values in zip(self.layers, pool.keys, pool.values, strict=True):
-            x = rms_norm(residual, layer.input_norm, eps)
-            residual = residual + self._attend(layer, x, cos, sin, keys, values, step)
-            x = rms_norm(residual, layer.mlp_norm, eps)
-            gate, up = layer.gate_up(x).chunk(2, dim=-1)
-            residual = residual + layer.down(functional.silu(gate) * up)
+            residual = run_layer(
+                self.config, layer, self._attention, residual, cos, sin, keys, values, step
+            )
         return rms_norm(residual[rows], self.norm, eps)
 
-    def _attend(
-        self,
-        layer: Layer,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        step: ModelInput,
-    ) -> Tensor:
-        config = self.config
-        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        projected = layer.qkv(x).view(len(x), -1, config.head_dim)
-        query, key, value = torch.split(projected, heads, dim=1)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query = rms_norm(query, layer.query_norm, config.rms_norm_eps)
-            key = rms_norm(key, layer.key_norm, config.rms_norm_eps)
-        keys.flatten(0, 1)[step.kv_slots] = rotate(key, cos, sin)
-        values.flatten(0, 1)[step.kv_slots] = value
-        query = rotate(query, cos, sin)
-        mixed = self._attention(query, keys, values, step, layer.window)
-        return layer.output(mixed.flatten(1))
+
+def run_layer(
+    config: ModelConfig,
+    layer: Layer,
+    attention: Attention,
+    residual: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    step: ModelInput,
+) -> Tensor:
+    """What a layer makes of the states before it, (T, hidden_size).
+
+    cos, sin: of the step's positions, (T, 1, head_dim / 2). keys, values: the layer's own part of
+    the pool; the step's are written to them.
+    """
+    x = rms_norm(residual, layer.input_norm, config.rms_norm_eps)
+    residual = residual + _attend(config, layer, attention, x, cos, sin, keys, values, step)
+    x = rms_norm(residual, layer.mlp_norm, config.rms_norm_eps)
+    gate, up = layer.gate_up(x).chunk(2, dim=-1)
+    return residual + layer.down(functional.silu(gate) * up)
+
+
+def _attend(
+    config: ModelConfig,
+    layer: Layer,
+    attention: Attention,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    step: ModelInput,
+) -> Tensor:
+    heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+    projected = layer.qkv(x).view(len(x), -1, config.head_dim)
+    query, key, value = torch.split(projected, heads, dim=1)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        query = rms_norm(query, layer.query_norm, config.rms_norm_eps)
+        key = rms_norm(key, layer.key_norm, config.rms_norm_eps)
+    keys.flatten(0, 1)[step.kv_slots] = rotate(key, cos, sin)
+    values.flatten(0, 1)[step.kv_slots] = value
+    query = rotate(query, cos, sin)
+    mixed = attention(query, keys, values, step, layer.window)
+    return layer.output(mixed.flatten(1))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
-def _read_layer(
+def read_layer(
     config: ModelConfig, weights: WeightSource, make_linear: MakeLinear, index: int
 ) -> Layer:
     prefix = f"model.layers.{index}."

@@ -1,5 +1,6 @@
 """`/v1/models`: the model that is served, under each of its names."""
 
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 from fastapi import APIRouter, Request
@@ -47,8 +48,10 @@ def _model_card(service: Service, name: str) -> dict[str, object]:
     """OpenAI's fields, vLLM's and Anthropic's, since the clients of all use this path.
 
     root: the model that the server was started with, where vLLM's clients find its tokenizer.
+    quantization, which is ours alone: what --quantization did; null without it.
     """
     model = service.model
+    quantization = model.info.quantization
     return {
         "id": name,
         "object": "model",
@@ -63,4 +66,5 @@ def _model_card(service: Service, name: str) -> dict[str, object]:
         "created_at": datetime.fromtimestamp(model.created_s, UTC),
         "lifecycle": "active",
         "max_input_tokens": model.info.max_model_len,
+        "quantization": None if quantization is None else asdict(quantization),
     }

@@ -434,6 +434,7 @@ class Metrics:
                 "name": self._model_name,
             },
         )
+        yield from _quantization(model)
         load = GaugeMetricFamily(
             "penstock_startup_seconds", "Time of each phase of the start", labels=["phase"]
         )
@@ -459,6 +460,34 @@ class Metrics:
             "per_second",
             {"datasheet": model.peak_flops_per_s, "measured": model.measured_flops_per_s},
             {kind: totals.flops_per_s for kind, totals in by_class.items()},
+        )
+
+
+def _quantization(model: ModelInfo) -> Iterator[Metric]:
+    """What --quantization did, and its figures where they were measured."""
+    done = model.quantization
+    if done is None:
+        return
+    yield InfoMetricFamily(
+        "penstock_quantization",
+        "How --quantization rounded the weights of linear layers",
+        value={
+            "method": done.method,
+            "bits": str(done.bits),
+            "bits_per_weight": f"{done.bits_per_weight:.3f}",
+            "group_size": str(done.group_size),
+        },
+    )
+    if done.kl_divergence is not None and done.top1_agreement is not None:
+        yield GaugeMetricFamily(
+            "penstock_quantization_kl_divergence",
+            "Mean KL divergence, in nats, of the quantized model from the unquantized one",
+            value=done.kl_divergence,
+        )
+        yield GaugeMetricFamily(
+            "penstock_quantization_top1_agreement_ratio",
+            "Share of a text's tokens after which both models find the same token likeliest",
+            value=done.top1_agreement,
         )
 
 

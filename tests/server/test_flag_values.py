@@ -14,19 +14,6 @@ from penstock.server.flag_values import VLLM_FLAGS, FlagParser, set_defaults, si
 from penstock.server.serve_flags import add_serve_flags
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
-    """The configurations that `penstock serve` would have started."""
-    configs: list[ServeConfig] = []
-
-    def serve(config: ServeConfig) -> int:
-        configs.append(config)
-        return 0
-
-    monkeypatch.setattr("penstock.server.app.serve", serve)
-    return configs
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5M", 1572864), ("2g", 2 * 10**9)],

@@ -118,7 +118,10 @@ class Harness:
         self.model: Model
         self.model = llama = LlamaModel(
             config,
-            Checkpoint(model_dir, partial(torch.empty, dtype=dtype), config.quantization),
+            options.get(
+                "weights",
+                Checkpoint(model_dir, partial(torch.empty, dtype=dtype), config.quantization),
+            ),
             options.get("make_linear", PlainLinear if native else cpu_linear(dtype)),
             gathered_attention,
             max_model_len=max_len,

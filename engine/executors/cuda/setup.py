@@ -25,6 +25,7 @@ from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES
 from penstock.engine.executors.loading import (
     Ledger,
+    check_quantization,
     choose_device,
     choose_dtype,
     describe,
@@ -98,6 +99,7 @@ def build_cuda_executor(
     """Loads, measures, captures. Raises InvalidConfig for what does not fit, or no such GPU."""
     gpu = gpu or CudaGpu(choose_device(config.device))
     phases = phases or Phases()
+    check_quantization(config, model_dir, "cuda")
     try:
         return _Setup(config, model_dir, gpu, phases).build()
     except RuntimeError as error:

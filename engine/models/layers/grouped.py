@@ -11,6 +11,8 @@ from penstock.engine.models.quantization.schemes import integer_format
 
 # Of the number that a code of 4 bits stands for without zeros or levels: code - 8.
 _MIDDLE = 8
+# Weights that are widened together, in some 20 bytes each.
+_MAX_WIDENED = 2**22
 
 
 class GroupedLinear:
@@ -66,8 +68,24 @@ class GroupedLinear:
         for start, stop in bands(self.out_features):
             out[start:stop] = self._weight(start, stop)
 
+    def rows(self, first: int, end: int) -> "GroupedLinear":
+        """These outputs alone. Their tensors are views."""
+        return GroupedLinear(
+            self.codes[first:end],
+            self.scales[first:end],
+            None if self.bias is None else self.bias[first:end],
+            group_size=self.group_size,
+            in_features=self.in_features,
+            zeros=None if self.zeros is None else self.zeros[first:end],
+            levels=self.levels,
+        )
+
     def __call__(self, x: Tensor) -> Tensor:
         """Slowly: the weights are widened in each call, and then multiplied in the type of x."""
+        num_rows = max(1, _MAX_WIDENED // self.in_features)
+        if self.out_features > num_rows:  # so that little of an output layer is wide at a time
+            starts = range(0, self.out_features, num_rows)
+            return torch.cat([self.rows(at, at + num_rows)(x) for at in starts], dim=-1)
         return functional.linear(x, self.weight().to(x.dtype), self.bias)
 
     def _weight(self, start: int, stop: int) -> Tensor:

@@ -1,0 +1,149 @@
+"""How much of a model is lost when its weights are rounded: both models on one text.
+
+Both are computed layer by layer, side by side, so that no more than one layer of each is in memory
+for it. In float32: what bfloat16 rounds of the states would hide what 8 bits do to the weights.
+The rounding of states, as products of the compiled step have it, is not part of the figures.
+"""
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.engine.attention.gathered import gathered_attention
+from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.memory.kv_shape import KVShape
+from penstock.engine.model_input import ModelInput
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.linear import PlainLinear, read_linear
+from penstock.engine.models.layers.rotary import rotary_table
+from penstock.engine.models.llama import read_layer, rms_norm, run_layer
+from penstock.engine.models.weights import WeightSource
+
+# More take longer than the rounding itself: each weight is multiplied by each token in both models.
+_MAX_TOKENS = 256
+_CPU = torch.device("cpu")
+# Rows of logits that are compared together.
+_NUM_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """Of the quantized model, against the unquantized one.
+
+    kl_divergence: the mean over the tokens, in nats; kl_divergence_p99: its 99th percentile.
+    top1_agreement: the share of tokens after which both find the same one likeliest. perplexity:
+    of the quantized model on the text.
+    """
+
+    num_tokens: int
+    kl_divergence: float
+    kl_divergence_p99: float
+    top1_agreement: float
+    perplexity: float
+    unquantized_perplexity: float
+
+
+def token_ids_of_text(model_dir: Path, model: ModelConfig) -> list[int]:
+    """The text that the figures are for. Empty where there is no tokenizer.json to read it with."""
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        return []
+    text = files(__package__).joinpath("text.txt").read_text(encoding="utf-8")
+    token_ids: list[int] = Tokenizer.from_file(str(path)).encode(text).ids
+    if max(token_ids) >= model.vocab_size:  # no tokenizer of this model's
+        return []
+    return token_ids[: min(_MAX_TOKENS, model.max_model_len)]
+
+
+def compare(
+    model: ModelConfig, unquantized: WeightSource, quantized: WeightSource, token_ids: list[int]
+) -> Quality:
+    """Both sources give the weights of `model`, plain ones in float32. At least two tokens."""
+    sides = (unquantized, quantized)
+    step = _prompt(token_ids)
+    cos, sin = (
+        table.unsqueeze(1)
+        for table in rotary_table(model.rope, model.head_dim, len(token_ids), _CPU)
+    )
+    kv = KVShape(num_layers=1, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+    pool = KVPool(kv, 1, len(token_ids), torch.float32, _CPU)
+    embedding = unquantized.read((model.vocab_size, model.hidden_size), "model.embed_tokens.weight")
+    states = [functional.embedding(step.token_ids, embedding)] * 2
+    del embedding
+    for index in range(model.num_layers):
+        states = [
+            run_layer(
+                model,
+                read_layer(model, weights, PlainLinear, index),
+                gathered_attention,
+                before,
+                cos,
+                sin,
+                pool.keys[0],
+                pool.values[0],
+                step,
+            )
+            for weights, before in zip(sides, states, strict=True)
+        ]
+    return _compared(
+        [_logits(model, *side) for side in zip(sides, states, strict=True)], step.token_ids
+    )
+
+
+def _logits(model: ModelConfig, weights: WeightSource, states: Tensor) -> Tensor:
+    norm = weights.read((model.hidden_size,), "model.norm.weight")
+    shape = (model.vocab_size, model.hidden_size)
+    if not model.tied_embeddings:
+        head = read_linear(weights, PlainLinear, *shape, "lm_head")
+    else:
+        head = weights.quantized(shape, None, "lm_head") or PlainLinear(
+            weights.read(shape, "model.embed_tokens.weight"), None
+        )
+    return head(rms_norm(states, norm, model.rms_norm_eps))
+
+
+def _compared(logits: list[Tensor], token_ids: Tensor) -> Quality:
+    """logits: of each token, (T, vocab_size), unquantized and quantized."""
+    divergences, agreements, losses = [], [], []
+    for first in range(0, len(token_ids), _NUM_ROWS):
+        reference, rounded = (
+            each[first : first + _NUM_ROWS].double().log_softmax(-1) for each in logits
+        )
+        divergences.append((reference.exp() * (reference - rounded)).sum(-1))
+        agreements.append(reference.argmax(-1) == rounded.argmax(-1))
+        following = token_ids[first + 1 : first + 1 + len(reference), None]
+        losses.append(
+            torch.stack(
+                [-each[: len(following)].gather(-1, following) for each in (reference, rounded)]
+            )
+        )
+    divergence = torch.cat(divergences)
+    unquantized_loss, loss = torch.cat(losses, dim=1).mean((1, 2)).tolist()
+    return Quality(
+        num_tokens=len(token_ids),
+        kl_divergence=float(divergence.mean()),
+        kl_divergence_p99=float(divergence.quantile(0.99)),
+        top1_agreement=float(torch.cat(agreements).double().mean()),
+        perplexity=float(torch.tensor(loss).exp()),
+        unquantized_perplexity=float(torch.tensor(unquantized_loss).exp()),
+    )
+
+
+def _prompt(token_ids: list[int]) -> ModelInput:
+    """One sequence, which is in one block."""
+    positions = torch.arange(len(token_ids))
+    return ModelInput(
+        token_ids=torch.tensor(token_ids),
+        positions=positions,
+        kv_slots=positions,
+        block_tables=torch.zeros((1, 1), dtype=torch.int32),
+        query_starts=[0, len(token_ids)],
+        context_lens=[len(token_ids)],
+        num_decodes=0,
+        sample_rows=positions,
+    )

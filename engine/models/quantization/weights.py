@@ -1,0 +1,45 @@
+"""`QuantizedWeights`: the source of a model whose linear layers are quantized at load."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from penstock.engine.models.layers.grouped import StackedLinear
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.quantization.rounding import Codes
+from penstock.engine.models.weights import WeightSource
+
+if TYPE_CHECKING:
+    from penstock.engine.models.quantization.plan import Part
+
+CodesOf = Callable[["Part"], Codes]
+
+
+class QuantizedWeights:
+    """Another source, whose linear layers are all quantized; embedding, norms and biases are its
+    own."""
+
+    def __init__(
+        self,
+        plain: WeightSource,
+        parts_of: "Callable[[tuple[str, ...], int, int], Sequence[Part]]",
+        codes_of: CodesOf,
+    ) -> None:
+        """parts_of: see `Scheme.parts`. codes_of: what a part is rounded to."""
+        self._plain = plain
+        self._parts_of = parts_of
+        self._codes_of = codes_of
+
+    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+        return self._plain.read(shape, *names)
+
+    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear:
+        linears = []
+        row = 0
+        for part in self._parts_of(names, *shape):
+            end = row + part.rows
+            of_rows = None if bias is None else bias[row:end]
+            linears.append(part.linear(self._codes_of(part), of_rows))
+            row = end
+        return linears[0] if len(linears) == 1 else StackedLinear(linears)
