@@ -23,6 +23,7 @@ from penstock.engine.executors.loading import (
     choose_dtype,
     describe,
     reading,
+    weight_bytes,
     weight_source,
 )
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
@@ -76,25 +77,27 @@ class CpuExecutor:
             self._dtype, library = _dtype_and_library(config.dtype, model)
 
         # Before the weights are read, so that a model that does not fit is reported at once.
-        weight_bytes = model.weight_bytes(self._dtype.itemsize)
+        num_weight_bytes = weight_bytes(
+            model, config.load_format, model_dir, self._dtype, keeps_codes=True
+        )
         block_bytes = block_size * model.kv_shape.bytes_per_token(self._dtype.itemsize)
         size = size_cpu_pool(
             config,
-            weight_bytes=weight_bytes,
+            weight_bytes=num_weight_bytes,
             max_model_len=model.max_model_len,
             block_size=block_size,
             block_bytes=block_bytes,
         )
         available = available_memory_bytes()
-        what = reading(weight_bytes, self._dtype)
-        with phases.timed("weights", what, total=weight_bytes), torch.inference_mode():
+        what = reading(num_weight_bytes, self._dtype)
+        with phases.timed("weights", what, total=num_weight_bytes), torch.inference_mode():
             # The threads that read are Python's; each of torch's calls inside them uses one.
             torch.set_num_threads(1)
             self._model: Model
             empty = self._empty(in_arena=library is not None)
             self._model = llama = LlamaModel(
                 model,
-                weight_source(config.load_format, model_dir, empty, phases),
+                weight_source(config.load_format, model_dir, empty, phases, keeps_codes=True),
                 cpu_linear(self._dtype) if library is None else PlainLinear,
                 gathered_attention,
                 max_model_len=size.max_model_len,
@@ -145,7 +148,7 @@ class CpuExecutor:
         Ledger(
             total=total,
             others=total - available,
-            weights=weight_bytes,
+            weights=num_weight_bytes,
             kv_pool=size.num_blocks * block_bytes,
         ).log(size, block_size)
 

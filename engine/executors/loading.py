@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import Device, Dtype, LoadFormat
+from penstock.engine.gguf.file import is_gguf
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
 from penstock.engine.memory.kv_pool import PoolSize
 from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
@@ -68,12 +70,29 @@ def choose_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
 
 
 def weight_source(
-    load_format: LoadFormat, model_dir: Path, empty: Empty, phases: Phases
+    load_format: LoadFormat, model_dir: Path, empty: Empty, phases: Phases, *, keeps_codes: bool
 ) -> WeightSource:
-    """phases: its current phase is advanced by the bytes of each weight."""
+    """phases: its current phase is advanced by the bytes of each weight. keeps_codes: whether
+    `GroupedLinear` may stand for the weights of a GGUF file."""
     if load_format is LoadFormat.DUMMY:
         return Counted(RandomWeights(empty), phases)
+    if is_gguf(model_dir):
+        return Counted(GgufWeights(model_dir, empty, keeps_codes=keeps_codes), phases)
     return Counted(Checkpoint(model_dir, empty), phases)
+
+
+def weight_bytes(
+    model: ModelConfig,
+    load_format: LoadFormat,
+    model_dir: Path,
+    dtype: torch.dtype,
+    *,
+    keeps_codes: bool,
+) -> int:
+    """What `weight_source` will read takes in memory."""
+    if is_gguf(model_dir) and load_format is not LoadFormat.DUMMY:
+        return loaded_bytes(model_dir, dtype, keeps_codes=keeps_codes)
+    return model.weight_bytes(dtype.itemsize)
 
 
 def reading(num_bytes: int, dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.json_file import Fields, shown
 
-_READS = "Penstock reads float32, float16 and bfloat16 weights from safetensors"
+_READS = "Penstock reads float32, float16 and bfloat16 weights from safetensors, and GGUF files"
 _UNQUANTIZED = "use the float32, float16 or bfloat16 version of the model"
 
 # How checkpoints announce quantized weights; `quantization` is MLX's.
@@ -44,7 +44,6 @@ _ADAPTER = (
     "a LoRA adapter",
     "merge it into its base model (`merge_and_unload` of peft) and serve the result",
 )
-_GGUF = ("*.gguf", "GGUF, llama.cpp's format", "use the version of the model in safetensors")
 _OTHERS = (
     ("model_index.json", "a diffusers pipeline", "use a model that generates text"),
     ("*.onnx", "ONNX", "use the version of the model in safetensors"),
@@ -61,7 +60,6 @@ _PICKLED = (
 )
 _WITHOUT_CONFIG = (
     _ADAPTER,
-    _GGUF,
     *_OTHERS,
     _ORIGINAL,
     _PICKLED,
@@ -72,7 +70,6 @@ _WITHOUT_WEIGHTS = (
     _ADAPTER,
     _ORIGINAL,
     _PICKLED,
-    _GGUF,
     ("*.h5", "TensorFlow weights", "use the version of the model in safetensors"),
     ("*.msgpack", "Flax weights", "use the version of the model in safetensors"),
     *_OTHERS,
@@ -158,17 +155,12 @@ def without_weights(model: str, names: Collection[str]) -> InvalidModel:
     )
 
 
-def not_a_directory(path: str) -> InvalidModel:
-    """Of a path to something else. path: as the user named it."""
-    if path.endswith(".gguf"):
-        return InvalidModel(
-            f"{path} is a GGUF file, llama.cpp's format, which is not supported; {_READS}: name a "
-            "directory that has them, or a Hugging Face id",
-            brief="GGUF is not supported",
-        )
+def not_a_model(path: str) -> InvalidModel:
+    """Of a path to something that is neither a directory nor a GGUF file. path: as the user named
+    it."""
     return InvalidModel(
         f"the model {path!r} is not a directory; name the directory that holds config.json and "
-        "the safetensors",
+        "the safetensors, or a GGUF file",
         brief="not a directory",
     )
 

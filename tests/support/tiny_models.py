@@ -10,15 +10,16 @@ import transformers
 from torch import Tensor
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.config import Device, Dtype, EngineConfig
+from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
+from penstock.engine.executors.loading import weight_source
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import build_model_input
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
-from penstock.engine.models.weights import Checkpoint
 from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel
+from penstock.engine.phases import Phases
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import SamplingParams, ScheduledBatch, SlotAssignment
 
@@ -117,7 +118,13 @@ class Harness:
         self.model: Model
         self.model = llama = LlamaModel(
             config,
-            Checkpoint(model_dir, partial(torch.empty, dtype=dtype)),
+            weight_source(
+                LoadFormat.AUTO,
+                model_dir,
+                partial(torch.empty, dtype=dtype),
+                Phases(),
+                keeps_codes=options.get("keeps_codes", True),
+            ),
             options.get("make_linear", PlainLinear if native else cpu_linear(dtype)),
             gathered_attention,
             max_model_len=max_len,

@@ -29,6 +29,7 @@ from penstock.engine.executors.loading import (
     choose_dtype,
     describe,
     reading,
+    weight_bytes,
     weight_source,
 )
 from penstock.engine.kernels.linear import MAX_ROWS
@@ -73,6 +74,8 @@ _DEFAULT_BLOCK_SIZE = 64
 _MAX_BLOCKS = 2**20
 # Reading is bound by the disk and by page faults, so more threads do not help.
 _MAX_LOAD_THREADS = 16
+# Its kernels multiply plain matrices.
+_KEEPS_CODES = False
 # All sampling options at once, for the largest step; filters alone; and greedy.
 _COSTLY = SamplingParams(
     max_tokens=1,
@@ -145,8 +148,8 @@ class _Setup:
         with phases.timed("flops", "measuring how fast matrices are multiplied"):
             self._flops = gpu.matmul_flops(self._dtype)
         used_before = gpu.used_bytes()
-        weight_bytes = self._model.weight_bytes(self._dtype.itemsize)
-        with phases.timed("weights", reading(weight_bytes, self._dtype), total=weight_bytes):
+        num_bytes = self._weight_bytes()
+        with phases.timed("weights", reading(num_bytes, self._dtype), total=num_bytes):
             llama = self._load()
             used = gpu.used_bytes()
         weights = max(0, used - used_before)
@@ -185,9 +188,15 @@ class _Setup:
         return num_sizes * len(GRAPH_MODES) + len(CHUNK_SIZES)
 
     def _check_weights(self, free: int) -> None:
-        num_bytes = self._model.weight_bytes(self._dtype.itemsize)
+        num_bytes = self._weight_bytes()
         dtype = str(self._dtype).removeprefix("torch.")
         check_weights(self._gpu.name, self._gpu.total_bytes, free, num_bytes, dtype)
+
+    def _weight_bytes(self) -> int:
+        load_format = self._config.load_format
+        return weight_bytes(
+            self._model, load_format, self._model_dir, self._dtype, keeps_codes=_KEEPS_CODES
+        )
 
     def _load(self) -> LlamaModel:
         """Each weight is read once, by one of several threads, to where it stays."""
@@ -196,7 +205,13 @@ class _Setup:
         config = self._config
         return LlamaModel(
             self._model,
-            weight_source(config.load_format, self._model_dir, empty, self._phases),
+            weight_source(
+                config.load_format,
+                self._model_dir,
+                empty,
+                self._phases,
+                keeps_codes=_KEEPS_CODES,
+            ),
             PlainLinear,
             gathered_attention,
             max_model_len=self._max_len,
