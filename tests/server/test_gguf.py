@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from tests.support.gguf_files import load_transformers, quantized, write_gguf
 from tests.support.paths import DEMO_MODEL, STORIES
 from tests.support.serving import RunningServer, free_port, wait_until
+from tests.support.stub_hub import stub_hub
 
 MODEL = "penstock-demo-gguf"
 _MODEL = {"model": "penstock-demo"}
@@ -71,6 +73,26 @@ def test_texts_are_tokenized_and_embedded(
         else:
             numbers = expected["data"][0]["embedding"]
             assert found["data"][0]["embedding"] == pytest.approx(numbers, abs=1e-5)
+
+
+def test_a_file_of_the_hub_is_downloaded_and_served_with_its_tokenizer(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    root = server.get("/v1/models").json()["data"][0]["root"]
+    name = "someone/demo-GGUF"
+    with stub_hub() as hub:
+        hub.repositories[name] = {"demo-F32.gguf": Path(root).read_bytes(), "config.json": b"{}"}
+        gate = hub.gates["demo-F32.gguf"] = threading.Event()
+        downloading = RunningServer(f"{name}:F32", env=hub.environment(tmp_path))
+        try:
+            assert downloading.wait_until_answering().status_code == 503
+            gate.set()
+            downloading.wait_until_ready()
+            answer = downloading.chat(model=f"{name}:F32", temperature=0).json()
+            assert answer["choices"][0]["message"]["content"]
+            assert set(hub.fetched) == {"demo-F32.gguf"}
+        finally:
+            downloading.stop()
 
 
 @pytest.mark.skipif(not _LLAMA_SERVER, reason="no llama-server here (LLAMA_SERVER names one)")

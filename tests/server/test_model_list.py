@@ -79,6 +79,17 @@ def test_directories_are_listed_beside_the_cache(hub: StubHub, tmp_path: Path) -
     assert models["bad"]["problem"].startswith("generation_config.json: 'temperature' must be")
 
 
+def test_gguf_files_of_the_cache_are_listed_as_they_are_served(
+    hub: StubHub, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "m-F32.gguf", make_model("qwen2"))
+    hub.repositories["other/some-GGUF"] = {"F32/m-F32.gguf": path.read_bytes()}
+    download(hub, tmp_path, "other/some-GGUF:F32")
+    [model] = json.loads(penstock(hub, tmp_path, "models", "--json").stdout)
+    assert (model["model"], model["family"]) == ("other/some-GGUF/F32/m-F32.gguf", "qwen2")
+    assert model["can_be_served"] and model["size_bytes"] == path.stat().st_size
+
+
 def test_the_reason_is_that_of_the_start(hub: StubHub, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     directory.mkdir()

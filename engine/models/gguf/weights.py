@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _GROUP_SIZE = 32
 # Numbers that are widened at a time: what they take in float32 stays in a core's cache.
-_NUMBERS_AT_ONCE = 2**17
+_NUMBERS_AT_ONCE = 2**18
 _PERMUTED = ("attn_q", "attn_k")
 
 
@@ -116,7 +116,8 @@ class GgufWeights:
         info = tensor.info
         raw = tensor.rows()
         is_narrow = into.dtype is torch.float16
-        step = max(1, _NUMBERS_AT_ONCE // info.shape[-1])
+        is_plain = info.type.block_size == 1
+        step = len(raw) if is_plain else max(1, _NUMBERS_AT_ONCE // info.shape[-1])
         for start in range(0, len(raw), step):
             numbers = blocks.numbers(raw[start : start + step], info.type)
             part = into.view(len(raw), -1)[start : start + step].copy_(numbers)

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
+from gguf import GGMLQuantizationType
 from triton.runtime.errors import OutOfResources
 
 from penstock.engine.config import Dtype, EngineConfig, LoadFormat
@@ -27,6 +28,7 @@ from penstock.engine.memory.gpu_budget import (
 from penstock.engine.memory.kv_pool import PoolSize, size_pool
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
+from tests.support.gguf_files import quantized, write_gguf
 from tests.support.kernels import ON_GPU
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine, ids_of
@@ -78,6 +80,19 @@ def test_what_is_set_up_answers_as_the_cpu_executor_and_refuses_an_adapter(
     assert [ids_of(outputs) for outputs in found] == [ids_of(outputs) for outputs in expected]
     with pytest.raises(UnknownAdapter, match="no adapter 'french'"):
         engine.executor.prepare(make_request("c", 5, adapter="french"))
+
+
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
+def test_quantized_weights_of_gguf_are_dequantized(tmp_path: Path) -> None:
+    model = make_model("qwen2")
+    path = write_gguf(tmp_path / "model.gguf", model, quantized(GGMLQuantizationType.Q8_0))
+    config = interpreted(path)
+    requests = [make_request("a", 5, max_tokens=2), make_request("b", 14, max_tokens=2)]
+    expected = SteppedEngine(config).run(requests)
+    executor = build_cuda_executor(config, path, Interpreter())
+    found = SteppedEngine(config, executor).run(requests)
+    assert [ids_of(outputs) for outputs in found] == [ids_of(outputs) for outputs in expected]
+    assert executor.info.weight_bytes == 4 * executor.info.num_parameters
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
