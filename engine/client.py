@@ -16,6 +16,8 @@ from penstock.engine.config import (
     Quantization,
 )
 from penstock.engine.errors import BadGrammar, EngineFailed, QueueFull, RequestRefused
+from penstock.engine.gguf.file import is_gguf, model_name
+from penstock.engine.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.streams import OutputStream
 from penstock.engine.ipc.supervisor import EngineState
@@ -67,7 +69,7 @@ __all__ = [  # noqa: RUF022  # in groups
     "RequestRefused",  # the engine did not accept this request
     "BadGrammar",  # a grammar does not compile
     # The model's files.
-    "open_model",  # from a path or hub id to a directory, checked
+    "open_model",  # from a path or hub id to a directory or GGUF file, checked
     "ModelFiles",  # what it returns
     "Download",  # of what is not there yet
     "cached_models",  # those in the hub's cache, and which can be served
@@ -77,6 +79,9 @@ __all__ = [  # noqa: RUF022  # in groups
     "read_model_json",  # one of them; an error names it
     "read_model_object",  # one that holds an object
     "load_dummy_tokenizer",  # for dummy weights without a tokenizer
+    "is_gguf",  # whether a path is a GGUF file, which is a model without a directory
+    "model_name",  # of one
+    "read_gguf_tokenizer",  # of one, as a tokenizer.json
     # Structured output.
     "GrammarCompiler",  # compiles grammars for one model
     "load_grammar_compiler",  # makes one

@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.engine.config import LoadFormat
+from penstock.engine.gguf.file import is_gguf
 
 # Any of these is a tokenizer.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -15,8 +16,8 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.j
 
 def needs_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> bool:
     """Whether weights are random and the directory has no tokenizer."""
-    return load_format is LoadFormat.DUMMY and not any(
-        (directory / name).exists() for name in _FILES
+    return load_format is LoadFormat.DUMMY and not (
+        is_gguf(directory) or any((directory / name).exists() for name in _FILES)
     )
 
 

@@ -24,6 +24,17 @@ class QueueFull(PenstockError):
         self.retry_after_s = retry_after_s
 
 
+class InvalidModel(PenstockError):
+    """The model cannot be served. The message names the file or field, and what to change.
+
+    brief: the reason in a few words, for a list of models.
+    """
+
+    def __init__(self, message: str, brief: str | None = None) -> None:
+        super().__init__(message)
+        self.brief = brief or message
+
+
 class UnknownAdapter(PenstockError):
     """The executor has no such LoRA adapter."""
 

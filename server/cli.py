@@ -14,6 +14,7 @@ from penstock.engine.client import (
     EngineConfig,
     LoadFormat,
     LogFormat,
+    model_name,
 )
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
@@ -93,10 +94,15 @@ def _health(arguments: list[str]) -> int:
     return check(options.host, options.port, has_tls=bool(options.ssl_certfile))
 
 
+def _served_name(model: str) -> str:
+    """As it was named, but of a GGUF file its name alone."""
+    return model_name(Path(model)) if model.endswith(".gguf") else model
+
+
 def _config(options: argparse.Namespace) -> ServeConfig:
     """Raises InvalidConfig."""
     model = options.model or options.model_flag
-    own_names = (model,) if model else DEMO_NAMES
+    own_names = (_served_name(model),) if model else DEMO_NAMES
     return ServeConfig(
         server=ServerConfig(
             host=options.host,

@@ -61,7 +61,8 @@ def add_serve_flags(serve: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a Hugging Face model: a directory or a hub id (default: the bundled demo model)",
+        help="a directory in Hugging Face's layout, a GGUF file, or a hub id, with OWNER/NAME:Q8_0 "
+        "for one of its GGUF files (default: the bundled demo model)",
     )
     model.add_argument(
         "--model",

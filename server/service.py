@@ -15,6 +15,7 @@ from penstock.engine.client import (
     EngineState,
     LoadProgress,
     OutputStream,
+    is_gguf,
 )
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request
@@ -276,6 +277,9 @@ class Service:
         then the download of its weights, then the engine's process, which reads them."""
         files = await find_model(self.config, self._progress)
         directory = files.directory
+        if files.download and is_gguf(directory):  # which has the tokenizer too
+            await download_weights(files.download, self._progress)
+            files = replace(files, download=None)
         prompt_files = asyncio.ensure_future(
             read_prompt_files(self.config, directory, self._progress)
         )

@@ -25,8 +25,10 @@ from penstock.engine.executors.loading import (
     describe,
     log_widening,
     reading,
+    weight_bytes,
     weight_source,
 )
+from penstock.engine.gguf.file import is_gguf
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
 from penstock.engine.memory.kv_pool import KVPool, size_cpu_pool
@@ -78,7 +80,11 @@ class CpuExecutor:
         model = ModelConfig.from_dir(model_dir)
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         with phases.timed("compile", "loading the step that is compiled for this processor"):
-            has_codes = config.quantization is not None or model.quantization is not None
+            has_codes = (
+                config.quantization is not None
+                or model.quantization is not None
+                or is_gguf(model_dir)
+            )
             self._dtype, library = _dtype_and_library(config.dtype, model, has_codes)
 
         make_linear = cpu_linear(self._dtype) if library is None else PlainLinear
@@ -86,11 +92,13 @@ class CpuExecutor:
         log_widening(model, self._dtype, kept)
         # Before the weights are read, so that a model that does not fit is reported at once.
         plan = quantization_plan(config.quantization, model, self._dtype)
-        weight_bytes = plan.weight_bytes if plan else model.weight_bytes(self._dtype.itemsize, kept)
+        num_weight_bytes = weight_bytes(
+            model, config.load_format, model_dir, self._dtype, kept=kept, plan=plan
+        )
         block_bytes = block_size * model.kv_shape.bytes_per_token(self._dtype.itemsize)
         size = size_cpu_pool(
             config,
-            weight_bytes=weight_bytes,
+            weight_bytes=num_weight_bytes,
             max_model_len=model.max_model_len,
             block_size=block_size,
             block_bytes=block_bytes,
@@ -100,8 +108,8 @@ class CpuExecutor:
         if plan is not None:
             with torch.inference_mode():
                 quantized = quantize(config, model_dir, plan, phases, num_threads)
-        what = reading(weight_bytes, self._dtype)
-        with phases.timed("weights", what, total=weight_bytes), torch.inference_mode():
+        what = reading(num_weight_bytes, self._dtype)
+        with phases.timed("weights", what, total=num_weight_bytes), torch.inference_mode():
             # The threads that read are Python's; each of torch's calls inside them uses one.
             torch.set_num_threads(1)
             self._model: Model
@@ -169,7 +177,7 @@ class CpuExecutor:
         Ledger(
             total=total,
             others=total - available,
-            weights=weight_bytes,
+            weights=num_weight_bytes,
             kv_pool=size.num_blocks * block_bytes,
         ).log(size, block_size)
 

@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
+from penstock.engine.gguf.file import is_gguf
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
 from penstock.engine.memory.kv_pool import PoolSize
 from penstock.engine.model_info import AttentionGroup, ModelInfo, QuantizationInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
 from penstock.engine.models.json_file import Fields
 from penstock.engine.models.layers.linear import Linear, MakeLinear
 from penstock.engine.models.quantization.at_load import Quantized
 from penstock.engine.models.quantization.parse import quantization_name
+from penstock.engine.models.quantization.plan import Plan
+from penstock.engine.models.quantization.schemes import integer_format
 from penstock.engine.models.tensor_files import is_finite
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
@@ -86,9 +90,11 @@ def weight_source(
 ) -> WeightSource:
     """phases: its current phase is advanced by the bytes of each weight. quantized: the linear
     layers, where they are not as the checkpoint has them. kept: see `Widened`."""
-    source: Checkpoint | RandomWeights
+    source: Checkpoint | GgufWeights | RandomWeights
     if load_format is LoadFormat.DUMMY:
         source = RandomWeights(empty, model.quantization)
+    elif is_gguf(model_dir):
+        source = GgufWeights(model_dir, empty, keeps_codes=_keeps_codes(kept))
     else:
         source = Checkpoint(model_dir, empty, model.quantization)
     if quantized is not None:
@@ -120,6 +126,12 @@ def check_quantization(config: EngineConfig, model_dir: Path, device: str) -> No
             "such weights yet. Leave it out, and use a model that fits in the GPU's memory in "
             "bfloat16; or use --device cpu"
         )
+    if is_gguf(model_dir):
+        raise InvalidConfig(
+            f"--quantization {config.quantization} rounds the float weights of a Hugging Face "
+            f"directory, and {model_dir} is a GGUF file; leave it out, or take a file that is "
+            "quantized already"
+        )
     fields = Fields.read(model_dir / "config.json")
     if name := quantization_name(fields):
         raise InvalidConfig(
@@ -127,6 +139,27 @@ def check_quantization(config: EngineConfig, model_dir: Path, device: str) -> No
             f"that these are quantized already, in the format {name}; leave it out, or use the "
             "float32, float16 or bfloat16 version of the model"
         )
+
+
+def weight_bytes(
+    model: ModelConfig,
+    load_format: LoadFormat,
+    model_dir: Path,
+    dtype: torch.dtype,
+    *,
+    kept: Collection[str],
+    plan: Plan | None = None,
+) -> int:
+    """What `weight_source` will read takes in memory. plan: of --quantization."""
+    if plan is not None:
+        return plan.weight_bytes
+    if is_gguf(model_dir) and load_format is not LoadFormat.DUMMY:
+        return loaded_bytes(model_dir, dtype, keeps_codes=_keeps_codes(kept))
+    return model.weight_bytes(dtype.itemsize, kept)
+
+
+def _keeps_codes(kept: Collection[str]) -> bool:
+    return integer_format(8, is_symmetric=True) in kept
 
 
 def reading(num_bytes: int, dtype: torch.dtype) -> str:
@@ -158,7 +191,7 @@ class Widened:
 
     def __init__(
         self,
-        source: Checkpoint | RandomWeights,
+        source: Checkpoint | GgufWeights | RandomWeights,
         empty: Empty,
         make_linear: MakeLinear,
         kept: Collection[str],

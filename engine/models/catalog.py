@@ -7,12 +7,15 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
+from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
-from penstock.engine.models.check import CONFIG, check_directory
+from penstock.engine.gguf.file import is_gguf, open_gguf, split_names
+from penstock.engine.models.check import CONFIG, check_directory, holds_gguf
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.formats import not_a_directory
+from penstock.engine.models.formats import not_a_model
+from penstock.engine.models.gguf.check import check_gguf
+from penstock.engine.models.gguf.choice import gguf_models
 from penstock.engine.models.json_file import Fields
 from penstock.engine.models.listed_model import ListedModel
 
@@ -40,20 +43,33 @@ def cached_models() -> list[ListedModel]:
         (each for each in repositories if each.repo_type == "model" and each.revisions),
         key=lambda each: each.repo_id,
     )
-    return [_cached(model) for model in models]
+    return [listed for model in models for listed in _cached(model)]
 
 
 def models_in(directory: Path) -> list[ListedModel]:
     """Of a model's directory, or of one that has some below it. Raises InvalidModel if there is no
     such directory."""
+    if is_gguf(directory) and directory.is_file():
+        return [_listed(str(directory), directory, _num_bytes(directory))]
     if not directory.is_dir():
-        raise not_a_directory(str(directory))
+        raise not_a_model(str(directory))
     found = list(_find(directory, _MAX_DEPTH)) or [directory]
-    return [_listed(str(path), path, _num_bytes(path)) for path in found]
+    paths = [path for each in found for path in _gguf_files(each, _entries(each)) or [each]]
+    return [_listed(str(path), path, _num_bytes(path)) for path in paths]
 
 
-def _cached(model: CachedRepoInfo) -> ListedModel:
+def _cached(model: CachedRepoInfo) -> list[ListedModel]:
     revision = model.refs.get("main") or max(model.revisions, key=lambda each: each.last_modified)
+    snapshot = revision.snapshot_path
+    if files := _gguf_files(snapshot, snapshot.rglob("*")):
+        return [
+            _listed(f"{model.repo_id}/{path.relative_to(snapshot)}", path, _num_bytes(path))
+            for path in files
+        ]
+    return [_cached_directory(model, revision)]
+
+
+def _cached_directory(model: CachedRepoInfo, revision: CachedRevisionInfo) -> ListedModel:
     listed = _listed(model.repo_id, revision.snapshot_path, revision.size_on_disk)
     if listed.problem and any(model.repo_path.glob("blobs/*.incomplete")):
         problem = "its download is not complete; penstock serve continues it"
@@ -64,16 +80,18 @@ def _cached(model: CachedRepoInfo) -> ListedModel:
 def _listed(name: str, path: Path, num_bytes: int) -> ListedModel:
     family, problem = None, None
     try:
-        family = check_directory(path).family
+        family = (check_gguf if is_gguf(path) else check_directory)(path).family
     except InvalidModel as error:
         family = _family(path)
-        problem = error.brief.replace(f"{path}/", "")
+        problem = error.brief.replace(f"{path}/", "").replace(f"{path.parent}/", "")
     return ListedModel(name=name, path=path, num_bytes=num_bytes, family=family, problem=problem)
 
 
 def _family(path: Path) -> str | None:
-    """As config.json has it, whatever it is."""
+    """As config.json has it, or a GGUF file, whatever it is."""
     try:
+        if is_gguf(path):
+            return str(open_gguf(path).metadata.get("general.architecture"))
         fields = Fields.read(path / CONFIG)
         return fields.text("model_type") or next(iter(fields.names("architectures") or ()), None)
     except InvalidModel:
@@ -98,9 +116,19 @@ def _entries(directory: Path) -> Iterable[Path]:
         return []
 
 
-def _num_bytes(directory: Path) -> int:
+def _gguf_files(directory: Path, paths: Iterable[Path]) -> list[Path]:
+    """The first or only file of each model, where a directory has no other models. paths: of what
+    is in it."""
+    names = [str(path.relative_to(directory)) for path in paths]
+    return [directory / name for name in gguf_models(names)] if holds_gguf(names) else []
+
+
+def _num_bytes(path: Path) -> int:
+    if is_gguf(path):
+        parts = [path.with_name(name) for name in split_names(path.name)]
+        return sum(part.stat().st_size for part in parts if part.exists())
     num_bytes = 0
-    for parent, _, names in os.walk(directory):
+    for parent, _, names in os.walk(path):
         for name in names:
             with contextlib.suppress(OSError):  # a broken link, or not ours to read
                 num_bytes += (Path(parent) / name).stat().st_size

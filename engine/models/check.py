@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.formats import not_a_directory, without_config, without_weights
+from penstock.engine.models.formats import not_a_model, without_config, without_weights
+from penstock.engine.models.gguf.choice import gguf_models
 from penstock.engine.models.json_file import Fields, check_regular, read_json
 from penstock.engine.models.quantization.parse import HF_QUANT_CONFIG
 
@@ -89,6 +90,12 @@ def check_model(
     return config
 
 
+def holds_gguf(names: Collection[str]) -> bool:
+    """Whether a directory with these files is served from a GGUF file in it: it has no others."""
+    has_others = any(fnmatchcase(name, "*.safetensors") for name in names if "/" not in name)
+    return not has_others and bool(gguf_models(names))
+
+
 def weight_files(model: str, directory: Path, names: Collection[str]) -> list[str]:
     """The safetensors that are read: the index's shards, or the only file. Raises InvalidModel."""
     if INDEX in names:
@@ -120,7 +127,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 def names_in(directory: Path) -> list[str]:
     """Of what is in it, relative to it; of its directories only what may be a model."""
     if not directory.is_dir():
-        raise not_a_directory(str(directory))
+        raise not_a_model(str(directory))
     try:
         paths = sorted(directory.iterdir())
     except OSError as error:

@@ -28,7 +28,8 @@ class RopeConfig:
     kind `default` uses theta alone. `linear` divides every frequency by factor. `llama3` divides
     only the low ones, with a ramp between the two wavelengths that low_freq_factor and
     high_freq_factor set. `yarn` uses a ramp over the dimensions instead (its ends are integers if
-    truncate), and multiplies cosines and sines by attention_factor.
+    truncate), and multiplies cosines and sines by attention_factor. `longrope` divides each
+    frequency by its own of `divisors`.
     """
 
     theta: float
@@ -39,6 +40,7 @@ class RopeConfig:
     original_max_positions: int = 0
     attention_factor: float = 1.0
     truncate: bool = True
+    divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +183,10 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> "ModelConfig":
-        """Reads config.json, and generation_config.json where there is one."""
+        """Reads config.json, and generation_config.json where there is one.
+
+        model_dir: or a GGUF file.
+        """
         fields = Fields.read(model_dir / "config.json")
         family = _family(fields)
         quantization = read_quantization(fields, model_dir)
@@ -195,7 +200,6 @@ class ModelConfig:
                 f"{fields.path} has is_causal: false, so tokens also attend to later ones, which "
                 "is not supported; use a model with causal attention"
             )
-        rope = _rope(fields)
         num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
         num_heads = fields.count("num_attention_heads", most=_MAX_HEADS)
         num_kv_heads = fields.count("num_key_value_heads", default=num_heads, most=_MAX_HEADS)
@@ -207,6 +211,7 @@ class ModelConfig:
             most=_MAX_HEAD_DIM,
         )
         _check_neutral(fields, family, head_dim)
+        rope = _rope(fields, head_dim)
         attention_bias = fields.flag("attention_bias")
         vocab_size = fields.count("vocab_size", most=_MAX_VOCABULARY)
         if num_heads % num_kv_heads:
@@ -287,7 +292,7 @@ def _equals(value: object, neutral: float) -> bool:
         return False
 
 
-def _rope(fields: Fields) -> RopeConfig:
+def _rope(fields: Fields, head_dim: int) -> RopeConfig:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     key, content = "rope_scaling", fields.mapping("rope_scaling")
     if newer := fields.mapping("rope_parameters"):
@@ -330,9 +335,29 @@ def _rope(fields: Fields) -> RopeConfig:
         )
     if kind == "yarn":
         return _yarn(fields, theta, scaling)
+    # As a GGUF file has llama3's: with factors that are the same for all lengths.
+    factors = scaling.get("long_factor")
+    if kind == "longrope" and factors and factors == scaling.get("short_factor"):
+        return _longrope(theta, scaling, head_dim)
     raise InvalidModel(
         f"{fields.path} has {shown(kind)} rope scaling; "
         "supported are 'default', 'linear', 'llama3' and 'yarn'"
+    )
+
+
+def _longrope(theta: float, scaling: Fields, head_dim: int) -> RopeConfig:
+    factors = scaling.get("long_factor")
+    if (
+        not isinstance(factors, list)
+        or len(factors) != head_dim // 2
+        or not all(isinstance(each, float) and 1e-6 < each < 1e6 for each in factors)
+    ):
+        raise scaling.wrong("long_factor", f"{head_dim // 2} positive numbers", factors)
+    return RopeConfig(
+        theta=theta,
+        kind="longrope",
+        divisors=tuple(factors),
+        attention_factor=scaling.number("attention_factor"),
     )
 
 

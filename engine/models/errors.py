@@ -2,18 +2,9 @@
 
 from collections.abc import Iterable
 
-from penstock.scheduler.errors import PenstockError
+from penstock.engine.errors import InvalidModel
 
-
-class InvalidModel(PenstockError):
-    """The model cannot be served. The message names the file or field, and what to change.
-
-    brief: the reason in a few words, for a list of models.
-    """
-
-    def __init__(self, message: str, brief: str | None = None) -> None:
-        super().__init__(message)
-        self.brief = brief or message
+__all__ = ["InvalidModel", "UnsupportedFeature", "UnsupportedWeightFormat"]
 
 
 class UnsupportedFeature(InvalidModel):

@@ -13,7 +13,7 @@ from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.json_file import Fields, shown
 from penstock.engine.models.quantization.parse import quantization_name
 
-_READS = "Penstock reads weights from safetensors"
+_READS = "Penstock reads weights from safetensors and GGUF files"
 
 # Keys of config.json that count the experts of a layer.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -28,7 +28,6 @@ _ADAPTER = (
     "a LoRA adapter",
     "merge it into its base model (`merge_and_unload` of peft) and serve the result",
 )
-_GGUF = ("*.gguf", "GGUF, llama.cpp's format", "use the version of the model in safetensors")
 _OTHERS = (
     ("model_index.json", "a diffusers pipeline", "use a model that generates text"),
     ("*.onnx", "ONNX", "use the version of the model in safetensors"),
@@ -45,7 +44,6 @@ _PICKLED = (
 )
 _WITHOUT_CONFIG = (
     _ADAPTER,
-    _GGUF,
     *_OTHERS,
     _ORIGINAL,
     _PICKLED,
@@ -56,7 +54,6 @@ _WITHOUT_WEIGHTS = (
     _ADAPTER,
     _ORIGINAL,
     _PICKLED,
-    _GGUF,
     ("*.h5", "TensorFlow weights", "use the version of the model in safetensors"),
     ("*.msgpack", "Flax weights", "use the version of the model in safetensors"),
     *_OTHERS,
@@ -130,17 +127,12 @@ def without_weights(model: str, names: Collection[str]) -> InvalidModel:
     )
 
 
-def not_a_directory(path: str) -> InvalidModel:
-    """Of a path to something else. path: as the user named it."""
-    if path.endswith(".gguf"):
-        return InvalidModel(
-            f"{path} is a GGUF file, llama.cpp's format, which is not supported; {_READS}: name a "
-            "directory that has them, or a Hugging Face id",
-            brief="GGUF is not supported",
-        )
+def not_a_model(path: str) -> InvalidModel:
+    """Of a path to something that is neither a directory nor a GGUF file. path: as the user named
+    it."""
     return InvalidModel(
         f"the model {path!r} is not a directory; name the directory that holds config.json and "
-        "the safetensors",
+        "the safetensors, or a GGUF file",
         brief="not a directory",
     )
 

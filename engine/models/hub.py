@@ -1,4 +1,5 @@
-"""From a model's name to a directory on this machine: a path, or a model of Hugging Face's hub.
+"""From a model's name to a directory or GGUF file on this machine: a path, or a model of Hugging
+Face's hub.
 
 What decides whether a model can be served comes first, then its tokenizer, then its weights, and
 nothing else. Knows no tensors.
@@ -18,17 +19,23 @@ from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import disable_progress_bars
 
+from penstock.engine.gguf.file import SUFFIX
 from penstock.engine.models.check import (
     CONFIG,
     GENERATION_CONFIG,
     INDEX,
     check_directory,
     check_model,
+    holds_gguf,
+    names_in,
     weight_files,
 )
-from penstock.engine.models.download import fetch, is_cached, partial_bytes
+from penstock.engine.models.download import fetch, is_cached, partial_bytes, storage_folder
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.formats import not_a_directory
+from penstock.engine.models.formats import not_a_model
+from penstock.engine.models.gguf.check import check_gguf
+from penstock.engine.models.gguf.choice import Reference, choose, parse_reference
+from penstock.engine.models.gguf.remote import check_remote
 from penstock.engine.models.hub_errors import explain
 from penstock.engine.models.model_files import Download, ModelFiles
 from penstock.engine.models.progress import DownloadProgress, DownloadStopped, size
@@ -67,13 +74,17 @@ def open_model(model: str, *, needs_weights: bool = True) -> ModelFiles:
     # Of os.path: leaves the ~ of an unknown user as it is, which pathlib raises for.
     local = Path(os.path.expanduser(model))  # noqa: PTH111
     if local.is_dir():
-        check_directory(local, needs_weights=needs_weights)
+        return ModelFiles(_checked(local, needs_weights=needs_weights))
+    reference = parse_reference(model)
+    is_file = os.path.lexists(local) or (model.endswith(SUFFIX) and not reference.wanted)
+    if is_file and model.endswith(SUFFIX):
+        check_gguf(local, needs_weights=needs_weights)
         return ModelFiles(local)
-    if os.path.lexists(local) or model.endswith(".gguf"):
-        raise not_a_directory(model)
+    if is_file:
+        raise not_a_model(model)
     _write_logs_as_ours()
     try:
-        return _Repository.listed(model).open(needs_weights)
+        return _Repository.listed(reference.repository).open(reference.wanted, needs_weights)
     except HFValidationError:
         raise InvalidModel(
             f"there is no directory {model!r}, and it is not a Hugging Face id either "
@@ -82,7 +93,18 @@ def open_model(model: str, *, needs_weights: bool = True) -> ModelFiles:
     except InvalidModel:
         raise
     except Exception as error:  # the hub's client also raises errors of its transport
-        return ModelFiles(_downloaded_earlier(model, error, needs_weights=needs_weights))
+        return ModelFiles(_downloaded_earlier(reference, error, needs_weights=needs_weights))
+
+
+def _checked(directory: Path, *, needs_weights: bool) -> Path:
+    """The directory, or the GGUF file in it that is served. Raises InvalidModel."""
+    names = names_in(directory)
+    if not holds_gguf(names):
+        check_directory(directory, needs_weights=needs_weights)
+        return directory
+    path = directory / choose(str(directory), names, None)[0]
+    check_gguf(path, needs_weights=needs_weights)
+    return path
 
 
 class _Repository:
@@ -103,7 +125,10 @@ class _Repository:
         }
         return cls(name, info.sha or constants.DEFAULT_REVISION, files)
 
-    def open(self, needs_weights: bool) -> ModelFiles:
+    def open(self, wanted: str | None, needs_weights: bool) -> ModelFiles:
+        """wanted: as in `Reference`."""
+        if wanted is not None or holds_gguf(self._files):
+            return self._open_gguf(wanted, needs_weights)
         self._get(self._matching(_DECISIVE))
         directory = self._snapshot()
         where = f"{self._name} on {constants.ENDPOINT}"
@@ -113,9 +138,21 @@ class _Repository:
         self._check_space(missing)
         self._get(self._matching((*_SETTINGS, *self._tokenizer())))
         if missing:
-            return ModelFiles(directory, self._download(missing))
-        self._finish()
+            return ModelFiles(directory, self._download(missing, CONFIG))
+        self._finish(CONFIG)
         return ModelFiles(directory)
+
+    def _open_gguf(self, wanted: str | None, needs_weights: bool) -> ModelFiles:
+        parts = choose(self._name, self._files, wanted)
+        path = storage_folder(self._name) / "snapshots" / self._commit / parts[0]
+        missing = [name for name in parts if not is_cached(self._name, self._commit, name)]
+        if not missing:
+            check_gguf(path, needs_weights=needs_weights)
+            self._finish(parts[0])
+            return ModelFiles(path)
+        check_remote(self._name, self._commit, {name: self._files[name].size for name in parts})
+        self._check_space(missing)
+        return ModelFiles(path, self._download(missing, parts[0]))
 
     def _snapshot(self) -> Path:
         if CONFIG not in self._files:  # which the check says better
@@ -156,20 +193,21 @@ class _Repository:
                 brief="not enough disk space",
             )
 
-    def _download(self, missing: list[str]) -> Download:
+    def _download(self, missing: list[str], last: str) -> Download:
+        """last: as in `_finish`."""
         num_bytes = sum(self._files[name].size for name in missing)
         progress = DownloadProgress(num_bytes)
         num_files = "1 file" if len(missing) == 1 else f"{len(missing)} files"
         return Download(
             what=f"{size(num_bytes)} in {num_files} to {constants.HF_HUB_CACHE}",
             state=progress.state,
-            run=partial(self._fetch_weights, missing, progress),
+            run=partial(self._fetch_weights, missing, progress, last),
         )
 
-    def _fetch_weights(self, missing: list[str], progress: DownloadProgress) -> None:
+    def _fetch_weights(self, missing: list[str], progress: DownloadProgress, last: str) -> None:
         try:
             self._fetch_all(missing, progress)
-            self._finish()
+            self._finish(last)
         except Exception as error:  # the hub's client also raises errors of its transport
             raise explain(self._name, error) from None
 
@@ -189,26 +227,51 @@ class _Repository:
         for error in sorted(errors, key=lambda each: isinstance(each, DownloadStopped)):
             raise error
 
-    def _finish(self) -> None:
-        """Makes this commit the one that is used without a network."""
-        hf_hub_download(self._name, CONFIG)
+    def _finish(self, name: str) -> None:
+        """Makes this commit the one that is used without a network. name: of one of its files."""
+        hf_hub_download(self._name, name)
 
 
-def _downloaded_earlier(model: str, error: Exception, *, needs_weights: bool) -> Path:
-    """The snapshot in the cache; raises InvalidModel, for `error` if there is none."""
-    config = try_to_load_from_cache(model, CONFIG)
-    if not isinstance(config, str):
+def _downloaded_earlier(reference: Reference, error: Exception, *, needs_weights: bool) -> Path:
+    """What the cache has of it; raises InvalidModel, for `error` if it has nothing."""
+    model = reference.repository
+    directory = _cached_snapshot(model)
+    if directory is None:
         raise explain(model, error) from None
-    directory = Path(config).parent
     try:
-        check_directory(directory, needs_weights=needs_weights)
+        path = _checked_snapshot(directory, model, reference.wanted, needs_weights=needs_weights)
     except InvalidModel as incomplete:
         raise InvalidModel(
             f"{explain(model, error)}; what was downloaded earlier cannot be served: {incomplete}"
         ) from None
     if not isinstance(error, OfflineModeIsEnabled):
         logger.warning("%s; what was downloaded earlier is served", explain(model, error))
-    return directory
+    return path
+
+
+def _cached_snapshot(model: str) -> Path | None:
+    """Of the commit that is used without a network."""
+    config = try_to_load_from_cache(model, CONFIG)
+    if isinstance(config, str):
+        return Path(config).parent
+    reference = storage_folder(model) / "refs" / constants.DEFAULT_REVISION
+    if not reference.is_file():
+        return None
+    snapshot = storage_folder(model) / "snapshots" / reference.read_text().strip()
+    return snapshot if snapshot.is_dir() else None
+
+
+def _checked_snapshot(
+    directory: Path, model: str, wanted: str | None, *, needs_weights: bool
+) -> Path:
+    """See `_checked`. wanted: as in `Reference`."""
+    names = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
+    if wanted is None and not holds_gguf(names):
+        check_directory(directory, needs_weights=needs_weights)
+        return directory
+    path = directory / choose(model, names, wanted)[0]
+    check_gguf(path, needs_weights=needs_weights)
+    return path
 
 
 def _write_logs_as_ours() -> None:

@@ -1,6 +1,7 @@
 """The JSON files of a model's directory: an object, and its fields by type.
 
-Every error names the file, the field and what it may be. Knows no field's meaning.
+Every error names the file, the field and what it may be. Knows no field's meaning. Of a GGUF file,
+which is a model without a directory, its metadata is read as those files.
 """
 
 import json
@@ -8,6 +9,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from penstock.engine.gguf.file import is_gguf
+from penstock.engine.gguf.settings import read_settings
 from penstock.engine.models.errors import InvalidModel
 
 # Larger than any model's; what follows from a larger one fails later, and less clearly.
@@ -46,6 +49,8 @@ def check_regular(path: Path) -> None:
 
 def read_json(path: Path) -> Any:
     """None if there is no such file. Raises InvalidModel."""
+    if gguf := next(filter(is_gguf, path.parents), None):
+        return read_settings(gguf, str(path.relative_to(gguf)))
     check_regular(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -93,6 +98,8 @@ class Fields:
     def read(cls, path: Path) -> "Fields":
         """Raises InvalidModel, for a file that does not exist too."""
         content = read_object(path)
+        if is_gguf(path.parent):
+            return cls(f"{path.parent} ({path.name})", content)
         if not content and not path.exists():
             raise InvalidModel(
                 f"{path} does not exist; a model directory in Hugging Face's layout has one"

@@ -21,9 +21,10 @@ class Download:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model that passed the check, in a directory where all but its weights are.
+    """A model that passed the check, in a directory where all but its weights are; or a GGUF file,
+    with all that it needs in it.
 
-    download: of the weights; None where they are there.
+    download: of the weights, or the file; None where they are there.
     """
 
     directory: Path

@@ -24,6 +24,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from penstock.engine.config import LoadFormat
 from penstock.engine.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
 from penstock.engine.errors import BadGrammar
+from penstock.engine.gguf.file import is_gguf
+from penstock.engine.gguf.tokenizer import read_tokenizer
 
 # Fuel and items for a tenth of a millisecond each suffice for ordinary schemas; these limits, some
 # 4 ms, for unusual ones. llguidance's defaults per step are 14 ms of lexing and as much for items.
@@ -148,14 +150,15 @@ def load_tokenizer(
 ) -> LLTokenizer:
     """Takes 1 s with a vocabulary of 150,000. Raises BadGrammar."""
     path = directory / "tokenizer.json"
-    is_dummy = needs_dummy_tokenizer(directory, load_format)
-    if not (path.is_file() or is_dummy) or not eos_token_ids:
+    is_dummy, in_gguf = needs_dummy_tokenizer(directory, load_format), is_gguf(directory)
+    if not (path.is_file() or is_dummy or in_gguf) or not eos_token_ids:
         missing = "tokenizer.json" if eos_token_ids else "end-of-sequence token"
         raise BadGrammar(f"this model has no {missing}, which structured output needs")
     if is_dummy:
         text = dummy_tokenizer(vocab_size).to_str()
     else:
-        text = _with_special_markers(path.read_text(encoding="utf-8"))
+        spec = read_tokenizer(directory) if in_gguf else path.read_text(encoding="utf-8")
+        text = _with_special_markers(spec)
     return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids: the tokenizer and the chat template in a model's directory.
+"""Text to token ids: the tokenizer and the chat template in a model's directory or GGUF file.
 
 `tokenizer.json` is read with the tokenizers library itself, and chat templates are rendered as
 `transformers` renders them, but without it: importing that takes the server process six seconds
@@ -14,7 +14,13 @@ from typing import Any
 from jinja2 import Template, TemplateError, meta
 from tokenizers import Tokenizer
 
-from penstock.engine.client import LoadFormat, load_dummy_tokenizer, read_model_object
+from penstock.engine.client import (
+    LoadFormat,
+    is_gguf,
+    load_dummy_tokenizer,
+    read_gguf_tokenizer,
+    read_model_object,
+)
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.detokenizer import Vocabulary
@@ -294,6 +300,8 @@ def _load_tokenizer(directory: Path, load_format: LoadFormat) -> Tokenizer:
         return dummy
     path = directory / "tokenizer.json"
     try:
+        if is_gguf(directory):
+            return Tokenizer.from_str(read_gguf_tokenizer(directory))
         if path.is_file():
             return Tokenizer.from_file(str(path))
         return _convert_tokenizer(directory)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.gguf_files import write_gguf
 from tests.support.paths import DEMO_MODEL, ROOT
 from tests.support.stub_hub import StubHub, stub_hub
+from tests.support.tiny_models import make_model
 
 NAME = "someone/something"
 
@@ -59,17 +61,33 @@ def test_directories_are_listed_beside_the_cache(hub: StubHub, tmp_path: Path) -
     shutil.copytree(DEMO_MODEL, tmp_path / "models" / "demo")
     (tmp_path / "models" / "quantized").mkdir()
     (tmp_path / "models" / "quantized" / "q4.gguf").write_bytes(b"GGUF" * 1000)
+    write_gguf(tmp_path / "models" / "quantized" / "q8.gguf", make_model("qwen3"), num_parts=2)
     bad = shutil.copytree(DEMO_MODEL, tmp_path / "models" / "bad")
     (bad / "generation_config.json").write_text('{"temperature": "0.7"}')
     listed = penstock(hub, tmp_path, "models", "--json", str(tmp_path / "models"))
     models = {Path(each["model"]).name: each for each in json.loads(listed.stdout)}
-    assert set(models) == {"demo", "quantized", "bad"}
+    assert set(models) == {"demo", "q4.gguf", "q8-00001-of-00002.gguf", "bad"}
     assert models["demo"]["can_be_served"] and models["demo"]["problem"] is None
     assert models["demo"]["family"] == "llama"
-    assert models["quantized"]["size_bytes"] == 4000
-    assert models["quantized"]["family"] is None
-    assert models["quantized"]["problem"] == "GGUF, llama.cpp's format"
+    assert models["q4.gguf"]["size_bytes"] == 4000
+    assert models["q4.gguf"]["family"] is None
+    assert models["q4.gguf"]["problem"].startswith("GGUF with version")
+    split = models["q8-00001-of-00002.gguf"]
+    assert (split["family"], split["problem"]) == ("qwen3", None)
+    parts = (tmp_path / "models" / "quantized").glob("q8-*")
+    assert split["size_bytes"] == sum(part.stat().st_size for part in parts)
     assert models["bad"]["problem"].startswith("generation_config.json: 'temperature' must be")
+
+
+def test_gguf_files_of_the_cache_are_listed_as_they_are_served(
+    hub: StubHub, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "m-F32.gguf", make_model("qwen2"))
+    hub.repositories["other/some-GGUF"] = {"F32/m-F32.gguf": path.read_bytes()}
+    download(hub, tmp_path, "other/some-GGUF:F32")
+    [model] = json.loads(penstock(hub, tmp_path, "models", "--json").stdout)
+    assert (model["model"], model["family"]) == ("other/some-GGUF/F32/m-F32.gguf", "qwen2")
+    assert model["can_be_served"] and model["size_bytes"] == path.stat().st_size
 
 
 def test_the_reason_is_that_of_the_start(hub: StubHub, tmp_path: Path) -> None:

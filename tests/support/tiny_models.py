@@ -10,15 +10,17 @@ import transformers
 from torch import Tensor
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.config import Device, Dtype, EngineConfig
+from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
+from penstock.engine.executors.loading import weight_source
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import build_model_input
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
-from penstock.engine.models.weights import Checkpoint
 from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel
+from penstock.engine.native.packing import FORMATS
+from penstock.engine.phases import Phases
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import SamplingParams, ScheduledBatch, SlotAssignment
 
@@ -118,9 +120,15 @@ class Harness:
         self.model: Model
         self.model = llama = LlamaModel(
             config,
-            options.get(
-                "weights",
-                Checkpoint(model_dir, partial(torch.empty, dtype=dtype), config.quantization),
+            options.get("weights")
+            or weight_source(
+                LoadFormat.AUTO,
+                model_dir,
+                config,
+                partial(torch.empty, dtype=dtype),
+                Phases(),
+                make_linear=PlainLinear,
+                kept=options.get("kept", FORMATS if native else FORMATS | {"fp8"}),
             ),
             options.get("make_linear", PlainLinear if native else cpu_linear(dtype)),
             gathered_attention,

@@ -31,6 +31,7 @@ from penstock.engine.executors.loading import (
     describe,
     log_widening,
     reading,
+    weight_bytes,
     weight_source,
 )
 from penstock.engine.kernels.linear import MAX_ROWS
@@ -128,7 +129,9 @@ class _Setup:
         self._dtype = choose_dtype(config.dtype, gpu.device)
         kept = FUSED_LINEARS.formats
         log_widening(self._model, self._dtype, kept)
-        self._weight_bytes = self._model.weight_bytes(self._dtype.itemsize, kept)
+        self._weight_bytes = weight_bytes(
+            self._model, config.load_format, model_dir, self._dtype, kept=kept
+        )
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         self._block_bytes = self._block_size * self._model.kv_shape.bytes_per_token(
             self._dtype.itemsize

@@ -28,6 +28,8 @@ def rotary_table(
     elif rope.kind == "yarn":
         kept = _yarn_kept(rope, head_dim)
         frequencies = kept * frequencies + (1 - kept) * frequencies / rope.factor
+    elif rope.kind == "longrope":
+        frequencies = frequencies / torch.tensor(rope.divisors)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
     return cos.to(device), sin.to(device)

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
+from gguf import GGMLQuantizationType
 from triton.runtime.errors import OutOfResources
 
 from penstock.engine.config import Dtype, EngineConfig, LoadFormat
@@ -27,6 +28,7 @@ from penstock.engine.memory.gpu_budget import (
 from penstock.engine.memory.kv_pool import PoolSize, size_pool
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
+from tests.support.gguf_files import quantized, write_gguf
 from tests.support.kernels import ON_GPU
 from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.scheduling import make_request
@@ -95,6 +97,19 @@ def test_quantized_weights_become_plain_and_the_log_says_what_that_costs(
     assert "the weights are stored as AWQ" in caplog.text
     (found,) = SteppedEngine(config, executor).run(requests)
     assert ids_of(found) == ids_of(expected)
+
+
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
+def test_quantized_weights_of_gguf_are_dequantized(tmp_path: Path) -> None:
+    model = make_model("qwen2")
+    path = write_gguf(tmp_path / "model.gguf", model, quantized(GGMLQuantizationType.Q8_0))
+    config = interpreted(path)
+    requests = [make_request("a", 5, max_tokens=2), make_request("b", 14, max_tokens=2)]
+    expected = SteppedEngine(config).run(requests)
+    executor = build_cuda_executor(config, path, Interpreter())
+    found = SteppedEngine(config, executor).run(requests)
+    assert [ids_of(outputs) for outputs in found] == [ids_of(outputs) for outputs in expected]
+    assert executor.info.weight_bytes == 4 * executor.info.num_parameters
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")

@@ -129,7 +129,6 @@ def test_without_architectures_the_model_type_tells_the_family(tmp_path: Path, f
 @pytest.mark.parametrize(
     ("files", "expected", "without_config"),
     [
-        (("llama-3-8b.Q4_K_M.gguf",), "GGUF, llama.cpp's format", None),
         (("pytorch_model.bin",), "PyTorch's pickled weights", None),
         (("pytorch_model-00001-of-00002.bin",), "PyTorch's pickled weights", None),
         (
@@ -154,10 +153,12 @@ def test_weights_in_another_format_are_named(
     assert (without_config or expected) in message and "safetensors" in message
 
 
-def test_a_gguf_file_is_named_too(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(InvalidModel, match=r"model\.gguf is a GGUF file"):
+def test_a_file_of_another_kind_is_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"")
+    with pytest.raises(
+        InvalidModel, match=r"model\.bin' is not a directory; name .* or a GGUF file"
+    ):
         open_model(str(file))
 
 

@@ -165,14 +165,6 @@ def test_modelopts_own_file_is_read_before_the_weights_are_downloaded(
     assert WEIGHTS not in hub.fetched
 
 
-def test_a_repository_of_gguf_files_is_refused_by_their_names_alone(
-    hub: StubHub, tmp_path: Path
-) -> None:
-    hub.repositories[NAME] = {"model-Q4_K_M.gguf": b"GGUF", "README.md": b""}
-    assert "GGUF, llama.cpp's format" in refusal(hub, tmp_path)
-    assert hub.fetched == []
-
-
 def test_a_repository_that_lacks_a_shard_is_refused(hub: StubHub, tmp_path: Path) -> None:
     names = shard(hub, tmp_path / "model")
     del hub.repositories[NAME][names[1]]

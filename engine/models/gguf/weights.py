@@ -1,0 +1,228 @@
+"""`GgufWeights`: the tensors of a GGUF file under the names and in the order of Hugging Face's.
+
+llama.cpp rotates pairs of neighbours in Llama's heads, so its conversion permutes the rows of q and
+k; here they are put back. Rows are whole blocks, so that needs no other arithmetic.
+"""
+
+import itertools
+import logging
+import mmap
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.engine.gguf.file import GgufFile, open_gguf
+from penstock.engine.gguf.header import TensorInfo
+from penstock.engine.gguf.tensor_types import TensorType
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.gguf import blocks
+from penstock.engine.models.gguf.names import EMBEDDING, OUTPUT, gguf_name
+from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
+from penstock.engine.models.layers.linear import PlainLinear, StoredLinear
+from penstock.engine.models.weights import Empty
+
+logger = logging.getLogger(__name__)
+
+_GROUP_SIZE = 32
+# Numbers that are widened at a time: what they take in float32 stays in a core's cache.
+_NUMBERS_AT_ONCE = 2**18
+_PERMUTED = ("attn_q", "attn_k")
+
+
+class GgufWeights:
+    """See `WeightSource`."""
+
+    def __init__(self, path: Path, empty: Empty, *, keeps_codes: bool) -> None:
+        """keeps_codes: whether linear layers may have codes with a scale a group; else all weights
+        are plain."""
+        self._gguf = open_gguf(path)
+        self._head_dim = ModelConfig.from_dir(path).head_dim
+        self._empty = empty
+        self._keeps_codes = keeps_codes
+        self._is_permuted = self._gguf.metadata.get("general.architecture") == "llama"
+        self._bytes = {part: _mapped(part) for part in self._gguf.parts}
+        if line := widened(self._gguf, empty((0,)).dtype, keeps_codes=keeps_codes):
+            logger.info("%s", line)
+
+    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+        tensors = [self._stored(name) for name in names]
+        num_rows = 0
+        for name, tensor in zip(names, tensors, strict=True):
+            found = tensor.info.shape
+            num_rows += found[0]
+            # Before memory is allocated.
+            if found[1:] != shape[1:] or num_rows > shape[0]:
+                raise self._unexpected(name, tensor, shape)
+        if num_rows != shape[0]:
+            raise self._unexpected(names[-1], tensors[-1], shape)
+        fused = self._empty(shape)
+        start = 0
+        for name, tensor in zip(names, tensors, strict=True):
+            end = start + tensor.info.shape[0]
+            self._widen(name, tensor, fused[start:end])
+            start = end
+        return fused
+
+    def quantized(
+        self, shape: tuple[int, int], bias: Tensor | None, *names: str
+    ) -> StoredLinear | None:
+        tensors = [self._stored(f"{name}.weight") for name in names]
+        kinds = [tensor.info.type for tensor in tensors]
+        if not self._keeps_codes or not any(map(blocks.is_grouped, kinds)):
+            return None
+        rows = [tensor.info.shape[0] for tensor in tensors]
+        for name, tensor in zip(names, tensors, strict=True):
+            if tensor.info.shape[1:] != shape[1:] or sum(rows) != shape[0]:
+                raise self._unexpected(name, tensor, shape)
+        biases = torch.split(bias, rows) if bias is not None else itertools.repeat(None)
+        each = list(zip(names, tensors, biases, strict=False))
+        parts = [
+            self._linear(kind, list(group))
+            for kind, group in itertools.groupby(each, key=lambda part: part[1].info.type)
+        ]
+        return parts[0] if len(parts) == 1 else StackedLinear(parts)
+
+    def _linear(
+        self, kind: TensorType, parts: list[tuple[str, "_Stored", Tensor | None]]
+    ) -> StoredLinear:
+        """One layer of those that are stored alike."""
+        names = [f"{name}.weight" for name, _, _ in parts]
+        tensors = [tensor for _, tensor, _ in parts]
+        biases = [bias for _, _, bias in parts if bias is not None]
+        bias = torch.cat(biases) if biases else None
+        columns = tensors[0].info.shape[1]
+        if not blocks.is_grouped(kind):
+            num_rows = sum(tensor.info.shape[0] for tensor in tensors)
+            return PlainLinear(self.read((num_rows, columns), *names), bias)
+        device = self._empty((0,)).device
+        pairs = [blocks.grouped(tensor.rows(), kind) for tensor in tensors]
+        codes, scales = zip(*pairs, strict=True)
+        for name, each in zip(names, scales, strict=True):
+            self._check_finite(name, each)
+        levels = blocks.levels(kind)
+        return GroupedLinear(
+            torch.cat(codes).to(device),
+            torch.cat(scales).to(device),
+            bias,
+            group_size=_GROUP_SIZE,
+            in_features=columns,
+            levels=None if levels is None else levels.to(device),
+        )
+
+    def _widen(self, name: str, tensor: "_Stored", into: Tensor) -> None:
+        """Some rows at a time."""
+        info = tensor.info
+        raw = tensor.rows()
+        is_narrow = into.dtype is torch.float16
+        is_plain = info.type.block_size == 1
+        step = len(raw) if is_plain else max(1, _NUMBERS_AT_ONCE // info.shape[-1])
+        for start in range(0, len(raw), step):
+            numbers = blocks.numbers(raw[start : start + step], info.type)
+            part = into.view(len(raw), -1)[start : start + step].copy_(numbers)
+            # Of a vector all, of a matrix the first rows, but in float16, which overflows.
+            if (start == 0 or is_narrow) and not bool(part.isfinite().all()):
+                self._check_finite(name, numbers)
+                raise InvalidModel(
+                    f"the tensor {name!r} in {self._gguf.path} has the value "
+                    f"{float(numbers.abs().max()):g}, and float16 holds none above 65504; use "
+                    "--dtype bfloat16 or --dtype float32"
+                )
+
+    def _check_finite(self, name: str, numbers: Tensor) -> None:
+        if not bool(numbers.isfinite().all()):
+            raise InvalidModel(
+                f"the tensor {name!r} in {self._gguf.path} has numbers that are not finite (NaN or "
+                "infinity), so no answer could be right; download or convert the model again"
+            )
+
+    def _stored(self, name: str) -> "_Stored":
+        stored = gguf_name(name)
+        if stored == OUTPUT and OUTPUT not in self._gguf.tensors:
+            stored = EMBEDDING  # tied
+        info = self._gguf.tensors.get(stored)
+        if info is None:
+            raise InvalidModel(
+                f"{self._gguf.path} lacks the tensor {stored!r}, which its metadata implies; "
+                "download or convert the model again"
+            )
+        part = self._bytes[self._gguf.part_of[stored]]
+        is_permuted = self._is_permuted and stored.split(".")[-2] in _PERMUTED
+        return _Stored(stored, info, part, self._head_dim if is_permuted else None)
+
+    def _unexpected(self, name: str, tensor: "_Stored", shape: tuple[int, ...]) -> InvalidModel:
+        return InvalidModel(
+            f"the tensor {tensor.name!r} in {self._gguf.path} has the shape {tensor.info.shape}, "
+            f"which does not fit the {shape} that the metadata implies for {name!r}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """content: of the file. head_dim: where the rows of each head are permuted."""
+
+    name: str
+    info: TensorInfo
+    content: Tensor
+    head_dim: int | None
+
+    def rows(self) -> Tensor:
+        """(rows, bytes of a row) uint8; a vector is one row, but one whose numbers are permuted."""
+        info = self.info
+        raw = self.content[info.offset : info.offset + info.num_bytes]
+        if len(info.shape) == 1 and self.head_dim is None:
+            return raw.view(1, -1)
+        raw = raw.view(info.shape[0], -1)
+        if self.head_dim is None or len(raw) % self.head_dim:
+            return raw
+        pairs = raw.view(-1, self.head_dim // 2, 2, raw.shape[1])
+        return pairs.transpose(1, 2).reshape(raw.shape)
+
+
+def loaded_bytes(path: Path, dtype: torch.dtype, *, keeps_codes: bool) -> int:
+    """What the weights take when they are read."""
+    return sum(_loaded_bytes(open_gguf(path), dtype, keeps_codes=keeps_codes).values())
+
+
+def _loaded_bytes(gguf: GgufFile, dtype: torch.dtype, *, keeps_codes: bool) -> dict[str, int]:
+    """Of each tensor."""
+    sizes = {}
+    for name, info in gguf.tensors.items():
+        sizes[name] = info.num_elements * dtype.itemsize
+        if keeps_codes and blocks.is_grouped(info.type):
+            if name != EMBEDDING:
+                sizes[name] = info.num_bytes
+            elif OUTPUT not in gguf.tensors:  # tied: rows are taken from a plain matrix
+                sizes[name] += info.num_bytes
+    return sizes
+
+
+def widened(gguf: GgufFile, dtype: torch.dtype, *, keeps_codes: bool) -> str | None:
+    """A line about the quantized matrices that take more memory than in the file, if any do."""
+    sizes = _loaded_bytes(gguf, dtype, keeps_codes=keeps_codes)
+    grown = {
+        name: info
+        for name, info in gguf.tensors.items()
+        if info.type.block_size > 1 and sizes[name] > info.num_bytes
+    }
+    if not grown:
+        return None
+    kinds = Counter(info.type.name for info in grown.values())
+    stored = sum(info.num_bytes for info in grown.values())
+    loaded = sum(sizes[name] for name in grown)
+    return (
+        f"{len(grown)} matrices ({', '.join(f'{n} of {kind}' for kind, n in kinds.items())}) are "
+        f"dequantized to {str(dtype).removeprefix('torch.')}: they take {loaded / 2**30:.3f} GiB "
+        f"of memory, and {stored / 2**30:.3f} GiB in the file"
+    )
+
+
+def _mapped(path: Path) -> Tensor:
+    """A file's bytes, which are read when they are used."""
+    with path.open("rb") as file:
+        # Copied on write, because torch warns of memory that may not be written; nothing is.
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(content, dtype=torch.uint8)
