@@ -18,8 +18,8 @@ from penstock.engine.config import Dtype, Quantization
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import peak_bandwidth
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.quantization.at_load import quantization_plan
-from penstock.engine.models.quantization.plan import Plan
+from penstock.engine.models.quantization.at_load.plan import Plan
+from penstock.engine.models.quantization.at_load.quantize import quantization_plan
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 GB = 10**9

@@ -43,7 +43,7 @@ from penstock.engine.models.errors import (
 )
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
-from penstock.engine.models.quantization.at_load import quantization_plan, quantize
+from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel, check_features

@@ -20,9 +20,9 @@ from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
 from penstock.engine.models.json_file import Fields
 from penstock.engine.models.layers.linear import Linear, MakeLinear
-from penstock.engine.models.quantization.at_load import Quantized
+from penstock.engine.models.quantization.at_load.plan import Plan
+from penstock.engine.models.quantization.at_load.quantize import Quantized
 from penstock.engine.models.quantization.parse import quantization_name
-from penstock.engine.models.quantization.plan import Plan
 from penstock.engine.models.quantization.schemes import integer_format
 from penstock.engine.models.tensor_files import is_finite
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource

@@ -92,16 +92,17 @@ struct CodedWeights {
     float scale;
 
     void take(const float *weights, const float *value_scales, int64_t count) {
-        float scaled[kKeys] = {}, peak = 0;
-        for (int64_t i = 0; i < count; ++i) {
-            scaled[i] = weights[i] * value_scales[i];
-            peak = scaled[i] <= peak ? peak : scaled[i];  // what is not a number stays
-        }
+        typedef unsigned char Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+        float scaled[kKeys] = {};
+        for (int64_t i = 0; i < count; ++i) scaled[i] = weights[i] * value_scales[i];
+        Ints sizes = {};
+        for (int64_t i = 0; i < kKeys; i += kLanes) sizes = larger_size(sizes, load(scaled + i));
+        const float peak = peak_of(sizes, 0);
         const float inverse = peak > 0 ? 16383.0f / peak : 0.0f;
-        for (int64_t i = 0; i < kKeys; ++i) {
-            const int whole = int(scaled[i] * inverse + 0.5f);
-            high[i] = (unsigned char)(whole >> 7 & 127);
-            low[i] = (unsigned char)(whole & 127);
+        for (int64_t i = 0; i < kKeys; i += kLanes) {
+            const Ints whole = whole_numbers(load(scaled + i) * inverse);
+            *reinterpret_cast<Bytes *>(high + i) = __builtin_convertvector(whole >> 7 & 127, Bytes);
+            *reinterpret_cast<Bytes *>(low + i) = __builtin_convertvector(whole & 127, Bytes);
         }
         scale = peak < INFINITY ? peak / 16383.0f : NAN;
     }

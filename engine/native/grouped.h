@@ -115,32 +115,37 @@ struct CodedRows {
     }
 };
 
+// Without their signs, numbers are in the order of their bits, and after them what is none.
+inline Ints larger_size(Ints sizes, Floats x) {
+    const Ints size = (Ints)x & 0x7fffffff;
+    return sizes > size ? sizes : size;
+}
+inline float peak_of(Ints sizes, std::int32_t most) {
+    for (int lane = 0; lane < kLanes; ++lane) most = std::max(most, sizes[lane]);
+    return std::bit_cast<float>(most);
+}
+// To nearest. Adding 1.5 * 2^23 rounds to a whole number, which is then in the low bits.
+inline Ints whole_numbers(Floats x) { return (Ints)(x + 12582912.0f) - 0x4b400000; }
+
 // Numbers as codes of 8 bits, and the scale of all; `sum` is that of the codes.
 inline float coded(const float *x, int64_t count, std::int8_t *codes, std::int32_t *sum) {
-    // Without their signs, numbers are in the order of their bits, and after them what is none.
-    Ints peaks = {};
+    typedef std::int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+    Ints sizes = {};
     std::int32_t most = 0;
     int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-        const Ints size = (Ints)load(x + i) & 0x7fffffff;
-        peaks = peaks > size ? peaks : size;
-    }
+    for (; i + kLanes <= count; i += kLanes) sizes = larger_size(sizes, load(x + i));
     for (; i < count; ++i) most = std::max(most, std::bit_cast<std::int32_t>(std::fabs(x[i])));
-    for (int lane = 0; lane < kLanes; ++lane) most = std::max(most, peaks[lane]);
-    const float peak = std::bit_cast<float>(most);
+    const float peak = peak_of(sizes, most);
     const float inverse = peak > 0 ? 127.0f / peak : 0.0f;
-    // Adding 1.5 * 2^23 rounds to a whole number, which is then in the low bits.
-    const float shift = 12582912.0f;
     Ints total = {};
     *sum = 0;
     for (i = 0; i + kLanes <= count; i += kLanes) {
-        const Ints whole = (Ints)(load(x + i) * inverse + shift) - 0x4b400000;
+        const Ints whole = whole_numbers(load(x + i) * inverse);
         total += whole;
-        typedef std::int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
         *reinterpret_cast<Bytes *>(codes + i) = __builtin_convertvector(whole, Bytes);
     }
     for (; i < count; ++i) {
-        const auto whole = std::bit_cast<std::int32_t>(x[i] * inverse + shift) - 0x4b400000;
+        const std::int32_t whole = whole_numbers(all(x[i] * inverse))[0];
         *sum += whole;
         codes[i] = std::int8_t(whole);
     }

@@ -12,8 +12,8 @@ from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.loading import check_quantization
 from penstock.engine.memory.host import Arena
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.quantization.at_load import Rounder
-from penstock.engine.models.quantization.plan import Plan, Scheme
+from penstock.engine.models.quantization.at_load.plan import Plan, Scheme
+from penstock.engine.models.quantization.at_load.quantize import Rounder
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.native.library import load_library
 from penstock.engine.phases import Phases

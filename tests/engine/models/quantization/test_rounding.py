@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.engine.models.layers.grouped import GroupedLinear
-from penstock.engine.models.quantization.rounding import (
+from penstock.engine.models.quantization.at_load.rounding import (
     GROUP_SIZE,
     LEVELS,
     Codes,

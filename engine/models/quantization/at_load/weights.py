@@ -7,11 +7,11 @@ from torch import Tensor
 
 from penstock.engine.models.layers.grouped import StackedLinear
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.quantization.rounding import Codes
+from penstock.engine.models.quantization.at_load.rounding import Codes
 from penstock.engine.models.weights import WeightSource
 
 if TYPE_CHECKING:
-    from penstock.engine.models.quantization.plan import Part
+    from penstock.engine.models.quantization.at_load.plan import Part
 
 CodesOf = Callable[["Part"], Codes]
 

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.engine.models.check import CONFIG, INDEX, SINGLE, read_weight_map
-from penstock.engine.models.quantization.plan import VERSION, Part, Plan
-from penstock.engine.models.quantization.quality import Quality
-from penstock.engine.models.quantization.rounding import GROUP_SIZE, Allocate, Codes
+from penstock.engine.models.quantization.at_load.plan import VERSION, Part, Plan
+from penstock.engine.models.quantization.at_load.quality import Quality
+from penstock.engine.models.quantization.at_load.rounding import GROUP_SIZE, Allocate, Codes
 
 logger = logging.getLogger(__name__)
 

@@ -14,21 +14,21 @@ from penstock.engine.memory.host import Arena
 from penstock.engine.model_info import QuantizationInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.quantization.cache import (
+from penstock.engine.models.quantization.at_load.cache import (
     CacheWriter,
     cache_directory,
     find,
 )
-from penstock.engine.models.quantization.plan import Part, Plan, Scheme
-from penstock.engine.models.quantization.quality import Quality, compare, token_ids_of_text
-from penstock.engine.models.quantization.rounding import (
+from penstock.engine.models.quantization.at_load.plan import Part, Plan, Scheme
+from penstock.engine.models.quantization.at_load.quality import Quality, compare, token_ids_of_text
+from penstock.engine.models.quantization.at_load.rounding import (
     GROUP_SIZE,
     Allocate,
     Codes,
     NotRoundable,
     rounded,
 )
-from penstock.engine.models.quantization.weights import CodesOf, QuantizedWeights
+from penstock.engine.models.quantization.at_load.weights import CodesOf, QuantizedWeights
 from penstock.engine.models.weights import Checkpoint, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
 

@@ -15,8 +15,8 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
-from penstock.engine.models.quantization.rounding import GROUP_SIZE, LEVELS, Codes
-from penstock.engine.models.quantization.weights import QuantizedWeights
+from penstock.engine.models.quantization.at_load.rounding import GROUP_SIZE, LEVELS, Codes
+from penstock.engine.models.quantization.at_load.weights import QuantizedWeights
 
 # Of the rounding, of what is kept at 8 bits, and of the text: part of the key of what is cached.
 VERSION = 1

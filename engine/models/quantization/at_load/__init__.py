@@ -1,0 +1,1 @@
+"""--quantization: rounds the weights of an unquantized checkpoint when it is loaded."""
