@@ -38,13 +38,16 @@ _STALE_S = 2 * _COMPILER_TIMEOUT_S
 
 
 @functools.cache
-def load_library(dtype: torch.dtype, has_codes: bool = False) -> ctypes.CDLL | None:
+def load_library(
+    dtype: torch.dtype, has_codes: bool = False, has_coded_kv: bool = False
+) -> ctypes.CDLL | None:
     """The library for weights of this type, or None if it cannot be compiled; then it logs why.
 
-    has_codes: whether some weights are of 8 or 4 bits.
+    has_codes: whether some weights are of 8 or 4 bits. has_coded_kv: whether keys and values are of
+    8 bits.
     """
     try:
-        return _load(_Build(dtype, has_codes))
+        return _load(_Build(dtype, has_codes, has_coded_kv))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning(
@@ -56,12 +59,19 @@ def load_library(dtype: torch.dtype, has_codes: bool = False) -> ctypes.CDLL | N
 
 
 class _Build(NamedTuple):
+    """What is compiled into a library, and seconds of compiling that others do not wait for."""
+
     dtype: torch.dtype
     has_codes: bool
+    has_coded_kv: bool
 
     def macros(self) -> list[str]:
-        weights = f"-DPENSTOCK_WEIGHTS={_WEIGHTS[self.dtype]}"
-        return [weights, "-DPENSTOCK_CODES"] if self.has_codes else [weights]
+        made = [f"-DPENSTOCK_WEIGHTS={_WEIGHTS[self.dtype]}"]
+        if self.has_codes:
+            made.append("-DPENSTOCK_CODES")
+        if self.has_coded_kv:
+            made.append("-DPENSTOCK_CODED_KV")
+        return made
 
 
 def _load(build: _Build) -> ctypes.CDLL:

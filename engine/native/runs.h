@@ -212,7 +212,7 @@ template <class T> class PlainRuns {
         if constexpr (std::is_same_v<T, bf16>)
             if (may_use_tiles()) return mix_by_tiles(weights, rows, known, mixed, step);
 #endif
-        int64_t positions[kRuns + 1];
+        int64_t positions[kRuns];
         for (int64_t run = 0; run < runs_; ++run)
             positions[run] = std::min(kRun, known - run * kRun) / kGroup * kGroup;
         for_tiles<kTileRows>(rows, [&]<int R>(int64_t row) {
@@ -229,7 +229,10 @@ template <class T> class PlainRuns {
                               mixed + row * step, step);
         });
     }
+
   private:
+    static constexpr int64_t kGroup = Operands<T>::group;
+
     const T *last_pair(const T *pair) {
         T *to = pair_.get();
         for (int64_t n = 0; n < dim_ * kGroup; ++n) to[n] = n % kGroup ? T{} : pair[n];
@@ -246,8 +249,7 @@ template <class T> class PlainRuns {
                 to[n] = i + n % kGroup < known ? from[n] : T{};
         }
         for (int64_t row = 0; row < rows; ++row)
-            std::fill(weights + row * kKeys + runs_ * kRun,
-                      weights + row * kKeys + length, X{});
+            std::fill(weights + row * kKeys + runs_ * kRun, weights + row * kKeys + length, X{});
         for (int64_t n = 0; n < step; n += kBand) {
             const T *left = packed_.get() + n * kGroup;
             multiply_by_tiles(weights, kKeys, rows, {left, left + kTile * kGroup, row_step},
@@ -255,8 +257,6 @@ template <class T> class PlainRuns {
         }
     }
 #endif
-
-    static constexpr int64_t kGroup = Operands<T>::group;
 
     const int64_t dim_;
     std::unique_ptr<T[]> keys_, values_;  // of blocks that are not packed
