@@ -44,7 +44,7 @@ WIDE = Tile(outputs=32, chunk=256, stages=3, warps=2)
 # The device that tiles are chosen for has so many; on others they are less even.
 _NUM_SMS = 132
 # Programs of a first wave: three for each multiprocessor.
-_FETCHING = 3 * _NUM_SMS
+FETCHING = 3 * _NUM_SMS
 # Prefetched of a weight to the L2 cache while the previous kernel still runs: what memory delivers
 # in the 2 us that one kernel takes to drain and the next to fill, a small part of the cache.
 _AHEAD_BYTES = 2**23
@@ -64,15 +64,16 @@ def skinny_linear(
 ) -> None:
     """out = x' W^T + bias + residual, where x' is x, or its RMSNorm if `norm` is given.
 
-    x: (T, columns), T at most MAX_ROWS. weight: (outputs, columns). out, residual: (T, outputs);
-    they may be the same tensor. is_gated: weight is (2 * outputs, columns), the gate's rows first,
-    and out = silu(gate) * up, without a bias or residual. Sums are float32. tile: by default one
-    that gives a row the same bits whatever the others are.
+    x: (T, columns), T at most MAX_ROWS. weight: (outputs, columns). out, residual: (T, outputs),
+    or columns of a wider tensor; they may be the same. is_gated: weight is (2 * outputs, columns),
+    the gate's rows first, and out = silu(gate) * up, without a bias or residual. Sums are float32.
+    tile: by default one that gives a row the same bits whatever the others are.
     """
     num_rows, columns = x.shape
     outputs = out.shape[1]
     tile = tile or tile_of(outputs, num_rows)
     chunk = max(16 * tile.warps, min(tile.chunk, next_power_of_2(columns)))
+    assert residual is None or residual.stride(0) == out.stride(0), residual.stride()
     assert num_rows <= MAX_ROWS and not (is_gated and (bias is not None or residual is not None))
     _skinny[(ceil_div(outputs, tile.outputs),)](
         x,
@@ -84,8 +85,9 @@ def skinny_linear(
         num_rows,
         columns,
         outputs,
+        out.stride(0),
         eps,
-        _ahead_of_row(weight, columns, tile.outputs * (1 + is_gated), tile.chunk),
+        ahead_of_row(weight, columns, tile.outputs * (1 + is_gated), tile.chunk),
         HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
@@ -97,7 +99,7 @@ def skinny_linear(
         OUTPUTS=tile.outputs,
         CHUNK=chunk,
         WARPS=tile.warps,
-        FETCHING=_FETCHING,
+        FETCHING=FETCHING,
         num_warps=tile.warps,
         # No more than there are chunks: shared memory decides how many programs fit.
         num_stages=min(tile.stages, ceil_div(columns, chunk) + 1),
@@ -117,13 +119,13 @@ def tile_of(outputs: int, num_rows: int) -> Tile:
     return WIDE if num_rows > _FEW_ROWS and wide_programs > 0.9 * _NUM_SMS else TILE
 
 
-def _ahead_of_row(weight: Tensor, columns: int, rows: int, chunk: int) -> int:
+def ahead_of_row(weight: Tensor, columns: int, rows: int, chunk: int) -> int:
     """Bytes of each row to prefetch, of which a program has `rows`; a multiple of 16, as the
     instruction requires."""
     row_bytes = columns * weight.element_size()
     if row_bytes % 16:
         return 0
-    share = _AHEAD_BYTES // min(len(weight), _FETCHING * rows) // 16 * 16
+    share = _AHEAD_BYTES // min(len(weight), FETCHING * rows) // 16 * 16
     return min(row_bytes, max(share, chunk * weight.element_size()))
 
 
@@ -137,7 +139,7 @@ _FETCH = tl.constexpr("""{
 
 
 @triton.jit
-def _fetch_ahead(weight, first, end, columns, ahead, ROWS: tl.constexpr):
+def fetch_ahead(weight, first, end, columns, ahead, ROWS: tl.constexpr):
     """Prefetches the first bytes of weight rows [first, first + ROWS) below end to L2."""
     thread = tl.arange(0, ROWS * 4)
     row = first + thread // 4
@@ -159,6 +161,7 @@ def _skinny(
     num_rows,
     columns,
     outputs,
+    out_stride,
     eps,
     ahead,
     HAS_NORM: tl.constexpr,
@@ -179,9 +182,9 @@ def _skinny(
         first = tl.program_id(0) * OUTPUTS
         # Later programs start when their weights are wanted: too late to fetch ahead.
         soon = tl.where(tl.program_id(0) < FETCHING, ahead, 0)
-        _fetch_ahead(weight, first, outputs, columns, soon, OUTPUTS)
+        fetch_ahead(weight, first, outputs, columns, soon, OUTPUTS)
         if IS_GATED:
-            _fetch_ahead(weight, first + outputs, 2 * outputs, columns, soon, OUTPUTS)
+            fetch_ahead(weight, first + outputs, 2 * outputs, columns, soon, OUTPUTS)
     wait_for_kernels_before(PDL)
     PART: tl.constexpr = CHUNK // WARPS
     IS_LEFT: tl.constexpr = OUTPUTS >= 16
@@ -202,7 +205,7 @@ def _skinny(
         for start in range(0, columns, CHUNK):
             column = (start + offset)[:, None, :]
             mask = is_row[None, :, None] & (column < columns)
-            square += _squares(tl.load(x_row + column, mask=mask, other=0.0).to(tl.float32))
+            square += squares(tl.load(x_row + column, mask=mask, other=0.0).to(tl.float32))
         inverse = tl.rsqrt(tl.sum(tl.sum(square, 2), 0) / columns + eps)
     for start in range(0, columns, CHUNK):
         column = (start + offset)[:, None, :]
@@ -216,7 +219,7 @@ def _skinny(
             if NORM_FIRST:
                 wide = wide * inverse[None, :, None]
             else:
-                square += _squares(wide)
+                square += squares(wide)
             a = (wide * scale).to(a.dtype)
         acc = _add_product(w, a, acc, IS_LEFT)
         if IS_GATED:
@@ -231,9 +234,34 @@ def _skinny(
         scale = tl.rsqrt(tl.sum(tl.sum(square, 2), 0) / columns + eps)[None, :]
         total = total * scale
         total_up = total_up * scale
+    store_outputs(
+        total, total_up, x, bias, residual, out, output, row, outputs, out_stride,
+        num_rows, HAS_BIAS, HAS_RESIDUAL, IS_GATED,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_outputs(
+    total,
+    total_up,
+    x,
+    bias,
+    residual,
+    out,
+    output,
+    row,
+    outputs,
+    out_stride,
+    num_rows,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):
+    """Writes (output, row) sums with what is fused to them; total_up: those of up, if gated."""
     kind = out.dtype.element_ty
-    mask = is_output[:, None] & is_row[None, :]
-    target = row[None, :].to(tl.int64) * outputs + output[:, None]
+    is_output = output < outputs
+    mask = is_output[:, None] & (row < num_rows)[None, :]
+    target = row[None, :].to(tl.int64) * out_stride + output[:, None]
     if IS_GATED:
         gate = silu(total.to(x.dtype.element_ty).to(tl.float32))
         up = total_up.to(x.dtype.element_ty).to(tl.float32)
@@ -247,7 +275,7 @@ def _skinny(
 
 
 @triton.jit
-def _squares(x):
+def squares(x):
     """Of (warps, rows, columns): the sum of each eight neighbouring columns' squares."""
     parts = tl.reshape(x * x, (x.shape[0], x.shape[1], x.shape[2] // 8, 8))
     return tl.sum(parts, 3)

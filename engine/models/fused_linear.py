@@ -7,6 +7,8 @@ from torch import Tensor
 
 from penstock.engine.kernels.activation import silu_mul
 from penstock.engine.kernels.linear import skinny_linear
+from penstock.engine.models.fused_grouped import FusedGroupedLinear
+from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import LinearProducts, PlainLinear
 
 
@@ -69,7 +71,50 @@ class FusedPlainLinear:
         return torch.mm(x, self._weight.t(), out=out)
 
 
+class FusedStackedLinear:
+    """Its parts, one after the other, into their columns of the output."""
+
+    def __init__(self, linear: StackedLinear) -> None:
+        self._parts = [FUSED_LINEARS.of(part) for part in linear.parts]
+        self.out_features = sum(part.out_features for part in self._parts)
+
+    def few(
+        self,
+        x: Tensor,
+        out: Tensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+    ) -> None:
+        sizes = [part.out_features for part in self._parts]
+        outs = torch.split(out, sizes, dim=1)
+        residuals = [None] * len(outs) if residual is None else torch.split(residual, sizes, dim=1)
+        for part, columns, added in zip(self._parts, outs, residuals, strict=True):
+            part.few(x, columns, norm=norm, eps=eps, residual=added)
+
+    def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor, eps: float) -> None:
+        both = x.new_empty(len(x), self.out_features)
+        self.few(x, both, norm=norm, eps=eps)
+        silu_mul(both, out)
+
+    def many(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.cat([part.many(x) for part in self._parts], dim=1, out=out)
+
+
 FUSED_PATH = "the GPU's fused step"
+
+
+def _grouped(linear: GroupedLinear) -> FusedLinear:
+    return FusedGroupedLinear(linear, FUSED_PATH)
+
+
 FUSED_LINEARS = LinearProducts[FusedLinear](
-    FUSED_PATH, {PlainLinear.weight_format: FusedPlainLinear}
+    FUSED_PATH,
+    {
+        PlainLinear.weight_format: FusedPlainLinear,
+        "int8": _grouped,
+        "int4": _grouped,
+        StackedLinear.weight_format: FusedStackedLinear,
+    },
 )

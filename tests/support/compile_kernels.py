@@ -14,12 +14,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -40,7 +42,8 @@ from penstock.engine.kernels.tables import (
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
-from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
+from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.scheduler.types import SamplingParams
 from tests.support.address_width import narrow_offsets
@@ -54,6 +57,8 @@ _POINTERS = {
     torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 # Programs of the sampler's kernels: rows of a step, and chunks of a vocabulary.
@@ -157,10 +162,29 @@ _WAIT = ("PREEXIT", "ACQBULK")
 
 
 def instructions(machine_code: str) -> dict[str, Any]:
-    """How many of these kinds a kernel has, and in which order it waits."""
+    """How many of these kinds a kernel has, and in which order it waits; and how many of any kind
+    are in the last loop that multiplies matrices."""
     operations = re.findall(r"^\s+/\*\w+\*/\s+(?:@!?U?P\w+ )?(\w+)", machine_code, re.MULTILINE)
     counts = {name: operations.count(name) for name in _COUNTED if name in operations}
-    return {"instructions": counts, "wait": [name for name in operations if name in _WAIT]}
+    waits = [name for name in operations if name in _WAIT]
+    return {"instructions": counts, "wait": waits, "loop": _loop(machine_code)}
+
+
+def _loop(machine_code: str) -> int:
+    """Instructions from a label to the last jump back to it, with a product between them."""
+    lines = re.findall(r"^(\.L\w+)(?=:)|^\s+/\*\w+\*/\s+(.+?) ;", machine_code, re.MULTILINE)
+    size, starts = 0, dict[str, int]()
+    codes: list[str] = []
+    for label, code in lines:
+        if label:
+            starts[label] = len(codes)
+            continue
+        codes.append(code)
+        target = re.search(r"BRA.*?(\.L\w+)", code)
+        if target and target[1] in starts:
+            body = codes[starts[target[1]] :]
+            size = len(body) if any("MMA." in one for one in body) else size
+    return size
 
 
 def before_wait(machine_code: str) -> list[str] | None:
@@ -202,15 +226,67 @@ def recorded() -> Iterator[list[Launch]]:
         JITFunction.run = original
 
 
-class MetaWeights:
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """What weights are rounded to. bits_of_values: of the layer that makes values, which may have
+    more. bits_of_head: of the output layer, which is plain if it is None."""
 
-    def read(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:
+    bits: int
+    group_size: int
+    levels: tuple[int, ...] | None = None
+    bits_of_values: int = 8
+    bits_of_head: int | None = 8
+
+    def linear(self, rows: int, columns: int, bits: int, bias: Tensor | None) -> GroupedLinear:
+        kind = torch.int8 if bits == 8 else torch.uint8
+        has_levels = bits == 4 and self.levels is not None
+        return GroupedLinear(
+            torch.empty(rows, columns * bits // 8, dtype=kind, device=META),
+            torch.empty(rows, columns // self.group_size, dtype=torch.float16, device=META),
+            bias,
+            group_size=self.group_size,
+            in_features=columns,
+            levels=torch.tensor(self.levels, dtype=torch.int8) if has_levels else None,
+        )
+
+
+# As `--quantization` rounds weights at load; and as most checkpoints of 4 bits are.
+QUANTIZED = {
+    "int8": Codes(bits=8, group_size=32),
+    "int4": Codes(
+        bits=4,
+        group_size=32,
+        levels=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    ),
+    "int4 in groups of 128": Codes(bits=4, group_size=128, bits_of_values=4, bits_of_head=None),
+}
+
+
+class MetaWeights:
+    """codes: of linear layers, which are plain if it is None."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, codes: Codes | None = None) -> None:
+        self._value_rows = config.num_kv_heads * config.head_dim
+        self._dtype = dtype
+        self._codes = codes
+
+    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=META)
 
-    def quantized(self, *layer: object) -> None:
-        return None
+    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
+        codes = self._codes
+        if codes is None:
+            return None
+        rows, columns = shape
+        if names == ("lm_head",):
+            bits = codes.bits_of_head
+            return None if bits is None else codes.linear(rows, columns, bits, bias)
+        if names[-1].endswith("v_proj") and codes.bits_of_values != codes.bits:
+            assert bias is None
+            values = self._value_rows
+            first = codes.linear(rows - values, columns, codes.bits, None)
+            return StackedLinear([first, codes.linear(values, columns, codes.bits_of_values, None)])
+        return codes.linear(rows, columns, codes.bits, bias)
 
 
 class MetaModel:
@@ -225,14 +301,15 @@ class MetaModel:
         max_rows: int = 512,
         max_tokens: int = 8192,
         num_sms: int = NUM_SMS,
+        codes: Codes | None = None,
     ) -> None:
-        """max_rows, max_tokens: of one step."""
+        """max_rows, max_tokens: of one step. codes: of the weights."""
         config = ModelConfig.from_dir(model_dir)
         self.config = config
         self._dtype = dtype
         llama = LlamaModel(
             config,
-            MetaWeights(dtype),
+            MetaWeights(config, dtype, codes),
             PlainLinear,
             gathered_attention,
             max_model_len=8192,
@@ -307,11 +384,16 @@ def launches_in_a_decode_layer(model: MetaModel, num_decodes: int) -> Counter[st
 
 def main(model_dirs: list[str]) -> None:
     seen = set()
-    for model_dir, dtype in product(model_dirs, (torch.bfloat16, torch.float16)):
-        model = MetaModel(Path(model_dir), dtype=dtype)
+    kinds: list[tuple[torch.dtype, Codes | None, tuple[tuple[int, int], ...]]] = [
+        (torch.bfloat16, None, ((1, 0), (16, 0), (256, 0), (7, 1024))),
+        (torch.float16, None, ((1, 0), (16, 0), (256, 0), (7, 1024))),
+        (torch.bfloat16, QUANTIZED["int4"], ((1, 0), (256, 0))),
+    ]
+    for model_dir, (dtype, codes, steps) in product(model_dirs, kinds):
+        model = MetaModel(Path(model_dir), dtype=dtype, codes=codes)
         with launch.overlap(True):
             launches = model.sampling_launches()
-            for num_decodes, chunk in ((1, 0), (16, 0), (256, 0), (7, 1024)):
+            for num_decodes, chunk in steps:
                 launches += model.launches(num_decodes, chunk)
         for one in launches:
             if one.key not in seen:

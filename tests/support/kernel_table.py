@@ -14,7 +14,7 @@ import triton
 
 from penstock.engine.kernels import launch
 from penstock.engine.kernels.sample.sampler import Mode
-from tests.support.compile_kernels import MetaModel
+from tests.support.compile_kernels import QUANTIZED, MetaModel
 
 Entry = dict[str, Any]
 
@@ -25,7 +25,7 @@ _BLOCKS = 32
 _MAX_STACK_BYTES = 16
 # What reads weights or keys hides the memory's latency behind copies that run ahead, and multiplies
 # on the matrix units. Those of Hopper (HGMMA) take 64 rows at least.
-_PRODUCTS = {"_skinny": "HMMA", "_decode": "HMMA", "_prefill": "HGMMA"}
+_PRODUCTS = {"_skinny": "HMMA", "_skinny_grouped": "HMMA", "_decode": "HMMA", "_prefill": "HGMMA"}
 # Programs that must fit a multiprocessor at once, for as many bytes in flight as the memory needs.
 _LEAST_PROGRAMS = {"_decode": 3, "_skinny": 2, "_prefill": 1}
 
@@ -89,6 +89,8 @@ def variant(entry: Entry) -> str:
         for name, value in entry["constants"].items()
         if value is True and name != "PDL"
     ]
+    if "BITS" in entry["constants"]:
+        flags.append(f"int{entry['constants']['BITS']}")
     if "ROWS" in entry["constants"]:
         flags.append(f"rows {entry['constants']['ROWS']}")
     if entry["types"].get("logits") == "*fp32":
@@ -100,11 +102,13 @@ def main(model_dirs: list[str]) -> int:
     print(f"Triton {triton.__version__}\n{HEADER}", flush=True)
     seen: set[str] = set()
     num_faults = 0
-    for model_dir in model_dirs:
-        model = MetaModel(Path(model_dir))
+    # Codes make no difference but to the layers' size.
+    models = [MetaModel(Path(model_dir)) for model_dir in model_dirs]
+    models += [MetaModel(Path(model_dirs[-1]), codes=codes) for codes in QUANTIZED.values()]
+    for model in models:
         with launch.overlap(True):
             launches = [one for mode in Mode for one in model.sampling_launches(mode)]
-            for num_decodes, chunk in ((1, 0), (16, 0), (256, 0), (7, 1024)):
+            for num_decodes, chunk in ((1, 0), (16, 0), (64, 0), (256, 0), (7, 1024)):
                 launches += model.launches(num_decodes, chunk)
         for one in launches:
             if one.key not in seen:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.engine.models.config import ModelConfig
@@ -59,6 +59,16 @@ def coded(bits: int, group_size: int, *, has_zeros: bool = False) -> MakeLinear:
         )
 
     return make
+
+
+def round_weights(model: nn.Module, make_linear: MakeLinear) -> None:
+    """Gives a model of transformers the weights that these linear layers stand for."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            rounded = make_linear(module.weight.data, None)
+            assert isinstance(rounded, GroupedLinear)
+            # A new parameter, as an output layer may be tied to the embedding.
+            module.weight = nn.Parameter(rounded.weight())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 Each launch is one sum: the gap before it, the loads that depend on each other, the memory's
 latency, the longest of what streams (bytes of the memory, bytes of the cache, the busiest
-multiprocessor, operations), the end, and the waves of programs without work. A product of cuBLAS
-takes what others measured.
+multiprocessor, operations, instructions), the end, and the waves of programs without work. A
+product of cuBLAS takes what others measured.
 """
 
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ class Assumptions:
     matrix: float = 790e12
     cublas: Of
     prefill_share: float
+    issue_share: float
     flash_attention: float
     gap: float
     gap_alone: float
@@ -39,12 +40,14 @@ class Assumptions:
 
 EXPECTED = Assumptions(
     read_share=0.95, cache=5.5e12, latency=0.6, cublas=Of.MEDIAN,
-    prefill_share=0.37, flash_attention=269.4, gap=0.6, gap_alone=1.3, access=0.35, end=0.4,
+    prefill_share=0.37, issue_share=0.8, flash_attention=269.4,
+    gap=0.6, gap_alone=1.3, access=0.35, end=0.4,
     empty_wave=0.8, prefetches=True,
 )  # fmt: skip
 AT_WORST = Assumptions(
     read_share=0.89, cache=4.5e12, latency=0.8, cublas=Of.SLOWEST,
-    prefill_share=0.21, flash_attention=248.2, gap=1.3, gap_alone=1.8, access=0.5, end=0.7,
+    prefill_share=0.21, issue_share=0.6, flash_attention=248.2,
+    gap=1.3, gap_alone=1.8, access=0.5, end=0.7,
     empty_wave=1.2, prefetches=False,
 )  # fmt: skip
 SOURCES = {
@@ -61,6 +64,8 @@ SOURCES = {
     "cublas.py says whence, and what is between the measured sizes",
     "prefill_share": "of it, by our prefill attention; at a chunk of 1,024 FlashAttention 3 "
     "reaches 0.37, TensorRT-LLM's kernel 0.21 (see below); ours to be measured",
+    "issue_share": "of four instructions a clock at 1.755 GHz, by products that make numbers of "
+    "codes: their loops' instructions are counted in resources.json; to be measured",
     "flash_attention": "us of FlashAttention 3 at batch 32, context 8,192 on an H200: vLLM's, "
     "which `make bench-gpu` times too; at worst SGLang's",
     "gap": "us between two of our kernels in a graph, started early (PDL); 1.3 is Hazy Research's "
@@ -73,6 +78,8 @@ SOURCES = {
     "be measured",
 }  # fmt: skip
 
+# Instructions of warps in a microsecond, of all multiprocessors.
+_ISSUED = 4 * 1755 * NUM_SMS
 # Loads that depend on each other before a program's first tile is asked for.
 _CHAIN = {
     "_decode": 2,  # the item, the block
@@ -124,6 +131,7 @@ def _timed(work: Work, before: Timed | None, given: Assumptions) -> Timed:
         memory - ahead,
         work.cached_bytes / given.cache * 1e6,
         _busiest(work, given),
+        work.issued / (_ISSUED * given.issue_share),
         work.flops / (given.matrix * given.prefill_share) * 1e6,
     )
     empty = -(-work.empty // (work.fit * NUM_SMS)) if work.fit else 0

@@ -37,7 +37,7 @@ from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from tests.bench.gpu.keys import key
-from tests.support.compile_kernels import BLOCK_SIZE, META, NUM_SMS, MetaWeights
+from tests.support.compile_kernels import BLOCK_SIZE, META, NUM_SMS, Codes, MetaWeights
 
 _CPU = torch.device("cpu")
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
@@ -92,7 +92,16 @@ class Step:
 class Model:
     """One of configs/models, as a server with these limits of a step runs it."""
 
-    def __init__(self, model_dir: Path, *, max_rows: int = 256, max_tokens: int = 8192) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        max_rows: int = 256,
+        max_tokens: int = 8192,
+        codes: Codes | None = None,
+    ) -> None:
+        """codes: of the weights."""
+        self._codes = codes
         self.config = ModelConfig.from_dir(model_dir)
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._built: dict[int, FusedModel] = {}
@@ -181,7 +190,7 @@ class Model:
             config = replace(self.config, num_layers=count, windows=self.config.windows[:count])
             dtype = torch.bfloat16
             llama = LlamaModel(
-                config, MetaWeights(dtype), PlainLinear, gathered_attention,
+                config, MetaWeights(config, dtype, self._codes), PlainLinear, gathered_attention,
                 max_model_len=8192, device=META,
             )  # fmt: skip
             pool = KVPool(config.kv_shape, 100, BLOCK_SIZE, dtype, META)

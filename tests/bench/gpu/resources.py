@@ -17,11 +17,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.bench.gpu.goals import QWEN
 from tests.support.paths import MODEL_CONFIGS, ROOT
 
 FILE = Path(__file__).with_name("resources.json")
 _SOURCES = ("kernels", "attention")
-_FIELDS = ("warps", "registers", "shared_bytes", "stack_bytes")
+_FIELDS = ("warps", "registers", "shared_bytes", "stack_bytes", "loop")
 
 
 def known() -> dict[str, Any]:
@@ -54,15 +55,18 @@ def _compiled() -> dict[str, Any]:
     from penstock.engine.kernels.launch import overlap
     from penstock.engine.kernels.sample.sampler import Mode
     from tests.bench.gpu.keys import key
-    from tests.support.compile_kernels import MetaModel
+    from tests.support.compile_kernels import QUANTIZED, MetaModel
     from tests.support.kernel_table import programs_that_fit
 
     kernels: dict[str, Any] = {}
-    for model_dir in sorted(MODEL_CONFIGS.iterdir()):
-        model = MetaModel(model_dir, max_rows=256)
+    models = [MetaModel(path, max_rows=256) for path in sorted(MODEL_CONFIGS.iterdir())]
+    models += [
+        MetaModel(MODEL_CONFIGS / QWEN, max_rows=256, codes=codes) for codes in QUANTIZED.values()
+    ]
+    for model in models:
         with overlap(True):
             launches = model.sampling_launches(Mode.PLAIN)
-            for num_decodes, chunk in ((1, 0), (16, 0), (256, 0), (7, 1024)):
+            for num_decodes, chunk in ((1, 0), (16, 0), (64, 0), (256, 0), (7, 1024)):
                 launches += model.launches(num_decodes, chunk)
         for one in launches:
             name = key(one.name, one.constants, one.types, one.options)

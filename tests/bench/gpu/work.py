@@ -34,6 +34,7 @@ class Work:
     memory_bytes: int = 0
     cached_bytes: int = 0
     flops: float = 0.0
+    issued: float = 0.0
     ahead_bytes: int = 0
     in_flight: int = 0
     is_split: bool = False
@@ -73,6 +74,11 @@ class Workbench:
         }  # fmt: skip
         if kernel == "_skinny":
             return Work(**base | _skinny(launched))
+        if kernel == "_skinny_grouped":
+            loop = self._resources[launched.key]["loop"]
+            return Work(**base | _skinny_grouped(launched, loop))
+        if kernel == "_dequantize":
+            return Work(**base | _dequantize(launched))
         if kernel == "_decode":
             return Work(**base | _decode(launched, step))
         if kernel == "_prefill":
@@ -108,6 +114,44 @@ def _skinny(launched: Launched) -> dict[str, Any]:
         "ahead_bytes": a["ahead"] * min(outputs, constants["FETCHING"] * rows_each),
         "in_flight": (launched.options["num_stages"] - 1) * tile_bytes * gates,
     }
+
+
+def _skinny_grouped(launched: Launched, loop: int) -> dict[str, Any]:
+    """loop: the instructions of a warp in each round."""
+    a, constants = launched.arguments, launched.constants
+    codes, gates = a["codes"], 2 if constants["IS_GATED"] else 1
+    outputs = len(codes)
+    rows_each = constants["OUTPUTS"] * gates
+    chunk = constants["RUN"] * constants["WARPS"]
+    rounds = -(-codes.shape[1] // chunk)
+    coded = _coded_bytes(a, constants)
+    return {
+        "name": f"_skinny_grouped int{constants['BITS']} {outputs} x {a['columns']}",
+        "memory_bytes": coded,
+        "cached_bytes": coded + a["x"].nbytes * launched.programs + 2 * a["out"].nbytes,
+        "ahead_bytes": a["ahead"] * min(outputs, constants["FETCHING"] * rows_each),
+        "in_flight": (constants["STAGES"] - 1) * rows_each * chunk,
+        "issued": float(launched.programs * constants["WARPS"] * rounds * loop),
+    }
+
+
+def _dequantize(launched: Launched) -> dict[str, Any]:
+    """What it writes is read by the next product, from the cache if that holds it."""
+    a, constants = launched.arguments, launched.constants
+    rows, columns = a["out"].shape
+    share = rows / len(a["codes"])
+    fits = a["out"].nbytes <= _CACHED_BYTES
+    return {
+        "name": f"_dequantize int{constants['BITS']} {rows} x {columns}",
+        "memory_bytes": int(_coded_bytes(a, constants) * share) + (0 if fits else a["out"].nbytes),
+        "cached_bytes": a["out"].nbytes,
+    }
+
+
+def _coded_bytes(a: dict[str, Any], constants: dict[str, Any]) -> int:
+    """Codes, scales and zeros."""
+    tables = a["scales"].nbytes * (1 + constants["HAS_ZEROS"])
+    return int(a["codes"].nbytes) + int(tables)
 
 
 def _decode(launched: Launched, step: Step) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.weights import Checkpoint
 from tests.support.kernels import DEVICE, ON_GPU, error
 from tests.support.tiny_models import BLOCK_SIZE, FAMILIES, MAX_LEN, make_model, save
-from tests.support.weight_formats import NegatedLinear, reversed_config
+from tests.support.weight_formats import NegatedLinear, coded, reversed_config, round_weights
 
 NUM_BLOCKS, NUM_SLOTS = 40, 6
 # The interpreter takes seconds per family; together these have every feature of the others.
@@ -117,6 +117,29 @@ def test_prefill_chunks_and_decodes_agree_with_transformers(
     assert model.run([(4, 21, 1), (1, 0, 8)], num_decodes=1) < tolerance
     assert model.run([(4, 22, 1), (1, 8, 1)], num_decodes=2) < tolerance
     assert model.run([(1, 9, 20), (4, 23, 3)], num_decodes=0) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("family", "bits", "group_size"),
+    [
+        ("llama_biases", 4, 32),
+        pytest.param("llama_biases", 8, 64, marks=pytest.mark.slow),
+        pytest.param("qwen3", 4, 128, marks=pytest.mark.slow),
+        pytest.param("qwen3", 8, 32, marks=pytest.mark.slow),
+        pytest.param("mistral_window", 8, 1024, marks=pytest.mark.slow),
+    ],
+)
+@torch.inference_mode()
+def test_with_weights_in_codes_it_agrees_with_transformers_on_what_these_stand_for(
+    family: str, bits: int, group_size: int, tmp_path: Path
+) -> None:
+    make_linear = coded(bits, group_size, has_zeros=bits == 4)
+    model = Model(family, tmp_path, make_linear)
+    round_weights(model.oracle, make_linear)
+    tolerance = TOLERANCE[torch.float32]
+    assert model.run([(4, 0, 21)], num_decodes=0) < tolerance  # too many tokens for one kernel
+    assert model.run([(4, 21, 1), (1, 0, 8)], num_decodes=1) < tolerance
+    assert model.run([(4, 22, 1), (1, 8, 1)], num_decodes=2) < tolerance
 
 
 @pytest.mark.parametrize("negated", ["down", "lm_head"])

@@ -1,0 +1,92 @@
+"""What the GPU's fused step computes linear layers with, whatever the format of their weights."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
+
+from penstock.engine.models.errors import UnsupportedWeightFormat
+from penstock.engine.models.fused_linear import FUSED_LINEARS
+from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
+from penstock.engine.models.layers.linear import Linear, PlainLinear
+from tests.support.kernels import DEVICE, error, poisoned, random
+from tests.support.weight_formats import NegatedLinear, coded
+
+COLUMNS, OUTPUTS, EPS, TOLERANCE = 80, 64, 1e-5, 1e-5
+
+
+def weight_of(linear: Linear) -> Tensor:
+    """Before the layer's codes are moved."""
+    if isinstance(linear, StackedLinear):
+        return torch.cat([weight_of(part) for part in linear.parts])
+    assert isinstance(linear, GroupedLinear | PlainLinear)
+    return linear.weight() if isinstance(linear, GroupedLinear) else linear.weight
+
+
+def int4() -> Linear:
+    return coded(4, 32)(random(OUTPUTS, COLUMNS), random(OUTPUTS))
+
+
+def stacked() -> Linear:
+    """As `--quantization int4` stores queries, keys and values, with a plain part too."""
+    weight, bias = random(OUTPUTS, COLUMNS), random(OUTPUTS)
+    return StackedLinear(
+        [
+            coded(4, 32)(weight[:30], bias[:30]),
+            coded(8, 32)(weight[30:50], bias[30:50]),
+            PlainLinear(weight[50:], bias[50:]),
+        ]
+    )
+
+
+@pytest.mark.parametrize("make", [int4, stacked])
+def test_few_rows_and_many_are_multiplied_with_what_codes_stand_for(
+    make: Callable[[], Linear],
+) -> None:
+    linear = make()
+    weight, bias, product = weight_of(linear), random(OUTPUTS), FUSED_LINEARS.of(linear)
+    assert product.out_features == OUTPUTS
+    x, norm, residual = random(3, COLUMNS), random(COLUMNS, seed=1), random(3, OUTPUTS)
+    out = residual.clone()
+    product.few(x, out, residual=out)
+    assert error(out, x @ weight.T + bias + residual) < TOLERANCE
+    gated = poisoned(3, OUTPUTS // 2)
+    product.few_gated(x, gated, norm=norm, eps=EPS)
+    normed = functional.rms_norm(x, (COLUMNS,), norm, EPS)
+    gate, up = (normed @ weight.T + bias).chunk(2, -1)
+    assert error(gated, functional.silu(gate) * up) < TOLERANCE
+    for num_rows in (20, 70):
+        many, given = random(num_rows, COLUMNS), poisoned(80, OUTPUTS)[:num_rows]
+        assert error(product.many(many), many @ weight.T + bias) < TOLERANCE
+        assert product.many(many, given) is given
+        assert error(given, many @ weight.T + bias) < TOLERANCE
+
+
+def test_a_weight_that_is_larger_than_a_slab_is_dequantized_in_slabs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock.engine.models.fused_grouped._SLAB_BYTES", 0)
+    monkeypatch.setattr("penstock.engine.models.fused_grouped._SLAB_ROWS", 25)
+    linear = coded(4, 32)(random(OUTPUTS, COLUMNS), None)
+    weight, x = weight_of(linear), random(70, COLUMNS)
+    assert error(FUSED_LINEARS.of(linear).many(x), x @ weight.T) < TOLERANCE
+
+
+def test_codes_are_moved_once_and_not_kept_twice() -> None:
+    linear, x = int4(), random(2, COLUMNS)
+    outs = [poisoned(2, OUTPUTS) for _ in range(2)]
+    for out in outs:
+        FUSED_LINEARS.of(linear).few(x, out)
+    assert torch.equal(outs[0], outs[1]) and bool(outs[0].isfinite().all())
+    assert isinstance(linear, GroupedLinear) and linear.codes.numel() == 0
+
+
+def test_a_part_in_an_unknown_format_is_refused_by_name() -> None:
+    weight = torch.ones(4, COLUMNS, device=DEVICE)
+    parts: list[Linear] = [PlainLinear(weight, None), NegatedLinear(weight, None)]
+    with pytest.raises(UnsupportedWeightFormat, match="'negated'"):
+        FUSED_LINEARS.of(StackedLinear(parts))
