@@ -1,6 +1,7 @@
 """What the GPU's fused step computes linear layers with, whatever the format of their weights."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,11 @@ def weight_of(linear: Linear) -> Tensor:
     return linear.weight() if isinstance(linear, GroupedLinear) else linear.weight
 
 
+def stored(linear: Linear) -> GroupedLinear:
+    assert isinstance(linear, GroupedLinear)
+    return linear
+
+
 def int4() -> Linear:
     return coded(4, 32)(random(OUTPUTS, COLUMNS), random(OUTPUTS))
 
@@ -36,8 +42,8 @@ def stacked() -> Linear:
     weight, bias = random(OUTPUTS, COLUMNS), random(OUTPUTS)
     return StackedLinear(
         [
-            coded(4, 32)(weight[:30], bias[:30]),
-            coded(8, 32)(weight[30:50], bias[30:50]),
+            stored(coded(4, 32)(weight[:30], bias[:30])),
+            stored(coded(8, 32)(weight[30:50], bias[30:50])),
             PlainLinear(weight[50:], bias[50:]),
         ]
     )
@@ -87,6 +93,6 @@ def test_codes_are_moved_once_and_not_kept_twice() -> None:
 
 def test_a_part_in_an_unknown_format_is_refused_by_name() -> None:
     weight = torch.ones(4, COLUMNS, device=DEVICE)
-    parts: list[Linear] = [PlainLinear(weight, None), NegatedLinear(weight, None)]
+    parts: list[Any] = [PlainLinear(weight, None), NegatedLinear(weight, None)]
     with pytest.raises(UnsupportedWeightFormat, match="'negated'"):
         FUSED_LINEARS.of(StackedLinear(parts))
