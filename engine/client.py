@@ -11,6 +11,7 @@ from penstock.engine.config import (
     Device,
     Dtype,
     EngineConfig,
+    KVCacheDtype,
     LoadFormat,
     LogFormat,
 )
@@ -49,6 +50,7 @@ __all__ = [  # noqa: RUF022  # in groups
     "AttentionBackend",  # --attention-backend
     "Device",  # --device
     "Dtype",  # --dtype
+    "KVCacheDtype",  # --kv-cache-dtype
     "LoadFormat",  # --load-format
     "LogFormat",  # --log-format
     # Logs, which both processes write alike.

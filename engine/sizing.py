@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.config import Dtype
-from penstock.engine.memory.dtypes import TORCH_DTYPES
+from penstock.engine.config import Dtype, KVCacheDtype
+from penstock.engine.memory.dtypes import TORCH_DTYPES, kv_dtype
 from penstock.engine.memory.hardware import peak_bandwidth
 from penstock.engine.models.config import ModelConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
@@ -41,11 +41,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """One model on one machine. dtype: of the weights and the KV cache."""
+    """One model on one machine. dtype: of the weights. kv_cache_dtype: of the KV cache."""
 
     model: ModelConfig
     machine: Machine
     dtype: torch.dtype = torch.bfloat16
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
 
     @property
     def weight_bytes(self) -> int:
@@ -54,7 +55,7 @@ class Sizing:
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token."""
-        return self.model.kv_shape.bytes_per_token(self.dtype.itemsize)
+        return self.model.kv_shape.bytes_per_token(self._kv_itemsize)
 
     @property
     def kv_tokens(self) -> int:
@@ -66,11 +67,15 @@ class Sizing:
     def read_bytes(self, context: int) -> int:
         """Keys and values that a decode step reads of one sequence: in a layer with a window, no
         more than the window. The cache holds the whole context all the same."""
-        layer_bytes = self.model.kv_shape.layer_bytes_per_token(self.dtype.itemsize)
+        layer_bytes = self.model.kv_shape.layer_bytes_per_token(self._kv_itemsize)
         return layer_bytes * sum(
             num_layers * min(context, window or context)
             for window, num_layers in self.model.num_layers_by_window.items()
         )
+
+    @property
+    def _kv_itemsize(self) -> int:
+        return kv_dtype(self.kv_cache_dtype, self.dtype).itemsize
 
     def num_sequences(self, context: int) -> int:
         """That fit the cache at the same time. context: tokens of each, prompt and output."""
@@ -148,7 +153,9 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         dtype = TORCH_DTYPES[Dtype(options.dtype)]
-        sizing = Sizing(ModelConfig.from_dir(options.model), _machine(options), dtype)
+        kv_cache_dtype = KVCacheDtype(options.kv_cache_dtype)
+        model = ModelConfig.from_dir(options.model)
+        sizing = Sizing(model, _machine(options), dtype, kv_cache_dtype)
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return 2
@@ -202,6 +209,8 @@ def _parser() -> argparse.ArgumentParser:
     flag("--device", default="H200", help="as in configs/hardware.toml (default: %(default)s)")
     flag("--memory-gb", type=float, default=141, metavar="GB", help="(default: %(default)s)")
     flag("--dtype", choices=list(TORCH_DTYPES), default=Dtype.BFLOAT16,
+         help="the server's flag (default: %(default)s)")  # fmt: skip
+    flag("--kv-cache-dtype", choices=list(KVCacheDtype), default=KVCacheDtype.AUTO,
          help="the server's flag (default: %(default)s)")  # fmt: skip
     flag("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
          help="the server's flag (default: %(default)s)")  # fmt: skip

@@ -135,6 +135,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             model=model or str(files("penstock.engine") / "demo_model"),
             device=Device(options.device),
             dtype=Dtype(options.dtype),
+            kv_cache_dtype=options.kv_cache_dtype,
             load_format=LoadFormat(options.load_format),
             attention_backend=AttentionBackend(options.attention_backend),
             max_model_len=options.max_model_len,

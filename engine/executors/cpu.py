@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.config import AttentionBackend, Dtype, EngineConfig
+from penstock.engine.config import AttentionBackend, Dtype, EngineConfig, KVCacheDtype
 from penstock.engine.executor import check_no_adapter, device_copies
 from penstock.engine.executors.loading import (
     Ledger,
@@ -25,6 +25,7 @@ from penstock.engine.executors.loading import (
     reading,
     weight_source,
 )
+from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
 from penstock.engine.memory.kv_pool import KVPool, size_cpu_pool
@@ -73,11 +74,12 @@ class CpuExecutor:
         model = ModelConfig.from_dir(model_dir)
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         with phases.timed("compile", "loading the step that is compiled for this processor"):
-            self._dtype, library = _dtype_and_library(config.dtype, model)
+            self._dtype, library = _dtype_and_library(config, model)
+        kv_type = kv_dtype(config.kv_cache_dtype, self._dtype)
 
         # Before the weights are read, so that a model that does not fit is reported at once.
         weight_bytes = model.weight_bytes(self._dtype.itemsize)
-        block_bytes = block_size * model.kv_shape.bytes_per_token(self._dtype.itemsize)
+        block_bytes = block_size * model.kv_shape.bytes_per_token(kv_type.itemsize)
         size = size_cpu_pool(
             config,
             weight_bytes=weight_bytes,
@@ -104,7 +106,7 @@ class CpuExecutor:
             torch.set_num_threads(num_threads)
         products = "torch"
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
-            self._pool = KVPool(model.kv_shape, size.num_blocks, block_size, self._dtype, _CPU)
+            self._pool = KVPool(model.kv_shape, size.num_blocks, block_size, kv_type, _CPU)
             if library is not None:
                 try:
                     self._model = native = NativeModel(library, llama, self._pool, num_threads)
@@ -139,6 +141,7 @@ class CpuExecutor:
             phases.seconds,
             flops,
             weight_bytes=llama.step_weight_bytes,
+            kv_dtype=kv_type,
             computed_by=computed_by,
         )
         total = total_memory_bytes()
@@ -238,9 +241,12 @@ class CpuExecutor:
         return torch.tensor(values, dtype=torch.int64)
 
 
-def _dtype_and_library(wanted: Dtype, model: ModelConfig) -> tuple[torch.dtype, CDLL | None]:
-    dtype = choose_dtype(wanted, _CPU)
-    if wanted is Dtype.AUTO and dtype is not torch.bfloat16:
+def _dtype_and_library(config: EngineConfig, model: ModelConfig) -> tuple[torch.dtype, CDLL | None]:
+    dtype = choose_dtype(config.dtype, _CPU)
+    if config.kv_cache_dtype is not KVCacheDtype.AUTO:
+        _warn_of_torch(f"the compiled step has no KV cache in {config.kv_cache_dtype}")
+        return dtype, None
+    if config.dtype is Dtype.AUTO and dtype is not torch.bfloat16:
         # Torch is slow in bfloat16 where the processor cannot multiply it. The compiled step is
         # not: it widens weights as it reads them, and half as many bytes are read.
         library = _library_for(model, torch.bfloat16)
@@ -261,7 +267,7 @@ def _library_for(model: ModelConfig, dtype: torch.dtype) -> CDLL | None:
     return library
 
 
-def _warn_of_torch(reason: InvalidModel) -> None:
+def _warn_of_torch(reason: InvalidModel | str) -> None:
     logger.warning(
         "torch's operators compute the model, which are slower for small batches: %s", reason
     )

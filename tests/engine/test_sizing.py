@@ -40,6 +40,14 @@ def test_another_type_takes_the_bytes_of_its_size(
     assert f"| {16.060522496 * factor:.1f} GB | {131_072 * factor:,} |" in capsys.readouterr().out
 
 
+def test_a_kv_cache_in_8_bits_has_a_scale_for_each_head_and_costs_no_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [str(LLAMA), "--device", "H100", "--memory-gb", "80"]
+    assert main([*arguments, "--kv-cache-dtype", "int8"]) == 0
+    assert f"| 16.1 GB | {2 * 32 * 8 * (128 + 4):,} |" in capsys.readouterr().out
+
+
 def test_the_kv_cache_gets_the_memory_that_is_left(sizing: Sizing) -> None:
     left = 72 * GB - 2 * 8_030_261_248 - OTHER_BYTES
     assert sizing.kv_tokens == left // 131_072

@@ -54,6 +54,8 @@ _POINTERS = {
     torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 # Programs of the sampler's kernels: rows of a step, and chunks of a vocabulary.
@@ -86,7 +88,10 @@ class Launch:
                 self._add(index, parameter, value)
 
     def _add(self, index: int, parameter: Any, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
+        if value is None:  # which the kernel's code tests when it is compiled
+            self.signature[parameter.name] = "constexpr"
+            self.constants[parameter.name] = None
+        elif isinstance(value, torch.Tensor):
             self.signature[parameter.name] = _POINTERS[value.dtype]
             self._aligned.append(index)
         elif isinstance(value, float):
@@ -222,11 +227,12 @@ class MetaModel:
         block_size: int = BLOCK_SIZE,
         dtype: torch.dtype = torch.bfloat16,
         *,
+        kv_dtype: torch.dtype | None = None,
         max_rows: int = 512,
         max_tokens: int = 8192,
         num_sms: int = NUM_SMS,
     ) -> None:
-        """max_rows, max_tokens: of one step."""
+        """kv_dtype: of the pool, by default dtype. max_rows, max_tokens: of one step."""
         config = ModelConfig.from_dir(model_dir)
         self.config = config
         self._dtype = dtype
@@ -238,7 +244,7 @@ class MetaModel:
             max_model_len=8192,
             device=META,
         )
-        pool = KVPool(config.kv_shape, 100, block_size, dtype, META)
+        pool = KVPool(config.kv_shape, 100, block_size, kv_dtype or dtype, META)
         shape = config.attention_shape(block_size)
         attention = PagedAttention(
             shape, config.windows, max_rows, max_tokens, num_sms, META, dtype
@@ -277,7 +283,8 @@ class MetaModel:
             store_sampled(_ints(num_rows), step.slots, step.context_lens, token_table)
             store_lengths(step.slots, step.context_lens, lengths)
             update_block_tables(_ints(num_rows, 3), step.block_tables)
-            copy_blocks(_ints(1, 2), self._pool.keys, self._pool.values)
+            for keys, values in self._pool.pairs():
+                copy_blocks(_ints(1, 2), keys, values)
         return launches
 
     def sampling_launches(self, mode: Mode = Mode.ADJUSTED) -> list[Launch]:

@@ -124,7 +124,8 @@ class Harness:
             max_model_len=max_len,
             device=CPU,
         )
-        self.pool = KVPool(config.kv_shape, num_blocks, block_size, dtype, CPU)
+        kv_dtype = options.get("kv_dtype", dtype)
+        self.pool = KVPool(config.kv_shape, num_blocks, block_size, kv_dtype, CPU)
         if native:
             has_codes = options.get("has_codes", False)
             library = options.get("library") or load_library(dtype, has_codes)

@@ -32,6 +32,7 @@ from penstock.engine.executors.loading import (
     weight_source,
 )
 from penstock.engine.kernels.linear import MAX_ROWS
+from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.gpu_budget import (
     MemoryBudget,
     check_weights,
@@ -123,8 +124,9 @@ class _Setup:
         self._model = ModelConfig.from_dir(model_dir)
         self._dtype = choose_dtype(config.dtype, gpu.device)
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
+        self._kv_dtype = kv_dtype(config.kv_cache_dtype, self._dtype)
         self._block_bytes = self._block_size * self._model.kv_shape.bytes_per_token(
-            self._dtype.itemsize
+            self._kv_dtype.itemsize
         )
         self._max_len = resolve_max_model_len(config.max_model_len, self._model.max_model_len)
         self._bandwidth: float | None = None
@@ -240,7 +242,7 @@ class _Setup:
     def _executor(self, llama: LlamaModel, size: PoolSize, *, use_graphs: bool) -> CudaExecutor:
         scheduler, device = self._config.scheduler, self._gpu.device
         num_blocks, block_size = size.num_blocks, self._block_size
-        pool = KVPool(self._model.kv_shape, num_blocks + 1, block_size, self._dtype, device)
+        pool = KVPool(self._model.kv_shape, num_blocks + 1, block_size, self._kv_dtype, device)
         attention = make_attention(
             self._config,
             self._model.attention_shape(block_size),
@@ -274,6 +276,7 @@ class _Setup:
             self._phases.seconds,
             self._flops,
             weight_bytes=llama.step_weight_bytes,
+            kv_dtype=self._kv_dtype,
         )
 
 
