@@ -314,8 +314,11 @@ def launches_in_a_decode_layer(model: MetaModel, num_decodes: int) -> Counter[st
 
 def main(model_dirs: list[str]) -> None:
     seen = set()
-    for model_dir, dtype in product(model_dirs, (torch.bfloat16, torch.float16)):
-        model = MetaModel(Path(model_dir), dtype=dtype)
+    half, coded = torch.bfloat16, torch.float8_e4m3fn
+    for model_dir, types in product(
+        model_dirs, ((half, half), (torch.float16,) * 2, (half, coded))
+    ):
+        model = MetaModel(Path(model_dir), dtype=types[0], kv_dtype=types[1])
         with launch.overlap(True):
             launches = model.sampling_launches()
             for num_decodes, chunk in ((1, 0), (16, 0), (256, 0), (7, 1024)):
