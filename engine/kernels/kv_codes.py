@@ -1,8 +1,9 @@
 """Codes of the KV cache in kernels: what `penstock.engine.memory.kv_codes` computes in torch.
 
 A kernel gets float8_e4m3fn as bytes (uint8), and converts them by integer arithmetic: GPUs before
-compute capability 8.9 have no instruction for it, and Triton's interpreter no such type. Where the
-cache has no codes its scales are None, and these lines are not compiled at all.
+compute capability 8.9 have no instruction for it, and numpy, which Triton's interpreter computes
+with, no such type. Where the cache has no codes its scales are None, and these lines are not
+compiled at all.
 """
 
 import torch
