@@ -11,6 +11,7 @@ from penstock.engine.config import (
     Device,
     Dtype,
     EngineConfig,
+    KVCacheDtype,
     LoadFormat,
     LogFormat,
     Quantization,
@@ -52,6 +53,7 @@ __all__ = [  # noqa: RUF022  # in groups
     "AttentionBackend",  # --attention-backend
     "Device",  # --device
     "Dtype",  # --dtype
+    "KVCacheDtype",  # --kv-cache-dtype
     "LoadFormat",  # --load-format
     "Quantization",  # --quantization
     "LogFormat",  # --log-format

@@ -16,7 +16,7 @@ class Device(StrEnum):
 
 
 class Dtype(StrEnum):
-    """The number format of weights, activations and the KV cache."""
+    """The number format of weights, activations and, by default, the KV cache."""
 
     AUTO = "auto"  # bfloat16 where the device computes it, else float32
     FLOAT32 = "float32"
@@ -24,6 +24,14 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
     HALF = "half"  # vLLM's other name of float16
     FLOAT = "float"  # vLLM's other name of float32
+
+
+class KVCacheDtype(StrEnum):
+    """The number format of keys and values in the KV cache."""
+
+    AUTO = "auto"  # that of the model
+    INT8 = "int8"  # codes from -127 to 127, and a scale for each token and head
+    FP8 = "fp8"  # float8_e4m3fn, likewise
 
 
 class LogFormat(StrEnum):
@@ -79,6 +87,7 @@ class EngineConfig:
     model: str
     device: Device = Device.AUTO
     dtype: Dtype = Dtype.AUTO
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     load_format: LoadFormat = LoadFormat.AUTO
     quantization: Quantization | None = None
     quantization_report: bool = False

@@ -66,6 +66,7 @@ class ModelInfo:
     the rows of the input embedding that are not gathered. experts: None for a dense model.
     attention: the layers, grouped by window. flops_per_token: of the linear layers, for one token,
     the output layer left out; flops_per_sampled_token: of the output layer, for one row.
+    kv_cache_dtype: of keys and values in memory.
     max_model_len: the longest sequence this executor was sized for.
     hidden_size: the length of an embedding. Peaks are the datasheet's, None for devices and
     types that it does not list; measured_bandwidth and measured_flops were measured at start.
@@ -75,6 +76,7 @@ class ModelInfo:
 
     architecture: str
     dtype: str
+    kv_cache_dtype: str
     device: str
     vocab_size: int
     hidden_size: int

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.config import Dtype, Quantization
-from penstock.engine.memory.dtypes import TORCH_DTYPES
+from penstock.engine.config import Dtype, KVCacheDtype, Quantization
+from penstock.engine.memory.dtypes import TORCH_DTYPES, kv_dtype
 from penstock.engine.memory.hardware import peak_bandwidth
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.quantization.at_load.plan import Plan
@@ -45,13 +45,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """One model on one machine. dtype: of the weights and the KV cache. quantization: of the
-    weights of linear layers, as the server's flag."""
+    """One model on one machine. dtype: of the weights. quantization: of the weights of linear
+    layers, as the server's flag. kv_cache_dtype: of the KV cache."""
 
     model: ModelConfig
     machine: Machine
     dtype: torch.dtype = torch.bfloat16
     quantization: Quantization | None = None
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
 
     @property
     def weight_bytes(self) -> int:
@@ -75,7 +76,7 @@ class Sizing:
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token."""
-        return self.model.kv_shape.bytes_per_token(self.dtype.itemsize)
+        return self.model.kv_shape.bytes_per_token(self._kv_itemsize)
 
     @property
     def kv_tokens(self) -> int:
@@ -87,11 +88,15 @@ class Sizing:
     def read_bytes(self, context: int) -> int:
         """Keys and values that a decode step reads of one sequence: in a layer with a window, no
         more than the window. The cache holds the whole context all the same."""
-        layer_bytes = self.model.kv_shape.layer_bytes_per_token(self.dtype.itemsize)
+        layer_bytes = self.model.kv_shape.layer_bytes_per_token(self._kv_itemsize)
         return layer_bytes * sum(
             num_layers * min(context, window or context)
             for window, num_layers in self.model.num_layers_by_window.items()
         )
+
+    @property
+    def _kv_itemsize(self) -> int:
+        return kv_dtype(self.kv_cache_dtype, self.dtype).itemsize
 
     def num_sequences(self, context: int) -> int:
         """That fit the cache at the same time. context: tokens of each, prompt and output."""
@@ -169,7 +174,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         dtype = TORCH_DTYPES[Dtype(options.dtype)]
         quantization = Quantization(options.quantization) if options.quantization else None
-        sizing = Sizing(ModelConfig.from_dir(options.model), _machine(options), dtype, quantization)
+        kv_cache_dtype = KVCacheDtype(options.kv_cache_dtype)
+        model = ModelConfig.from_dir(options.model)
+        sizing = Sizing(model, _machine(options), dtype, quantization, kv_cache_dtype)
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return 2
@@ -226,6 +233,8 @@ def _parser() -> argparse.ArgumentParser:
          help="the server's flag (default: %(default)s)")  # fmt: skip
     flag("--quantization", choices=list(Quantization),
          help="the server's flag, which is for the CPU (default: none)")  # fmt: skip
+    flag("--kv-cache-dtype", choices=list(KVCacheDtype), default=KVCacheDtype.AUTO,
+         help="the server's flag (default: %(default)s)")  # fmt: skip
     flag("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
          help="the server's flag (default: %(default)s)")  # fmt: skip
     flag("--context", type=int, nargs="+", default=CONTEXTS, metavar="TOKENS",

@@ -141,6 +141,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             model=model or str(files("penstock.engine") / "demo_model"),
             device=Device(options.device),
             dtype=Dtype(options.dtype),
+            kv_cache_dtype=options.kv_cache_dtype,
             load_format=LoadFormat(options.load_format),
             quantization=options.quantization,
             quantization_report=options.quantization_report,

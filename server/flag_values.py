@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from penstock.engine.client import KVCacheDtype
 from penstock.scheduler.errors import InvalidConfig
 
 ENVIRONMENT_PREFIX = "PENSTOCK_"
@@ -47,7 +48,6 @@ VLLM_FLAGS = {
     "--tensor-parallel-size": "one device is supported; start one server for each",
     "--pipeline-parallel-size": "one device is supported; start one server for each",
     "--data-parallel-size": "one device is supported; start one server for each",
-    "--kv-cache-dtype": "the KV cache has the type of --dtype",
     "--enable-lora": "LoRA adapters are not supported",
     "--lora-modules": "LoRA adapters are not supported",
     "--speculative-config": "speculative decoding is not supported",
@@ -57,6 +57,13 @@ VLLM_FLAGS = {
     "--revision": "download the revision first, and name its directory",
     "--cpu-offload-gb": "weights are not offloaded",
 }
+# Of --kv-cache-dtype. Our codes have a scale for each token and head, whatever they are called.
+_KV_CACHE_ALIASES = {
+    "fp8_e4m3": "fp8",
+    "fp8_per_token_head": "fp8",
+    "int8_per_token_head": "int8",
+}
+_PLAIN_TYPES = ("float32", "float", "bfloat16", "float16", "half")
 
 
 def size(text: str) -> int:
@@ -68,6 +75,22 @@ def size(text: str) -> int:
             f"{text!r} is not a whole number, such as 4096, 4k (4,000) or 4K (4,096)"
         )
     return int(value)
+
+
+def kv_cache_dtype(text: str) -> KVCacheDtype:
+    """Our names and vLLM's: for argparse's `type`."""
+    name = _KV_CACHE_ALIASES.get(text, text)
+    if name in _PLAIN_TYPES:
+        raise argparse.ArgumentTypeError(
+            f"{text} is a type of the model too; leave the flag out, and the KV cache has the type "
+            "of --dtype"
+        )
+    if name not in list(KVCacheDtype):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not supported; choose int8 or fp8 (e4m3), with a scale for each token "
+            "and head that is computed as it is stored, or auto, the type of --dtype"
+        )
+    return KVCacheDtype(name)
 
 
 class Extend(argparse.Action):

@@ -13,6 +13,7 @@ from penstock.engine.client import (
     AttentionBackend,
     Device,
     Dtype,
+    KVCacheDtype,
     LoadFormat,
     LogFormat,
     Quantization,
@@ -20,7 +21,7 @@ from penstock.engine.client import (
 from penstock.scheduler.config import Batching, Policy
 from penstock.scheduler.types import Pooling
 from penstock.server.config import MIB, PoolerConfig
-from penstock.server.flag_values import Extend, size
+from penstock.server.flag_values import Extend, kv_cache_dtype, size
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.output.reasoning import ReasoningFormat
 from penstock.server.tools.chat_format import NO_PARSER
@@ -156,7 +157,8 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         group,
         "--dtype",
         Dtype,
-        "type of weights and KV cache; auto is bfloat16 if the device computes it, else float32; "
+        "type of weights, and of the KV cache unless --kv-cache-dtype says otherwise; auto is "
+        "bfloat16 if the device computes it, else float32; "
         "half is float16 and float is float32, as in vLLM",
     )
     _add_choice(
@@ -229,6 +231,14 @@ def _add_memory_flags(group: "argparse._ArgumentGroup") -> None:
         metavar="BYTES",
         help="memory of the KV cache; more of it holds more or longer sequences (default: on CPU a "
         "quarter of the free memory, on CUDA what --gpu-memory-utilization leaves)",
+    )
+    flag(
+        "--kv-cache-dtype",
+        type=kv_cache_dtype,
+        metavar="auto|int8|fp8",
+        default=KVCacheDtype.AUTO,
+        help="type of keys and values in the KV cache; int8 and fp8 (e4m3) hold nearly twice as "
+        "many tokens as bfloat16, and outputs differ a little (default: auto, the type of --dtype)",
     )
     flag(
         "--block-size",

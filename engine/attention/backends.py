@@ -9,7 +9,7 @@ from penstock.engine.attention.paged.attention import PagedAttention
 from penstock.engine.attention.protocol import DeviceAttention
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.attention.torch_attention import TorchAttention
-from penstock.engine.config import AttentionBackend, EngineConfig
+from penstock.engine.config import AttentionBackend, EngineConfig, KVCacheDtype
 from penstock.scheduler.errors import InvalidConfig
 
 
@@ -31,6 +31,11 @@ def make_attention(
     if config.attention_backend is AttentionBackend.TORCH:
         return TorchAttention()
     if config.attention_backend is AttentionBackend.FLASH_ATTN:
+        if config.kv_cache_dtype is not KVCacheDtype.AUTO:
+            raise InvalidConfig(
+                f"--kv-cache-dtype is {config.kv_cache_dtype}, which FlashAttention 2 does not "
+                "support; leave it out, or use --attention-backend triton"
+            )
         if dtype is torch.float32:
             raise InvalidConfig(
                 "--dtype is float32, which FlashAttention does not support; use --dtype bfloat16 "

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.device_step import DeviceStep
+from penstock.engine.memory.kv_codes import KVPages
 from penstock.scheduler.errors import InvalidConfig
 
 # Blocks must hold a multiple of this many tokens.
@@ -64,12 +65,14 @@ class FlashAttention:
     def __call__(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: KVPages,
+        values: KVPages,
         step: DeviceStep,
         window: int | None,
         out: Tensor,
     ) -> None:
+        # `make_attention` refuses a cache in 8 bits.
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor)
         num, chunks = step.num_decodes, self._chunks
         # How many keys before and after its own a query sees.
         window_size = (-1, -1) if window is None else (window - 1, 0)

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.engine.attention.reference import visible
+from penstock.engine.memory.kv_codes import KVPages, gather
 from penstock.engine.model_input import ModelInput
 
 
 def gathered_attention(
-    query: Tensor, keys: Tensor, values: Tensor, step: ModelInput, window: int | None
+    query: Tensor, keys: KVPages, values: KVPages, step: ModelInput, window: int | None
 ) -> Tensor:
     """`Attention`: decodes in batches of similar length, prefill chunks one by one."""
     output = torch.empty_like(query)
@@ -29,8 +30,8 @@ def gathered_attention(
         unseen = ~mask[:, None, :, None]
         mixed = scaled_dot_product_attention(
             grouped_query,
-            _gather(keys, tables).masked_fill_(unseen, 0),
-            _gather(values, tables).masked_fill_(unseen, 0),
+            gather(keys, tables, query.dtype).masked_fill_(unseen, 0),
+            gather(values, tables, query.dtype).masked_fill_(unseen, 0),
             mask[:, None, None, :],
         )
         output[rows] = mixed.flatten(1, 2)
@@ -40,18 +41,13 @@ def gathered_attention(
         table = step.block_tables[row : row + 1, : -(-context_len // block_size)]
         mixed = scaled_dot_product_attention(
             query[None, first:end].transpose(1, 2),
-            _gather(keys, table)[:, :, :context_len],
-            _gather(values, table)[:, :, :context_len],
+            gather(keys, table, query.dtype)[:, :, :context_len],
+            gather(values, table, query.dtype)[:, :, :context_len],
             visible(step.positions[first:end], context_len, window),
             enable_gqa=True,
         )
         output[first:end] = mixed[0].transpose(0, 1)
     return output
-
-
-def _gather(pool: Tensor, tables: Tensor) -> Tensor:
-    """(rows, num_kv_heads, num_blocks * block_size, head_dim)."""
-    return pool[tables].flatten(1, 2).transpose(1, 2)
 
 
 def _buckets(context_lens: list[int], block_size: int) -> list[tuple[list[int], int]]:

@@ -5,12 +5,13 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from penstock.engine.device_step import DeviceStep, Rotation
+from penstock.engine.memory.kv_codes import KVPages
 from penstock.engine.model_input import ModelInput
 
 
 class Attention(Protocol):
     def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, step: ModelInput, window: int | None
+        self, query: Tensor, keys: KVPages, values: KVPages, step: ModelInput, window: int | None
     ) -> Tensor:
         """Causal attention of each token to its own sequence: (T, num_heads, head_dim).
 
@@ -39,8 +40,8 @@ class DeviceAttention(Protocol):
     def __call__(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: KVPages,
+        values: KVPages,
         step: DeviceStep,
         window: int | None,
         out: Tensor,
@@ -59,8 +60,8 @@ class RotatingAttention(DeviceAttention, Protocol):
         self,
         projected: Tensor,
         rotation: Rotation,
-        keys: Tensor,
-        values: Tensor,
+        keys: KVPages,
+        values: KVPages,
         step: DeviceStep,
         window: int | None,
         out: Tensor,

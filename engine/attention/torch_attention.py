@@ -5,6 +5,7 @@ from torch import Tensor
 
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.device_step import DeviceStep
+from penstock.engine.memory.kv_codes import KVPages
 from penstock.engine.model_input import ModelInput
 
 
@@ -40,8 +41,8 @@ class TorchAttention:
     def __call__(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: KVPages,
+        values: KVPages,
         step: DeviceStep,
         window: int | None,
         out: Tensor,

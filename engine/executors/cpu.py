@@ -6,6 +6,7 @@ step reads them.
 """
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from ctypes import CDLL
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.config import AttentionBackend, Dtype, EngineConfig
+from penstock.engine.config import AttentionBackend, Dtype, EngineConfig, KVCacheDtype
 from penstock.engine.executor import check_no_adapter, device_copies
 from penstock.engine.executors.loading import (
     Ledger,
@@ -29,6 +30,7 @@ from penstock.engine.executors.loading import (
     weight_source,
 )
 from penstock.engine.gguf.file import is_gguf
+from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
 from penstock.engine.memory.kv_pool import KVPool, size_cpu_pool
@@ -46,7 +48,7 @@ from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.library import load_library
-from penstock.engine.native.model import NativeModel, check_features
+from penstock.engine.native.model import NativeModel, check_features, may_code_kv
 from penstock.engine.native.packing import FORMATS
 from penstock.engine.phases import Phases
 from penstock.engine.sampling.grammar import Grammars
@@ -80,12 +82,8 @@ class CpuExecutor:
         model = ModelConfig.from_dir(model_dir)
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         with phases.timed("compile", "loading the step that is compiled for this processor"):
-            has_codes = (
-                config.quantization is not None
-                or model.quantization is not None
-                or is_gguf(model_dir)
-            )
-            self._dtype, library = _dtype_and_library(config.dtype, model, has_codes)
+            self._dtype, library = _dtype_and_library(config, model, model_dir)
+        kv_type = kv_dtype(config.kv_cache_dtype, self._dtype)
 
         make_linear = cpu_linear(self._dtype) if library is None else PlainLinear
         kept: frozenset[str] = frozenset() if library is None else FORMATS
@@ -95,7 +93,7 @@ class CpuExecutor:
         num_weight_bytes = weight_bytes(
             model, config.load_format, model_dir, self._dtype, kept=kept, plan=plan
         )
-        block_bytes = block_size * model.kv_shape.bytes_per_token(self._dtype.itemsize)
+        block_bytes = block_size * model.kv_shape.bytes_per_token(kv_type.itemsize)
         size = size_cpu_pool(
             config,
             weight_bytes=num_weight_bytes,
@@ -135,7 +133,7 @@ class CpuExecutor:
             torch.set_num_threads(num_threads)
         products = "torch"
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
-            self._pool = KVPool(model.kv_shape, size.num_blocks, block_size, self._dtype, _CPU)
+            self._pool = KVPool(model.kv_shape, size.num_blocks, block_size, kv_type, _CPU)
             if library is not None:
                 try:
                     self._model = native = NativeModel(library, llama, self._pool, num_threads)
@@ -170,6 +168,7 @@ class CpuExecutor:
             phases.seconds,
             flops,
             weight_bytes=llama.step_weight_bytes,
+            kv_dtype=kv_type,
             computed_by=computed_by,
             quantization=quantized.info if quantized else None,
         )
@@ -271,21 +270,42 @@ class CpuExecutor:
 
 
 def _dtype_and_library(
-    wanted: Dtype, model: ModelConfig, has_codes: bool
+    config: EngineConfig, model: ModelConfig, model_dir: Path
 ) -> tuple[torch.dtype, CDLL | None]:
-    dtype = choose_dtype(wanted, _CPU)
-    if wanted is Dtype.AUTO and dtype is not torch.bfloat16:
+    dtype = choose_dtype(config.dtype, _CPU)
+    if reason := _unsupported_kv(config.kv_cache_dtype, model):
+        _warn_of_torch(reason)
+        return dtype, None
+    build = partial(
+        load_library,
+        has_codes=config.quantization is not None
+        or model.quantization is not None
+        or is_gguf(model_dir),
+        has_coded_kv=config.kv_cache_dtype is KVCacheDtype.INT8,
+    )
+    if config.dtype is Dtype.AUTO and dtype is not torch.bfloat16:
         # Torch is slow in bfloat16 where the processor cannot multiply it. The compiled step is
         # not: it widens weights as it reads them, and half as many bytes are read.
-        library = _library_for(model, torch.bfloat16, has_codes)
+        library = _library_for(model, torch.bfloat16, build)
         if library is not None:
             return torch.bfloat16, library
-    return dtype, _library_for(model, dtype, has_codes)
+    return dtype, _library_for(model, dtype, build)
 
 
-def _library_for(model: ModelConfig, dtype: torch.dtype, has_codes: bool) -> CDLL | None:
+def _unsupported_kv(wanted: KVCacheDtype, model: ModelConfig) -> str | None:
+    """Why the compiled step has no such KV cache."""
+    if wanted is KVCacheDtype.FP8:
+        return "the compiled step has no KV cache in fp8; use --kv-cache-dtype int8"
+    if wanted is KVCacheDtype.INT8 and not may_code_kv(model):
+        return f"the compiled step has no KV cache in int8 for a head_dim of {model.head_dim}"
+    return None
+
+
+def _library_for(
+    model: ModelConfig, dtype: torch.dtype, build: Callable[[torch.dtype], CDLL | None]
+) -> CDLL | None:
     """None where torch computes the model."""
-    library = load_library(dtype, has_codes)
+    library = build(dtype)
     if library is not None:
         try:
             check_features(model, dtype)
@@ -295,7 +315,7 @@ def _library_for(model: ModelConfig, dtype: torch.dtype, has_codes: bool) -> CDL
     return library
 
 
-def _warn_of_torch(reason: InvalidModel) -> None:
+def _warn_of_torch(reason: InvalidModel | str) -> None:
     logger.warning(
         "torch's operators compute the model, which are slower for small batches: %s", reason
     )

@@ -230,14 +230,17 @@ def describe(
     measured_flops: float | None = None,
     *,
     weight_bytes: int,
+    kv_dtype: torch.dtype,
     computed_by: str | None = None,
     quantization: QuantizationInfo | None = None,
 ) -> ModelInfo:
-    """weight_bytes: as in `ModelInfo`. load_seconds may still grow: it is not copied."""
-    layer_bytes = model.kv_shape.layer_bytes_per_token(dtype.itemsize)
+    """weight_bytes: as in `ModelInfo`. kv_dtype: of the KV cache. load_seconds may still
+    grow: it is not copied."""
+    layer_bytes = model.kv_shape.layer_bytes_per_token(kv_dtype.itemsize)
     return ModelInfo(
         architecture=model.family,
         dtype=_name(dtype),
+        kv_cache_dtype=_name(kv_dtype),
         device=device_name,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,

@@ -273,6 +273,7 @@ def scripted_info(
     return ModelInfo(
         architecture="scripted",
         dtype="none",
+        kv_cache_dtype="none",
         device="cpu",
         vocab_size=vocab_size,
         hidden_size=HIDDEN_SIZE,

@@ -12,7 +12,7 @@ _BLOCK = 2048
 def copy_blocks(copies: Tensor, keys: Tensor, values: Tensor) -> None:
     """Copies block source to block target in every layer, for each pair of copies, (N, 2) int32.
 
-    keys, values: (layers, blocks, block_size, heads, head_dim). No target may be a source.
+    keys, values: (layers, blocks, ...), or their scales. No target may be a source.
     """
     size = keys[0, 0].numel()
     grid = (len(copies), len(keys), ceil_div(size, _BLOCK))

@@ -4,8 +4,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.engine.kernels.kv_codes import (
+    encode,
+    inverse_scale,
+    pointers,
+    scale_of,
+    scale_offsets,
+)
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
+from penstock.engine.memory.kv_codes import KVPages
 
 # Heads per program: with 16 KiB of them, there would be too few programs at batch 1.
 _HEADS = 4
@@ -20,8 +28,8 @@ def rotate_and_store(
     query_norm: Tensor | None,
     key_norm: Tensor | None,
     eps: float,
-    keys: Tensor,
-    values: Tensor,
+    keys: KVPages,
+    values: KVPages,
     query: Tensor,
 ) -> None:
     """Writes each token's rotated query, and its key and value to their slots in the pool.
@@ -36,6 +44,7 @@ def rotate_and_store(
     num_kv_heads = keys.shape[2]
     grid = (num_tokens, ceil_div(num_heads + 2 * num_kv_heads, _HEADS))
     has_norm = query_norm is not None and key_norm is not None
+    (key_codes, key_scales), (value_codes, value_scales) = pointers(keys), pointers(values)
     _rotate_and_store[grid](
         qkv,
         positions,
@@ -44,13 +53,16 @@ def rotate_and_store(
         sin,
         query_norm if has_norm else qkv,
         key_norm if has_norm else qkv,
-        keys,
-        values,
+        key_codes,
+        value_codes,
+        key_scales,
+        value_scales,
         query,
         eps,
         HAS_NORM=has_norm,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=keys.shape[1],
         HEAD_DIM=head_dim,
         HALF=next_power_of_2(head_dim // 2),
         HEADS=_HEADS,
@@ -70,11 +82,14 @@ def _rotate_and_store(
     key_norm,
     keys,
     values,
+    key_scales,
+    value_scales,
     query,
     eps,
     HAS_NORM: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
@@ -124,10 +139,36 @@ def _rotate_and_store(
     target = query + (token * NUM_HEADS + head)[:, None] * HEAD_DIM + pair[None, :]
     tl.store(target, rotated_left, mask=is_there & is_query)
     tl.store(target + HEAD_DIM // 2, rotated_right, mask=is_there & is_query)
-    row = tl.load(kv_slots + token) * NUM_KV_HEADS
+    slot = tl.load(kv_slots + token)
+    row = slot * NUM_KV_HEADS
+    key_left = rotated_left
+    key_right = rotated_right
+    value_left = value_left.to(kind)
+    value_right = value_right.to(kind)
+    if key_scales is not None:
+        codes: tl.constexpr = keys.dtype.element_ty
+        # Of a key or a value, whichever the head is; of a query it is not used.
+        left = tl.where(is_value, value_left, rotated_left).to(tl.float32)
+        right = tl.where(is_value, value_right, rotated_right).to(tl.float32)
+        peak = tl.maximum(tl.max(tl.abs(left), 1), tl.max(tl.abs(right), 1))
+        not_finite = tl.sum(left * 0.0, 1) + tl.sum(right * 0.0, 1)
+        inverse = inverse_scale(peak, codes)[:, None]
+        key_left = encode(left, inverse, codes)
+        key_right = encode(right, inverse, codes)
+        value_left = key_left
+        value_right = key_right
+        size = scale_of(peak, not_finite, codes)
+        kv_head = head - NUM_HEADS
+        place = scale_offsets(slot, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+        of_key = (kv_head >= 0) & (kv_head < NUM_KV_HEADS)
+        tl.store(key_scales + place, size, mask=of_key)
+        kv_head = kv_head - NUM_KV_HEADS
+        place = scale_offsets(slot, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+        of_value = (kv_head >= 0) & (kv_head < NUM_KV_HEADS)
+        tl.store(value_scales + place, size, mask=of_value)
     target = keys + (row + head - NUM_HEADS)[:, None] * HEAD_DIM + pair[None, :]
-    tl.store(target, rotated_left, mask=is_there & is_key)
-    tl.store(target + HEAD_DIM // 2, rotated_right, mask=is_there & is_key)
+    tl.store(target, key_left, mask=is_there & is_key)
+    tl.store(target + HEAD_DIM // 2, key_right, mask=is_there & is_key)
     target = values + (row + head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_DIM + pair[None, :]
-    tl.store(target, value_left.to(kind), mask=is_there & is_value)
-    tl.store(target + HEAD_DIM // 2, value_right.to(kind), mask=is_there & is_value)
+    tl.store(target, value_left, mask=is_there & is_value)
+    tl.store(target + HEAD_DIM // 2, value_right, mask=is_there & is_value)

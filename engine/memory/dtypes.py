@@ -1,8 +1,8 @@
-"""The types that `--dtype` names, as torch has them."""
+"""The types that `--dtype` and `--kv-cache-dtype` name, as torch has them."""
 
 import torch
 
-from penstock.engine.config import Dtype
+from penstock.engine.config import Dtype, KVCacheDtype
 
 # All but auto.
 TORCH_DTYPES = {
@@ -12,3 +12,9 @@ TORCH_DTYPES = {
     Dtype.FLOAT16: torch.float16,
     Dtype.HALF: torch.float16,
 }
+_KV_DTYPES = {KVCacheDtype.INT8: torch.int8, KVCacheDtype.FP8: torch.float8_e4m3fn}
+
+
+def kv_dtype(wanted: KVCacheDtype, dtype: torch.dtype) -> torch.dtype:
+    """Of the elements in the KV cache. dtype: of the model."""
+    return _KV_DTYPES.get(wanted, dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.memory.host import zeros_on_touch
+from penstock.engine.memory.kv_codes import LIMITS, Codes, KVPages
 from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.memory.machine import available_memory_bytes
 from penstock.scheduler.errors import InvalidConfig
@@ -22,7 +23,11 @@ _DEFAULT_FRACTION = 0.25
 
 
 class KVPool:
-    """Keys and values apart, each (num_layers, num_blocks, block_size, num_kv_heads, head_dim)."""
+    """Keys and values apart, each (num_layers, num_blocks, block_size, num_kv_heads, head_dim).
+
+    In 8 bits they are codes, with scales beside them: (num_layers, num_blocks, num_kv_heads,
+    block_size) float32, see `penstock.engine.memory.kv_codes`. Else the scales are None.
+    """
 
     def __init__(
         self,
@@ -37,12 +42,32 @@ class KVPool:
         self.values = _zeros(shape, dtype, device)
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
+        if dtype in LIMITS:
+            of_scales = (kv.num_layers, num_blocks, kv.num_kv_heads, block_size)
+            self.key_scales = _zeros(of_scales, torch.float32, device)
+            self.value_scales = _zeros(of_scales, torch.float32, device)
+
+    def layer(self, index: int) -> tuple[KVPages, KVPages]:
+        """The keys and the values of one layer."""
+        keys, values = self.keys[index], self.values[index]
+        if self.key_scales is None or self.value_scales is None:
+            return keys, values
+        return Codes(keys, self.key_scales[index]), Codes(values, self.value_scales[index])
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """All that belongs to a block, of keys and of values: (num_layers, num_blocks, ...) each,
+        in types that can be copied everywhere."""
+        if self.key_scales is None or self.value_scales is None:
+            return [(self.keys, self.values)]
+        codes = self.keys.view(torch.int8), self.values.view(torch.int8)
+        return [codes, (self.key_scales, self.value_scales)]
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """(source, target): each target block gets its source's content, in every layer."""
         sources, targets = ([pair[i] for pair in copies] for i in (0, 1))
-        self.keys[:, targets] = self.keys[:, sources]
-        self.values[:, targets] = self.values[:, sources]
+        for pair in self.pairs():
+            for tensor in pair:
+                tensor[:, targets] = tensor[:, sources]
 
 
 @dataclass(frozen=True, slots=True)

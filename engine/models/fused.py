@@ -148,7 +148,7 @@ class FusedModel:
     ) -> None:
         """Writes attention's output before the output layer to `mixed`."""
         model = self._model
-        keys, values = self._pool.keys[index], self._pool.values[index]
+        keys, values = self._pool.layer(index)
         rotation = Rotation(
             cos=model.cos,
             sin=model.sin,

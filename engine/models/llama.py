@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.attention.protocol import Attention
+from penstock.engine.memory.kv_codes import KVPages, store
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
@@ -110,7 +111,8 @@ class LlamaModel:
         cos = self.cos[step.positions].unsqueeze(1)
         sin = self.sin[step.positions].unsqueeze(1)
         residual = functional.embedding(step.token_ids, self.embedding)
-        for layer, keys, values in zip(self.layers, pool.keys, pool.values, strict=True):
+        for index, layer in enumerate(self.layers):
+            keys, values = pool.layer(index)
             residual = run_layer(
                 self.config, layer, self._attention, residual, cos, sin, keys, values, step
             )
@@ -124,8 +126,8 @@ def run_layer(
     residual: Tensor,
     cos: Tensor,
     sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: KVPages,
+    values: KVPages,
     step: ModelInput,
 ) -> Tensor:
     """What a layer makes of the states before it, (T, hidden_size).
@@ -147,8 +149,8 @@ def _attend(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: KVPages,
+    values: KVPages,
     step: ModelInput,
 ) -> Tensor:
     heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
@@ -157,8 +159,8 @@ def _attend(
     if layer.query_norm is not None and layer.key_norm is not None:
         query = rms_norm(query, layer.query_norm, config.rms_norm_eps)
         key = rms_norm(key, layer.key_norm, config.rms_norm_eps)
-    keys.flatten(0, 1)[step.kv_slots] = rotate(key, cos, sin)
-    values.flatten(0, 1)[step.kv_slots] = value
+    store(keys, step.kv_slots, rotate(key, cos, sin))
+    store(values, step.kv_slots, value)
     query = rotate(query, cos, sin)
     mixed = attention(query, keys, values, step, layer.window)
     return layer.output(mixed.flatten(1))

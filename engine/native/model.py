@@ -27,6 +27,8 @@ from penstock.engine.native.packing import (
 _FEATURES = {"tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
 # structs.h has room for so many layers that are stacked.
 _MAX_STACKED = 3
+# coded_runs.h has room for so many codes of a head.
+_MAX_CODED_HEAD_DIM = 1024
 
 
 class _Layer(Structure):
@@ -225,6 +227,11 @@ def check_features(config: ModelConfig, dtype: torch.dtype) -> None:
     odd = [f"an odd {name}" for name in names if getattr(config, name) % 2]
     if odd and dtype is torch.bfloat16:
         raise UnsupportedFeature(odd, PATH)
+
+
+def may_code_kv(config: ModelConfig) -> bool:
+    """Whether keys and values of this model may be codes of 8 bits: see coded_runs.h."""
+    return config.head_dim % 4 == 0 and config.head_dim <= _MAX_CODED_HEAD_DIM
 
 
 def _address(tensor: Tensor | None) -> int | None:

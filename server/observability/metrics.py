@@ -430,6 +430,7 @@ class Metrics:
             value={
                 "architecture": model.architecture,
                 "dtype": model.dtype,
+                "kv_cache_dtype": model.kv_cache_dtype,
                 "device": model.device,
                 "name": self._model_name,
             },

@@ -34,7 +34,12 @@ class ServedModel:
     def fingerprint(self) -> str:
         """Changes when anything does that may change a seeded answer."""
         info = self.info
-        return f"fp_penstock_{version()}_{info.architecture}_{info.dtype}_{info.device}"
+        dtype = (
+            info.dtype
+            if info.kv_cache_dtype == info.dtype
+            else f"{info.dtype}_{info.kv_cache_dtype}"
+        )
+        return f"fp_penstock_{version()}_{info.architecture}_{dtype}_{info.device}"
 
     @property
     def max_model_len(self) -> int:

@@ -24,7 +24,17 @@ def info_of(family: str, tmp_path: Path) -> ModelInfo:
     config = ModelConfig.from_dir(tmp_path)
     size = PoolSize(8, 128)
     num_bytes = config.step_weight_bytes(torch.float32.itemsize)
-    return describe(config, torch.float32, "cpu", size, 16, None, {}, weight_bytes=num_bytes)
+    return describe(
+        config,
+        torch.float32,
+        "cpu",
+        size,
+        16,
+        None,
+        {},
+        weight_bytes=num_bytes,
+        kv_dtype=torch.float32,
+    )
 
 
 @pytest.mark.parametrize(

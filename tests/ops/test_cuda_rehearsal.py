@@ -7,7 +7,7 @@ import pytest
 from tests.support.run_rehearsal import check_serving, rehearsal
 
 
-@pytest.mark.parametrize("flags", [(), ("--enforce-eager",), ("qwen2",), ("qwen3",)])
+@pytest.mark.parametrize("flags", [(), ("--enforce-eager",), ("qwen2",), ("qwen3",), ("fp8",)])
 def test_a_long_schedule_with_preemptions_violates_no_device_rule(flags: Any) -> None:
     report = rehearsal("3", *flags)
     check_serving(report)

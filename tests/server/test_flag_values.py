@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.engine.client import KVCacheDtype
 from penstock.engine.executors.loading import choose_dtype
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server import cli
@@ -144,6 +145,51 @@ def test_a_type_has_each_name_that_vllm_has_for_it(
 ) -> None:
     assert main(["serve", "--dtype", name]) == 0
     assert choose_dtype(served[0].engine.dtype, torch.device("cpu")) is computed
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("auto", KVCacheDtype.AUTO),
+        ("int8", KVCacheDtype.INT8),
+        ("int8_per_token_head", KVCacheDtype.INT8),
+        ("fp8", KVCacheDtype.FP8),
+        ("fp8_e4m3", KVCacheDtype.FP8),
+        ("fp8_per_token_head", KVCacheDtype.FP8),
+    ],
+)
+def test_a_type_of_the_kv_cache_has_each_name_that_vllm_has_for_it(
+    name: str,
+    expected: KVCacheDtype,
+    served: list[ServeConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(["serve", "--kv-cache-dtype", name]) == 0
+    file = tmp_path / "penstock.yaml"
+    file.write_text(f"kv-cache-dtype: {name}", encoding="utf-8")
+    assert main(["serve", "--config", str(file)]) == 0
+    monkeypatch.setenv("PENSTOCK_KV_CACHE_DTYPE", name)
+    assert main(["serve"]) == 0
+    assert [config.engine.kv_cache_dtype for config in served] == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("fp8_e5m2", "choose int8 or fp8 (e4m3)"),
+        ("turboquant_4bit_nc", "choose int8 or fp8 (e4m3)"),
+        ("bfloat16", "leave the flag out"),
+    ],
+)
+def test_other_types_of_the_kv_cache_are_refused_in_one_line(
+    name: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--kv-cache-dtype", name])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1
+    assert "--kv-cache-dtype" in error and name in error and advice in error
 
 
 def test_the_command_line_overrides_variables_and_these_the_file(

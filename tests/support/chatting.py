@@ -88,6 +88,7 @@ def make_model(directory: Path, template: str, **flags: Any) -> ServedModel:
         info=ModelInfo(
             architecture="llama",
             dtype="float32",
+            kv_cache_dtype="float32",
             device="cpu",
             vocab_size=tokenizer.get_vocab_size(),
             hidden_size=1,

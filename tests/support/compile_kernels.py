@@ -91,7 +91,10 @@ class Launch:
                 self._add(index, parameter, value)
 
     def _add(self, index: int, parameter: Any, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
+        if value is None:  # which the kernel's code tests when it is compiled
+            self.signature[parameter.name] = "constexpr"
+            self.constants[parameter.name] = None
+        elif isinstance(value, torch.Tensor):
             self.signature[parameter.name] = _POINTERS[value.dtype]
             self._aligned.append(index)
         elif isinstance(value, float):
@@ -298,12 +301,14 @@ class MetaModel:
         block_size: int = BLOCK_SIZE,
         dtype: torch.dtype = torch.bfloat16,
         *,
+        kv_dtype: torch.dtype | None = None,
         max_rows: int = 512,
         max_tokens: int = 8192,
         num_sms: int = NUM_SMS,
         codes: Codes | None = None,
     ) -> None:
-        """max_rows, max_tokens: of one step. codes: of the weights."""
+        """kv_dtype: of the pool, by default dtype. max_rows, max_tokens: of one step. codes: of the
+        weights."""
         config = ModelConfig.from_dir(model_dir)
         self.config = config
         self._dtype = dtype
@@ -315,7 +320,7 @@ class MetaModel:
             max_model_len=8192,
             device=META,
         )
-        pool = KVPool(config.kv_shape, 100, block_size, dtype, META)
+        pool = KVPool(config.kv_shape, 100, block_size, kv_dtype or dtype, META)
         shape = config.attention_shape(block_size)
         attention = PagedAttention(
             shape, config.windows, max_rows, max_tokens, num_sms, META, dtype
@@ -354,7 +359,8 @@ class MetaModel:
             store_sampled(_ints(num_rows), step.slots, step.context_lens, token_table)
             store_lengths(step.slots, step.context_lens, lengths)
             update_block_tables(_ints(num_rows, 3), step.block_tables)
-            copy_blocks(_ints(1, 2), self._pool.keys, self._pool.values)
+            for keys, values in self._pool.pairs():
+                copy_blocks(_ints(1, 2), keys, values)
         return launches
 
     def sampling_launches(self, mode: Mode = Mode.ADJUSTED) -> list[Launch]:
@@ -384,13 +390,15 @@ def launches_in_a_decode_layer(model: MetaModel, num_decodes: int) -> Counter[st
 
 def main(model_dirs: list[str]) -> None:
     seen = set()
-    kinds: list[tuple[torch.dtype, Codes | None, tuple[tuple[int, int], ...]]] = [
-        (torch.bfloat16, None, ((1, 0), (16, 0), (256, 0), (7, 1024))),
-        (torch.float16, None, ((1, 0), (16, 0), (256, 0), (7, 1024))),
-        (torch.bfloat16, QUANTIZED["int4"], ((1, 0), (256, 0))),
+    all_steps = ((1, 0), (16, 0), (256, 0), (7, 1024))
+    kinds: list[tuple[dict[str, Any], tuple[tuple[int, int], ...]]] = [
+        ({}, all_steps),
+        ({"dtype": torch.float16}, all_steps),
+        ({"kv_dtype": torch.float8_e4m3fn}, ((1, 0), (7, 1024))),
+        ({"codes": QUANTIZED["int4"]}, ((1, 0), (256, 0))),
     ]
-    for model_dir, (dtype, codes, steps) in product(model_dirs, kinds):
-        model = MetaModel(Path(model_dir), dtype=dtype, codes=codes)
+    for model_dir, (options, steps) in product(model_dirs, kinds):
+        model = MetaModel(Path(model_dir), **options)
         with launch.overlap(True):
             launches = model.sampling_launches()
             for num_decodes, chunk in steps:

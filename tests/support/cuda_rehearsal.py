@@ -1,7 +1,8 @@
-"""`python -m tests.support.cuda_rehearsal ROUNDS [MODEL] [--enforce-eager]`: the CUDA executor
-without a GPU.
+"""The CUDA executor without a GPU.
 
-MODEL: a key of `MODELS`, by default llama.
+    python -m tests.support.cuda_rehearsal ROUNDS [MODEL] [int8|fp8] [--enforce-eager]
+
+MODEL: a key of `MODELS`, by default llama. int8, fp8: of the KV cache.
 
 Runs it from its start through busy serving on `tests.support.pretend_gpu`, with the real scheduler
 and requests that use every option. Prints one JSON object: the kernels compiled at the start and
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from penstock.engine.config import Device, EngineConfig, LoadFormat
+from penstock.engine.config import Device, EngineConfig, KVCacheDtype, LoadFormat
 from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
 from penstock.engine.executors.cuda.executor import CudaExecutor
@@ -276,6 +277,7 @@ def main(rounds: int, flags: list[str]) -> None:
         block_size=16,
         kv_cache_memory_bytes=2**18 * num_layers,
         enforce_eager="--enforce-eager" in flags,
+        kv_cache_dtype=next((kind for kind in KVCacheDtype if kind in flags), KVCacheDtype.AUTO),
     )
     print(json.dumps(report | {"rules": broken_rules()}))
 

@@ -7,6 +7,7 @@ the images and GPU machines have, which may not be the one that the tests use.
 
 import re
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import triton
 
 from penstock.engine.kernels import launch
 from penstock.engine.kernels.sample.sampler import Mode
+from penstock.engine.memory.kv_codes import LIMITS
 from tests.support.compile_kernels import QUANTIZED, MetaModel
 
 Entry = dict[str, Any]
@@ -61,6 +63,7 @@ def faults(entry: Entry) -> list[str]:
     return found
 
 
+_CODES = {"*i8": "int8", "*u8": "fp8"}
 _COLUMNS = ("warps", "registers", "stack", "shared", "ahead", "hmma", "hgmma", "fit")
 HEADER = f"{'kernel':<22} {'variant':<30}" + "".join(f"{name:>10}" for name in _COLUMNS)
 
@@ -93,6 +96,8 @@ def variant(entry: Entry) -> str:
         flags.append(f"int{entry['constants']['BITS']}")
     if "ROWS" in entry["constants"]:
         flags.append(f"rows {entry['constants']['ROWS']}")
+    if entry["types"].get("keys") in _CODES:
+        flags.append(_CODES[entry["types"]["keys"]])
     if entry["types"].get("logits") == "*fp32":
         flags.append("float32 logits")
     return ", ".join(flags)
@@ -102,8 +107,11 @@ def main(model_dirs: list[str]) -> int:
     print(f"Triton {triton.__version__}\n{HEADER}", flush=True)
     seen: set[str] = set()
     num_faults = 0
-    # Codes make no difference but to the layers' size.
-    models = [MetaModel(Path(model_dir)) for model_dir in model_dirs]
+    models = [
+        MetaModel(Path(model_dir), kv_dtype=kv_dtype)
+        for model_dir, kv_dtype in product(model_dirs, (None, *LIMITS))
+    ]
+    # Codes of weights make no difference but to the layers' size.
     models += [MetaModel(Path(model_dirs[-1]), codes=codes) for codes in QUANTIZED.values()]
     for model in models:
         with launch.overlap(True):

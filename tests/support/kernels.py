@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from penstock.engine.memory.kv_codes import Codes, encode
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Triton's interpreter multiplies bfloat16 matrices wrongly (3.6 to 3.9), so only GPUs test it.
@@ -28,3 +30,9 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def coded(pages: Tensor, dtype: torch.dtype) -> Codes:
+    """A layer's keys or values in 8 bits."""
+    codes, scales = encode(pages, dtype)
+    return Codes(codes, scales.transpose(1, 2).contiguous())

@@ -135,10 +135,12 @@ class Harness:
             max_model_len=max_len,
             device=CPU,
         )
-        self.pool = KVPool(config.kv_shape, num_blocks, block_size, dtype, CPU)
+        kv_dtype = options.get("kv_dtype", dtype)
+        self.pool = KVPool(config.kv_shape, num_blocks, block_size, kv_dtype, CPU)
         if native:
             has_codes = options.get("has_codes", False)
-            library = options.get("library") or load_library(dtype, has_codes)
+            has_coded_kv = options.get("kv_dtype") is torch.int8
+            library = options.get("library") or load_library(dtype, has_codes, has_coded_kv)
             assert library is not None
             self.model = NativeModel(library, llama, self.pool, options.get("threads", 2))
         self.token_table = torch.zeros(num_sequences, max_len + 1, dtype=torch.int64)

@@ -9,6 +9,7 @@ from penstock.engine.attention.paged.decode import DECODES_PER_SM, PagedDecode
 from penstock.engine.attention.paged.prefill import PagedPrefill
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.device_step import DeviceStep, Rotation
+from penstock.engine.memory.kv_codes import KVPages
 
 
 class PagedAttention:
@@ -30,7 +31,7 @@ class PagedAttention:
         decodes_per_sm: int = DECODES_PER_SM,
     ) -> None:
         """windows: all that the model's layers have. max_rows, max_tokens: of one step. dtype: of
-        queries, keys and values."""
+        queries; keys and values have it too, or are codes."""
         self._windows = set(windows)
         self._decode = PagedDecode(shape, max_rows, num_sms, device, per_sm=decodes_per_sm)
         self._prefill = PagedPrefill(shape, max_rows, max_tokens, num_sms, device, dtype)
@@ -45,8 +46,8 @@ class PagedAttention:
     def __call__(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: KVPages,
+        values: KVPages,
         step: DeviceStep,
         window: int | None,
         out: Tensor,
@@ -72,8 +73,8 @@ class PagedAttention:
         self,
         projected: Tensor,
         rotation: Rotation,
-        keys: Tensor,
-        values: Tensor,
+        keys: KVPages,
+        values: KVPages,
         step: DeviceStep,
         window: int | None,
         out: Tensor,

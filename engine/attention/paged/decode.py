@@ -13,8 +13,10 @@ from penstock.engine.attention.paged.tiles import (
 )
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.device_step import Rotation
+from penstock.engine.kernels.kv_codes import pointers
 from penstock.engine.kernels.launch import overlapped
 from penstock.engine.kernels.sizes import next_power_of_2
+from penstock.engine.memory.kv_codes import KVPages
 
 # Keys in a tile. A tile is within one block if blocks are at least as large.
 _TILE = 64
@@ -87,8 +89,8 @@ class PagedDecode:
     def __call__(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: KVPages,
+        values: KVPages,
         block_tables: Tensor,
         window: int | None,
         out: Tensor,
@@ -102,13 +104,16 @@ class PagedDecode:
         num_kv_heads) * head_dim), and its keys and values are written to kv_slots, (B,) int64.
         """
         shape, work, num_rows = self._shape, self._lists[window], len(out)
-        is_wide = keys.dtype is torch.float32 and shape.head_dim > SMALL_HEAD
+        (key_codes, key_scales), (value_codes, value_scales) = pointers(keys), pointers(values)
+        is_wide = query.dtype is torch.float32 and shape.head_dim > SMALL_HEAD
         most = (self._num_pieces + num_rows) * shape.num_kv_heads
         has_norm = rotation is not None and rotation.query_norm is not None
         _decode[(min(self._num_programs, most),)](
             query,
-            keys,
-            values,
+            key_codes,
+            value_codes,
+            key_scales,
+            value_scales,
             block_tables,
             work.items,
             work.first_item,
@@ -133,12 +138,14 @@ class PagedDecode:
             GROUP_ROWS=max(16, next_power_of_2(shape.group)),
             GROUP_SIZE=next_power_of_2(shape.group),
             COMBINED=_COMBINED,
-            # In float32, two tiles of 64 would not fit, and their products would spill registers.
-            TILE=_TILE // 2 if is_wide else _TILE,
+            # In float32, two tiles of 64 would not fit, and their products would spill registers;
+            # so would the numbers that codes are converted to.
+            TILE=_TILE // 2 if is_wide or key_scales is not None else _TILE,
             num_warps=4,
             # The block table's indirection takes half of the stages: with five, two tiles are in
             # flight, 64 KiB of them at head size 128, and three programs fit a multiprocessor.
-            num_stages=3 if is_wide or shape.head_dim > 128 else 5,
+            # Of codes twice as many, of a quarter of the size each.
+            num_stages=3 if is_wide or shape.head_dim > 128 else 5 if key_scales is None else 9,
             # What three programs have each. Some compilers take more, for the rotation.
             maxnreg=None if is_wide or shape.head_dim > 128 else 168,
             **overlapped(),

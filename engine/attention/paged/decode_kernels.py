@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from penstock.engine.attention.paged.tiles import attend
+from penstock.engine.kernels.kv_codes import encode, inverse_scale, scale_of, scale_offsets
 from penstock.engine.kernels.launch import wait_for_kernels_before
 
 
@@ -103,6 +104,15 @@ def _rotated(
 
 
 @triton.jit
+def _coded(x, kind: tl.constexpr):
+    """Codes of heads, (heads, DIMS), and their scales: as `_rotate_and_store` makes them."""
+    x = x.to(tl.float32)
+    peak = tl.max(tl.abs(x), 1)
+    codes = encode(x, inverse_scale(peak, kind)[:, None], kind)
+    return codes, scale_of(peak, tl.sum(x * 0.0, 1), kind)
+
+
+@triton.jit
 def _combine(
     partial,
     lse,
@@ -152,6 +162,8 @@ def _decode(
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     block_tables,
     items,
     first_item,
@@ -219,7 +231,16 @@ def _decode(
             )  # fmt: skip
             of_value = source + (new + NUM_KV_HEADS * HEAD_DIM)[:, None]
             value = tl.load(of_value + dim[None, :], mask=is_new, other=0.0)
-            place = (tl.load(kv_slots + row) * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
+            kv_slot = tl.load(kv_slots + row)
+            if key_scales is not None:
+                # One scale: `new` is one head.
+                at = scale_offsets(kv_slot + new * 0, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+                is_last = new < tl.where(end == context_len, new + 1, 0)
+                key, of_key = _coded(key, keys.dtype.element_ty)
+                value, of_value = _coded(value, values.dtype.element_ty)
+                tl.store(key_scales + at, of_key, mask=is_last)
+                tl.store(value_scales + at, of_value, mask=is_last)
+            place = (kv_slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
             tl.store(keys + place, key, mask=is_new)
             tl.store(values + place, value, mask=is_new)
             # All threads of this program see them; no other program reads them in this launch.
@@ -233,8 +254,9 @@ def _decode(
         total = tl.zeros((GROUP_ROWS,), tl.float32)
         for start in range(begin, end, TILE):
             acc, peak, total = attend(
-                q, query_position, table, keys, values, start, end, window, scale, kv_head,
-                acc, peak, total, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+                q, query_position, table, keys, values, key_scales, value_scales, start, end,
+                window, scale, kv_head, acc, peak, total, True,
+                NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
             )  # fmt: skip
         mixed = acc / total[:, None]
         target = out + row * NUM_HEADS * HEAD_DIM

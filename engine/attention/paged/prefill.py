@@ -16,8 +16,10 @@ from penstock.engine.attention.paged.tiles import (
     shape_constants,
 )
 from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.kernels.kv_codes import pointers
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import next_power_of_2
+from penstock.engine.memory.kv_codes import KVPages
 
 # Programs of a graph's prefill for each multiprocessor, which holds one at head size 128.
 _PREFILLS_PER_SM = 1
@@ -57,7 +59,7 @@ class PagedPrefill:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """num_sms: multiprocessors of the device. dtype: of queries, keys and values."""
+        """num_sms: multiprocessors of the device. dtype: of queries."""
         self._shape = shape
         self._least_programs = _PREFILLS_PER_SM * num_sms
         self._tile = PrefillTile.of(shape.head_dim, dtype)
@@ -87,8 +89,8 @@ class PagedPrefill:
     def __call__(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: KVPages,
+        values: KVPages,
         block_tables: Tensor,
         row_slots: Tensor,
         query_starts: Tensor,
@@ -103,14 +105,17 @@ class PagedPrefill:
         """
         shape, num_rows = self._shape, len(context_lens)
         tile = self._tile
+        (key_codes, key_scales), (value_codes, value_scales) = pointers(keys), pointers(values)
         # Each row may have a tile more than its share. Programs take them in turn: started for
         # each row of a graph, most would find nothing.
         full = -(-len(query) // self._tokens_per_tile)
         most, least = ((n * shape.num_kv_heads) for n in (full + num_rows, full))
         _prefill[(min(most, max(least, self._least_programs)),)](
             query,
-            keys,
-            values,
+            key_codes,
+            value_codes,
+            key_scales,
+            value_scales,
             block_tables,
             row_slots,
             query_starts,
@@ -169,6 +174,8 @@ def _prefill(
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     block_tables,
     row_slots,
     query_starts,
@@ -232,13 +239,15 @@ def _prefill(
             all_seen = begin
         for start in range(begin, all_seen, TILE):
             acc, peak, total = attend(
-                q, query_position, table, keys, values, start, end, window, scale, kv_head,
-                acc, peak, total, False, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+                q, query_position, table, keys, values, key_scales, value_scales, start, end,
+                window, scale, kv_head, acc, peak, total, False,
+                NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
             )  # fmt: skip
         for start in range(all_seen, end, TILE):
             acc, peak, total = attend(
-                q, query_position, table, keys, values, start, end, window, scale, kv_head,
-                acc, peak, total, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+                q, query_position, table, keys, values, key_scales, value_scales, start, end,
+                window, scale, kv_head, acc, peak, total, True,
+                NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
             )  # fmt: skip
         mixed = acc / total[:, None]
         tl.store(out + offset, mixed.to(out.dtype.element_ty), mask=is_there)

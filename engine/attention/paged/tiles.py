@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.kernels.kv_codes import decode, unit_of
 from penstock.engine.kernels.sizes import next_power_of_2
 
 # Only test models have such small heads: in the interpreter, many small tiles are slow.
@@ -45,14 +46,15 @@ def _padded(head_dim: int) -> int:
 
 
 @triton.jit
-def _pool_rows(table, position, is_key, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The pool indices, in tokens, of the tokens at these TILE successive positions."""
-    if BLOCK_SIZE % TILE == 0:  # all are in one block
+def _blocks(table, position, is_key, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The pool's blocks that have the tokens at these TILE successive positions; a scalar if it is
+    one."""
+    if BLOCK_SIZE % TILE == 0:
         first = tl.min(position)
-        block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
-        return block * BLOCK_SIZE + position % BLOCK_SIZE
-    blocks = tl.load(table + position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-    return blocks * BLOCK_SIZE + position % BLOCK_SIZE
+        blocks = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
+    else:
+        blocks = tl.load(table + position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+    return blocks
 
 
 @triton.jit
@@ -62,6 +64,8 @@ def attend(
     table,
     keys,
     values,
+    key_scales,
+    value_scales,
     start,
     end,
     window,
@@ -81,12 +85,19 @@ def attend(
     dim = tl.arange(0, DIMS)
     position = start + tl.arange(0, TILE)
     is_key = position < end
-    rows = _pool_rows(table, position, is_key, BLOCK_SIZE, TILE)
+    blocks = _blocks(table, position, is_key, BLOCK_SIZE, TILE)
+    rows = blocks * BLOCK_SIZE + position % BLOCK_SIZE
     offset = rows[:, None] * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dim[None, :]
     # Values past the end have weight 0, but 0 times NaN is NaN: they are not read.
     is_there = is_key[:, None] & (dim < HEAD_DIM)[None, :]
     k = tl.load(keys + offset, mask=is_there, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if key_scales is not None:
+        place = (blocks * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+        of_key = tl.load(key_scales + place, mask=is_key, other=0.0)
+        of_key = of_key * (unit_of(k.dtype) * scale)
+        scores = tl.dot(q, tl.trans(decode(k, q.dtype)), input_precision="ieee") * of_key[None, :]
+    else:
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if IS_MASKED:
         seen = is_key[None, :] & (position[None, :] <= query_position[:, None])
         if window > 0:
@@ -97,5 +108,16 @@ def attend(
     weights = tl.exp2(scores - new_peak[:, None])
     kept = tl.exp2(peak - new_peak)
     total = total * kept + tl.sum(weights, 1)
-    acc = acc * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    if value_scales is not None:
+        place = (blocks * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+        of_value = tl.load(value_scales + place, mask=is_key, other=0.0) * unit_of(v.dtype)
+        codes = decode(v, q.dtype)
+        if (v.dtype == tl.int8) & (q.dtype == tl.float16):
+            # Weights times scales would be below what float16 holds in full precision.
+            codes = codes * 0.015625
+            of_value = of_value * 64.0
+        weights = (weights * of_value[None, :]).to(q.dtype)
+        acc = acc * kept[:, None] + tl.dot(weights, codes, input_precision="ieee")
+    else:
+        acc = acc * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
     return acc, new_peak, total

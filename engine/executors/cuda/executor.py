@@ -214,7 +214,8 @@ class CudaExecutor:
         self._sampler.flush()
         if batch.copies:
             copies = self._tables.upload(device_copies(batch.copies))
-            copy_blocks(copies, self._pool.keys, self._pool.values)
+            for keys, values in self._pool.pairs():
+                copy_blocks(copies, keys, values)
 
     def _decode(self, slots: tuple[int, ...], mode: Mode) -> tuple[Tensor, Tensor]:
         """Logits of one token for each slot, (len(slots), vocab_size), and the sampled ids."""

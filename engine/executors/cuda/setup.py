@@ -35,6 +35,7 @@ from penstock.engine.executors.loading import (
     weight_source,
 )
 from penstock.engine.kernels.linear import MAX_ROWS
+from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.gpu_budget import (
     MemoryBudget,
     check_weights,
@@ -53,7 +54,6 @@ from penstock.engine.memory.machine import num_cores
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
-from penstock.engine.models.fused_linear import FUSED_LINEARS
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.phases import Phases
@@ -77,6 +77,9 @@ _DEFAULT_BLOCK_SIZE = 64
 _MAX_BLOCKS = 2**20
 # Reading is bound by the disk and by page faults, so more threads do not help.
 _MAX_LOAD_THREADS = 16
+# Weights of other formats become plain. FUSED_LINEARS multiplies with codes too, but no device has
+# run that yet, and by its estimate it is slower than plain weights for more than 16 rows.
+KEPT_FORMATS = frozenset({PlainLinear.weight_format})
 # All sampling options at once, for the largest step; filters alone; and greedy.
 _COSTLY = SamplingParams(
     max_tokens=1,
@@ -127,14 +130,15 @@ class _Setup:
         self._phases = phases
         self._model = ModelConfig.from_dir(model_dir)
         self._dtype = choose_dtype(config.dtype, gpu.device)
-        kept = FUSED_LINEARS.formats
+        kept = KEPT_FORMATS
         log_widening(self._model, self._dtype, kept)
         self._weight_bytes = weight_bytes(
             self._model, config.load_format, model_dir, self._dtype, kept=kept
         )
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
+        self._kv_dtype = kv_dtype(config.kv_cache_dtype, self._dtype)
         self._block_bytes = self._block_size * self._model.kv_shape.bytes_per_token(
-            self._dtype.itemsize
+            self._kv_dtype.itemsize
         )
         self._max_len = resolve_max_model_len(config.max_model_len, self._model.max_model_len)
         self._bandwidth: float | None = None
@@ -212,7 +216,7 @@ class _Setup:
                 empty,
                 self._phases,
                 make_linear=PlainLinear,
-                kept=FUSED_LINEARS.formats,
+                kept=KEPT_FORMATS,
             ),
             PlainLinear,
             gathered_attention,
@@ -257,7 +261,7 @@ class _Setup:
     def _executor(self, llama: LlamaModel, size: PoolSize, *, use_graphs: bool) -> CudaExecutor:
         scheduler, device = self._config.scheduler, self._gpu.device
         num_blocks, block_size = size.num_blocks, self._block_size
-        pool = KVPool(self._model.kv_shape, num_blocks + 1, block_size, self._dtype, device)
+        pool = KVPool(self._model.kv_shape, num_blocks + 1, block_size, self._kv_dtype, device)
         attention = make_attention(
             self._config,
             self._model.attention_shape(block_size),
@@ -291,6 +295,7 @@ class _Setup:
             self._phases.seconds,
             self._flops,
             weight_bytes=llama.step_weight_bytes,
+            kv_dtype=self._kv_dtype,
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.device_step import DeviceStep
+from penstock.engine.memory.kv_codes import KVPages
 from penstock.scheduler.errors import InvalidConfig
 
 # Partial results may take the memory of this many query tokens (of float32), which 64 rows fill in
@@ -77,8 +78,8 @@ class FlashAttention3:
     def __call__(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: KVPages,
+        values: KVPages,
         step: DeviceStep,
         window: int | None,
         out: Tensor,

@@ -13,7 +13,8 @@ def key(
 ) -> str:
     """types: of the tensors, by parameter. Numbers' alignment is left out."""
     parts = (
-        {k: getattr(v, "value", v) for k, v in sorted(constants.items())},
+        # None stands for a tensor that this launch has not.
+        {k: getattr(v, "value", v) for k, v in sorted(constants.items()) if v is not None},
         {k: str(v).removeprefix("torch.") for k, v in sorted(types.items())},
         {k: v for k, v in sorted(options.items()) if k != "launch_pdl"},
     )

@@ -24,7 +24,7 @@ from penstock.engine.attention.protocol import DeviceAttention
 from penstock.engine.attention.reference import reference_attention
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.attention.torch_attention import TorchAttention
-from penstock.engine.config import AttentionBackend, EngineConfig
+from penstock.engine.config import AttentionBackend, EngineConfig, KVCacheDtype
 from penstock.engine.device_step import DeviceStep
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.model_input import ModelInput
@@ -149,11 +149,19 @@ def test_the_error_for_a_library_that_cannot_be_loaded_has_its_reason(
         FlashAttention(SHAPE)
 
 
-def _make(backend: AttentionBackend, *, block_size: int = 64, **changes: Any) -> DeviceAttention:
+def _make(
+    backend: AttentionBackend,
+    *,
+    block_size: int = 64,
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
+    **changes: Any,
+) -> DeviceAttention:
     arguments: dict[str, Any] = {"dtype": torch.bfloat16} | changes
     model = ModelConfig.from_dir(DEMO_MODEL)
     return make_attention(
-        EngineConfig(model=str(DEMO_MODEL), attention_backend=backend),
+        EngineConfig(
+            model=str(DEMO_MODEL), attention_backend=backend, kv_cache_dtype=kv_cache_dtype
+        ),
         model.attention_shape(block_size),
         model.windows,
         device=CPU,
@@ -198,6 +206,14 @@ def test_float16_is_computed_by_flash_attention() -> None:
 def test_float32_is_refused_by_flash_attention() -> None:
     with pytest.raises(InvalidConfig, match="use --dtype bfloat16"):
         _make(AttentionBackend.FLASH_ATTN, dtype=torch.float32, block_size=256)
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_a_cache_in_8_bits_is_refused_by_flash_attention() -> None:
+    with pytest.raises(
+        InvalidConfig, match=r"--kv-cache-dtype is int8.* --attention-backend triton"
+    ):
+        _make(AttentionBackend.FLASH_ATTN, block_size=256, kv_cache_dtype=KVCacheDtype.INT8)
 
 
 def test_the_cpu_refuses_a_backend_by_name() -> None:

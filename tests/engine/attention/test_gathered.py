@@ -5,17 +5,19 @@ import torch
 
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.attention.reference import reference_attention
+from penstock.engine.memory.kv_codes import LIMITS, Codes, KVPages, decode, encode
 from penstock.engine.model_input import build_model_input
 from tests.support.tiny_models import make_batch
 
 NUM_SLOTS, BLOCKS_EACH = 12, 8
 
 
+@pytest.mark.parametrize("kv_dtype", [None, *LIMITS])
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_gathered_attention_is_the_references(
-    window: int | None, heads: int, kv_heads: int, block_size: int
+    window: int | None, heads: int, kv_heads: int, block_size: int, kv_dtype: torch.dtype | None
 ) -> None:
     generator = torch.Generator().manual_seed(heads)
     num_blocks = NUM_SLOTS * BLOCKS_EACH
@@ -30,7 +32,12 @@ def test_gathered_attention_is_the_references(
         block_size,
     )
     query = torch.randn(sum(counts), heads, 16, generator=generator)
+    pages: list[KVPages] = [keys, values]
+    if kv_dtype:
+        coded = [encode(plain, kv_dtype) for plain in (keys, values)]
+        pages = [Codes(codes, scales.transpose(1, 2)) for codes, scales in coded]
+        keys, values = (decode(*each) for each in coded)
     torch.testing.assert_close(
-        gathered_attention(query, keys, values, step, window),
+        gathered_attention(query, pages[0], pages[1], step, window),
         reference_attention(query, keys, values, step, window),
     )

@@ -1,7 +1,10 @@
 """The Triton attention kernels agree with the reference, for rows of different lengths."""
 
+from itertools import product
+
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
@@ -11,8 +14,9 @@ from penstock.engine.attention.reference import reference_attention
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.device_step import Rotation
 from penstock.engine.kernels.rope import rotate_and_store
+from penstock.engine.memory.kv_codes import LIMITS, Codes, KVPages, decode
 from penstock.engine.model_input import ModelInput
-from tests.support.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, error, poisoned, random
+from tests.support.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, coded, error, poisoned, random
 
 SHAPES = [
     AttentionShape(num_heads=4, num_kv_heads=4, head_dim=16, block_size=16),
@@ -25,16 +29,23 @@ class Rows:
     """Rows with these lengths, in shuffled blocks, whose last `counts` tokens are queries."""
 
     def __init__(
-        self, shape: AttentionShape, lengths: list[int], counts: list[int], dtype: torch.dtype
+        self,
+        shape: AttentionShape,
+        lengths: list[int],
+        counts: list[int],
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         size, num_rows = shape.block_size, len(lengths)
         num_blocks = [-(-length // size) for length in lengths]
         pool = (sum(num_blocks) + 3, size, shape.num_kv_heads, shape.head_dim)
-        self.keys, self.values = (random(*pool, dtype=dtype, seed=seed) for seed in (1, 2))
+        keys, values = (random(*pool, dtype=dtype, seed=seed) for seed in (1, 2))
         # Blocks of no row, which must not be read.
         shuffled = torch.randperm(pool[0], generator=torch.Generator().manual_seed(0))
         for unused in shuffled[sum(num_blocks) :].tolist():
-            self.keys[unused] = self.values[unused] = float("nan")
+            keys[unused] = values[unused] = float("nan")
+        self.keys: KVPages = coded(keys, kv_dtype) if kv_dtype else keys
+        self.values: KVPages = coded(values, kv_dtype) if kv_dtype else values
         self.tables = torch.full((num_rows + 2, max(num_blocks)), pool[0] - 1, dtype=torch.int32)
         slots = torch.randperm(num_rows + 2, generator=torch.Generator().manual_seed(1))[:num_rows]
         owned = torch.split(shuffled[: sum(num_blocks)], num_blocks)
@@ -60,8 +71,23 @@ class Rows:
         self.out = poisoned(*self.query.shape, dtype=dtype)
 
     def error(self, window: int | None) -> float:
-        pool = (self.query.cpu().float(), self.keys.cpu().float(), self.values.cpu().float())
-        return error(self.out.cpu(), reference_attention(*pool, self._step, window))
+        """Of the attention to what is stored: how exactly is not its concern."""
+        pool = _plain(self.keys), _plain(self.values)
+        return error(
+            self.out.cpu(), reference_attention(self.query.cpu().float(), *pool, self._step, window)
+        )
+
+
+def _plain(pages: KVPages) -> Tensor:
+    if isinstance(pages, Tensor):
+        return pages.cpu().float()
+    return decode(pages.codes, pages.scales.transpose(1, 2)).cpu()
+
+
+def _copy(pages: KVPages) -> KVPages:
+    if isinstance(pages, Tensor):
+        return pages.clone()
+    return Codes(pages.codes.clone(), pages.scales.clone())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,6 +101,31 @@ def test_decode_agrees_with_the_reference(
     decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)
     decode.plan(rows.lengths, rows.slots, window)
     decode(rows.query, rows.keys, rows.values, rows.tables, window, rows.out)
+    assert rows.error(window) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", LIMITS)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    # The interpreter is slow; together these have blocks larger and smaller than a tile.
+    list(product(SHAPES, DTYPES) if ON_GPU else zip(SHAPES[:2], DTYPES, strict=True)),
+)
+def test_decode_and_prefill_read_codes_as_the_reference_reads_their_values(
+    shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    lengths, window = [1, 65, 170], 120
+    rows = Rows(shape, lengths, [1] * len(lengths), dtype, kv_dtype)
+    decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)
+    decode.plan(rows.lengths, rows.slots, window)
+    decode(rows.query, rows.keys, rows.values, rows.tables, window, rows.out)
+    assert rows.error(window) < TOLERANCE[dtype]
+    rows = Rows(shape, lengths, [1, 40, 60], dtype, kv_dtype)
+    prefill = PagedPrefill(shape, max_rows=8, max_tokens=300, num_sms=1, device=DEVICE, dtype=dtype)
+    prefill.plan(rows.offsets)
+    prefill(
+        rows.query, rows.keys, rows.values, rows.tables, rows.slots, rows.offsets, rows.lengths,
+        window, rows.out,
+    )  # fmt: skip
     assert rows.error(window) < TOLERANCE[dtype]
 
 
@@ -93,15 +144,19 @@ def test_rows_of_length_0_have_no_work_and_change_nothing() -> None:
     assert not out[2:].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_norm", [False, True])
-# The interpreter sums the squares of fewer than eight numbers in another order.
-@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize(
+    ("shape", "has_norm", "dtype", "kv_dtype"),
+    [
+        # The interpreter sums the squares of fewer than eight numbers in another order.
+        *product(SHAPES[:2], [False, True], DTYPES, [None]),
+        *product(SHAPES[1:2], [True], DTYPES[-1:], LIMITS),
+    ],
+)
 def test_a_decode_that_rotates_gives_the_bits_of_a_rotation_and_a_decode(
-    shape: AttentionShape, has_norm: bool, dtype: torch.dtype
+    shape: AttentionShape, has_norm: bool, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
     lengths, dim = [1, 64, 65, 700], shape.head_dim
-    rows = Rows(shape, lengths, [1] * len(lengths), dtype)
+    rows = Rows(shape, lengths, [1] * len(lengths), dtype, kv_dtype)
     heads = shape.num_heads + 2 * shape.num_kv_heads
     projected = random(len(lengths), heads * dim, dtype=dtype)
     angles = random(1000, dim // 2, seed=3)
@@ -115,7 +170,7 @@ def test_a_decode_that_rotates_gives_the_bits_of_a_rotation_and_a_decode(
     positions = rows.lengths - 1
     blocks = rows.tables[rows.slots.long()].gather(1, (positions // shape.block_size)[:, None])
     kv_slots = blocks[:, 0].long() * shape.block_size + positions % shape.block_size
-    pool = rows.keys.clone(), rows.values.clone()
+    pool = _copy(rows.keys), _copy(rows.values)
     decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)
     decode.plan(rows.lengths, rows.slots, None)
     rotate_and_store(
@@ -126,7 +181,8 @@ def test_a_decode_that_rotates_gives_the_bits_of_a_rotation_and_a_decode(
     out = poisoned(*rows.out.shape, dtype=dtype)
     given = rows.tables, None, out, rotation, kv_slots
     decode(projected, rows.keys, rows.values, *given)
-    for ours, theirs in ((out, rows.out), (rows.keys, pool[0]), (rows.values, pool[1])):
+    stored = [_plain(pages) for pages in (rows.keys, rows.values, *pool)]
+    for ours, theirs in ((out, rows.out), (stored[0], stored[2]), (stored[1], stored[3])):
         # A GPU's compiler may multiply and add in one instruction here and in two there.
         close = 10 * TOLERANCE[dtype] if ON_GPU else 0
         torch.testing.assert_close(ours, theirs, rtol=close, atol=close, equal_nan=True)

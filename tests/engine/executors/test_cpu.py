@@ -270,5 +270,5 @@ def test_auto_is_bfloat16_wherever_the_step_is_compiled(
     monkeypatch.setattr("penstock.engine.executors.loading.computes_bfloat16", lambda device: False)
     config = engine_config(tiny, dtype=Dtype.AUTO)
     assert CpuExecutor(config, tiny).info.dtype == "bfloat16"
-    monkeypatch.setattr("penstock.engine.executors.cpu.load_library", lambda *_: None)
+    monkeypatch.setattr("penstock.engine.executors.cpu.load_library", lambda *_, **__: None)
     assert CpuExecutor(config, tiny).info.dtype == "float32"

@@ -32,7 +32,7 @@ def test_fp8_becomes_plain_weights_and_the_log_says_what_that_costs(
     is_compiled: bool, fp8: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
-        monkeypatch.setattr("penstock.engine.executors.cpu.load_library", lambda *_: None)
+        monkeypatch.setattr("penstock.engine.executors.cpu.load_library", lambda *_, **__: None)
     plain = fp8.with_name("plain")
     expected = answer(CpuExecutor(engine_config(plain), plain), plain)
     assert "stored as" not in caplog.text

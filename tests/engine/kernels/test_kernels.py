@@ -27,8 +27,9 @@ from penstock.engine.kernels.tables import (
     store_sampled,
     update_block_tables,
 )
+from penstock.engine.memory.kv_codes import LIMITS, store
 from penstock.engine.models.layers.rotary import rotate
-from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, poisoned, random
+from tests.support.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, coded, error, poisoned, random
 
 EPS = 1e-5
 
@@ -95,6 +96,52 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
     assert error(query, rotate(q, cos, sin)) < TOLERANCE[dtype]
     assert error(keys, expected_keys) < TOLERANCE[dtype]
     assert error(values, expected_values) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", LIMITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_codes_that_are_stored_are_torchs_to_the_bit(
+    dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    num_tokens, heads, kv_heads, head_dim = 7, 3, 2, 24
+    shape = (4, 4, kv_heads, head_dim)
+    qkv = random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    # Of all magnitudes, zero included; in float8 small ones are subnormal.
+    qkv = qkv * (4.0 ** -torch.arange(num_tokens, device=DEVICE).to(dtype))[:, None]
+    qkv[2] = 0
+    qkv[3, ::2] /= 2000
+    positions = torch.zeros(num_tokens, dtype=torch.int32, device=DEVICE)
+    kv_slots = torch.randperm(16)[:num_tokens].to(DEVICE)
+    angles = torch.zeros(1, head_dim // 2, device=DEVICE)  # keys stay as they are
+    pages = [coded(torch.zeros(shape, device=DEVICE), kv_dtype) for _ in range(4)]
+    query = poisoned(num_tokens, heads, head_dim, dtype=dtype)
+    rotate_and_store(
+        qkv, positions, kv_slots, angles.cos(), angles.sin(), None, None, EPS,
+        pages[0], pages[1], query,
+    )  # fmt: skip
+    stored = torch.split(qkv.view(num_tokens, -1, head_dim)[:, heads:], kv_heads, 1)
+    for ours, theirs, x in zip(pages[:2], pages[2:], stored, strict=True):
+        store(theirs, kv_slots, x)
+        torch.testing.assert_close(ours.scales, theirs.scales, rtol=1e-6 if ON_GPU else 0, atol=0)
+        # A GPU divides less exactly, so a number between two codes may get either.
+        near = (ours.codes.float() - theirs.codes.float()).abs() <= ON_GPU * (
+            1 + theirs.codes.float().abs() / 8
+        )
+        assert bool(near.all())
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # by the interpreter
+@pytest.mark.parametrize("kv_dtype", LIMITS)
+def test_a_key_that_is_not_finite_is_stored_as_nan(kv_dtype: torch.dtype) -> None:
+    qkv = torch.ones(1, 3 * 8, device=DEVICE)
+    qkv[0, 9], qkv[0, 23] = float("nan"), float("inf")
+    zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    keys, values = (coded(torch.zeros(1, 4, 1, 8, device=DEVICE), kv_dtype) for _ in "kv")
+    angles, query = torch.zeros(1, 4, device=DEVICE), poisoned(1, 1, 8)
+    rotate_and_store(
+        qkv, zero, zero.long(), angles.cos(), angles.sin(), None, None, EPS, keys, values, query
+    )
+    assert keys.scales.isnan().tolist() == values.scales.isnan().tolist() == [[[1, 0, 0, 0]]]
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # by the interpreter

@@ -41,6 +41,7 @@ class Model:
         tmp_path: Path,
         make_linear: MakeLinear = PlainLinear,
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.oracle = make_model(family)
         path = save(self.oracle, tmp_path / family)
@@ -54,7 +55,7 @@ class Model:
             device=DEVICE,
         )
         shape = config.attention_shape(BLOCK_SIZE)
-        pool = KVPool(config.kv_shape, NUM_BLOCKS, BLOCK_SIZE, dtype, DEVICE)
+        pool = KVPool(config.kv_shape, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, DEVICE)
         attention = PagedAttention(
             shape, config.windows, NUM_SLOTS, 64, num_sms=1, device=DEVICE, dtype=dtype
         )
@@ -138,6 +139,19 @@ def test_with_weights_in_codes_it_agrees_with_transformers_on_what_these_stand_f
     round_weights(model.oracle, make_linear)
     tolerance = TOLERANCE[torch.float32]
     assert model.run([(4, 0, 21)], num_decodes=0) < tolerance  # too many tokens for one kernel
+    assert model.run([(4, 21, 1), (1, 0, 8)], num_decodes=1) < tolerance
+    assert model.run([(4, 22, 1), (1, 8, 1)], num_decodes=2) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "tolerance"), [(torch.int8, 0.02), (torch.float8_e4m3fn, 0.1)]
+)
+@torch.inference_mode()
+def test_with_a_cache_in_8_bits_prefill_chunks_and_decodes_are_near_transformers(
+    kv_dtype: torch.dtype, tolerance: float, tmp_path: Path
+) -> None:
+    model = Model("qwen3", tmp_path, kv_dtype=kv_dtype)
+    assert 1e-5 < model.run([(4, 0, 21)], num_decodes=0) < tolerance
     assert model.run([(4, 21, 1), (1, 0, 8)], num_decodes=1) < tolerance
     assert model.run([(4, 22, 1), (1, 8, 1)], num_decodes=2) < tolerance
 

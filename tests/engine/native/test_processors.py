@@ -119,6 +119,23 @@ def test_the_step_agrees_with_torchs_where_weights_are_codes(
         torch.testing.assert_close(ours, torchs, atol=0.25, rtol=0)
 
 
+@pytest.mark.parametrize(("family", "block_size"), [("qwen3", 4), ("llama_biases", 16)])
+def test_the_step_agrees_with_torchs_where_keys_and_values_are_codes(
+    processor: str, family: str, block_size: int, tmp_path: Path
+) -> None:
+    path = save(make_model(family), tmp_path)
+    made = [
+        Harness(path, native=native, kv_dtype=torch.int8, block_size=block_size)
+        for native in (True, False)
+    ]
+    for harness in made:
+        harness.token_table[0, :90] = torch.arange(90)
+    for row in ((0, 0, 19), (0, 19, 1), (0, 20, 1), (0, 21, 60), (0, 81, 1)):
+        ours, torchs = (harness.run([row])[0] for harness in made)
+        # The compiled step also rounds queries to 8 bits.
+        torch.testing.assert_close(ours, torchs, atol=0.1, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("family", "make_linear"),
     [
@@ -127,13 +144,21 @@ def test_the_step_agrees_with_torchs_where_weights_are_codes(
     ],
     ids=["mistral_window", "qwen3", "llama2", "int8", "int4"],
 )
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
 def test_a_token_has_the_same_bits_alone_and_in_company(
-    processor: str, family: str, make_linear: MakeLinear, tmp_path: Path
+    processor: str,
+    family: str,
+    make_linear: MakeLinear,
+    kv_dtype: torch.dtype,
+    tmp_path: Path,
 ) -> None:
+    if kv_dtype is torch.int8 and (family != "qwen3" or make_linear is not PlainLinear):
+        pytest.skip("the KV cache does not know of these differences")
     path = save(make_model(family), tmp_path)
     options: dict[str, Any] = {
         "make_linear": make_linear,
         "has_codes": make_linear is not PlainLinear,
+        "kv_dtype": kv_dtype,
     }
     # A block of 4 positions is read row by row, and larger ones as they are packed.
     alone, together = (
