@@ -58,7 +58,7 @@ def test_each_command_is_one_that_penstock_bench_peers_takes(has: bool) -> None:
     assert found.keys() == PEERS.keys()
     for name, command in found.items():
         argv = parse_server(f"{name}={command}").argv(port=81, model="/m/135m", threads=2)
-        assert "81" in argv and "16" in argv and not any("{" in word for word in argv)
+        assert "81" in argv and "32" in argv and not any("{" in word for word in argv)
     kv_precision = "bf16" if has else "f16"
     assert f"--kv-precision {kv_precision} " in found["openvino"]
     assert "VLLM_CPU_OMP_THREADS_BIND=2,5" in shlex.split(found["vllm"])

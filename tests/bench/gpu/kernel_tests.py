@@ -24,6 +24,8 @@ FILES = (
     "tests/engine/kernels/test_launch.py",
     "tests/engine/kernels/test_blocks.py",
     "tests/engine/sampling/test_sampler.py",
+    "tests/engine/kernels/test_grouped_linear.py",
+    "tests/engine/models/test_fused_linear.py",
 )
 # These measure the device, or take what is left of its memory: one by one, after the others.
 ALONE = ("tests/engine/memory/test_hardware.py", "tests/engine/executors/test_cuda_setup.py")
