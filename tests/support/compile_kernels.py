@@ -388,15 +388,19 @@ def launches_in_a_decode_layer(model: MetaModel, num_decodes: int) -> Counter[st
     return Counter({name: count // layers for name, count in counts.items() if count >= layers})
 
 
-def main(model_dirs: list[str]) -> None:
+def main(model_dirs: list[str], *, has_codes: bool) -> None:
+    """has_codes: of weights or of keys and values; else neither."""
     seen = set()
     all_steps = ((1, 0), (16, 0), (256, 0), (7, 1024))
     kinds: list[tuple[dict[str, Any], tuple[tuple[int, int], ...]]] = [
         ({}, all_steps),
         ({"dtype": torch.float16}, all_steps),
-        ({"kv_dtype": torch.float8_e4m3fn}, ((1, 0), (7, 1024))),
-        ({"codes": QUANTIZED["int4"]}, ((1, 0), (256, 0))),
     ]
+    if has_codes:
+        kinds = [
+            ({"kv_dtype": torch.float8_e4m3fn}, ((1, 0), (7, 1024))),
+            ({"codes": QUANTIZED["int4"]}, ((1, 0), (256, 0))),
+        ]
     for model_dir, (options, steps) in product(model_dirs, kinds):
         model = MetaModel(Path(model_dir), **options)
         with launch.overlap(True):
@@ -410,4 +414,4 @@ def main(model_dirs: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main([name for name in sys.argv[1:] if name != "--codes"], has_codes="--codes" in sys.argv)

@@ -99,6 +99,7 @@ def test_quantized_weights_become_plain_and_the_log_says_what_that_costs(
     assert ids_of(found) == ids_of(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
 def test_quantized_weights_of_gguf_are_dequantized(tmp_path: Path) -> None:
     model = make_model("qwen2")

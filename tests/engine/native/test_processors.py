@@ -40,6 +40,7 @@ def test_products_are_right_and_the_same_alone(processor: str, tmp_path: Path) -
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     None in (shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")),
     reason="apt-get install g++-aarch64-linux-gnu qemu-user-static",
