@@ -5,12 +5,13 @@ from pathlib import Path
 
 
 def family(pid: int) -> list[int]:
-    """The process, its children, theirs, and so on."""
+    """The process, its children, theirs, and so on. Any of them may end while they are counted."""
     found = [pid]
     for each in found:
-        for task in Path(f"/proc/{each}/task").glob("*"):
-            with contextlib.suppress(OSError):
-                found += map(int, (task / "children").read_text().split())
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{each}/task").iterdir():
+                with contextlib.suppress(OSError):
+                    found += map(int, (task / "children").read_text().split())
     return found
 
 
