@@ -19,6 +19,7 @@
 #include "attention.h"
 #include "coded_runs.h"
 #include "grouped.h"
+#include "inputs.h"
 #include "products.h"
 #include "structs.h"
 #include "team.h"
@@ -573,6 +574,21 @@ template <class T> class Run : public Job {
     unsigned char *coded_ = nullptr;
 };
 
+class Likeliest : public Job {
+  public:
+    Likeliest(const float *logits, int64_t rows, int64_t size, int64_t *ids)
+        : logits_(logits), rows_(rows), size_(size), ids_(ids) {}
+    void run(int) override {
+        phase_.run(rows_, [&](int64_t i) { ids_[i] = likeliest(logits_ + i * size_, size_); });
+    }
+
+  private:
+    const float *logits_;
+    const int64_t rows_, size_;
+    int64_t *ids_;
+    Phase phase_;
+};
+
 template <class T> void run(void *runner, const Step *step, bool only_head) {
     auto &made = *static_cast<Runner<T> *>(runner);
     made.team.run(std::make_shared<Run<T>>(made, *step, only_head));
@@ -613,6 +629,17 @@ extern "C" void penstock_step(void *runner, const Step *step) {
 // Only the output layer: the logits of `samples` rows of `states`, in a step without tokens.
 extern "C" void penstock_logits(void *runner, const Step *step) {
     run<Weights>(runner, step, true);
+}
+
+// What a step reads of the executor's tables.
+extern "C" void penstock_gather(const Gather *wanted) { gather(*wanted); }
+
+// The likeliest id of each row of logits. A few rows are not worth waking a thread for.
+extern "C" void penstock_likeliest(void *runner, const float *logits, int64_t rows, int64_t size,
+                                   int64_t *ids) {
+    const auto job = std::make_shared<Likeliest>(logits, rows, size, ids);
+    if (rows < 4) return job->run(0);
+    static_cast<Runner<Weights> *>(runner)->team.run(job);
 }
 
 // How products are computed: one word for the log.

@@ -154,7 +154,7 @@ class Harness:
         batch = make_batch(slots, starts, counts, num_decodes=num_decodes)
         step = build_model_input(batch, self.token_table, self.block_tables, self.block_size)
         object.__setattr__(step, "sample_rows", torch.arange(sum(counts)))
-        return list(torch.split(self.model(step, self.pool), list(counts)))
+        return list(torch.split(self.model(step, self.pool).clone(), list(counts)))
 
 
 def make_batch(
