@@ -5,7 +5,7 @@ MBU and MFU are these bytes and operations, per second of step time, as a share 
 
 from dataclasses import dataclass
 
-from penstock.scheduler.stats import StepWork
+from penstock.scheduler.stats import NO_GRAPHS, GraphSizes, StepWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,8 @@ class ModelInfo:
     hidden_size: the length of an embedding. Peaks are the datasheet's, None for devices and
     types that it does not list; measured_bandwidth and measured_flops were measured at start.
     computed_by: on a processor, what multiplies matrices, and on how many threads, for people.
-    quantization: None where weights are as the checkpoint has them.
+    quantization: None where weights are as the checkpoint has them. runs_ahead: as the executor's.
+    graph_sizes: to which it pads steps.
     """
 
     architecture: str
@@ -97,6 +98,8 @@ class ModelInfo:
     computed_by: str | None = None
     experts: RoutedExperts | None = None
     quantization: QuantizationInfo | None = None
+    runs_ahead: bool = False
+    graph_sizes: GraphSizes = NO_GRAPHS
 
     @property
     def windows(self) -> tuple[int | None, ...]:
