@@ -6,6 +6,7 @@ MBU and MFU are these bytes and operations, per second of step time, as a share 
 from dataclasses import dataclass
 
 from penstock.scheduler.stats import NO_GRAPHS, GraphSizes, StepWork
+from penstock.scheduler.step_model.amounts import Amounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +119,7 @@ class ModelInfo:
         Every expert that the tokens can reach counts, where work.num_experts is not known. The
         attention of plain torch (`gathered_attention`) reads whole contexts whatever the window.
         """
-        num_bytes = self.weight_bytes
-        if self.experts is not None:
-            num_experts = work.num_experts
-            if num_experts is None:
-                num_experts = self.experts.max_reached(
-                    work.num_prefill_tokens + work.num_decode_tokens
-                )
-            num_bytes += self.experts.expert_bytes * num_experts
+        num_bytes = self._weight_bytes(work)
         for group, attention in zip(self.attention, work.attention, strict=True):
             num_bytes += group.kv_bytes_per_token * attention.context_tokens
         return num_bytes
@@ -140,3 +134,31 @@ class ModelInfo:
                 for group, attention in zip(self.attention, work.attention, strict=True)
             )
         )
+
+    def amounts(self, work: StepWork) -> Amounts:
+        """What a step model takes the step's time from."""
+        decode_bytes = all_bytes = flops = 0
+        for group, attention in zip(self.attention, work.attention, strict=True):
+            all_bytes += group.kv_bytes_per_token * attention.context_tokens
+            decode_bytes += group.kv_bytes_per_token * attention.decode_context_tokens
+            flops += group.flops_per_pair * (attention.pairs - attention.decode_context_tokens)
+        return Amounts(
+            work.num_prefill_tokens + work.num_decode_tokens + work.num_padding,
+            self._weight_bytes(work),
+            decode_bytes,
+            all_bytes - decode_bytes,
+            flops,
+            work.num_sequences,
+            work.num_sampled + work.num_scored,
+            work.num_prefill_tokens,
+        )
+
+    def _weight_bytes(self, work: StepWork) -> int:
+        """Of the weights that the step uses."""
+        if self.experts is None:
+            return self.weight_bytes
+        num_experts = work.num_experts
+        if num_experts is None:
+            num_tokens = work.num_prefill_tokens + work.num_decode_tokens
+            num_experts = self.experts.max_reached(num_tokens)
+        return self.weight_bytes + self.experts.expert_bytes * num_experts
