@@ -149,6 +149,7 @@ class ModelInfo:
             all_bytes - decode_bytes,
             flops,
             work.num_sequences,
+            work.num_chunks,
             work.num_sampled + work.num_scored,
             work.num_prefill_tokens,
         )

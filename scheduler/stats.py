@@ -73,7 +73,7 @@ class StepWork(NamedTuple):
     sample or to verify a draft. num_scored: prompt tokens that do so besides. attention: for each
     of the model's windows, in its order. num_experts: experts of a mixture that the step's tokens
     were routed to, summed over the layers; None where that is not known. num_padding: see
-    `GraphSizes`.
+    `GraphSizes`. num_chunks: of the sequences, those that run a prefill chunk.
     """
 
     num_prefill_tokens: int
@@ -84,6 +84,7 @@ class StepWork(NamedTuple):
     attention: tuple[AttentionWork, ...]
     num_experts: int | None = None
     num_padding: int = 0
+    num_chunks: int = 0
 
 
 NO_WORK = StepWork(0, 0, 0, 0, 0, ())
@@ -120,6 +121,7 @@ def work_of(
         num_padding=graph_sizes.padding(
             num_prefill_tokens + num_decode_tokens, has_chunks=len(batch.slots) > num_decodes
         ),
+        num_chunks=len(batch.slots) - num_decodes,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import shtab
 
 from penstock.loadtest.bench.flags import make_parser as make_bench_parser
+from penstock.loadtest.calibrate.cli import make_parser as make_calibrate_parser
 from penstock.loadtest.chat.cli import make_parser as make_chat_parser
 from penstock.loadtest.top.cli import make_parser as make_top_parser
 from penstock.server.flag_values import FlagParser
@@ -49,6 +50,7 @@ def whole(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     commands.choices["bench"] = bench = make_bench_parser()
     bench.show_all()  # a flag without help is not completed
+    commands.choices["calibrate"] = make_calibrate_parser()
     commands.choices["chat"] = make_chat_parser()
     commands.choices["completion"] = make_parser()
     commands.choices["health"] = make_health_parser()

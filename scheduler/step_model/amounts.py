@@ -8,7 +8,8 @@ class Amounts(NamedTuple):
 
     tokens: through the linear layers, padding included. decode_kv_bytes, prefill_kv_bytes: keys and
     values that decodes and that chunks read. attention_flops: of chunks, beyond one query a key.
-    sampled: rows of the output layer. prefill_tokens: of chunks, without padding.
+    chunks: sequences that run one. sampled: rows of the output layer. prefill_tokens: of chunks,
+    without padding.
     """
 
     tokens: int
@@ -17,6 +18,7 @@ class Amounts(NamedTuple):
     prefill_kv_bytes: int
     attention_flops: int
     sequences: int
+    chunks: int
     sampled: int
     prefill_tokens: int
 
@@ -31,9 +33,10 @@ DEVICE_UNITS = (
     "prefill_kv_byte",
     "attention_flop",
     "sequence",
+    "chunk",
     "sampled_row",
 )
-HOST_UNITS = ("step", "sequence", "prefill_token")
+HOST_UNITS = ("step", "sequence", "chunk", "prefill_token")
 
 
 def device_row(amounts: Amounts, knee: int) -> tuple[int, ...]:
@@ -53,10 +56,11 @@ def device_row(amounts: Amounts, knee: int) -> tuple[int, ...]:
         amounts.prefill_kv_bytes,
         amounts.attention_flops,
         amounts.sequences,
+        amounts.chunks,
         amounts.sampled,
     )
 
 
 def host_row(amounts: Amounts) -> tuple[int, ...]:
     """How many of each of HOST_UNITS the step has."""
-    return (1, amounts.sequences, amounts.prefill_tokens)
+    return (1, amounts.sequences, amounts.chunks, amounts.prefill_tokens)

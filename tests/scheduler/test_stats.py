@@ -14,6 +14,7 @@ def test_a_step_is_counted_by_hand() -> None:
         num_sequences=3,
         num_sampled=2,
         num_scored=0,
+        num_chunks=1,
         attention=(
             AttentionWork(10 + 2 + 11, 10 + 2 + 7 + 8 + 9 + 10 + 11, decode_context_tokens=10 + 2),
             # The chunk's first query, at 6, sees keys 3 to 6; its last one keys 7 to 10.

@@ -11,9 +11,9 @@ from penstock.scheduler.step_model.samples import StepSample, sample_of
 KV_BYTES = 1000  # of a position
 FLOPS_PER_PAIR = 2000
 # Seconds: a step, a byte of weights, tokens below and above the knee, bytes of decodes and of
-# chunks, operations, sequences, sampled rows.
-DEVICE = (1e-3, 0.0, 2e-6, 2e-5, 3e-10, 1e-10, 1e-11, 5e-6, 0.0)
-HOST = (2e-4, 1e-6, 1e-7)
+# chunks, operations, sequences, chunks, sampled rows.
+DEVICE = (1e-3, 0.0, 2e-6, 2e-5, 3e-10, 1e-10, 1e-11, 5e-6, 3e-5, 0.0)
+HOST = (2e-4, 1e-6, 2e-5, 1e-7)
 KNEE = 16
 
 
@@ -38,6 +38,7 @@ def made_up_amounts(
         prefill_kv_bytes=KV_BYTES * (before + chunk_tokens),
         attention_flops=FLOPS_PER_PAIR * chunk_tokens * (before + chunk_tokens) // 2,
         sequences=decodes + chunks,
+        chunks=chunks,
         sampled=decodes + chunks,
         prefill_tokens=chunk_tokens,
     )

@@ -17,12 +17,12 @@ MODEL = analytic_model(
 
 
 def decodes(num: int, context: int) -> Amounts:
-    return Amounts(num, WEIGHT_BYTES, num * context * KV_BYTES, 0, 0, num, num, 0)
+    return Amounts(num, WEIGHT_BYTES, num * context * KV_BYTES, 0, 0, num, 0, num, 0)
 
 
 def chunk(num: int) -> Amounts:
     pairs = num * (num + 1) // 2
-    return Amounts(num, WEIGHT_BYTES, 0, num * KV_BYTES, 4 * 32 * 4096 * pairs, 1, 1, num)
+    return Amounts(num, WEIGHT_BYTES, 0, num * KV_BYTES, 4 * 32 * 4096 * pairs, 1, 1, 1, num)
 
 
 # tests/bench/gpu/ESTIMATE.md: what it expects, launch by launch.
