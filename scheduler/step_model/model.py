@@ -13,7 +13,7 @@ from penstock.scheduler.stats import StepClass
 from penstock.scheduler.step_model.amounts import Amounts, device_row, host_row
 
 # Shares of the held-out steps at which a model keeps its residuals.
-QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+QUANTILES = (0.005, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.995)
 # A step may have a tenth more or less than any that the fit saw, and still count as seen.
 _MARGIN = 0.1
 _RANGED = ("tokens", "decode_kv_bytes", "prefill_kv_bytes", "sequences")
@@ -42,9 +42,11 @@ class ClassError:
 
     def ratio_at(self, share: float) -> float:
         """Measured over predicted at this share of the steps, from 0 to 1. 1 if none was measured:
-        drawn with a uniform share, it gives the spread that the measured steps had."""
+        drawn with a uniform share, it gives the spread that the measured steps had. The very few
+        that were longest are left out: something stopped them, and would be all that one sees."""
         if not self.ratios:
             return 1.0
+        share = min(max(share, QUANTILES[0]), QUANTILES[-1])
         index = min(max(bisect_right(QUANTILES, share) - 1, 0), len(QUANTILES) - 2)
         low, high = QUANTILES[index], QUANTILES[index + 1]
         a, b = self.ratios[index], self.ratios[index + 1]
