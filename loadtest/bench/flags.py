@@ -184,15 +184,15 @@ def add_dataset(parser: BenchParser) -> None:
         choices=[each.value for each in Dataset],
         default=Dataset.RANDOM,
         metavar="NAME",
-        help="random; shared-prefix, or prefix_repetition as in vLLM; a file's: "
+        help="random, shared-prefix, prefix_repetition; a file's: "
         f"{', '.join(each.value for each in Dataset if each.is_file)}",
     )
     add(
         "--dataset-path",
         type=Path,
         metavar="FILE",
-        help="ShareGPT JSON, Azure or BurstGPT CSV, Mooncake JSONL, a --save-detailed result, or "
-        "lines of JSON with prompt or messages, and perhaps max_tokens",
+        help="ShareGPT JSON, Azure or BurstGPT CSV, Mooncake JSONL, a saved result, or JSONL with "
+        "prompt or messages, and perhaps max_tokens",
     )
     add("--random-input-len", type=int, metavar="N", default=1024, help="tokens of a prompt")
     add("--random-output-len", type=int, metavar="N", default=128, help="max_tokens")
