@@ -60,7 +60,9 @@ def main(argv: list[str]) -> int:
         if args.base_url is not None:
             if args.model is not None:
                 raise InvalidConfig("give either MODEL or --base-url, not both")
-            made = asyncio.run(_from_server(args.base_url))
+            key = os.environ.get("OPENAI_API_KEY")
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            made = asyncio.run(calibrate_server(args.base_url, headers))
         else:
             made = _from_sweep(args)
         made.write(args.output)
@@ -80,9 +82,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-async def _from_server(base_url: str) -> Calibration:
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+async def calibrate_server(base_url: str, headers: dict[str, str]) -> Calibration:
+    """From the steps that a running server keeps. Raises TargetUnusable and TooFewSteps."""
     name, ttft_s = await ttft_when_idle(base_url, headers, _say)
     read = await read_steps(base_url, headers)
     model = fit(read.steps, runs_ahead=read.model.runs_ahead)

@@ -166,9 +166,17 @@ def _error(ratios: list[list[float]]) -> ClassError:
     return ClassError(
         num_steps=num,
         mape=sum(abs(1 / ratio - 1) for ratio in every) / num,
-        bias=max(abs(len(fold) / sum(fold) - 1) for fold in ratios),
+        bias=max(abs(1 / _trimmed_mean(fold) - 1) for fold in ratios),
         ratios=tuple(every[round(share * last)] for share in QUANTILES),
     )
+
+
+def _trimmed_mean(values: list[float]) -> float:
+    """Without a twentieth at each end: one step that was stopped for seconds is no bias."""
+    ordered = sorted(values)
+    cut = len(ordered) // 20
+    inner = ordered[cut : len(ordered) - cut]
+    return sum(inner) / len(inner)
 
 
 def _amounts_by_class(samples: Sequence[StepSample]) -> dict[StepClass, list[Amounts]]:

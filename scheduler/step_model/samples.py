@@ -1,17 +1,20 @@
 """`StepSamples`: a bounded memory of steps that ran, of every kind that there was.
 
-Steps are kept by class, by the magnitude of their tokens and of their context, the latest of each:
-a server that decodes all day does not forget how long its few long prompts took. (Dynamo's planner
-retires its samples by bucket for the same reason.)
+Steps are kept by class and by the magnitude of their tokens and of their context: a server that
+decodes all day does not forget how long its few long prompts took. (Dynamo's planner retires its
+samples by bucket for the same reason.) Of each kind, those kept are spread over the last thousand
+or so, since a few in a row say only what the machine did in that moment.
 """
 
-from collections import deque
+from random import Random
 from typing import NamedTuple
 
 from penstock.scheduler.stats import StepClass
 from penstock.scheduler.step_model.amounts import Amounts
 
-_PER_BUCKET = 48
+_PER_BUCKET = 96
+# Of the steps that come when a bucket is full; each replaces one that is drawn.
+_KEPT_SHARE = 0.125
 # The first steps of a kind compile, allocate and fill caches.
 _NUM_WARM_UP = 2
 # Below this share of a cycle spent waiting for it, the device may have been idle meanwhile.
@@ -53,7 +56,8 @@ class StepSamples:
     """Add steps in their order; read them in the same."""
 
     def __init__(self) -> None:
-        self._buckets: dict[_Bucket, deque[StepSample]] = {}
+        self._random = Random(0)
+        self._buckets: dict[_Bucket, list[StepSample]] = {}
         self._num_seen: dict[_Bucket, int] = {}
 
     def add(self, sample: StepSample) -> None:
@@ -63,10 +67,11 @@ class StepSamples:
         num_seen = self._num_seen[bucket] = self._num_seen.get(bucket, 0) + 1
         if num_seen <= _NUM_WARM_UP:
             return
-        kept = self._buckets.get(bucket)
-        if kept is None:
-            kept = self._buckets[bucket] = deque(maxlen=_PER_BUCKET)
-        kept.append(sample)
+        kept = self._buckets.setdefault(bucket, [])
+        if len(kept) < _PER_BUCKET:
+            kept.append(sample)
+        elif self._random.random() < _KEPT_SHARE:
+            kept[int(self._random.random() * _PER_BUCKET)] = sample
 
     def all(self) -> list[StepSample]:
         """Those that are kept, in the order in which they ran."""
