@@ -6,8 +6,11 @@ tried.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
+from math import log2
 from operator import mul
+from statistics import median
 
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.stats import StepClass
@@ -35,6 +38,7 @@ _BLOCK = 16
 _NUM_REWEIGHTINGS = 3
 # Relative errors above this count only in proportion: some three times the usual spread.
 _HUBER = 0.1
+_MIN_TO_CORRECT = 12
 
 _Row = tuple[Sequence[float], float]  # of an equation, and its value
 
@@ -69,8 +73,11 @@ def fit(samples: Sequence[StepSample], *, runs_ahead: bool) -> StepModel:
         ]
         device_fits = _fits(device, len(DEVICE_UNITS))
         models = [
-            StepModel(device=d, host=h, knee=knee, runs_ahead=runs_ahead)
-            for d, h in zip(device_fits, host_fits, strict=True)
+            _corrected(
+                StepModel(device=d, host=h, knee=knee, runs_ahead=runs_ahead),
+                [s for other, fold in enumerate(folds) if other != number for s in fold],
+            )
+            for number, (d, h) in enumerate(zip(device_fits, host_fits, strict=True))
         ]
         errors = _errors(folds, models[:-1])
         score = sum(error.mape for error in errors.values()) / len(errors)
@@ -82,6 +89,7 @@ def fit(samples: Sequence[StepSample], *, runs_ahead: bool) -> StepModel:
                 host=whole.host,
                 knee=knee,
                 runs_ahead=runs_ahead,
+                corrections=whole.corrections,
                 errors=errors,
                 covered={
                     kind: ranges_of(steps) for kind, steps in _amounts_by_class(samples).items()
@@ -90,6 +98,28 @@ def fit(samples: Sequence[StepSample], *, runs_ahead: bool) -> StepModel:
             best = (score, model)
     assert best is not None
     return best[1]
+
+
+def _corrected(model: StepModel, samples: Sequence[StepSample]) -> StepModel:
+    """With the medians of measured over predicted device time, by class and magnitude."""
+    ratios: dict[StepClass, dict[int, list[float]]] = {}
+    for sample in samples:
+        if sample.device_s is not None:
+            predicted = model.time_of(sample.amounts).device_s
+            nearest = round(log2(sample.amounts.tokens))
+            by_size = ratios.setdefault(sample.kind, {})
+            by_size.setdefault(nearest, []).append(sample.device_s / max(predicted, 1e-9))
+    return replace(model, corrections={kind: _factors(by_size) for kind, by_size in ratios.items()})
+
+
+def _factors(ratios: dict[int, list[float]]) -> tuple[float, ...]:
+    """At each magnitude; where too few steps were seen, that of the next smaller one, or 1."""
+    factors: list[float] = []
+    for size in range(max(ratios) + 1):
+        seen = ratios.get(size, [])
+        before = factors[-1] if factors else 1.0
+        factors.append(median(seen) if len(seen) >= _MIN_TO_CORRECT else before)
+    return tuple(factors)
 
 
 def errors_on(model: StepModel, samples: Sequence[StepSample]) -> dict[StepClass, ClassError]:

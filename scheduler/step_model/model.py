@@ -6,6 +6,7 @@ is the host's. Where the executor runs ahead the two overlap, and the longer one
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from math import log2
 from operator import mul
 from typing import NamedTuple
 
@@ -67,20 +68,35 @@ class Range(NamedTuple):
 class StepModel:
     """Coefficients in seconds, in the order of DEVICE_UNITS and HOST_UNITS; none is negative.
 
-    knee: see `device_row`. runs_ahead: as the executor's. errors, covered: by class; a class that
-    is missing was never seen. covered: by the name of an amount.
+    knee: see `device_row`. runs_ahead: as the executor's. corrections: by class, at 1, 2, 4, ...
+    tokens: what the device's sum is multiplied by, for what is no sum, such as tiles and caches;
+    between two of them it changes evenly, and beyond the last it stays. errors, covered: by class;
+    a class that is missing was never seen. covered: by the name of an amount.
     """
 
     device: tuple[float, ...]
     host: tuple[float, ...]
     knee: int
     runs_ahead: bool
+    corrections: dict[StepClass, tuple[float, ...]] = field(default_factory=dict)
     errors: dict[StepClass, ClassError] = field(default_factory=dict)
     covered: dict[StepClass, dict[str, Range]] = field(default_factory=dict)
 
     def time_of(self, amounts: Amounts) -> StepTime:
         device = sum(map(mul, self.device, device_row(amounts, self.knee)))
+        if self.corrections:
+            device *= self._correction(amounts)
         return StepTime(device, sum(map(mul, self.host, host_row(amounts))))
+
+    def _correction(self, amounts: Amounts) -> float:
+        factors = self.corrections.get(class_of_amounts(amounts))
+        if not factors:
+            return 1.0
+        at = log2(max(1, amounts.tokens))
+        low = int(at)
+        if low >= len(factors) - 1:
+            return factors[-1]
+        return factors[low] + (factors[low + 1] - factors[low]) * (at - low)
 
     def cycle_s(self, time: StepTime) -> float:
         """From one step's end to the next one's, while there is work."""
@@ -95,6 +111,13 @@ class StepModel:
         return tuple(
             name for name, seen in ranges.items() if not seen.contains(getattr(amounts, name))
         )
+
+
+def class_of_amounts(amounts: Amounts) -> StepClass:
+    """As `class_of` says of the work."""
+    if not amounts.prefill_tokens:
+        return StepClass.DECODE
+    return StepClass.MIXED if amounts.sequences > amounts.chunks else StepClass.PREFILL
 
 
 def ranges_of(steps: list[Amounts]) -> dict[str, Range]:

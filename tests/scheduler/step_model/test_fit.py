@@ -1,5 +1,6 @@
 """Fits to steps of a device whose coefficients are known."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -120,3 +121,21 @@ def test_a_fit_while_serving_follows_a_device_that_becomes_slower() -> None:
     for sample in made_up_steps(20_000, seed=2, noise=lambda _: 1.5):
         online.observe(sample)
     assert max(online.errors.values()) < 0.2
+
+
+def test_what_is_no_sum_is_corrected_where_there_were_steps_enough() -> None:
+    """A device that takes half as long again for 32 decodes, as one whose caches are full does."""
+    samples = []
+    for sample in made_up_steps(3000):
+        is_slow = sample.kind is StepClass.DECODE and 23 <= sample.amounts.tokens < 46
+        seconds = (sample.device_s or 0.0) * (1.5 if is_slow else 1.0)
+        samples.append(sample._replace(device_s=seconds, cycle_s=seconds + sample.host_s))
+    model = fit(samples, runs_ahead=False)
+    plain = replace(model, corrections={})
+
+    def off_at(tokens: int, model: StepModel) -> float:
+        alike = [s for s in samples if s.kind is StepClass.DECODE and s.amounts.tokens == tokens]
+        return max(abs(model.time_of(s.amounts).device_s / (s.device_s or 1.0) - 1) for s in alike)
+
+    assert off_at(32, model) < 0.12 < off_at(32, plain)
+    assert off_at(8, model) < 0.2
