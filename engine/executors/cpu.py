@@ -192,7 +192,7 @@ class CpuExecutor:
 
     @property
     def runs_ahead(self) -> bool:
-        return False
+        return self._info.runs_ahead
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
