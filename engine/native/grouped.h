@@ -211,6 +211,11 @@ inline void pack_codes(unsigned char *out, const unsigned char *codes, int64_t r
 
 enum Kind { kBytes, kNibbles, kLookedUp };
 
+// Which formats are compiled: each takes seconds. A bit for each, as library.py counts them.
+#ifndef PENSTOCK_FORMATS
+#define PENSTOCK_FORMATS 0
+#endif
+
 // R rows of x, from one group to another, added to c.
 template <int R, Kind kKind, bool kZeros>
 __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t row,
@@ -327,8 +332,9 @@ inline void multiply_grouped(const CodedRows &x, int64_t row, int64_t rows, cons
             const int64_t first = tile * rows / tiles;
             const int count = int((tile + 1) * rows / tiles - first);
             auto multiply = [&]<Kind kKind, bool kZeros>() {
-                multiply_grouped_rows<kKind, kZeros>(count, x, row + first, w, band, g, last,
-                                                     c + first * c_step, c_step, kRows);
+                if constexpr (PENSTOCK_FORMATS >> (2 * kKind + kZeros) & 1)
+                    multiply_grouped_rows<kKind, kZeros>(count, x, row + first, w, band, g, last,
+                                                         c + first * c_step, c_step, kRows);
             };
             if (w.bits == 8)
                 w.zeros ? multiply.operator()<kBytes, true>()
