@@ -76,19 +76,6 @@ inline void pack_blocks(unsigned char *out, const unsigned char *low, const unsi
             }
 }
 
-inline Floats load(const std::int8_t *p) {
-#if defined(__AVX512F__)
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-#elif defined(__AVX2__)
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(p));
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-#else
-    typedef std::int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
-    return __builtin_convertvector(*reinterpret_cast<const Bytes *>(p), Floats);
-#endif
-}
-
 // Brings the bits above of 16 codes to where the low ones are: in each byte, those of quad i at bit 4.
 template <int kHigh> struct HighBits {
     Words bits;
@@ -125,8 +112,13 @@ inline void widen_numbers(const Blocks &w, int64_t band, int64_t first, int64_t 
     for (int64_t g = 0; g < count; g += of_factor, factors += each)
         for (int64_t i = 0; i < each; i += kLanes) {
             const Floats factor = load(factors + i);
-            for (int64_t at = g + i; at < std::min(g + of_factor, count); at += each)
+            const int64_t end = std::min(g + of_factor, count);
+#pragma GCC unroll 4
+            for (int64_t at = g + i; at < end; at += each) {
+                // Faster by a twelfth with codes of 5 and 6 bits, and slower with those of 4.
+                if (i == 0 && w.bits > 4) __builtin_prefetch(scales + at + count, 0, 2);
                 store(out + at, load(scales + at) * factor);
+            }
         }
 }
 
