@@ -43,6 +43,7 @@ from penstock.engine.models.errors import (
     UnsupportedFeature,
     UnsupportedWeightFormat,
 )
+from penstock.engine.models.gguf.weights import weight_formats as gguf_formats
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
@@ -285,9 +286,7 @@ def _dtype_and_library(
         return dtype, None
     build = partial(
         load_library,
-        has_codes=config.quantization is not None
-        or model.quantization is not None
-        or is_gguf(model_dir),
+        formats=_weight_formats(config, model, model_dir, dtype),
         has_coded_kv=config.kv_cache_dtype is KVCacheDtype.INT8,
     )
     if config.dtype is Dtype.AUTO and dtype is not torch.bfloat16:
@@ -297,6 +296,15 @@ def _dtype_and_library(
         if library is not None:
             return torch.bfloat16, library
     return dtype, _library_for(model, dtype, build)
+
+
+def _weight_formats(
+    config: EngineConfig, model: ModelConfig, model_dir: Path, dtype: torch.dtype
+) -> frozenset[str]:
+    """Of the linear layers that will not be plain."""
+    if plan := quantization_plan(config.quantization, model, dtype):
+        return plan.weight_formats
+    return gguf_formats(model_dir) if is_gguf(model_dir) else model.weight_formats
 
 
 def _unsupported_kv(wanted: KVCacheDtype, model: ModelConfig) -> str | None:

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "blocks.h"
 #include "coded_runs.h"
 #include "grouped.h"
 #include "inputs.h"
@@ -31,12 +32,8 @@ namespace {
 constexpr int64_t kChunk = 192;
 // Queries that attend together.
 constexpr int64_t kQueries = 96;
-// Whether weights may be codes. Compiling that takes seconds, so it is for models that have them.
-#if defined(PENSTOCK_CODES)
-constexpr bool kCodes = true;
-#else
-constexpr bool kCodes = false;
-#endif
+// Whether weights may be codes.
+constexpr bool kCodes = PENSTOCK_FORMATS;
 // Activations so few that every thread normalises them itself, which takes less time than to wait for
 // another.
 constexpr int64_t kFew = 8192;
@@ -292,7 +289,9 @@ template <class T> class Run : public Job {
     void multiply(const Linear &linear, const Input &in, int64_t first, int64_t tokens,
                   int64_t band, float *c) {
         if (is_coded(linear)) {
-            if constexpr (kCodes)
+            if (kCodes && linear.is_blocks)
+                multiply_blocks(in.coded, first, tokens, blocks(linear), band, c, kBand);
+            else if constexpr (kCodes)
                 multiply_grouped(in.coded, first, tokens, grouped(linear), band, c, kBand);
         } else {
             const T *weight = static_cast<const T *>(linear.weight) + band * kBand * linear.columns;
@@ -317,6 +316,18 @@ template <class T> class Run : public Job {
                 (linear.columns + linear.group - 1) / linear.group,
                 linear.offset,
                 linear.has_half_scales != 0};
+    }
+
+    static Blocks blocks(const Linear &linear) {
+        return {static_cast<const unsigned char *>(linear.weight),
+                linear.scales,
+                static_cast<const f16 *>(linear.factors),
+                static_cast<const unsigned char *>(linear.table),
+                linear.bits,
+                linear.group,
+                linear.columns / linear.group,
+                linear.offset,
+                linear.has_minima != 0};
     }
 
     // Layers that are stacked: they read the same input. source() gives it when it is first needed.
@@ -612,13 +623,19 @@ extern "C" void penstock_pack(Weights *out, const Weights *rows, int64_t num_row
     pack(out, rows, num_rows, columns);
 }
 
-// Codes and their scales and zeros as grouped.h wants them.
-#if defined(PENSTOCK_CODES)
+// Codes as grouped.h and blocks.h want them.
 extern "C" void penstock_pack_codes(unsigned char *out, const unsigned char *codes, int64_t rows,
                                     int64_t columns, int64_t bits, int64_t group) {
     pack_codes(out, codes, rows, columns, bits, group);
 }
-#endif
+extern "C" void penstock_pack_blocks(unsigned char *out, const unsigned char *low,
+                                     const unsigned char *high, int64_t rows, int64_t columns,
+                                     int64_t bits) {
+    pack_blocks(out, low, high, rows, columns, bits);
+}
+
+// The formats of codes that are compiled: see grouped.h.
+extern "C" int64_t penstock_formats() { return PENSTOCK_FORMATS; }
 
 // What runs the steps of a model, to be freed by penstock_free. The model must outlive it.
 extern "C" void *penstock_make(const Model *model, int64_t threads) {
