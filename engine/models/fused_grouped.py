@@ -7,11 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.kernels.activation import silu_mul
-from penstock.engine.kernels.grouped_linear import (
-    CodedWeight,
-    dequantize,
-    skinny_grouped_linear,
-)
+from penstock.engine.kernels.codes.dequantize import dequantize
+from penstock.engine.kernels.codes.skinny import skinny_grouped_linear
+from penstock.engine.kernels.codes.weight import CodedWeight
 from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.layers.grouped import GroupedLinear

@@ -8,11 +8,9 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.kernels.grouped_linear import (
-    dequantize,
-    skinny_grouped_linear,
-    unpacking,
-)
+from penstock.engine.kernels.codes.dequantize import dequantize
+from penstock.engine.kernels.codes.numbers import unpacking
+from penstock.engine.kernels.codes.skinny import skinny_grouped_linear
 from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.fused_grouped import coded_weight
 from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
