@@ -42,6 +42,7 @@ from penstock.engine.kernels.tables import (
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.layers.coded import CodedLinear, coded_weight
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.llama import LlamaModel
@@ -240,10 +241,10 @@ class Codes:
     bits_of_values: int = 8
     bits_of_head: int | None = 8
 
-    def linear(self, rows: int, columns: int, bits: int, bias: Tensor | None) -> GroupedLinear:
+    def linear(self, rows: int, columns: int, bits: int, bias: Tensor | None) -> CodedLinear:
         kind = torch.int8 if bits == 8 else torch.uint8
         has_levels = bits == 4 and self.levels is not None
-        return GroupedLinear(
+        stored = GroupedLinear(
             torch.empty(rows, columns * bits // 8, dtype=kind, device=META),
             torch.empty(rows, columns // self.group_size, dtype=torch.float16, device=META),
             bias,
@@ -251,6 +252,9 @@ class Codes:
             in_features=columns,
             levels=torch.tensor(self.levels, dtype=torch.int8) if has_levels else None,
         )
+        weight = coded_weight(stored, META)
+        assert weight is not None
+        return CodedLinear(weight, bias)
 
 
 # As `--quantization` rounds weights at load; and as most checkpoints of 4 bits are.

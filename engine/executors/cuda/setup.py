@@ -51,11 +51,18 @@ from penstock.engine.memory.kv_pool import (
     size_pool,
 )
 from penstock.engine.memory.machine import num_cores
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.model_info import ModelInfo, QuantizationInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.layers.coded import OnGpu
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
+from penstock.engine.models.quantization.at_load.plan import Plan
+from penstock.engine.models.quantization.at_load.quantize import (
+    Quantized,
+    quantization_plan,
+    quantize,
+)
 from penstock.engine.phases import Phases
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
@@ -72,14 +79,12 @@ from penstock.scheduler.types import (
 
 logger = logging.getLogger(__name__)
 
+_META = torch.device("meta")
 _DEFAULT_BLOCK_SIZE = 64
 # The scheduler's lists of them cost the host some 50 bytes each; no useful model needs more.
 _MAX_BLOCKS = 2**20
 # Reading is bound by the disk and by page faults, so more threads do not help.
 _MAX_LOAD_THREADS = 16
-# Weights of other formats become plain. FUSED_LINEARS multiplies with codes too, but no device has
-# run that yet, and by its estimate it is slower than plain weights for more than 16 rows.
-KEPT_FORMATS = frozenset({PlainLinear.weight_format})
 # All sampling options at once, for the largest step; filters alone; and greedy.
 _COSTLY = SamplingParams(
     max_tokens=1,
@@ -130,10 +135,18 @@ class _Setup:
         self._phases = phases
         self._model = ModelConfig.from_dir(model_dir)
         self._dtype = choose_dtype(config.dtype, gpu.device)
-        kept = KEPT_FORMATS
-        log_widening(self._model, self._dtype, kept)
+        self._kept = OnGpu(gpu.device)
+        log_widening(self._model, self._dtype, self._kept)
+        self._plan = quantization_plan(config.quantization, self._model, self._dtype, OnGpu(_META))
+        self._quantized: Quantized | None = None
+        self._quantization: QuantizationInfo | None = None
         self._weight_bytes = weight_bytes(
-            self._model, config.load_format, model_dir, self._dtype, kept=kept
+            self._model,
+            config.load_format,
+            model_dir,
+            self._dtype,
+            kept=self._kept,
+            plan=self._plan,
         )
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         self._kv_dtype = kv_dtype(config.kv_cache_dtype, self._dtype)
@@ -158,10 +171,17 @@ class _Setup:
             self._bandwidth = gpu.copy_bandwidth()
         with phases.timed("flops", "measuring how fast matrices are multiplied"):
             self._flops = gpu.matmul_flops(self._dtype)
+        if self._plan is not None:
+            self._quantized = self._quantize(self._plan)
+            gpu.release()
         used_before = gpu.used_bytes()
         what = reading(self._weight_bytes, self._dtype)
         with phases.timed("weights", what, total=self._weight_bytes):
             llama = self._load()
+            if self._quantized is not None:
+                self._quantization = self._quantized.info
+                self._quantized = None  # the GPU has the codes now
+            gpu.release()
             used = gpu.used_bytes()
         weights = max(0, used - used_before)
         with phases.timed("activations", "compiling kernels, and running the largest step"):
@@ -202,6 +222,19 @@ class _Setup:
         dtype = str(self._dtype).removeprefix("torch.")
         check_weights(self._gpu.name, self._gpu.total_bytes, free, self._weight_bytes, dtype)
 
+    def _quantize(self, plan: Plan) -> Quantized:
+        """Rounds on the GPU. The codes wait in this machine's memory until they are loaded."""
+        num_threads = self._config.num_threads or num_cores()
+        return quantize(
+            self._config,
+            self._model_dir,
+            plan,
+            self._phases,
+            num_threads,
+            self._gpu.device,
+            self._kept,
+        )
+
     def _load(self) -> LlamaModel:
         """Each weight is read once, by one of several threads, to where it stays."""
         torch.set_num_threads(1)  # the threads that read are Python's
@@ -215,8 +248,9 @@ class _Setup:
                 self._model,
                 empty,
                 self._phases,
+                self._quantized,
                 make_linear=PlainLinear,
-                kept=KEPT_FORMATS,
+                kept=self._kept,
             ),
             PlainLinear,
             gathered_attention,
@@ -296,6 +330,7 @@ class _Setup:
             self._flops,
             weight_bytes=llama.step_weight_bytes,
             kv_dtype=self._kv_dtype,
+            quantization=self._quantization,
         )
 
 

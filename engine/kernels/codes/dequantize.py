@@ -4,21 +4,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.codes.numbers import halves
+from penstock.engine.kernels.codes.groups import scaled_numbers
 from penstock.engine.kernels.codes.weight import CodedWeight
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import ceil_div
 
 # Outputs and bytes of a program.
-_DEQUANTIZED = (16, 128)
+_OUTPUTS, _SIZE = 16, 128
 
 
 def dequantize(weight: CodedWeight, first: int, out: Tensor) -> None:
     """Writes rows [first, first + len(out)) of W to `out`: (rows, columns) of the model's type."""
     rows, columns = out.shape
     row_bytes = weight.codes.shape[1]
-    outputs, size = _DEQUANTIZED
-    _dequantize[(ceil_div(row_bytes, size), ceil_div(rows, outputs))](
+    _dequantize[(ceil_div(row_bytes, _SIZE), ceil_div(rows, _OUTPUTS))](
         weight.codes,
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
@@ -33,8 +32,8 @@ def dequantize(weight: CodedWeight, first: int, out: Tensor) -> None:
         HAS_ZEROS=weight.zeros is not None,
         LEVELS=weight.levels,
         RUN=weight.run,
-        OUTPUTS=outputs,
-        SIZE=size,
+        OUTPUTS=_OUTPUTS,
+        SIZE=_SIZE,
         num_warps=4,
         **overlapped(),
     )
@@ -62,62 +61,21 @@ def _dequantize(
 ):
     """SIZE bytes of OUTPUTS rows."""
     wait_for_kernels_before(PDL)
-    row = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS))[:, None]
-    byte = (tl.program_id(0) * SIZE + tl.arange(0, SIZE))[None, :]
+    row = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row = row < rows
-    output = first + row
-    where = output.to(tl.int64) * row_bytes + byte
-    w = tl.load(codes + where, mask=is_row & (byte < row_bytes), other=0)
-    if BITS == 8:
-        _store_numbers(
-            w.to(tl.float32), scales, zeros, out, row, output, byte, is_row, columns, scale_stride,
-            GROUP_SIZE, HAS_ZEROS,
-        )  # fmt: skip
-    else:
-        low, high = halves(w, out.dtype.element_ty, LEVELS)
+    start = tl.program_id(0) * SIZE
+    byte = start + tl.arange(0, SIZE)
+    mask = is_row[:, None] & (byte < row_bytes)[None, :]
+    where = (first + row).to(tl.int64)[:, None] * row_bytes + byte[None, :]
+    w = tl.load(codes + where, mask=mask, other=0)
+    low, high = scaled_numbers(
+        w, start, scales, zeros, scale_stride, columns, first + row, is_row, out.dtype.element_ty,
+        BITS, GROUP_SIZE, HAS_ZEROS, True, LEVELS, RUN, OUTPUTS, SIZE,
+    )  # fmt: skip
+    target = out + row.to(tl.int64)[:, None] * columns
+    column = byte
+    if BITS == 4:
         column = byte // RUN * (2 * RUN) + byte % RUN
-        _store_numbers(
-            low, scales, zeros, out, row, output, column, is_row, columns, scale_stride,
-            GROUP_SIZE, HAS_ZEROS,
-        )  # fmt: skip
-        _store_numbers(
-            high, scales, zeros, out, row, output, column + RUN, is_row, columns, scale_stride,
-            GROUP_SIZE, HAS_ZEROS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _store_numbers(
-    numbers,
-    scales,
-    zeros,
-    out,
-    row,
-    output,
-    column,
-    is_row,
-    columns,
-    scale_stride,
-    GROUP_SIZE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-):
-    mask = is_row & (column < columns)
-    group = column // GROUP_SIZE
-    wide = numbers.to(tl.float32)
-    if HAS_ZEROS:
-        wide -= _of_one_group(zeros, scale_stride, group, output, mask)
-    wide *= _of_one_group(scales, scale_stride, group, output, mask)
-    tl.store(out + row.to(tl.int64) * columns + column, wide.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _of_one_group(table, stride, group, output, mask):
-    """A scale or zero for each element, (outputs, columns)."""
-    if table.dtype.element_ty == tl.int32:
-        pair = (group // 2).to(tl.int64)
-        both = tl.load(table + pair * stride + output, mask=mask, other=0)
-        half = (both >> (group % 2 * 16)).to(tl.int16)
-        found = half.to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        found = tl.load(table + group.to(tl.int64) * stride + output, mask=mask, other=0.0)
-    return found
+        beyond = is_row[:, None] & (column + RUN < columns)[None, :]
+        tl.store(target + column[None, :] + RUN, high, mask=beyond)
+    tl.store(target + column[None, :], low, mask=is_row[:, None] & (column < columns)[None, :])

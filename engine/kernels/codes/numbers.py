@@ -1,4 +1,4 @@
-"""What codes of 4 bits stand for, in registers."""
+"""What codes stand for, in registers."""
 
 import triton
 import triton.language as tl
@@ -17,11 +17,13 @@ def _differences(kind):
 
     Source: Kim et al. 2022, "Who Says Elephants Can't Run" (arXiv:2211.10017), section 4.
     """
-    number, less, minus = "0x43004300", "0x43084308", "sub.bf16x2"
+    # Before Hopper, pairs of bfloat16 have no other arithmetic.
+    number, one, less, add = "0x43004300", "0x3F803F80", "0xC308C308", "fma.rn.bf16x2"
     if kind == "fp16":
-        number, less, minus = "0x64006400", "0x64086408", "sub.f16x2"
+        number, one, less, add = "0x64006400", "0x3C003C00", "0xE408E408", "fma.rn.f16x2"
     return f"""{{
-        .reg .b32 a, b, c, d, m;
+        .reg .b32 a, b, c, d, m, n;
+        mov.b32 n, {one};
         mov.b32 m, {less};
         prmt.b32 a, $4, 0, 0x4140;
         prmt.b32 b, $4, 0, 0x4342;
@@ -31,10 +33,10 @@ def _differences(kind):
         lop3.b32 b, b, 0x000F000F, {number}, 0xEA;
         lop3.b32 c, c, 0x000F000F, {number}, 0xEA;
         lop3.b32 d, d, 0x000F000F, {number}, 0xEA;
-        {minus} $0, a, m;
-        {minus} $1, b, m;
-        {minus} $2, c, m;
-        {minus} $3, d, m;
+        {add} $0, a, n, m;
+        {add} $1, b, n, m;
+        {add} $2, c, n, m;
+        {add} $3, d, n, m;
     }}"""
 
 
@@ -114,3 +116,54 @@ def _number(code, LEVELS: tl.constexpr):
         high = tl.where(wide < 12, LEVELS[2], LEVELS[3])
         number = (tl.where(wide < 8, low, high) >> ((wide & 3) * 8)).to(tl.int8)
     return number
+
+
+# Of four bytes, two numbers to a register.
+_BYTES = tl.constexpr("=r,=r,r")
+
+
+@triton.constexpr_function
+def widening(kind):
+    """float8_e4m3fn as a wider type: a number with the same exponent and fraction has another bias,
+    7 for 127 or 15, so that it is multiplied by 2^120 or 2^8; zeros are added as above. NaN is no
+    such number: checkpoints with it are refused."""
+    shift, mask, factor, multiply = 4, "0x07F007F0", "0x7B807B80", "fma.rn.bf16x2"
+    if kind == "fp16":
+        shift, mask, factor, multiply = 1, "0x3F803F80", "0x5C005C00", "fma.rn.f16x2"
+    return f"""{{
+        .reg .b32 a, b, c, d, f, z;
+        mov.b32 f, {factor};
+        mov.b32 z, 0x80008000;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        shr.b32 c, a, {shift};
+        shr.b32 d, b, {shift};
+        and.b32 a, a, z;
+        and.b32 b, b, z;
+        lop3.b32 c, c, {mask}, a, 0xEA;
+        lop3.b32 d, d, {mask}, b, 0xEA;
+        {multiply} $0, c, f, z;
+        {multiply} $1, d, f, z;
+    }}"""
+
+
+@triton.jit
+def whole(codes, kind: tl.constexpr):
+    """What codes of 8 bits stand for, without zeros, in the type `kind`: see `CodedWeight`."""
+    if codes.dtype == tl.int8:
+        numbers = codes.to(kind)
+    elif _HAS_ASSEMBLER and kind == tl.bfloat16:
+        of_bf16: tl.constexpr = widening("bf16")
+        numbers = tl.inline_asm_elementwise(
+            of_bf16, _BYTES, [codes], tl.bfloat16, is_pure=True, pack=4
+        )
+    elif _HAS_ASSEMBLER and kind == tl.float16:
+        of_fp16: tl.constexpr = widening("fp16")
+        numbers = tl.inline_asm_elementwise(
+            of_fp16, _BYTES, [codes], tl.float16, is_pure=True, pack=4
+        )
+    else:
+        wide = codes.to(tl.int8, bitcast=True).to(tl.int16)
+        halves_of_it = ((wide << 7) & -16385).to(tl.float16, bitcast=True)
+        numbers = (halves_of_it.to(tl.float32) * 256.0).to(kind)
+    return numbers

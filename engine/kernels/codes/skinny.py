@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.codes.numbers import halves
+from penstock.engine.kernels.codes.groups import of_groups
+from penstock.engine.kernels.codes.numbers import halves, whole
 from penstock.engine.kernels.codes.weight import CodedWeight
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.linear import (
@@ -252,15 +253,15 @@ def _add_products(
 
     column: (warps,), of the first code of each run.
     """
-    scale, scale_high = _of_groups(
+    scale, scale_high = of_groups(
         scales, scale_stride, column, columns, output, is_output, BITS, GROUP_SIZE, RUN
     )
     if HAS_ZEROS:
-        zero, zero_high = _of_groups(
+        zero, zero_high = of_groups(
             zeros, scale_stride, column, columns, output, is_output, BITS, GROUP_SIZE, RUN
         )
     if BITS == 8:
-        numbers = w.to(kind)
+        numbers = whole(w, kind)
         if HAS_ZEROS:
             numbers = numbers - zero.to(kind)[:, :, None]
         acc += _product(numbers, a) * scale[:, :, None]
@@ -284,34 +285,3 @@ def _add_products(
 @triton.jit
 def _product(w, a):
     return tl.dot(w, tl.permute(a, (0, 2, 1)), input_precision="ieee")
-
-
-@triton.jit
-def _of_groups(
-    table,
-    stride,
-    column,
-    columns,
-    output,
-    is_output,
-    BITS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    RUN: tl.constexpr,
-):
-    """Scales or zeros, (warps, outputs), of the groups that have `column`, and where bytes have
-    codes of two groups, of the other."""
-    mask = is_output[None, :] & (column < columns)[:, None]
-    if table.dtype.element_ty == tl.int32:
-        pair = (column // (2 * GROUP_SIZE)).to(tl.int64)
-        both = tl.load(table + pair[:, None] * stride + output[None, :], mask=mask, other=0)
-        low = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        high = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        group = (column // GROUP_SIZE).to(tl.int64)
-        low = tl.load(table + group[:, None] * stride + output[None, :], mask=mask, other=0.0)
-        high = low
-        if BITS == 4 and GROUP_SIZE % (2 * RUN) != 0:
-            group = ((column + RUN) // GROUP_SIZE).to(tl.int64)
-            mask = is_output[None, :] & (column + RUN < columns)[:, None]
-            high = tl.load(table + group[:, None] * stride + output[None, :], mask=mask, other=0.0)
-    return low, high

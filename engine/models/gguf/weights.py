@@ -23,6 +23,7 @@ from penstock.engine.models.gguf import blocks
 from penstock.engine.models.gguf.names import EMBEDDING, OUTPUT, gguf_name
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import PlainLinear, StoredLinear
+from penstock.engine.models.quantization.schemes import Integers, KeptBytes
 from penstock.engine.models.weights import Empty
 
 logger = logging.getLogger(__name__)
@@ -36,16 +37,16 @@ _PERMUTED = ("attn_q", "attn_k")
 class GgufWeights:
     """See `WeightSource`."""
 
-    def __init__(self, path: Path, empty: Empty, *, keeps_codes: bool) -> None:
-        """keeps_codes: whether linear layers may have codes with a scale a group; else all weights
-        are plain."""
+    def __init__(self, path: Path, empty: Empty, kept: KeptBytes) -> None:
+        """kept: whether linear layers may have codes with a scale a group; else all weights are
+        plain."""
         self._gguf = open_gguf(path)
         self._head_dim = ModelConfig.from_dir(path).head_dim
         self._empty = empty
-        self._keeps_codes = keeps_codes
+        self._keeps_codes = _keeps_codes(kept)
         self._is_permuted = self._gguf.metadata.get("general.architecture") == "llama"
         self._bytes = {part: _mapped(part) for part in self._gguf.parts}
-        if line := widened(self._gguf, empty((0,)).dtype, keeps_codes=keeps_codes):
+        if line := widened(self._gguf, empty((0,)).dtype, kept):
             logger.info("%s", line)
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
@@ -98,19 +99,18 @@ class GgufWeights:
         if not blocks.is_grouped(kind):
             num_rows = sum(tensor.info.shape[0] for tensor in tensors)
             return PlainLinear(self.read((num_rows, columns), *names), bias)
-        device = self._empty((0,)).device
         pairs = [blocks.grouped(tensor.rows(), kind) for tensor in tensors]
         codes, scales = zip(*pairs, strict=True)
         for name, each in zip(names, scales, strict=True):
             self._check_finite(name, each)
         levels = blocks.levels(kind)
         return GroupedLinear(
-            torch.cat(codes).to(device),
-            torch.cat(scales).to(device),
+            torch.cat(codes),
+            torch.cat(scales),
             bias,
             group_size=_GROUP_SIZE,
             in_features=columns,
-            levels=None if levels is None else levels.to(device),
+            levels=levels,
         )
 
     def _widen(self, name: str, tensor: "_Stored", into: Tensor) -> None:
@@ -182,31 +182,45 @@ class _Stored:
         return pairs.transpose(1, 2).reshape(raw.shape)
 
 
-def loaded_bytes(path: Path, dtype: torch.dtype, *, keeps_codes: bool) -> int:
+def loaded_bytes(path: Path, dtype: torch.dtype, kept: KeptBytes) -> int:
     """What the weights take when they are read."""
-    return sum(_loaded_bytes(open_gguf(path), dtype, keeps_codes=keeps_codes).values())
+    return sum(_loaded_bytes(open_gguf(path), dtype, kept).values())
 
 
-def _loaded_bytes(gguf: GgufFile, dtype: torch.dtype, *, keeps_codes: bool) -> dict[str, int]:
+def _loaded_bytes(gguf: GgufFile, dtype: torch.dtype, kept: KeptBytes) -> dict[str, int]:
     """Of each tensor."""
     sizes = {}
     for name, info in gguf.tensors.items():
         sizes[name] = info.num_elements * dtype.itemsize
-        if keeps_codes and blocks.is_grouped(info.type):
+        if blocks.is_grouped(info.type) and len(info.shape) == 2 and _keeps_codes(kept):
+            coded = kept(_scheme(info.type), info.shape[0], info.shape[1]) or 0
             if name != EMBEDDING:
-                sizes[name] = info.num_bytes
+                sizes[name] = coded
             elif OUTPUT not in gguf.tensors:  # tied: rows are taken from a plain matrix
-                sizes[name] += info.num_bytes
+                sizes[name] += coded
     return sizes
 
 
-def widened(gguf: GgufFile, dtype: torch.dtype, *, keeps_codes: bool) -> str | None:
-    """A line about the quantized matrices that take more memory than in the file, if any do."""
-    sizes = _loaded_bytes(gguf, dtype, keeps_codes=keeps_codes)
+def _scheme(kind: TensorType) -> Integers:
+    """As a checkpoint of safetensors would have a type that is grouped."""
+    bits = 8 if kind.name == "Q8_0" else 4
+    return Integers(bits=bits, group_size=_GROUP_SIZE, is_symmetric=True, is_packed=False)
+
+
+def _keeps_codes(kept: KeptBytes) -> bool:
+    scheme = Integers(bits=8, group_size=_GROUP_SIZE, is_symmetric=True, is_packed=False)
+    return kept(scheme, _GROUP_SIZE, _GROUP_SIZE) is not None
+
+
+def widened(gguf: GgufFile, dtype: torch.dtype, kept: KeptBytes) -> str | None:
+    """A line about the quantized matrices that become plain, if any do."""
+    sizes = _loaded_bytes(gguf, dtype, kept)
+    has_codes = _keeps_codes(kept)
     grown = {
         name: info
         for name, info in gguf.tensors.items()
-        if info.type.block_size > 1 and sizes[name] > info.num_bytes
+        if info.type.block_size > 1
+        and not (has_codes and blocks.is_grouped(info.type) and name != EMBEDDING)
     }
     if not grown:
         return None

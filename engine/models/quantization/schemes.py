@@ -4,6 +4,7 @@ N is out_features and K in_features. Bytes are those of the layer that is read: 
 float16 where most checkpoints have such, and as float32 where the format implies it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,11 @@ class Scheme(Protocol):
     def num_bytes(self, out_features: int, in_features: int) -> int:
         """Of that layer, without its bias."""
         ...
+
+
+# Of a scheme, out_features and in_features: what such a layer takes where it is computed, without
+# its bias; None where it becomes plain. See `Kept`.
+KeptBytes = Callable[[Scheme, int, int], int | None]
 
 
 @dataclass(frozen=True, slots=True)
