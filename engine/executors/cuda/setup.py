@@ -34,6 +34,7 @@ from penstock.engine.executors.loading import (
     weight_bytes,
     weight_source,
 )
+from penstock.engine.kernels.codes.tiles import TILE_ROWS
 from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.gpu_budget import (
@@ -54,6 +55,7 @@ from penstock.engine.memory.machine import num_cores
 from penstock.engine.model_info import ModelInfo, QuantizationInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.fused_linear import MAX_TILED_ROWS
 from penstock.engine.models.layers.coded import OnGpu
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
@@ -268,7 +270,7 @@ class _Setup:
         size = PoolSize(num_blocks=0, max_model_len=self._max_len)
         executor = self._executor(llama, size, use_graphs=False)
         if self._gpu.device.type == "cuda" and self._max_len > 1:
-            for batch in small_steps(self._config.scheduler.max_num_seqs):
+            for batch in small_steps(self._config.scheduler, self._max_len, self._block_size):
                 executor.execute(batch).wait()
         batch = largest_step(self._config.scheduler, self._max_len, self._block_size)
         executor.execute(batch).wait()
@@ -334,13 +336,19 @@ class _Setup:
         )
 
 
-def small_steps(max_num_seqs: int) -> Iterator[ScheduledBatch]:
-    """One of prompts and one of decodes for each sampling mode, with row counts that take each path
-    through a layer."""
+def small_steps(
+    scheduler: SchedulerConfig, max_model_len: int, block_size: int
+) -> Iterator[ScheduledBatch]:
+    """One of prompts and one of decodes for each sampling mode; and numbers of rows and of tokens
+    that take each path through a layer."""
+    max_num_seqs = scheduler.max_num_seqs
+    for size in (*TILE_ROWS, MAX_TILED_ROWS + 1):
+        counts = [1] * size if size < max_num_seqs else [size]
+        if size <= scheduler.max_num_batched_tokens and counts[0] <= max_model_len:
+            yield _prompts(counts, block_size, _GREEDY)
     for num_rows in sorted({1, min(MAX_ROWS, max_num_seqs), max_num_seqs}):
         for sampling in (_COSTLY, _FILTERED, _GREEDY):
-            assignments = tuple(_assignment(slot, 1, 1, sampling) for slot in range(num_rows))
-            yield _batch([1] * num_rows, assignments, num_decodes=0)
+            yield _prompts([1] * num_rows, block_size, sampling)
             yield _batch([1] * num_rows, (), num_decodes=num_rows)
 
 
@@ -353,8 +361,13 @@ def largest_step(scheduler: SchedulerConfig, max_model_len: int, block_size: int
         more = min(left, max_model_len - 1)
         counts[row] += more
         left -= more
+    return _prompts(counts, block_size, _COSTLY)
+
+
+def _prompts(counts: list[int], block_size: int, sampling: SamplingParams) -> ScheduledBatch:
+    """Of so many tokens each, all in block 0."""
     assignments = tuple(
-        _assignment(slot, count, -(-count // block_size), _COSTLY)
+        _assignment(slot, count, -(-count // block_size), sampling)
         for slot, count in enumerate(counts)
     )
     return _batch(counts, assignments, num_decodes=0)

@@ -16,14 +16,14 @@ from torch import Tensor
 from penstock.engine.kernels.codes.groups import scaled_numbers
 from penstock.engine.kernels.codes.weight import CodedWeight
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
-from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
+from penstock.engine.kernels.sizes import NUM_SMS, ceil_div, next_power_of_2
 
 # What Hopper's matrix units multiply at once has so many outputs for each four warps.
 _OUTPUTS = 64
-_MIN_ROWS, _MAX_ROWS = 32, 256
+# Rows of a tile; a kernel is compiled for each number.
+TILE_ROWS = (32, 64, 128, 256)
 # Columns of a stage: with fewer, waiting for the matrix units takes as long as they do.
 _COLUMNS = 128
-_NUM_SMS = 132
 _MAX_SPLITS = 8
 _SUMMED = 1024
 
@@ -37,7 +37,7 @@ class _Tile(NamedTuple):
 
 
 def _tile(num_rows: int) -> _Tile:
-    rows = min(_MAX_ROWS, max(_MIN_ROWS, next_power_of_2(num_rows)))
+    rows = next((rows for rows in TILE_ROWS if rows >= num_rows), TILE_ROWS[-1])
     if rows <= 64:
         return _Tile(rows, _OUTPUTS, _COLUMNS, stages=3, warps=4)
     # Two groups of warps, one of which makes weights of codes while the other multiplies.
@@ -46,7 +46,7 @@ def _tile(num_rows: int) -> _Tile:
 
 def _num_splits(programs: int, rounds: int) -> int:
     """Two programs for each multiprocessor, where there are columns enough."""
-    wanted = 2 * _NUM_SMS // max(1, programs)
+    wanted = 2 * NUM_SMS // max(1, programs)
     splits = 1
     while 2 * splits <= min(wanted, _MAX_SPLITS, rounds // 4):
         splits *= 2
