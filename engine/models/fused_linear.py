@@ -23,9 +23,10 @@ from penstock.engine.models.layers.linear import LinearProducts, PlainLinear
 # still be there when cuBLAS reads it; and in whole tiles of cuBLAS.
 _SLAB_BYTES = 25_000_000
 _SLAB_ROWS = 128
-# Above it, dequantizing a weight for cuBLAS costs less than its tiles' being slower than cuBLAS: as
-# estimated, see tests/bench/gpu/ESTIMATE.md.
-MAX_TILED_ROWS = 256
+# Dequantizing the weights of Qwen3-8B, int4 in groups of 128, adds some 15 ms to a step, and tiles
+# add 3 to 6 for each 256 rows: estimated at 256, as in tests/bench/gpu/ESTIMATE.md. So they are
+# equal at 700 to 1,200.
+MAX_TILED_ROWS = 512
 
 
 class FusedLinear(Protocol):

@@ -70,8 +70,8 @@ def test_few_rows_and_many_are_multiplied_with_what_codes_stand_for(
     normed = functional.rms_norm(x, (COLUMNS,), norm, EPS)
     gate, up = (normed @ weight.T + bias).chunk(2, -1)
     assert error(gated, functional.silu(gate) * up) < TOLERANCE
-    for num_rows in (20, 270):
-        many, given = random(num_rows, COLUMNS), poisoned(300, OUTPUTS)[:num_rows]
+    for num_rows in (20, 520):
+        many, given = random(num_rows, COLUMNS), poisoned(600, OUTPUTS)[:num_rows]
         assert error(product.many(many), many @ weight.T + bias) < TOLERANCE
         assert product.many(many, given) is given
         assert error(given, many @ weight.T + bias) < TOLERANCE
@@ -83,7 +83,7 @@ def test_a_weight_that_is_larger_than_a_slab_is_dequantized_in_slabs(
     monkeypatch.setattr("penstock.engine.models.fused_linear._SLAB_BYTES", 0)
     monkeypatch.setattr("penstock.engine.models.fused_linear._SLAB_ROWS", 25)
     linear = stored(coded(4, 32)(random(OUTPUTS, COLUMNS), None))
-    weight, x = weight_of(linear), random(270, COLUMNS)
+    weight, x = weight_of(linear), random(520, COLUMNS)
     assert error(FUSED_LINEARS.of(held(linear)).many(x), x @ weight.T) < TOLERANCE
 
 
