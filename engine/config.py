@@ -53,11 +53,12 @@ class Quantization(StrEnum):
 
     INT8 = "int8"  # codes of 8 bits, with a scale for each 32 of them
     INT4 = "int4"  # of 4 bits, but for the few layers that need 8
+    FP8 = "fp8"  # e4m3, with a scale for each row, for a GPU
 
     @property
     def bits(self) -> int:
         """Of most layers."""
-        return 8 if self is Quantization.INT8 else 4
+        return 4 if self is Quantization.INT4 else 8
 
 
 class AttentionBackend(StrEnum):
@@ -111,7 +112,9 @@ class EngineConfig:
             if value is not None and value < 1:
                 raise InvalidConfig(f"--{name.replace('_', '-')} must be at least 1")
         if self.quantization_report and self.quantization is None:
-            raise InvalidConfig("--quantization-report needs --quantization int8 or int4")
+            raise InvalidConfig(
+                f"--quantization-report needs --quantization {'|'.join(Quantization)}"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise InvalidConfig(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it is a share of the "

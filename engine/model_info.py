@@ -45,15 +45,16 @@ class QuantizationInfo:
     """How the weights of linear layers were rounded at load, and what it changed.
 
     bits: of a weight in most layers; bits_per_weight: the mean of all that are quantized, scales
-    included. kl_divergence: the mean, in nats, of the next token's distribution from the
-    unquantized model's; top1_agreement: how often, from 0 to 1, both have the same likeliest token.
-    Both are for num_tokens tokens of a fixed text, and None where they were not measured.
+    included. group_size: weights that share a scale; None for a whole row. kl_divergence: the mean,
+    in nats, of the next token's distribution from the unquantized model's; top1_agreement: how
+    often, from 0 to 1, both have the same likeliest token. Both are for num_tokens tokens of a
+    fixed text, and None where they were not measured.
     """
 
     method: str
     bits: int
     bits_per_weight: float
-    group_size: int
+    group_size: int | None
     num_tokens: int = 0
     kl_divergence: float | None = None
     top1_agreement: float | None = None

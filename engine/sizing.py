@@ -18,6 +18,7 @@ from penstock.engine.config import Dtype, KVCacheDtype, Quantization
 from penstock.engine.memory.dtypes import TORCH_DTYPES, kv_dtype
 from penstock.engine.memory.hardware import peak_bandwidth
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.coded import OnGpu
 from penstock.engine.models.quantization.at_load.plan import Plan
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan
 from penstock.scheduler.errors import InvalidConfig, PenstockError
@@ -29,8 +30,7 @@ CONTEXTS = (2_048, 8_192, 32_768)
 # Nominal memory; the devices have a few percent more.
 DEVICES = (("H100", 80), ("H200", 141))
 _BLOCK_SIZE = 64
-# The weight formats in which a GPU keeps layers as they are stored: others become plain.
-KEPT_FORMATS: frozenset[str] = frozenset({"plain"})
+_KEPT = OnGpu(torch.device("meta"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Sizing:
         plan = self._plan
         if plan:
             return plan.weight_bytes
-        return self.model.weight_bytes(self.dtype.itemsize, KEPT_FORMATS)
+        return self.model.weight_bytes(self.dtype.itemsize, _KEPT.num_bytes)
 
     @property
     def step_weight_bytes(self) -> int:
@@ -67,11 +67,11 @@ class Sizing:
         plan = self._plan
         if plan:
             return plan.step_weight_bytes
-        return self.model.step_weight_bytes(self.dtype.itemsize, KEPT_FORMATS)
+        return self.model.step_weight_bytes(self.dtype.itemsize, _KEPT.num_bytes)
 
     @property
     def _plan(self) -> Plan | None:
-        return quantization_plan(self.quantization, self.model, self.dtype)
+        return quantization_plan(self.quantization, self.model, self.dtype, _KEPT)
 
     @property
     def token_bytes(self) -> int:
@@ -232,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--dtype", choices=list(TORCH_DTYPES), default=Dtype.BFLOAT16,
          help="the server's flag (default: %(default)s)")  # fmt: skip
     flag("--quantization", choices=list(Quantization),
-         help="the server's flag, which is for the CPU (default: none)")  # fmt: skip
+         help="the server's flag (default: none)")  # fmt: skip
     flag("--kv-cache-dtype", choices=list(KVCacheDtype), default=KVCacheDtype.AUTO,
          help="the server's flag (default: %(default)s)")  # fmt: skip
     flag("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",

@@ -32,15 +32,15 @@ REASONING_PARSERS = tuple(form.value for form in ReasoningFormat)
 # The demo uses the second name for itself in its training examples.
 DEMO_NAMES = ("penstock-demo", "demo")
 _GROUPS = "int8 has a scale for each 32 weights"
-_INSTEAD = "use int8 or int4"
+_INSTEAD = "use " + " or ".join(Quantization)
 # Values of vLLM's --quantization, by what vLLM does with them.
 _VLLM_AT_LOAD = {
     "int8_per_channel_weight_only": f"{_GROUPS}, not one a channel: use int8, which loses less",
+    "fp8_per_channel": "use fp8, which has a scale for each row",
     **dict.fromkeys(
         (
             "fp8_per_tensor",
             "fp8_per_block",
-            "fp8_per_channel",
             "nvfp4_per_token",
             "mxfp8",
             "online",
@@ -49,7 +49,7 @@ _VLLM_AT_LOAD = {
     ),
 }
 _VLLM_STORED = (
-    *("awq", "gptq", "awq_marlin", "gptq_marlin", "fp8", "compressed-tensors", "modelopt"),
+    *("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "modelopt"),
     *("modelopt_fp4", "bitsandbytes", "mxfp4", "gguf", "torchao", "quark", "auto-round"),
 )
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -173,10 +173,10 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         "--quantization",
         type=_quantization,
         metavar="|".join(Quantization),
-        help="round the weights of linear layers at load, on the CPU: int8 takes half of "
-        "bfloat16's memory and changes next to nothing, int4 a third and changes a little; the log "
-        "says how much. The result is kept in ~/.cache/penstock/quantized (default: weights as "
-        "they are)",
+        help="round the weights of linear layers at load: int8 takes half of bfloat16's memory and "
+        "changes next to nothing, int4 a third and changes a little, fp8 (on a GPU) half and "
+        "changes more than int8; the log says how much. The result is kept in "
+        "~/.cache/penstock/quantized (default: weights as they are)",
     )
     flag(
         "--quantization-report",

@@ -44,6 +44,7 @@ from penstock.engine.models.errors import (
     UnsupportedWeightFormat,
 )
 from penstock.engine.models.gguf.weights import weight_formats as gguf_formats
+from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
@@ -88,7 +89,7 @@ class CpuExecutor:
         kv_type = kv_dtype(config.kv_cache_dtype, self._dtype)
 
         make_linear = cpu_linear(self._dtype) if library is None else PlainLinear
-        kept: frozenset[str] = frozenset() if library is None else FORMATS
+        kept = AsStored(() if library is None else FORMATS)
         log_widening(model, self._dtype, kept)
         # Before the weights are read, so that a model that does not fit is reported at once.
         plan = quantization_plan(config.quantization, model, self._dtype)

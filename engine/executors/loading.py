@@ -2,14 +2,13 @@
 memory."""
 
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
+from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat, Quantization
 from penstock.engine.gguf.file import is_gguf
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
@@ -19,11 +18,11 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
 from penstock.engine.models.json_file import Fields
+from penstock.engine.models.layers.kept import Kept
 from penstock.engine.models.layers.linear import Linear, MakeLinear
 from penstock.engine.models.quantization.at_load.plan import Plan
 from penstock.engine.models.quantization.at_load.quantize import Quantized
 from penstock.engine.models.quantization.parse import quantization_name
-from penstock.engine.models.quantization.schemes import integer_format
 from penstock.engine.models.tensor_files import is_finite
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
@@ -86,26 +85,27 @@ def weight_source(
     quantized: Quantized | None = None,
     *,
     make_linear: MakeLinear,
-    kept: Collection[str],
+    kept: Kept,
 ) -> WeightSource:
     """phases: its current phase is advanced by the bytes of each weight. quantized: the linear
-    layers, where they are not as the checkpoint has them. kept: see `Widened`."""
+    layers, where they are not as the checkpoint has them. make_linear: see `Widened`."""
     source: Checkpoint | GgufWeights | RandomWeights
     if load_format is LoadFormat.DUMMY:
         source = RandomWeights(empty, model.quantization)
     elif is_gguf(model_dir):
-        source = GgufWeights(model_dir, empty, keeps_codes=_keeps_codes(kept))
+        source = GgufWeights(model_dir, empty, kept.num_bytes)
     else:
         source = Checkpoint(model_dir, empty, model.quantization)
     if quantized is not None:
-        return Counted(quantized.of(source), phases)
+        return Counted(quantized.of(source, kept), phases)
     return Counted(Widened(source, empty, make_linear, kept), phases)
 
 
-def log_widening(model: ModelConfig, dtype: torch.dtype, kept: Collection[str]) -> None:
-    """Says what it costs that layers of formats other than these are made plain."""
-    stored, held = model.weight_bytes(dtype.itemsize), model.weight_bytes(dtype.itemsize, kept)
-    if model.quantization is not None and held != stored:
+def log_widening(model: ModelConfig, dtype: torch.dtype, kept: Kept) -> None:
+    """Says what it costs that layers which are not kept are made plain."""
+    if model.quantization is not None and model.has_widened(kept.num_bytes):
+        stored = model.weight_bytes(dtype.itemsize)
+        held = model.weight_bytes(dtype.itemsize, kept.num_bytes)
         logger.warning(
             "the weights are stored as %s, %.3f GiB; nothing here computes that format, so they "
             "become %s as they are read, and take %.3f GiB",
@@ -120,11 +120,10 @@ def check_quantization(config: EngineConfig, model_dir: Path, device: str) -> No
     """Raises InvalidConfig where --quantization is given and cannot be done."""
     if config.quantization is None:
         return
-    if device != "cpu":
+    if device == "cpu" and config.quantization is Quantization.FP8:
         raise InvalidConfig(
-            f"--quantization {config.quantization} is for the CPU: there are no GPU kernels for "
-            "such weights yet. Leave it out, and use a model that fits in the GPU's memory in "
-            "bfloat16; or use --device cpu"
+            "--quantization fp8 is for a GPU: a CPU computes with int8, which takes as much memory "
+            "and is closer to the weights; use --quantization int8"
         )
     if is_gguf(model_dir):
         raise InvalidConfig(
@@ -147,19 +146,15 @@ def weight_bytes(
     model_dir: Path,
     dtype: torch.dtype,
     *,
-    kept: Collection[str],
+    kept: Kept,
     plan: Plan | None = None,
 ) -> int:
     """What `weight_source` will read takes in memory. plan: of --quantization."""
     if plan is not None:
         return plan.weight_bytes
     if is_gguf(model_dir) and load_format is not LoadFormat.DUMMY:
-        return loaded_bytes(model_dir, dtype, keeps_codes=_keeps_codes(kept))
-    return model.weight_bytes(dtype.itemsize, kept)
-
-
-def _keeps_codes(kept: Collection[str]) -> bool:
-    return integer_format(8, is_symmetric=True) in kept
+        return loaded_bytes(model_dir, dtype, kept.num_bytes)
+    return model.weight_bytes(dtype.itemsize, kept.num_bytes)
 
 
 def reading(num_bytes: int, dtype: torch.dtype) -> str:
@@ -194,9 +189,9 @@ class Widened:
         source: Checkpoint | GgufWeights | RandomWeights,
         empty: Empty,
         make_linear: MakeLinear,
-        kept: Collection[str],
+        kept: Kept,
     ) -> None:
-        """kept: the weight formats that the path computes."""
+        """make_linear: makes the layers that are not kept."""
         self._source = source
         self._empty = empty
         self._make_linear = make_linear
@@ -207,8 +202,10 @@ class Widened:
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         linear = self._source.quantized(shape, bias, *names)
-        if linear is None or linear.weight_format in self._kept:
-            return linear
+        if linear is None:
+            return None
+        if (layer := self._kept.layer(linear)) is not None:
+            return layer
         weight = self._empty(shape)
         linear.write_weight(weight)
         if weight.dtype is torch.float16 and not is_finite(weight):

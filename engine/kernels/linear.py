@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.activation import silu
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
-from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
+from penstock.engine.kernels.sizes import NUM_SMS, ceil_div, next_power_of_2
 
 # The largest row count it is meant for: twice the smallest that the matrix units take.
 MAX_ROWS = 16
@@ -41,10 +41,8 @@ NARROW = Tile(outputs=8, chunk=256, stages=6, warps=2)
 # For 9 to 16 rows, where tiles of 16 outputs would read as many bytes of x, from the cache, as of
 # the weight. Three stages, so that two programs fit a multiprocessor.
 WIDE = Tile(outputs=32, chunk=256, stages=3, warps=2)
-# The device that tiles are chosen for has so many; on others they are less even.
-_NUM_SMS = 132
 # Programs of a first wave: three for each multiprocessor.
-FETCHING = 3 * _NUM_SMS
+FETCHING = 3 * NUM_SMS
 # Prefetched of a weight to the L2 cache while the previous kernel still runs: what memory delivers
 # in the 2 us that one kernel takes to drain and the next to fill, a small part of the cache.
 _AHEAD_BYTES = 2**23
@@ -113,10 +111,10 @@ def tile_of(outputs: int, num_rows: int) -> Tile:
     All divide the columns alike, so an output is the same sum whatever the number of rows.
     """
     programs = ceil_div(outputs, TILE.outputs)
-    if programs < 0.75 * _NUM_SMS * ceil_div(programs, _NUM_SMS):
+    if programs < 0.75 * NUM_SMS * ceil_div(programs, NUM_SMS):
         return NARROW
     wide_programs = ceil_div(outputs, WIDE.outputs)
-    return WIDE if num_rows > _FEW_ROWS and wide_programs > 0.9 * _NUM_SMS else TILE
+    return WIDE if num_rows > _FEW_ROWS and wide_programs > 0.9 * NUM_SMS else TILE
 
 
 def ahead_of_row(weight: Tensor, columns: int, rows: int, chunk: int) -> int:

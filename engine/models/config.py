@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from penstock.engine.models.formats import EXPERTS, unsupported_family
 from penstock.engine.models.json_file import Fields, read_object, shown, shown_json
 from penstock.engine.models.quantization.config import QuantizationConfig
 from penstock.engine.models.quantization.parse import read_quantization
+from penstock.engine.models.quantization.schemes import KeptBytes, Scheme
 
 logger = logging.getLogger(__name__)
 
@@ -150,36 +151,42 @@ class ModelConfig:
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         return self.num_step_weights + embedding
 
-    def weight_bytes(self, dtype_bytes: int, kept: Collection[str] | None = None) -> int:
+    def weight_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
         """Of all weights, before any is read: what a device needs for them.
 
-        dtype_bytes: of the type in which they are computed. kept: the weight formats of linear
-        layers that stay as they are stored, while others are made plain; None for all.
+        dtype_bytes: of the type in which they are computed. kept: None where all layers stay as
+        they are stored.
         """
         return self.num_parameters * dtype_bytes - self._saved_bytes(dtype_bytes, kept)
 
-    def step_weight_bytes(self, dtype_bytes: int, kept: Collection[str] | None = None) -> int:
+    def step_weight_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
         """Of the weights that every step reads, as `ModelInfo.weight_bytes`."""
         return self.num_step_weights * dtype_bytes - self._saved_bytes(dtype_bytes, kept)
 
     @property
     def weight_formats(self) -> frozenset[str]:
         """Of the linear layers that are quantized in the checkpoint."""
-        if self.quantization is None:
-            return frozenset()
-        schemes = (self.quantization.scheme_of(name) for name, _ in self._linears())
-        return frozenset(scheme.weight_format for scheme in schemes if scheme is not None)
+        return frozenset(scheme.weight_format for scheme, _ in self._quantized())
 
-    def _saved_bytes(self, dtype_bytes: int, kept: Collection[str] | None) -> int:
+    def _saved_bytes(self, dtype_bytes: int, kept: KeptBytes | None) -> int:
         """How many fewer bytes the layers have that are quantized."""
-        if self.quantization is None:
-            return 0
         saved = 0
-        for name, (rows, columns) in self._linears():
-            scheme = self.quantization.scheme_of(name)
-            if scheme is not None and (kept is None or scheme.weight_format in kept):
-                saved += rows * columns * dtype_bytes - scheme.num_bytes(rows, columns)
+        for scheme, (rows, columns) in self._quantized():
+            held = scheme.num_bytes(rows, columns) if kept is None else kept(scheme, rows, columns)
+            if held is not None:
+                saved += rows * columns * dtype_bytes - held
         return saved
+
+    def has_widened(self, kept: KeptBytes) -> bool:
+        """Whether any layer that is quantized becomes plain."""
+        return any(kept(scheme, *shape) is None for scheme, shape in self._quantized())
+
+    def _quantized(self) -> Iterator[tuple[Scheme, tuple[int, int]]]:
+        if self.quantization is not None:
+            for name, shape in self._linears():
+                scheme = self.quantization.scheme_of(name)
+                if scheme is not None:
+                    yield scheme, shape
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """The name and shape of each matrix but the embedding."""

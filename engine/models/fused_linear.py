@@ -1,16 +1,32 @@
-"""The linear layers of `FusedModel`, by weight format: few rows in one kernel, many by cuBLAS."""
+"""The linear layers of `FusedModel`, by weight format: few rows in one kernel, many by cuBLAS.
 
+Codes of weights are multiplied in one of three ways, by the number of rows: see `FusedCodedLinear`.
+"""
+
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.engine.kernels.activation import silu_mul
+from penstock.engine.kernels.codes.dequantize import dequantize
+from penstock.engine.kernels.codes.skinny import skinny_grouped_linear
+from penstock.engine.kernels.codes.tiles import tiled_linear
 from penstock.engine.kernels.linear import skinny_linear
-from penstock.engine.models.fused_grouped import FusedGroupedLinear
-from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
+from penstock.engine.models.layers.coded import CodedLinear
+from penstock.engine.models.layers.grouped import StackedLinear
 from penstock.engine.models.layers.linear import LinearProducts, PlainLinear
-from penstock.engine.models.quantization.schemes import LEVELS_FORMAT
+
+# Of a weight that is dequantized at a time: half of the L2 cache of an H100 or H200, so that it may
+# still be there when cuBLAS reads it; and in whole tiles of cuBLAS.
+_SLAB_BYTES = 25_000_000
+_SLAB_ROWS = 128
+# Dequantizing the weights of Qwen3-8B, int4 in groups of 128, adds some 15 ms to a step, and tiles
+# add 3 to 6 for each 256 rows: estimated at 256, as in tests/bench/gpu/ESTIMATE.md. So they are
+# equal at 700 to 1,200.
+MAX_TILED_ROWS = 512
 
 
 class FusedLinear(Protocol):
@@ -40,11 +56,13 @@ class FusedLinear(Protocol):
         ...
 
 
-class FusedPlainLinear:
-    def __init__(self, linear: PlainLinear) -> None:
-        self._linear = linear
-        self._weight, self._bias = linear.weight, linear.bias
-        self.out_features = len(linear.weight)
+class _FusedMatrix:
+    """A layer of one weight. skinny: `skinny_linear` or its like, of that weight."""
+
+    def __init__(self, skinny: Callable[..., None], out_features: int, bias: Tensor | None) -> None:
+        self._skinny = skinny
+        self._bias = bias
+        self.out_features = out_features
 
     def few(
         self,
@@ -55,21 +73,68 @@ class FusedPlainLinear:
         eps: float = 0.0,
         residual: Tensor | None = None,
     ) -> None:
-        skinny_linear(x, self._weight, out, norm=norm, eps=eps, bias=self._bias, residual=residual)
+        self._skinny(x, out=out, norm=norm, eps=eps, bias=self._bias, residual=residual)
 
     def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor, eps: float) -> None:
         if self._bias is None:
-            skinny_linear(x, self._weight, out, norm=norm, eps=eps, is_gated=True)
+            self._skinny(x, out=out, norm=norm, eps=eps, is_gated=True)
             return
         both = x.new_empty(len(x), self.out_features)
         self.few(x, both, norm=norm, eps=eps)
         silu_mul(both, out)
 
+
+class FusedPlainLinear(_FusedMatrix):
+    def __init__(self, linear: PlainLinear) -> None:
+        super().__init__(
+            partial(skinny_linear, weight=linear.weight), linear.out_features, linear.bias
+        )
+        self._linear = linear
+
     def many(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:
             return self._linear(x)
         assert self._bias is None, "only the output layer writes to given memory, without a bias"
-        return torch.mm(x, self._weight.t(), out=out)
+        return torch.mm(x, self._linear.weight.t(), out=out)
+
+
+class FusedCodedLinear(_FusedMatrix):
+    """Few rows: one kernel that reads codes. Up to MAX_TILED_ROWS: tiles of the matrix units, whose
+    weights are made of codes in registers. More: cuBLAS, of a dequantized copy of the weight.
+
+    The copy is made in every call, slab by slab, in memory that all layers share: torch's allocator
+    gives each of them the same. It costs the codes' bytes read, and the plain weight's written and
+    read again, at best in the cache: for thousands of rows that is little beside the product.
+    """
+
+    def __init__(self, linear: CodedLinear) -> None:
+        weight = self._weight = linear.weight
+        super().__init__(
+            partial(skinny_grouped_linear, weight=weight), linear.out_features, linear.bias
+        )
+
+    def many(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = x.new_empty(len(x), self.out_features)
+        if len(x) <= MAX_TILED_ROWS:
+            tiled_linear(x, self._weight, out, self._bias)
+        else:
+            self._dequantized(x, out)
+        return out
+
+    def _dequantized(self, x: Tensor, out: Tensor) -> None:
+        columns = self._weight.columns
+        tiles = _SLAB_BYTES // (columns * x.element_size() * _SLAB_ROWS)
+        rows = min(self.out_features, max(1, tiles) * _SLAB_ROWS)
+        slab = x.new_empty(rows, columns)
+        for first in range(0, self.out_features, rows):
+            part = out[:, first : first + rows]
+            weight = slab[: part.shape[1]]
+            dequantize(self._weight, first, weight)
+            if self._bias is None:
+                torch.mm(x, weight.t(), out=part)
+            else:
+                torch.addmm(self._bias[first : first + rows], x, weight.t(), out=part)
 
 
 class FusedStackedLinear:
@@ -104,18 +169,11 @@ class FusedStackedLinear:
 
 
 FUSED_PATH = "the GPU's fused step"
-
-
-def _grouped(linear: GroupedLinear) -> FusedLinear:
-    return FusedGroupedLinear(linear, FUSED_PATH)
-
-
 FUSED_LINEARS = LinearProducts[FusedLinear](
     FUSED_PATH,
     {
         PlainLinear.weight_format: FusedPlainLinear,
-        "int8": _grouped,
-        **dict.fromkeys(("int4", "int4 asymmetric", LEVELS_FORMAT), _grouped),
+        CodedLinear.weight_format: FusedCodedLinear,
         StackedLinear.weight_format: FusedStackedLinear,
     },
 )

@@ -470,7 +470,7 @@ def _quantization(model: ModelInfo) -> Iterator[Metric]:
             "method": done.method,
             "bits": str(done.bits),
             "bits_per_weight": f"{done.bits_per_weight:.3f}",
-            "group_size": str(done.group_size),
+            "group_size": str(done.group_size or "row"),
         },
     )
     if done.kl_divergence is not None and done.top1_agreement is not None:

@@ -78,6 +78,21 @@ def test_tiles_of_the_linear_kernel_are_compared_with_torch(
     assert choice["is_faster_than_torch"] == (choice["us"] < choice["torch_us"])
 
 
+def test_products_with_codes_are_compared_with_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = _bench(capsys, "kernels", "coded")
+    assert {(row["codes"], row["rows"]) for row in rows} == {
+        (codes, num_rows) for codes in ("int8", "int4") for num_rows in (2, 20)
+    }
+    assert all(row["is_right"] and row["rivals"]["torch"] > 0 for row in rows)
+
+
+def test_steps_with_codes_are_no_rows_of_the_goals(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = _bench(capsys, "steps", SMALL, "--points", "codes", "--quantization", "fp8")
+    assert [row["part"] for row in rows] == ["load", "coded decode"]
+    assert rows[1]["codes"] == "fp8" and rows[1]["tpot_ms"] > 0
+    assert {verdict.word for verdict in verdicts(rows)} == {"not measured"}
+
+
 def test_when_the_time_is_used_up_the_rest_is_noted_as_not_run(tmp_path: Path) -> None:
     assert main(["--tiny", "--minutes", "0", "--out", str(tmp_path), "--parts", "http,device"]) == 1
     failures = json.loads((tmp_path / "summary.json").read_text())["failures"]

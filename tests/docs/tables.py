@@ -14,6 +14,7 @@ from pathlib import Path
 
 from prometheus_client.core import Metric
 
+from penstock.engine.models.quantization.schemes import Scheme
 from penstock.scheduler.errors import PenstockError
 from tests.support.paths import ROOT
 
@@ -113,20 +114,21 @@ def sizing() -> str:
 
 def quantized() -> str:
     """The quantized formats that the tests load, and as what each device holds them."""
-    from penstock.engine.native.packing import FORMATS as NATIVE_FORMATS
-    from penstock.engine.sizing import KEPT_FORMATS
-    from tests.support.quantized_checkpoints import FORMATS
+    from torch import device
 
-    def held(weight_format: str, kept: frozenset[str]) -> str:
-        return "as stored" if weight_format in kept else "plain, in `--dtype`"
+    from penstock.engine.models.layers.coded import OnGpu
+    from penstock.engine.models.layers.kept import AsStored, Kept
+    from penstock.engine.native.packing import FORMATS as NATIVE_FORMATS
+    from tests.support.quantized_checkpoints import FORMATS, scheme_of
+
+    paths: list[Kept] = [AsStored(NATIVE_FORMATS), OnGpu(device("meta"))]
+
+    def held(scheme: Scheme, kept: Kept) -> str:
+        in_codes = kept.num_bytes(scheme, 4096, 4096) is not None
+        return "in codes" if in_codes else "plain, in `--dtype`"
 
     rows = [
-        (
-            each.name,
-            each.weight_format,
-            held(each.weight_format, NATIVE_FORMATS),
-            held(each.weight_format, KEPT_FORMATS),
-        )
+        (each.name, each.weight_format, *(held(scheme_of(each), kept) for kept in paths))
         for each in FORMATS.values()
     ]
     return _table(("checkpoint", "codes", "on a CPU", "on a GPU"), rows)

@@ -6,8 +6,13 @@ import pytest
 
 from tests.support.run_rehearsal import check_serving, rehearsal
 
+# Weights in them.
+CODES = (("codes-int4",), ("codes-fp8", "--enforce-eager"))
 
-@pytest.mark.parametrize("flags", [(), ("--enforce-eager",), ("qwen2",), ("qwen3",), ("fp8",)])
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--enforce-eager",), ("qwen2",), ("qwen3",), ("fp8",), *CODES]
+)
 def test_a_long_schedule_with_preemptions_violates_no_device_rule(flags: Any) -> None:
     report = rehearsal("3", *flags)
     check_serving(report)

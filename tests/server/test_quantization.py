@@ -79,9 +79,10 @@ def test_the_flag_has_the_names_of_vllm(
     ("value", "reason"),
     [
         ("int8_per_channel_weight_only", "use int8, which loses less"),
-        ("fp8_per_block", "use int8 or int4"),
-        ("awq", "leave it out, or use int8 or int4 with an unquantized checkpoint"),
-        ("int5", "it must be int8 or int4"),
+        ("fp8_per_block", "use int8 or int4 or fp8"),
+        ("fp8_per_channel", "use fp8, which has a scale for each row"),
+        ("awq", "leave it out, or use int8 or int4 or fp8 with an unquantized checkpoint"),
+        ("int5", "it must be int8 or int4 or fp8"),
     ],
 )
 def test_other_values_are_refused_with_what_to_use(

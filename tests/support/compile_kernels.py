@@ -42,6 +42,8 @@ from penstock.engine.kernels.tables import (
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.layers.coded import CodedLinear, coded_weight
+from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.llama import LlamaModel
@@ -232,18 +234,26 @@ def recorded() -> Iterator[list[Launch]]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codes:
     """What weights are rounded to. bits_of_values: of the layer that makes values, which may have
-    more. bits_of_head: of the output layer, which is plain if it is None."""
+    more. bits_of_head: of the output layer, which is plain if it is None. is_fp8: with a scale for
+    each row, whatever group_size."""
 
     bits: int
     group_size: int
     levels: tuple[int, ...] | None = None
     bits_of_values: int = 8
     bits_of_head: int | None = 8
+    is_fp8: bool = False
 
-    def linear(self, rows: int, columns: int, bits: int, bias: Tensor | None) -> GroupedLinear:
+    def linear(self, rows: int, columns: int, bits: int, bias: Tensor | None) -> CodedLinear:
+        if self.is_fp8:
+            codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=META)
+            scales = torch.empty(rows, 1, device=META)
+            fp8 = coded_weight(Fp8Linear(codes, scales, bias, block=(1, columns)), META)
+            assert fp8 is not None
+            return CodedLinear(fp8, bias)
         kind = torch.int8 if bits == 8 else torch.uint8
         has_levels = bits == 4 and self.levels is not None
-        return GroupedLinear(
+        stored = GroupedLinear(
             torch.empty(rows, columns * bits // 8, dtype=kind, device=META),
             torch.empty(rows, columns // self.group_size, dtype=torch.float16, device=META),
             bias,
@@ -251,6 +261,9 @@ class Codes:
             in_features=columns,
             levels=torch.tensor(self.levels, dtype=torch.int8) if has_levels else None,
         )
+        weight = coded_weight(stored, META)
+        assert weight is not None
+        return CodedLinear(weight, bias)
 
 
 # As `--quantization` rounds weights at load; and as most checkpoints of 4 bits are.
@@ -261,6 +274,7 @@ QUANTIZED = {
         group_size=32,
         levels=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     ),
+    "fp8": Codes(bits=8, group_size=0, is_fp8=True),
     "int4 in groups of 128": Codes(bits=4, group_size=128, bits_of_values=4, bits_of_head=None),
 }
 

@@ -32,6 +32,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Pooling, Request, RequestId, SamplingParams
 from tests.bench.engine.models import model_fields
 from tests.support.pretend_gpu import BrokenRule, PretendGpu
+from tests.support.quantized_checkpoints import FORMATS
 from tests.support.sampling_ways import WAYS
 
 # Differences from `write_model`.
@@ -52,6 +53,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": None,
         "num_hidden_layers": 2,
         "tie_word_embeddings": True,
+    },
+    # Weights in codes.
+    "codes-int4": {"num_hidden_layers": 2, "quantization_config": FORMATS["awq"].settings},
+    "codes-fp8": {
+        "num_hidden_layers": 2,
+        "quantization_config": FORMATS["ct-fp8-channel"].settings,
     },
 }
 

@@ -27,7 +27,10 @@ _BLOCKS = 32
 _MAX_STACK_BYTES = 16
 # What reads weights or keys hides the memory's latency behind copies that run ahead, and multiplies
 # on the matrix units. Those of Hopper (HGMMA) take 64 rows at least.
-_PRODUCTS = {"_skinny": "HMMA", "_skinny_grouped": "HMMA", "_decode": "HMMA", "_prefill": "HGMMA"}
+_PRODUCTS = {
+    **{"_skinny": "HMMA", "_skinny_grouped": "HMMA", "_tiled": "HGMMA"},
+    **{"_decode": "HMMA", "_prefill": "HGMMA"},
+}
 # Programs that must fit a multiprocessor at once, for as many bytes in flight as the memory needs.
 _LEAST_PROGRAMS = {"_decode": 3, "_skinny": 2, "_prefill": 1}
 
@@ -63,6 +66,8 @@ def faults(entry: Entry) -> list[str]:
     return found
 
 
+# Steps of decodes, a tile of codes for each.
+_TILED = ((32, 0), (128, 0))
 _CODES = {"*i8": "int8", "*u8": "fp8"}
 _COLUMNS = ("warps", "registers", "stack", "shared", "ahead", "hmma", "hgmma", "fit")
 HEADER = f"{'kernel':<22} {'variant':<30}" + "".join(f"{name:>10}" for name in _COLUMNS)
@@ -93,7 +98,8 @@ def variant(entry: Entry) -> str:
         if value is True and name != "PDL"
     ]
     if "BITS" in entry["constants"]:
-        flags.append(f"int{entry['constants']['BITS']}")
+        is_float = entry["types"]["codes"] == "*u8" and entry["constants"]["BITS"] == 8
+        flags.append("fp8" if is_float else f"int{entry['constants']['BITS']}")
     if "ROWS" in entry["constants"]:
         flags.append(f"rows {entry['constants']['ROWS']}")
     if entry["types"].get("keys") in _CODES:
@@ -116,7 +122,7 @@ def main(model_dirs: list[str]) -> int:
     for model in models:
         with launch.overlap(True):
             launches = [one for mode in Mode for one in model.sampling_launches(mode)]
-            for num_decodes, chunk in ((1, 0), (16, 0), (64, 0), (256, 0), (7, 1024)):
+            for num_decodes, chunk in ((1, 0), (16, 0), (64, 0), (256, 0), (7, 1024), *_TILED):
                 launches += model.launches(num_decodes, chunk)
         for one in launches:
             if one.key not in seen:

@@ -7,6 +7,7 @@ Sources: the compressors of the package compressed-tensors, AutoAWQ's `WQLinear_
 """
 
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from penstock.engine.models.json_file import Fields
+from penstock.engine.models.quantization.parse import read_quantization
+from penstock.engine.models.quantization.schemes import Scheme
 
 Array = np.ndarray[Any, Any]
 # The tensors of a layer by the ends of their names, and the weight that they stand for.
@@ -37,6 +42,20 @@ class QuantizedFormat:
     pack: Pack
     weight_format: str
     beside: dict[str, Any] = field(default_factory=dict)
+
+
+def scheme_of(quantized: QuantizedFormat) -> Scheme:
+    """Of a layer of such a checkpoint."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        files = {"config.json": {"quantization_config": quantized.settings or None}}
+        for name, content in (files | quantized.beside).items():
+            (path / name).write_text(json.dumps(content))
+        found = read_quantization(Fields.read(path / "config.json"), path)
+    assert found is not None, quantized.name
+    scheme = found.scheme_of("model.layers.0.mlp.up_proj")
+    assert scheme is not None, quantized.name
+    return scheme
 
 
 def save_quantized(

@@ -15,6 +15,7 @@ from penstock.engine.executors.loading import weight_source
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import build_model_input
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.native.library import CODE_FORMATS, load_library
@@ -128,7 +129,7 @@ class Harness:
                 partial(torch.empty, dtype=dtype),
                 Phases(),
                 make_linear=PlainLinear,
-                kept=options.get("kept", FORMATS if native else FORMATS | {"fp8"}),
+                kept=options.get("kept", AsStored(FORMATS if native else FORMATS | {"fp8"})),
             ),
             options.get("make_linear", PlainLinear if native else cpu_linear(dtype)),
             gathered_attention,

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.coded import OnGpu
 from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
-from penstock.engine.models.layers.linear import MakeLinear, tensor_bytes
+from penstock.engine.models.layers.linear import Linear, MakeLinear, tensor_bytes
 
 
 class NegatedLinear:
@@ -57,6 +58,19 @@ def coded(bits: int, group_size: int, *, has_zeros: bool = False) -> MakeLinear:
             in_features=columns,
             zeros=None if zeros is None else zeros.to(kind),
         )
+
+    return make
+
+
+def on_gpu(make_linear: MakeLinear) -> MakeLinear:
+    """As a GPU holds the codes of such layers."""
+
+    def make(weight: Tensor, bias: Tensor | None) -> Linear:
+        stored = make_linear(weight, bias)
+        assert isinstance(stored, GroupedLinear)
+        held = OnGpu(weight.device).layer(stored)
+        assert held is not None
+        return held
 
     return make
 

@@ -34,6 +34,7 @@ from penstock.engine.executors.loading import (
     weight_bytes,
     weight_source,
 )
+from penstock.engine.kernels.codes.tiles import TILE_ROWS
 from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.gpu_budget import (
@@ -51,11 +52,19 @@ from penstock.engine.memory.kv_pool import (
     size_pool,
 )
 from penstock.engine.memory.machine import num_cores
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.model_info import ModelInfo, QuantizationInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.fused_linear import MAX_TILED_ROWS
+from penstock.engine.models.layers.coded import OnGpu
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
+from penstock.engine.models.quantization.at_load.plan import Plan
+from penstock.engine.models.quantization.at_load.quantize import (
+    Quantized,
+    quantization_plan,
+    quantize,
+)
 from penstock.engine.phases import Phases
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
@@ -72,14 +81,12 @@ from penstock.scheduler.types import (
 
 logger = logging.getLogger(__name__)
 
+_META = torch.device("meta")
 _DEFAULT_BLOCK_SIZE = 64
 # The scheduler's lists of them cost the host some 50 bytes each; no useful model needs more.
 _MAX_BLOCKS = 2**20
 # Reading is bound by the disk and by page faults, so more threads do not help.
 _MAX_LOAD_THREADS = 16
-# Weights of other formats become plain. FUSED_LINEARS multiplies with codes too, but no device has
-# run that yet, and by its estimate it is slower than plain weights for more than 16 rows.
-KEPT_FORMATS = frozenset({PlainLinear.weight_format})
 # All sampling options at once, for the largest step; filters alone; and greedy.
 _COSTLY = SamplingParams(
     max_tokens=1,
@@ -130,10 +137,18 @@ class _Setup:
         self._phases = phases
         self._model = ModelConfig.from_dir(model_dir)
         self._dtype = choose_dtype(config.dtype, gpu.device)
-        kept = KEPT_FORMATS
-        log_widening(self._model, self._dtype, kept)
+        self._kept = OnGpu(gpu.device)
+        log_widening(self._model, self._dtype, self._kept)
+        self._plan = quantization_plan(config.quantization, self._model, self._dtype, OnGpu(_META))
+        self._quantized: Quantized | None = None
+        self._quantization: QuantizationInfo | None = None
         self._weight_bytes = weight_bytes(
-            self._model, config.load_format, model_dir, self._dtype, kept=kept
+            self._model,
+            config.load_format,
+            model_dir,
+            self._dtype,
+            kept=self._kept,
+            plan=self._plan,
         )
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         self._kv_dtype = kv_dtype(config.kv_cache_dtype, self._dtype)
@@ -158,10 +173,17 @@ class _Setup:
             self._bandwidth = gpu.copy_bandwidth()
         with phases.timed("flops", "measuring how fast matrices are multiplied"):
             self._flops = gpu.matmul_flops(self._dtype)
+        if self._plan is not None:
+            self._quantized = self._quantize(self._plan)
+            gpu.release()
         used_before = gpu.used_bytes()
         what = reading(self._weight_bytes, self._dtype)
         with phases.timed("weights", what, total=self._weight_bytes):
             llama = self._load()
+            if self._quantized is not None:
+                self._quantization = self._quantized.info
+                self._quantized = None  # the GPU has the codes now
+                gpu.release()
             used = gpu.used_bytes()
         weights = max(0, used - used_before)
         with phases.timed("activations", "compiling kernels, and running the largest step"):
@@ -202,6 +224,19 @@ class _Setup:
         dtype = str(self._dtype).removeprefix("torch.")
         check_weights(self._gpu.name, self._gpu.total_bytes, free, self._weight_bytes, dtype)
 
+    def _quantize(self, plan: Plan) -> Quantized:
+        """Rounds on the GPU. The codes wait in this machine's memory until they are loaded."""
+        num_threads = self._config.num_threads or num_cores()
+        return quantize(
+            self._config,
+            self._model_dir,
+            plan,
+            self._phases,
+            num_threads,
+            self._gpu.device,
+            self._kept,
+        )
+
     def _load(self) -> LlamaModel:
         """Each weight is read once, by one of several threads, to where it stays."""
         torch.set_num_threads(1)  # the threads that read are Python's
@@ -215,8 +250,9 @@ class _Setup:
                 self._model,
                 empty,
                 self._phases,
+                self._quantized,
                 make_linear=PlainLinear,
-                kept=KEPT_FORMATS,
+                kept=self._kept,
             ),
             PlainLinear,
             gathered_attention,
@@ -234,7 +270,7 @@ class _Setup:
         size = PoolSize(num_blocks=0, max_model_len=self._max_len)
         executor = self._executor(llama, size, use_graphs=False)
         if self._gpu.device.type == "cuda" and self._max_len > 1:
-            for batch in small_steps(self._config.scheduler.max_num_seqs):
+            for batch in small_steps(self._config.scheduler, self._max_len, self._block_size):
                 executor.execute(batch).wait()
         batch = largest_step(self._config.scheduler, self._max_len, self._block_size)
         executor.execute(batch).wait()
@@ -296,16 +332,23 @@ class _Setup:
             self._flops,
             weight_bytes=llama.step_weight_bytes,
             kv_dtype=self._kv_dtype,
+            quantization=self._quantization,
         )
 
 
-def small_steps(max_num_seqs: int) -> Iterator[ScheduledBatch]:
-    """One of prompts and one of decodes for each sampling mode, with row counts that take each path
-    through a layer."""
+def small_steps(
+    scheduler: SchedulerConfig, max_model_len: int, block_size: int
+) -> Iterator[ScheduledBatch]:
+    """One of prompts and one of decodes for each sampling mode; and numbers of rows and of tokens
+    that take each path through a layer."""
+    max_num_seqs = scheduler.max_num_seqs
+    for size in (*TILE_ROWS, MAX_TILED_ROWS + 1):
+        counts = [1] * size if size < max_num_seqs else [size]
+        if size <= scheduler.max_num_batched_tokens and counts[0] <= max_model_len:
+            yield _prompts(counts, block_size, _GREEDY)
     for num_rows in sorted({1, min(MAX_ROWS, max_num_seqs), max_num_seqs}):
         for sampling in (_COSTLY, _FILTERED, _GREEDY):
-            assignments = tuple(_assignment(slot, 1, 1, sampling) for slot in range(num_rows))
-            yield _batch([1] * num_rows, assignments, num_decodes=0)
+            yield _prompts([1] * num_rows, block_size, sampling)
             yield _batch([1] * num_rows, (), num_decodes=num_rows)
 
 
@@ -318,8 +361,13 @@ def largest_step(scheduler: SchedulerConfig, max_model_len: int, block_size: int
         more = min(left, max_model_len - 1)
         counts[row] += more
         left -= more
+    return _prompts(counts, block_size, _COSTLY)
+
+
+def _prompts(counts: list[int], block_size: int, sampling: SamplingParams) -> ScheduledBatch:
+    """Of so many tokens each, all in block 0."""
     assignments = tuple(
-        _assignment(slot, count, -(-count // block_size), _COSTLY)
+        _assignment(slot, count, -(-count // block_size), sampling)
         for slot, count in enumerate(counts)
     )
     return _batch(counts, assignments, num_decodes=0)

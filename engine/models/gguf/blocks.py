@@ -17,7 +17,7 @@ from penstock.engine.models.layers.grouped import (
     packed_bits,
     packed_nibbles,
 )
-from penstock.engine.models.quantization.schemes import LEVELS_FORMAT, block_format, integer_format
+from penstock.engine.models.quantization.schemes import Blocks
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What the codes of IQ4 stand for.
@@ -49,11 +49,6 @@ class _Layout(NamedTuple):
     has_levels: bool = False
 
     @property
-    def is_grouped(self) -> bool:
-        """Whether a `GroupedLinear` needs no `BlockParts`."""
-        return self.bits in (4, 8) and not self.has_factors and not self.has_minima
-
-    @property
     def middle(self) -> int:
         is_unsigned = self.bits < 8 and not self.has_minima and not self.has_levels
         return 1 << (self.bits - 1) if is_unsigned else 0
@@ -76,24 +71,18 @@ def numbers(raw: Tensor, kind: TensorType) -> Tensor:
     return values.view(len(raw), -1)
 
 
-def weight_format(kind: TensorType) -> str | None:
-    """Of the linear layer that `linear` makes; None where the numbers are plain."""
+def scheme(kind: TensorType) -> Blocks | None:
+    """How the linear layer that `linear` makes is stored; None where the numbers are plain."""
     if kind.name in _PLAIN:
         return None
     layout = _LAYOUTS[kind.name]
-    if not layout.is_grouped:
-        return block_format(layout.bits, has_minima=layout.has_minima)
-    return LEVELS_FORMAT if layout.has_levels else integer_format(layout.bits, is_symmetric=True)
-
-
-def stored_bytes(kind: TensorType, num_elements: int) -> int:
-    """What a linear layer of so many numbers takes as codes."""
-    layout = _LAYOUTS[kind.name]
-    each = 2 if layout.has_minima else 1  # numbers for a group
-    num_groups, num_blocks = num_elements // layout.group_size, num_elements // kind.block_size
-    of_groups = each * num_groups * (1 if layout.has_factors else 2)
-    of_blocks = each * num_blocks * 2 if layout.has_factors else 0
-    return num_elements * layout.bits // 8 + of_groups + of_blocks
+    return Blocks(
+        bits=layout.bits,
+        group_size=layout.group_size,
+        block_size=kind.block_size if layout.has_factors else None,
+        has_minima=layout.has_minima,
+        has_levels=layout.has_levels,
+    )
 
 
 class Codes(NamedTuple):
@@ -145,7 +134,7 @@ def linear(
         group_size=layout.group_size,
         in_features=in_features,
         levels=torch.tensor(_IQ4_LEVELS, dtype=torch.int8) if layout.has_levels else None,
-        blocks=None if layout.is_grouped else block_parts,
+        blocks=block_parts if any(part is not None for part in block_parts.tensors()) else None,
     )
 
 

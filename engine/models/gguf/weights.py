@@ -24,6 +24,7 @@ from penstock.engine.models.gguf import blocks
 from penstock.engine.models.gguf.names import EMBEDDING, OUTPUT, STACKED, gguf_name
 from penstock.engine.models.layers.grouped import StackedLinear
 from penstock.engine.models.layers.linear import StoredLinear
+from penstock.engine.models.quantization.schemes import KeptBytes
 from penstock.engine.models.weights import Empty
 
 logger = logging.getLogger(__name__)
@@ -36,16 +37,15 @@ _PERMUTED = ("attn_q", "attn_k")
 class GgufWeights:
     """See `WeightSource`."""
 
-    def __init__(self, path: Path, empty: Empty, *, keeps_codes: bool) -> None:
-        """keeps_codes: whether linear layers may have codes with a scale a group; else all weights
-        are plain."""
+    def __init__(self, path: Path, empty: Empty, kept: KeptBytes) -> None:
+        """kept: of which types linear layers may have codes; others are plain."""
         self._gguf = open_gguf(path)
         self._head_dim = ModelConfig.from_dir(path).head_dim
         self._empty = empty
-        self._keeps_codes = keeps_codes
+        self._kept = kept
         self._is_permuted = self._gguf.metadata.get("general.architecture") == "llama"
         self._bytes = {part: _mapped(part) for part in self._gguf.parts}
-        if line := widened(self._gguf, empty((0,)).dtype, keeps_codes=keeps_codes):
+        if line := widened(self._gguf, empty((0,)).dtype, kept):
             logger.info("%s", line)
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
@@ -71,8 +71,7 @@ class GgufWeights:
         self, shape: tuple[int, int], bias: Tensor | None, *names: str
     ) -> StoredLinear | None:
         tensors = [self._stored(f"{name}.weight") for name in names]
-        kinds = [tensor.info.type for tensor in tensors]
-        if not self._keeps_codes or not all(map(blocks.weight_format, kinds)):
+        if any(_kept_bytes(tensor.info, self._kept) is None for tensor in tensors):
             return None
         rows = [tensor.info.shape[0] for tensor in tensors]
         for name, tensor in zip(names, tensors, strict=True):
@@ -181,18 +180,18 @@ class _Stored:
         return pairs.transpose(1, 2).reshape(raw.shape)
 
 
-def loaded_bytes(path: Path, dtype: torch.dtype, *, keeps_codes: bool) -> int:
+def loaded_bytes(path: Path, dtype: torch.dtype, kept: KeptBytes) -> int:
     """What the weights take when they are read."""
-    return sum(_loaded_bytes(open_gguf(path), dtype, keeps_codes=keeps_codes).values())
+    return sum(_loaded_bytes(open_gguf(path), dtype, kept).values())
 
 
-def _loaded_bytes(gguf: GgufFile, dtype: torch.dtype, *, keeps_codes: bool) -> dict[str, int]:
+def _loaded_bytes(gguf: GgufFile, dtype: torch.dtype, kept: KeptBytes) -> dict[str, int]:
     """Of each tensor."""
     sizes = {}
     for name, info in gguf.tensors.items():
         sizes[name] = info.num_elements * dtype.itemsize
-        if keeps_codes and _is_coded(gguf, name):
-            coded = blocks.stored_bytes(info.type, info.num_elements)
+        coded = _coded_bytes(gguf, name, kept)
+        if coded is not None:
             if name != EMBEDDING:
                 sizes[name] = coded
             elif OUTPUT not in gguf.tensors:  # tied: rows are taken from a plain matrix
@@ -200,12 +199,21 @@ def _loaded_bytes(gguf: GgufFile, dtype: torch.dtype, *, keeps_codes: bool) -> d
     return sizes
 
 
-def _is_coded(gguf: GgufFile, name: str) -> bool:
-    """Whether this matrix, and those that are stacked with it, have codes."""
+def _kept_bytes(info: TensorInfo, kept: KeptBytes) -> int | None:
+    scheme = blocks.scheme(info.type)
+    if scheme is None or len(info.shape) != 2:
+        return None
+    return kept(scheme, info.shape[0], info.shape[1])
+
+
+def _coded_bytes(gguf: GgufFile, name: str, kept: KeptBytes) -> int | None:
+    """Of this matrix, where it and those that are stacked with it have codes."""
     prefix, _, kind = name.removesuffix(".weight").rpartition(".")
     stack = next((stack for stack in STACKED if kind in stack), ())
-    names = [f"{prefix}.{each}.weight" for each in stack] or [name]
-    return all(blocks.weight_format(gguf.tensors[each].type) is not None for each in names)
+    others = [gguf.tensors[f"{prefix}.{each}.weight"] for each in stack]
+    if any(_kept_bytes(info, kept) is None for info in others):
+        return None
+    return _kept_bytes(gguf.tensors[name], kept)
 
 
 def weight_formats(path: Path) -> frozenset[str]:
@@ -216,13 +224,13 @@ def weight_formats(path: Path) -> frozenset[str]:
         for name, info in gguf.tensors.items()
         if len(info.shape) == 2 and (name != EMBEDDING or OUTPUT not in gguf.tensors)
     }
-    formats = {blocks.weight_format(info.type) for info in linears.values()}
-    return frozenset(each for each in formats if each is not None)
+    schemes = (blocks.scheme(info.type) for info in linears.values())
+    return frozenset(scheme.weight_format for scheme in schemes if scheme is not None)
 
 
-def widened(gguf: GgufFile, dtype: torch.dtype, *, keeps_codes: bool) -> str | None:
+def widened(gguf: GgufFile, dtype: torch.dtype, kept: KeptBytes) -> str | None:
     """A line about the quantized matrices that take more memory than in the file, if any do."""
-    sizes = _loaded_bytes(gguf, dtype, keeps_codes=keeps_codes)
+    sizes = _loaded_bytes(gguf, dtype, kept)
     grown = {
         name: info
         for name, info in gguf.tensors.items()

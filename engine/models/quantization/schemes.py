@@ -4,6 +4,7 @@ N is out_features and K in_features. Bytes are those of the layer that is read: 
 float16 where most checkpoints have such, and as float32 where the format implies it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,11 @@ class Scheme(Protocol):
     def num_bytes(self, out_features: int, in_features: int) -> int:
         """Of that layer, without its bias."""
         ...
+
+
+# Of a scheme, out_features and in_features: what such a layer takes where it is computed, without
+# its bias; None where it becomes plain. See `Kept`.
+KeptBytes = Callable[[Scheme, int, int], int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,38 @@ class Fp4:
         scale_bytes = _FLOAT32_BYTES if self.global_scale else _FLOAT16_BYTES
         codes = out_features * -(-in_features // 2)
         return codes + scale_bytes * out_features * -(-in_features // self.group_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """A type of GGUF. block_size: numbers whose scales, and minima, have a factor in common; None
+    where these are numbers in float16 themselves. has_levels: codes stand for the numbers of a
+    table."""
+
+    bits: int
+    group_size: int
+    block_size: int | None
+    has_minima: bool
+    has_levels: bool
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it is codes of 4 or 8 bits with a scale for each group, and nothing else."""
+        return self.bits in (4, 8) and self.block_size is None and not self.has_minima
+
+    @property
+    def weight_format(self) -> str:
+        if not self.is_grouped:
+            return block_format(self.bits, has_minima=self.has_minima)
+        return LEVELS_FORMAT if self.has_levels else integer_format(self.bits, is_symmetric=True)
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        num = out_features * in_features
+        of_group = 1 if self.block_size else _FLOAT16_BYTES
+        scales = num // self.group_size * of_group
+        if self.block_size:
+            scales += num // self.block_size * _FLOAT16_BYTES
+        return num * self.bits // 8 + scales * (2 if self.has_minima else 1)
 
 
 def integer_format(bits: int, is_symmetric: bool) -> str:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.engine.config import Dtype
+from penstock.engine.config import Dtype, Quantization
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 
@@ -57,7 +57,8 @@ def _run(args: argparse.Namespace) -> None:
     elif args.part == "steps":
         from tests.bench.engine.steps import Points, measure_steps
 
-        measure_steps(args.model, args.tiny, Points(args.points), args.enforce_eager)
+        points, codes = Points(args.points), args.quantization
+        measure_steps(args.model, args.tiny, points, args.enforce_eager, codes)
     elif args.part == "offline":
         from tests.bench.engine.offline import measure_offline
 
@@ -111,7 +112,13 @@ def _parser() -> argparse.ArgumentParser:
     for part in (steps, offline):
         part.add_argument("model", help="a folder of configs/models")
     steps.add_argument(
-        "--points", choices=("goals", "sweep", "overlap"), default="sweep", help="what is measured"
+        "--points",
+        choices=("goals", "sweep", "overlap", "codes"),
+        default="sweep",
+        help="what is measured",
+    )
+    steps.add_argument(
+        "--quantization", type=Quantization, choices=list(Quantization), help="of the weights"
     )
     model_dir = add("model-dir", "writes a model's directory")
     model_dir.add_argument("model", help="a folder of configs/models")

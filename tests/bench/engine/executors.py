@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
+from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat, Quantization
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.setup import build_cuda_executor
@@ -22,10 +22,11 @@ def build_executor(
     max_num_batched_tokens: int,
     enforce_eager: bool = False,
     kv_cache_memory_bytes: int | None = None,
+    quantization: Quantization | None = None,
 ) -> CudaExecutor:
     """With random weights; on the GPU, or without one in Triton's interpreter.
 
-    kv_cache_memory_bytes: on a GPU; None means all that is left.
+    quantization: of the weights. kv_cache_memory_bytes: on a GPU; None means all that is left.
     """
     device = the_device()
     scheduler = SchedulerConfig(
@@ -40,6 +41,7 @@ def build_executor(
             max_model_len=max_model_len,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             enforce_eager=enforce_eager,
+            quantization=quantization,
             scheduler=scheduler,
         )
         return build_cuda_executor(config, model_dir)
@@ -53,6 +55,7 @@ def build_executor(
         block_size=_INTERPRETED_BLOCK_SIZE,
         kv_cache_memory_bytes=(_INTERPRETED_BLOCKS + 1) * _INTERPRETED_BLOCK_SIZE * token_bytes,
         enforce_eager=enforce_eager,
+        quantization=quantization,
         scheduler=scheduler,
     )
     return build_cuda_executor(config, model_dir, Interpreter())

@@ -15,6 +15,7 @@ import torch
 from penstock.scheduler.errors import InvalidConfig
 from tests.bench.engine.attention_cases import decode_attention, prefill_attention
 from tests.bench.engine.case import Bench, Case, MakeCases
+from tests.bench.engine.coded_cases import coded
 from tests.bench.engine.linear_cases import linear
 from tests.bench.engine.sampling_cases import sampling
 from tests.bench.engine.small_cases import small
@@ -26,6 +27,7 @@ GROUPS: dict[str, MakeCases] = {
     "decode-attention": decode_attention,
     "prefill-attention": prefill_attention,
     "linear": linear,
+    "coded": coded,
     "small": small,
     "sampling": sampling,
     "tables": tables,

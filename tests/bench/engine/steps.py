@@ -10,6 +10,7 @@ from enum import StrEnum
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from penstock.engine.config import Quantization
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.kernels.launch import overlap, overlapped
 from tests.bench.engine.driver import Driver
@@ -33,6 +34,7 @@ class Sizes:
     goals: tuple[tuple[int, int], ...]
     profiled_batches: tuple[int, ...]
     overlap_batches: tuple[int, ...]
+    coded_batches: tuple[int, ...]
     warm_steps: int
     num_steps: int
     max_batched_tokens: int
@@ -46,6 +48,7 @@ FULL = Sizes(
     goals=((1, 512), (256, 1024)),
     profiled_batches=(1, 64),
     overlap_batches=(1, 8, 64),
+    coded_batches=(1, 16, 64, 256),
     warm_steps=6,
     num_steps=40,
     max_batched_tokens=8192,
@@ -58,6 +61,7 @@ TINY = Sizes(
     goals=((2, 150),),
     profiled_batches=(1,),
     overlap_batches=(1,),
+    coded_batches=(1,),
     warm_steps=2,
     num_steps=2,
     max_batched_tokens=32,
@@ -67,18 +71,28 @@ TINY = Sizes(
 
 
 class Points(StrEnum):
-    """What is measured. GOALS: the points of the table of goals, and the time to a first token."""
+    """What is measured. GOALS: the points of the table of goals, and the time to a first token.
+    CODES: one context at batches that take each path through a layer of codes."""
 
     GOALS = "goals"
     SWEEP = "sweep"
     OVERLAP = "overlap"
+    CODES = "codes"
 
 
-def measure_steps(model: str, tiny: bool, points: Points, enforce_eager: bool) -> None:
+def measure_steps(
+    model: str,
+    tiny: bool,
+    points: Points,
+    enforce_eager: bool,
+    quantization: Quantization | None = None,
+) -> None:
     sizes = TINY if tiny else FULL
     at = [(batch, context) for context in sizes.contexts for batch in sizes.batches]
     if points is Points.GOALS:
         at = list(sizes.goals)
+    elif points is Points.CODES:
+        at = [(batch, sizes.contexts[0]) for batch in sizes.coded_batches]
     elif points is Points.OVERLAP:
         at = [(batch, sizes.contexts[0]) for batch in sizes.overlap_batches]
     room = sizes.warm_steps + sizes.num_steps + 1
@@ -90,6 +104,7 @@ def measure_steps(model: str, tiny: bool, points: Points, enforce_eager: bool) -
             max_num_seqs=max(batch for batch, _ in at),
             max_num_batched_tokens=sizes.max_batched_tokens,
             enforce_eager=enforce_eager,
+            quantization=quantization,
         )
     info = executor.info
     report(
@@ -112,7 +127,7 @@ def measure_steps(model: str, tiny: bool, points: Points, enforce_eager: bool) -
         _measure_first_token(driver, model, sizes)
     for batch, context in at:
         _measure_decode(driver, model, batch, context, sizes)
-    if points is Points.GOALS:
+    if points in (Points.GOALS, Points.CODES):
         return
     # At the end: the profiler slows launches for as long as the process lives.
     for batch in sizes.profiled_batches:
@@ -130,10 +145,13 @@ def _measure_first_token(driver: Driver, model: str, sizes: Sizes) -> None:
 def _measure_decode(driver: Driver, model: str, batch: int, context: int, sizes: Sizes) -> None:
     info = driver.info
     room = sizes.warm_steps + sizes.num_steps + 1
+    at: dict[str, object] = {"part": "decode", "model": model, "batch": batch, "context": context}
+    if info.quantization is not None:  # no row of the table of goals
+        at |= {"part": "coded decode", "codes": info.quantization.method}
     needed = batch * -(-(context + room) // info.block_size)
     if needed > info.num_blocks:
         reason = f"takes {needed} blocks of the pool's {info.num_blocks}"
-        report(part="decode", model=model, batch=batch, context=context, skipped=reason)
+        report(**at, skipped=reason)
         return
     driver.begin(batch, context, room)
     driver.decode(sizes.warm_steps)
@@ -141,10 +159,7 @@ def _measure_decode(driver: Driver, model: str, batch: int, context: int, sizes:
     mean_context = context + sizes.warm_steps + (sizes.num_steps + 1) / 2
     step_bytes = info.weight_bytes + info.kv_bytes_per_token * batch * mean_context
     report(
-        part="decode",
-        model=model,
-        batch=batch,
-        context=context,
+        **at,
         tpot_ms=times.step_s * 1e3,
         tokens_per_s=batch / times.step_s,
         bytes_per_s=step_bytes / times.step_s,

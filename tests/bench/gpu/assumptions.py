@@ -29,6 +29,7 @@ class Assumptions:
     cublas: Of
     prefill_share: float
     issue_share: float
+    tile_share: float
     flash_attention: float
     gap: float
     gap_alone: float
@@ -40,13 +41,13 @@ class Assumptions:
 
 EXPECTED = Assumptions(
     read_share=0.95, cache=5.5e12, latency=0.6, cublas=Of.MEDIAN,
-    prefill_share=0.37, issue_share=0.8, flash_attention=269.4,
+    prefill_share=0.37, issue_share=0.8, tile_share=0.6, flash_attention=269.4,
     gap=0.6, gap_alone=1.3, access=0.35, end=0.4,
     empty_wave=0.8, prefetches=True,
 )  # fmt: skip
 AT_WORST = Assumptions(
     read_share=0.89, cache=4.5e12, latency=0.8, cublas=Of.SLOWEST,
-    prefill_share=0.21, issue_share=0.6, flash_attention=248.2,
+    prefill_share=0.21, issue_share=0.6, tile_share=0.45, flash_attention=248.2,
     gap=1.3, gap_alone=1.8, access=0.5, end=0.7,
     empty_wave=1.2, prefetches=False,
 )  # fmt: skip
@@ -66,6 +67,8 @@ SOURCES = {
     "reaches 0.37, TensorRT-LLM's kernel 0.21 (see below); ours to be measured",
     "issue_share": "of four instructions a clock at 1.755 GHz, by products that make numbers of "
     "codes: their loops' instructions are counted in resources.json; to be measured",
+    "tile_share": "of the rate of matrix, by tiles whose weights are made of codes, which wait for "
+    "each product before they make the next weights: both supposed, to be measured",
     "flash_attention": "us of FlashAttention 3 at batch 32, context 8,192 on an H200: vLLM's, "
     "which `make bench-gpu` times too; at worst SGLang's",
     "gap": "us between two of our kernels in a graph, started early (PDL); 1.3 is Hazy Research's "
@@ -132,6 +135,7 @@ def _timed(work: Work, before: Timed | None, given: Assumptions) -> Timed:
         work.cached_bytes / given.cache * 1e6,
         _busiest(work, given),
         work.issued / (_ISSUED * given.issue_share),
+        work.products / (given.matrix * given.tile_share) * 1e6,
         work.flops / (given.matrix * given.prefill_share) * 1e6,
     )
     empty = -(-work.empty // (work.fit * NUM_SMS)) if work.fit else 0

@@ -247,7 +247,7 @@ def _others_table() -> str:
     return "\n".join(lines)
 
 
-_BATCHES = (1, 16, 64)
+_BATCHES = (1, 16, 64, 256)
 
 
 def _codes_table() -> str:
@@ -277,11 +277,12 @@ _CODES = """\
 ## Weights of 8 and 4 bits
 
 A decode step of Qwen3-8B at context 512, and how many times as fast it is as with bfloat16 weights.
-Wanted: 1.6 with int8 and 2.3 with int4 at batch 1; 1.2 at batch 64. int8 and int4 are what
+Wanted: 1.6 with int8 and 2.3 with int4 at batch 1; 1.2 at batch 64. int8, int4 and fp8 are what
 `--quantization` makes; int4 in groups of 128, with a plain output layer, what most checkpoints
 have. The estimate rests on the bytes, the instructions in the loop that the compiler made
-(`issue_share`), and the cache's rate for x. It says what is next: at batch 1, fewer instructions
-for levels; from 17 rows on, a kernel for all of them, as now each 16 read all codes again.
+(`issue_share`), the cache's rate for x, and from 17 rows on the matrix units (`tile_share`): up to
+512 rows are tiles. It says what is next: at batch 1, fewer instructions for levels; at 64, fewer to
+bring codes in the order that the matrix units take.
 """
 _OPENING = """\
 # What each goal should measure on an H200

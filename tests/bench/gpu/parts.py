@@ -140,6 +140,11 @@ def _bench(*arguments: str) -> Callable[[Run, float], None]:
     return measure
 
 
+def _codes(quantization: str) -> Callable[[Run, float], None]:
+    flags = ("--points", "codes", "--quantization", quantization)
+    return _bench("steps", LLAMA, *flags)
+
+
 def _http(part: str, model: str) -> Callable[[Run, float], None]:
     def measure(run: Run, limit_s: float) -> None:
         # A second less, so that it says itself why it was late.
@@ -170,6 +175,8 @@ PARTS: tuple[Part, ...] = (
     Part("steps-small", 50, 90, _bench("steps", SMALL)),
     Part("steps-qwen", 60, 120, _bench("steps", QWEN)),
     Part("linear-layers", 50, 90, _bench("kernels", "linear")),
+    Part("codes", 60, 120, _bench("kernels", "coded")),
+    *(Part(f"steps-{codes}", 45, 120, _codes(codes)) for codes in ("int8", "int4", "fp8")),
     Part("small", 15, 40, _bench("kernels", "small")),
     Part("sampling", 12, 40, _bench("kernels", "sampling")),
     Part("tables", 8, 30, _bench("kernels", "tables")),

@@ -66,7 +66,15 @@ def _compiled() -> dict[str, Any]:
     for model in models:
         with overlap(True):
             launches = model.sampling_launches(Mode.PLAIN)
-            for num_decodes, chunk in ((1, 0), (16, 0), (64, 0), (256, 0), (7, 1024)):
+            for num_decodes, chunk in (
+                (1, 0),
+                (16, 0),
+                (32, 0),
+                (64, 0),
+                (128, 0),
+                (256, 0),
+                (7, 1024),
+            ):
                 launches += model.launches(num_decodes, chunk)
         for one in launches:
             name = key(one.name, one.constants, one.types, one.options)

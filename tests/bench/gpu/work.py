@@ -7,6 +7,7 @@ axes is repeated here, by kernel.
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tests.bench.gpu.launches import CUBLAS, Launched, Step
@@ -21,7 +22,8 @@ _CACHED_BYTES = 25_000_000
 class Work:
     """name: the kernel, with its matrix. fit: programs on one multiprocessor at once, 0 where
     torch launches it. busy: programs that have anything to do. memory_bytes: that cannot be in the
-    cache; cached_bytes: that should. flops: on the matrix units. ahead_bytes: that it prefetches
+    cache; cached_bytes: that should. flops: on the matrix units, of attention; products: of tiles
+    whose weights are codes. issued: instructions of warps. ahead_bytes: that it prefetches
     while the kernel before runs. in_flight: bytes of a program that are on their way at once. Of a
     decode, is_split: it combines pieces; rotates: queries and keys first. product: rows, outputs
     and columns of one of cuBLAS.
@@ -35,6 +37,7 @@ class Work:
     cached_bytes: int = 0
     flops: float = 0.0
     issued: float = 0.0
+    products: float = 0.0
     ahead_bytes: int = 0
     in_flight: int = 0
     is_split: bool = False
@@ -77,6 +80,9 @@ class Workbench:
         if kernel == "_skinny_grouped":
             loop = self._resources[launched.key]["loop"]
             return Work(**base | _skinny_grouped(launched, loop))
+        if kernel == "_tiled":
+            loop = self._resources[launched.key]["loop"]
+            return Work(**base | _tiled(launched, loop))
         if kernel == "_dequantize":
             return Work(**base | _dequantize(launched))
         if kernel == "_decode":
@@ -126,13 +132,40 @@ def _skinny_grouped(launched: Launched, loop: int) -> dict[str, Any]:
     rounds = -(-codes.shape[1] // chunk)
     coded = _coded_bytes(a, constants)
     return {
-        "name": f"_skinny_grouped int{constants['BITS']} {outputs} x {a['columns']}",
+        "name": f"_skinny_grouped {_kind(launched)} {outputs} x {a['columns']}",
         "memory_bytes": coded,
         "cached_bytes": coded + a["x"].nbytes * launched.programs + 2 * a["out"].nbytes,
         "ahead_bytes": a["ahead"] * min(outputs, constants["FETCHING"] * rows_each),
         "in_flight": (constants["STAGES"] - 1) * rows_each * chunk,
         "issued": float(launched.programs * constants["WARPS"] * rounds * loop),
     }
+
+
+def _tiled(launched: Launched, loop: int) -> dict[str, Any]:
+    """loop: as above."""
+    a, constants = launched.arguments, launched.constants
+    rows, outputs, size = constants["ROWS"], constants["OUTPUTS"], constants["SIZE"]
+    tiles, row_tiles, splits = launched.grid
+    columns = size * 8 // constants["BITS"]
+    rounds = splits * -(-a["split_bytes"] // size)
+    coded = _coded_bytes(a, constants)
+    # Each program reads its rows of x, and writes its sums.
+    x_bytes = tiles * a["x"].nbytes
+    return {
+        "name": f"_tiled {_kind(launched)} {len(a['x'])} x {a['outputs']} x {a['columns']}",
+        "memory_bytes": coded,
+        "cached_bytes": coded * row_tiles + x_bytes + a["out"].nbytes,
+        "in_flight": (constants["STAGES"] - 1) * outputs * size,
+        "issued": float(tiles * row_tiles * rounds * launched.options["num_warps"] * loop),
+        "products": float(tiles * row_tiles * rounds) * 2 * rows * outputs * columns,
+    }
+
+
+def _kind(launched: Launched) -> str:
+    """Of the codes."""
+    bits = launched.constants["BITS"]
+    is_float = bits == 8 and launched.arguments["codes"].dtype is torch.uint8
+    return "fp8" if is_float else f"int{bits}"
 
 
 def _dequantize(launched: Launched) -> dict[str, Any]:
@@ -142,7 +175,7 @@ def _dequantize(launched: Launched) -> dict[str, Any]:
     share = rows / len(a["codes"])
     fits = a["out"].nbytes <= _CACHED_BYTES
     return {
-        "name": f"_dequantize int{constants['BITS']} {rows} x {columns}",
+        "name": f"_dequantize {_kind(launched)} {rows} x {columns}",
         "memory_bytes": int(_coded_bytes(a, constants) * share) + (0 if fits else a["out"].nbytes),
         "cached_bytes": a["out"].nbytes,
     }

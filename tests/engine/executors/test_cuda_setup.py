@@ -1,6 +1,7 @@
 """From a config to a `CudaExecutor`, as far as it goes without a GPU: by Triton's interpreter."""
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 from gguf import GGMLQuantizationType
 from triton.runtime.errors import OutOfResources
 
-from penstock.engine.config import Dtype, EngineConfig, LoadFormat
+from penstock.engine.config import Dtype, EngineConfig, LoadFormat, Quantization
 from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cuda.device import Interpreter, check_capability
 from penstock.engine.executors.cuda.setup import build_cuda_executor, largest_step
@@ -26,15 +27,22 @@ from penstock.engine.memory.gpu_budget import (
     pool_bytes,
 )
 from penstock.engine.memory.kv_pool import PoolSize, size_pool
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.coded import OnGpu
+from penstock.engine.models.layers.kept import AsStored
+from penstock.engine.models.quantization.at_load.quantize import quantization_plan
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.gguf_files import quantized, write_gguf
 from tests.support.kernels import ON_GPU
-from tests.support.quantized_checkpoints import FORMATS, save_quantized
+from tests.support.paths import DEMO_MODEL
+from tests.support.quantized_checkpoints import FORMATS, QuantizedFormat, fp8, save_quantized
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine, ids_of
 from tests.support.tiny_models import engine_config, make_model, save
 
+SLOW = pytest.mark.slow
+OTHER_FORMATS = [name for name in FORMATS if name not in ("awq", "fp8-block")]
 ROOM = MemoryBudget(total=100 * GIB, used=30 * GIB, reserved=5 * GIB)
 BLOCK = 2**20
 
@@ -84,24 +92,75 @@ def test_what_is_set_up_answers_as_the_cpu_executor_and_refuses_an_adapter(
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
-def test_quantized_weights_become_plain_and_the_log_says_what_that_costs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "name", ["awq", "fp8-block", *(pytest.param(name, marks=SLOW) for name in OTHER_FORMATS)]
+)
+def test_quantized_weights_stay_in_codes_and_are_counted_so(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = save_quantized(make_model("qwen3"), tmp_path / "awq", FORMATS["awq"])
-    save(model, tmp_path / "plain")
+    path = tmp_path / "codes"
+    save(save_quantized(make_model("qwen3"), path, FORMATS[name]), tmp_path / "plain")
     requests = [make_request("a", 5, max_tokens=2)]
-    plain, config = interpreted(tmp_path / "plain"), interpreted(tmp_path / "awq")
+    plain, config = interpreted(tmp_path / "plain"), interpreted(path)
     (expected,) = SteppedEngine(plain).run(requests)
+    executor = build_cuda_executor(config, path, Interpreter())
     assert "stored as" not in caplog.text
-    executor = build_cuda_executor(config, tmp_path / "awq", Interpreter())
-    assert "the weights are stored as AWQ" in caplog.text
     (found,) = SteppedEngine(config, executor).run(requests)
     assert ids_of(found) == ids_of(expected)
+    model = ModelConfig.from_dir(path)
+    kept = OnGpu(torch.device("cpu")).num_bytes
+    assert executor.info.weight_bytes == model.step_weight_bytes(4, kept)
+    assert executor.info.weight_bytes < model.step_weight_bytes(4, AsStored().num_bytes)
+
+
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
+def test_groups_that_no_kernel_has_become_plain_and_the_log_says_what_that_costs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = FORMATS["fp8-block"].settings | {"weight_block_size": [32, 8]}
+    narrow = QuantizedFormat("FP8", settings, fp8((32, 8), "weight_scale_inv"), "fp8")
+    save_quantized(make_model("qwen3"), tmp_path, narrow)
+    executor = build_cuda_executor(interpreted(tmp_path), tmp_path, Interpreter())
+    assert "the weights are stored as FP8" in caplog.text
+    plain = ModelConfig.from_dir(tmp_path).step_weight_bytes(4, AsStored().num_bytes)
+    assert executor.info.weight_bytes == plain
+
+
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [Quantization.FP8, Quantization.INT4])
+def test_weights_are_rounded_at_load_compared_and_cached(
+    method: Quantization,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caplog.set_level(logging.INFO)
+    path = save(make_model("qwen3", vocab_size=2048), tmp_path / "model")
+    shutil.copy(DEMO_MODEL / "tokenizer.json", path)
+    config = interpreted(path, quantization=method)
+    executor = build_cuda_executor(config, path, Interpreter())
+    assert f"{method} against the unquantized model: mean KL divergence" in caplog.text
+    plan = quantization_plan(
+        method, ModelConfig.from_dir(path), torch.float32, OnGpu(torch.device("meta"))
+    )
+    assert plan is not None and executor.info.weight_bytes == plan.step_weight_bytes
+    found = executor.info.quantization
+    assert found is not None and found.method == method and found.kl_divergence is not None
+    assert "quantize" in executor.info.load_seconds
+    requests = [make_request("a", 5, max_tokens=2)]
+    (first,) = SteppedEngine(config, executor).run(requests)
+    again = build_cuda_executor(config, path, Interpreter())
+    assert "made at an earlier start" in caplog.text
+    assert again.info.quantization == found
+    (second,) = SteppedEngine(config, again).run(requests)
+    assert ids_of(first) == ids_of(second)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
-def test_quantized_weights_of_gguf_are_dequantized(tmp_path: Path) -> None:
+def test_quantized_weights_of_gguf_stay_in_codes(tmp_path: Path) -> None:
     model = make_model("qwen2")
     path = write_gguf(tmp_path / "model.gguf", model, quantized(GGMLQuantizationType.Q8_0))
     config = interpreted(path)
@@ -110,7 +169,7 @@ def test_quantized_weights_of_gguf_are_dequantized(tmp_path: Path) -> None:
     executor = build_cuda_executor(config, path, Interpreter())
     found = SteppedEngine(config, executor).run(requests)
     assert [ids_of(outputs) for outputs in found] == [ids_of(outputs) for outputs in expected]
-    assert executor.info.weight_bytes == 4 * executor.info.num_parameters
+    assert executor.info.weight_bytes < 2 * executor.info.num_parameters
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")

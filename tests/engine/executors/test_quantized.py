@@ -7,6 +7,7 @@ import pytest
 from penstock.engine.config import LoadFormat
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.kept import AsStored
 from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine, ids_of
@@ -41,7 +42,7 @@ def test_fp8_becomes_plain_weights_and_the_log_says_what_that_costs(
     assert message.startswith("the weights are stored as FP8, 0.000 GiB; nothing here computes")
     assert "become float32 as they are read, and take 0.00" in message
     config = ModelConfig.from_dir(fp8)
-    assert executor.info.weight_bytes == config.step_weight_bytes(4, kept=())
+    assert executor.info.weight_bytes == config.step_weight_bytes(4, AsStored().num_bytes)
     assert answer(executor, fp8) == expected
 
 
@@ -50,6 +51,8 @@ def test_made_up_weights_are_in_the_format_too_and_become_plain(
 ) -> None:
     (fp8 / "model.safetensors").unlink()
     executor = CpuExecutor(engine_config(fp8, load_format=LoadFormat.DUMMY), fp8)
-    assert executor.info.weight_bytes == ModelConfig.from_dir(fp8).step_weight_bytes(4, kept=())
+    assert executor.info.weight_bytes == ModelConfig.from_dir(fp8).step_weight_bytes(
+        4, AsStored().num_bytes
+    )
     assert "stored as FP8" in caplog.text
     assert len(answer(executor, fp8)) == 8

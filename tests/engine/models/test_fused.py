@@ -23,7 +23,13 @@ from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.weights import Checkpoint
 from tests.support.kernels import DEVICE, ON_GPU, error
 from tests.support.tiny_models import BLOCK_SIZE, FAMILIES, MAX_LEN, make_model, save
-from tests.support.weight_formats import NegatedLinear, coded, reversed_config, round_weights
+from tests.support.weight_formats import (
+    NegatedLinear,
+    coded,
+    on_gpu,
+    reversed_config,
+    round_weights,
+)
 
 NUM_BLOCKS, NUM_SLOTS = 40, 6
 # The interpreter takes seconds per family; together these have every feature of the others.
@@ -135,7 +141,7 @@ def test_with_weights_in_codes_it_agrees_with_transformers_on_what_these_stand_f
     family: str, bits: int, group_size: int, tmp_path: Path
 ) -> None:
     make_linear = coded(bits, group_size, has_zeros=bits == 4)
-    model = Model(family, tmp_path, make_linear)
+    model = Model(family, tmp_path, on_gpu(make_linear))
     round_weights(model.oracle, make_linear)
     tolerance = TOLERANCE[torch.float32]
     assert model.run([(4, 0, 21)], num_decodes=0) < tolerance  # too many tokens for one kernel

@@ -12,20 +12,19 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.fused_linear import FUSED_LINEARS
+from penstock.engine.models.layers.coded import OnGpu
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
-from penstock.engine.models.layers.linear import Linear, PlainLinear
+from penstock.engine.models.layers.linear import Linear, PlainLinear, StoredLinear
 from tests.support.kernels import DEVICE, error, poisoned, random
 from tests.support.weight_formats import NegatedLinear, coded
 
 COLUMNS, OUTPUTS, EPS, TOLERANCE = 80, 64, 1e-5, 1e-5
 
 
-def weight_of(linear: Linear) -> Tensor:
-    """Before the layer's codes are moved."""
-    if isinstance(linear, StackedLinear):
-        return torch.cat([weight_of(part) for part in linear.parts])
-    assert isinstance(linear, GroupedLinear | PlainLinear)
-    return linear.weight() if isinstance(linear, GroupedLinear) else linear.weight
+def weight_of(linear: StoredLinear) -> Tensor:
+    weight = poisoned(OUTPUTS, COLUMNS)
+    linear.write_weight(weight)
+    return weight
 
 
 def stored(linear: Linear) -> GroupedLinear:
@@ -33,11 +32,17 @@ def stored(linear: Linear) -> GroupedLinear:
     return linear
 
 
-def int4() -> Linear:
-    return coded(4, 32)(random(OUTPUTS, COLUMNS), random(OUTPUTS))
+def held(linear: StoredLinear) -> Linear:
+    layer = OnGpu(DEVICE).layer(linear)
+    assert layer is not None
+    return layer
 
 
-def stacked() -> Linear:
+def int4() -> StoredLinear:
+    return stored(coded(4, 32)(random(OUTPUTS, COLUMNS), random(OUTPUTS)))
+
+
+def stacked() -> StoredLinear:
     """As `--quantization int4` stores queries, keys and values, with a plain part too."""
     weight, bias = random(OUTPUTS, COLUMNS), random(OUTPUTS)
     return StackedLinear(
@@ -51,10 +56,10 @@ def stacked() -> Linear:
 
 @pytest.mark.parametrize("make", [int4, stacked])
 def test_few_rows_and_many_are_multiplied_with_what_codes_stand_for(
-    make: Callable[[], Linear],
+    make: Callable[[], StoredLinear],
 ) -> None:
     linear = make()
-    weight, bias, product = weight_of(linear), random(OUTPUTS), FUSED_LINEARS.of(linear)
+    weight, bias, product = weight_of(linear), random(OUTPUTS), FUSED_LINEARS.of(held(linear))
     assert product.out_features == OUTPUTS
     x, norm, residual = random(3, COLUMNS), random(COLUMNS, seed=1), random(3, OUTPUTS)
     out = residual.clone()
@@ -65,8 +70,8 @@ def test_few_rows_and_many_are_multiplied_with_what_codes_stand_for(
     normed = functional.rms_norm(x, (COLUMNS,), norm, EPS)
     gate, up = (normed @ weight.T + bias).chunk(2, -1)
     assert error(gated, functional.silu(gate) * up) < TOLERANCE
-    for num_rows in (20, 70):
-        many, given = random(num_rows, COLUMNS), poisoned(80, OUTPUTS)[:num_rows]
+    for num_rows in (20, 520):
+        many, given = random(num_rows, COLUMNS), poisoned(600, OUTPUTS)[:num_rows]
         assert error(product.many(many), many @ weight.T + bias) < TOLERANCE
         assert product.many(many, given) is given
         assert error(given, many @ weight.T + bias) < TOLERANCE
@@ -75,20 +80,11 @@ def test_few_rows_and_many_are_multiplied_with_what_codes_stand_for(
 def test_a_weight_that_is_larger_than_a_slab_is_dequantized_in_slabs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("penstock.engine.models.fused_grouped._SLAB_BYTES", 0)
-    monkeypatch.setattr("penstock.engine.models.fused_grouped._SLAB_ROWS", 25)
-    linear = coded(4, 32)(random(OUTPUTS, COLUMNS), None)
-    weight, x = weight_of(linear), random(70, COLUMNS)
-    assert error(FUSED_LINEARS.of(linear).many(x), x @ weight.T) < TOLERANCE
-
-
-def test_codes_are_moved_once_and_not_kept_twice() -> None:
-    linear, x = int4(), random(2, COLUMNS)
-    outs = [poisoned(2, OUTPUTS) for _ in range(2)]
-    for out in outs:
-        FUSED_LINEARS.of(linear).few(x, out)
-    assert torch.equal(outs[0], outs[1]) and bool(outs[0].isfinite().all())
-    assert isinstance(linear, GroupedLinear) and linear.codes.numel() == 0
+    monkeypatch.setattr("penstock.engine.models.fused_linear._SLAB_BYTES", 0)
+    monkeypatch.setattr("penstock.engine.models.fused_linear._SLAB_ROWS", 25)
+    linear = stored(coded(4, 32)(random(OUTPUTS, COLUMNS), None))
+    weight, x = weight_of(linear), random(520, COLUMNS)
+    assert error(FUSED_LINEARS.of(held(linear)).many(x), x @ weight.T) < TOLERANCE
 
 
 def test_a_part_in_an_unknown_format_is_refused_by_name() -> None:

@@ -35,7 +35,13 @@ _STALE_S = 24 * 3600
 # Left free on the disk beside what is written.
 _SPARE_BYTES = 2**28
 # As safetensors names them.
-_STORED = {torch.int8: "I8", torch.uint8: "U8", torch.float16: "F16"}
+_STORED = {
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float16: "F16",
+    torch.float32: "F32",
+}
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +70,7 @@ def cache_directory(model_dir: Path, plan: Plan) -> Path | None:
         VERSION,
         GROUP_SIZE,
         [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths],
-        [(part.key, part.rows, part.in_features, part.bits) for part in plan.parts],
+        [(part.key, part.rows, part.in_features, part.kind.value) for part in plan.parts],
     )
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
     return cache / "penstock" / "quantized" / key

@@ -12,10 +12,12 @@ from torch import Tensor
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import Quantization
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear
+from penstock.engine.models.layers.kept import Kept
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
-from penstock.engine.models.quantization.at_load.rounding import GROUP_SIZE, LEVELS, Codes
+from penstock.engine.models.quantization.at_load.rounding import GROUP_SIZE, LEVELS, Codes, Kind
 from penstock.engine.models.quantization.at_load.weights import QuantizedWeights
 from penstock.engine.models.quantization.schemes import LEVELS_FORMAT, integer_format
 
@@ -36,7 +38,7 @@ class Part:
     names: tuple[str, ...]
     rows: int
     in_features: int
-    bits: int
+    kind: Kind
 
     @property
     def key(self) -> str:
@@ -45,30 +47,30 @@ class Part:
 
     @property
     def weight_format(self) -> str:
-        return LEVELS_FORMAT if self.bits == 4 else integer_format(8, is_symmetric=True)
+        if self.kind is Kind.FP8:
+            return Fp8Linear.weight_format
+        return LEVELS_FORMAT if self.kind is Kind.INT4 else integer_format(8, is_symmetric=True)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.rows, self.in_features
 
     def empty(self, device: torch.device) -> Codes:
-        width, dtype = self.in_features, torch.int8
-        if self.bits == 4:
-            width, dtype = -(-self.in_features // 2), torch.uint8
-        groups = -(-self.in_features // GROUP_SIZE)
-        return Codes(
-            torch.empty((self.rows, width), dtype=dtype, device=device),
-            torch.empty((self.rows, groups), dtype=torch.float16, device=device),
-        )
+        def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
 
-    def linear(self, codes: Codes, bias: Tensor | None) -> GroupedLinear:
+        return Codes.allocated(self.kind, self.rows, self.in_features, allocate)
+
+    def linear(self, codes: Codes, bias: Tensor | None) -> GroupedLinear | Fp8Linear:
+        if self.kind is Kind.FP8:
+            return Fp8Linear(codes.codes, codes.scales, bias, block=(1, self.in_features))
         return GroupedLinear(
             codes.codes,
             codes.scales,
             bias,
             group_size=GROUP_SIZE,
             in_features=self.in_features,
-            levels=torch.tensor(LEVELS, dtype=torch.int8) if self.bits == 4 else None,
+            levels=torch.tensor(LEVELS, dtype=torch.int8) if self.kind is Kind.INT4 else None,
         )
 
 
@@ -88,19 +90,21 @@ class Scheme:
             stacked = [(names, rows)]
         parts: list[Part] = []
         for of_part, num_rows in stacked:
-            bits = self._bits(of_part[-1], in_features)
-            if parts and parts[-1].bits == bits:
+            kind = self._kind(of_part[-1], in_features)
+            if parts and parts[-1].kind is kind:
                 before = parts.pop()
                 of_part, num_rows = before.names + of_part, before.rows + num_rows
-            parts.append(Part(of_part, num_rows, in_features, bits))
+            parts.append(Part(of_part, num_rows, in_features, kind))
         return parts
 
-    def _bits(self, name: str, in_features: int) -> int:
-        if self.method is Quantization.INT8 or in_features < _LEAST_COLUMNS_OF_4_BITS:
-            return 8
+    def _kind(self, name: str, in_features: int) -> Kind:
+        if self.method is not Quantization.INT4:
+            return Kind(self.method.value)
+        if in_features < _LEAST_COLUMNS_OF_4_BITS:
+            return Kind.INT8
         # Measured on the demo model: at 8 bits, these lower the KL divergence by the most for each
         # byte that they add. Q4_K_M of llama.cpp keeps more bits for the same two.
-        return 8 if name == "lm_head" or name.endswith(".v_proj") else 4
+        return Kind.INT8 if name == "lm_head" or name.endswith(".v_proj") else Kind.INT4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +121,9 @@ class Plan:
     step_weight_bytes: int
 
     @classmethod
-    def of(cls, scheme: Scheme, dtype: torch.dtype) -> "Plan":
-        """dtype: of what stays unquantized: the embedding, norms and biases."""
+    def of(cls, scheme: Scheme, dtype: torch.dtype, kept: Kept | None = None) -> "Plan":
+        """dtype: of what stays unquantized: the embedding, norms and biases. kept: as in
+        `QuantizedWeights`, for tensors without data."""
         parts: list[Part] = []
 
         def shapes_of(part: Part) -> Codes:
@@ -128,7 +133,7 @@ class Plan:
         plain = _Shapes(dtype)
         model = LlamaModel(
             scheme.model,
-            QuantizedWeights(plain, scheme.parts, shapes_of),
+            QuantizedWeights(plain, scheme.parts, shapes_of, kept),
             PlainLinear,
             gathered_attention,
             max_model_len=1,
@@ -149,6 +154,11 @@ class Plan:
     def num_weights(self) -> int:
         """Of the linear layers."""
         return sum(part.rows * part.in_features for part in self.parts)
+
+    @property
+    def group_size(self) -> int | None:
+        """Weights of a row that have a scale of their own; None for all."""
+        return None if self.scheme.method is Quantization.FP8 else GROUP_SIZE
 
     @property
     def bits_per_weight(self) -> float:

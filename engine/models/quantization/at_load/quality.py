@@ -61,17 +61,22 @@ def token_ids_of_text(model_dir: Path, model: ModelConfig) -> list[int]:
 
 
 def compare(
-    model: ModelConfig, unquantized: WeightSource, quantized: WeightSource, token_ids: list[int]
+    model: ModelConfig,
+    unquantized: WeightSource,
+    quantized: WeightSource,
+    token_ids: list[int],
+    device: torch.device = _CPU,
 ) -> Quality:
-    """Both sources give the weights of `model`, plain ones in float32. At least two tokens."""
+    """Both sources give the weights of `model` on this device, plain ones in float32. At least two
+    tokens."""
     sides = (unquantized, quantized)
-    step = _prompt(token_ids)
+    step = _prompt(token_ids, device)
     cos, sin = (
         table.unsqueeze(1)
-        for table in rotary_table(model.rope, model.head_dim, len(token_ids), _CPU)
+        for table in rotary_table(model.rope, model.head_dim, len(token_ids), device)
     )
     kv = KVShape(num_layers=1, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
-    pool = KVPool(kv, 1, len(token_ids), torch.float32, _CPU)
+    pool = KVPool(kv, 1, len(token_ids), torch.float32, device)
     embedding = unquantized.read((model.vocab_size, model.hidden_size), "model.embed_tokens.weight")
     states = [functional.embedding(step.token_ids, embedding)] * 2
     del embedding
@@ -134,14 +139,14 @@ def _compared(logits: list[Tensor], token_ids: Tensor) -> Quality:
     )
 
 
-def _prompt(token_ids: list[int]) -> ModelInput:
+def _prompt(token_ids: list[int], device: torch.device) -> ModelInput:
     """One sequence, which is in one block."""
-    positions = torch.arange(len(token_ids))
+    positions = torch.arange(len(token_ids), device=device)
     return ModelInput(
-        token_ids=torch.tensor(token_ids),
+        token_ids=torch.tensor(token_ids, device=device),
         positions=positions,
         kv_slots=positions,
-        block_tables=torch.zeros((1, 1), dtype=torch.int32),
+        block_tables=torch.zeros((1, 1), dtype=torch.int32, device=device),
         query_starts=[0, len(token_ids)],
         context_lens=[len(token_ids)],
         num_decodes=0,

@@ -14,6 +14,7 @@ from penstock.engine.memory.host import Arena
 from penstock.engine.model_info import QuantizationInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.layers.kept import Kept
 from penstock.engine.models.quantization.at_load.cache import (
     CacheWriter,
     cache_directory,
@@ -22,7 +23,6 @@ from penstock.engine.models.quantization.at_load.cache import (
 from penstock.engine.models.quantization.at_load.plan import Part, Plan, Scheme
 from penstock.engine.models.quantization.at_load.quality import Quality, compare, token_ids_of_text
 from penstock.engine.models.quantization.at_load.rounding import (
-    GROUP_SIZE,
     Allocate,
     Codes,
     NotRoundable,
@@ -34,6 +34,8 @@ from penstock.engine.phases import Phases
 
 logger = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
@@ -43,30 +45,37 @@ class Quantized:
     codes_of: CodesOf
     info: QuantizationInfo
 
-    def of(self, plain: WeightSource) -> QuantizedWeights:
+    def of(self, plain: WeightSource, kept: Kept) -> QuantizedWeights:
         """plain: gives what is not quantized, in the type in which it is served."""
-        return _of(self.plan, plain, self.codes_of)
+        return QuantizedWeights(plain, self.plan.scheme.parts, self.codes_of, kept)
 
 
 def quantization_plan(
-    method: Quantization | None, model: ModelConfig, dtype: torch.dtype
+    method: Quantization | None, model: ModelConfig, dtype: torch.dtype, kept: Kept | None = None
 ) -> Plan | None:
-    """None without --quantization. dtype: of what is not quantized."""
-    return None if method is None else Plan.of(Scheme(method, model), dtype)
+    """None without --quantization. dtype, kept: see `Plan.of`."""
+    return None if method is None else Plan.of(Scheme(method, model), dtype, kept)
 
 
 def quantize(
-    config: EngineConfig, model_dir: Path, plan: Plan, phases: Phases, num_threads: int
+    config: EngineConfig,
+    model_dir: Path,
+    plan: Plan,
+    phases: Phases,
+    num_threads: int,
+    device: torch.device = _CPU,
+    kept: Kept | None = None,
 ) -> Quantized:
     """Finds them in the cache, or makes them, one matrix at a time, and caches them.
 
-    In memory are the quantized weights, and in float32 one layer or the output layer: of a large
-    model less than its unquantized weights take. Raises InvalidModel.
+    In this machine's memory are the quantized weights; on the device that rounds and compares, one
+    layer or the output layer in float32: of a large model less than its unquantized weights take.
+    kept: what computes the codes there, as in `QuantizedWeights`. Raises InvalidModel.
     """
     torch.set_num_threads(num_threads)
     model = plan.scheme.model
     allocate = Arena().empty
-    float32 = partial(torch.empty, dtype=torch.float32)
+    float32 = partial(torch.empty, dtype=torch.float32, device=device)
     if config.load_format is LoadFormat.DUMMY:
         rounder = Rounder(RandomWeights(float32), plan, allocate, phases, num_threads)
         with phases.timed("quantize", _what(plan), total=plan.num_weights, unit="weights"):
@@ -74,6 +83,11 @@ def quantize(
         return Quantized(plan, rounder, _info(plan, None))
 
     checkpoint = Checkpoint(model_dir, float32)
+
+    def compared(codes_of: CodesOf, token_ids: list[int]) -> Quality:
+        quantized = QuantizedWeights(checkpoint, plan.scheme.parts, codes_of, kept)
+        return compare(model, checkpoint, quantized, token_ids, device)
+
     token_ids = token_ids_of_text(model_dir, model)
     directory = cache_directory(model_dir, plan)
     stored = find(directory, plan, allocate)
@@ -82,7 +96,7 @@ def quantize(
         quality = stored.manifest.quality
         if config.quantization_report and token_ids:
             with phases.timed("quality", "comparing the quantized model with the unquantized one"):
-                quality = compare(model, checkpoint, _of(plan, checkpoint, stored), token_ids)
+                quality = compared(stored, token_ids)
         _log(plan, quality, is_long=config.quantization_report)
         return Quantized(plan, stored, _info(plan, quality))
 
@@ -91,7 +105,7 @@ def quantize(
         quality = None
         with phases.timed("quantize", _what(plan), total=plan.num_weights, unit="weights"):
             if token_ids:  # it asks for every part, layer by layer
-                quality = compare(model, checkpoint, _of(plan, checkpoint, rounder), token_ids)
+                quality = compared(rounder, token_ids)
             _round_all(rounder)
         kept_in = writer.finish(plan.scheme.method, model_dir, quality)
     logger.info(
@@ -145,7 +159,7 @@ class Rounder:
         weight = self._plain.read(part.shape, *(f"{name}.weight" for name in names))
         start = time.perf_counter()
         try:
-            return rounded(weight, part.bits, self._allocate, self._num_threads)
+            return rounded(weight, part.kind, self._allocate, self._num_threads)
         except NotRoundable:
             raise InvalidModel(
                 f"the layer {' + '.join(names)} has weights that are NaN, infinite or more than "
@@ -161,10 +175,6 @@ def _round_all(rounder: Rounder) -> None:
         rounder(part)
 
 
-def _of(plan: Plan, plain: WeightSource, codes_of: CodesOf) -> QuantizedWeights:
-    return QuantizedWeights(plain, plan.scheme.parts, codes_of)
-
-
 def _what(plan: Plan) -> str:
     return (
         f"rounding {plan.num_weights:.3g} weights to {plan.scheme.method}, "
@@ -177,7 +187,7 @@ def _info(plan: Plan, quality: Quality | None) -> QuantizationInfo:
         method=plan.scheme.method.value,
         bits=plan.scheme.method.bits,
         bits_per_weight=plan.bits_per_weight,
-        group_size=GROUP_SIZE,
+        group_size=plan.group_size,
     )
     if quality is None:
         return info
@@ -223,7 +233,7 @@ def _report(plan: Plan, quality: Quality) -> Iterator[str]:
         f"unquantized {quality.unquantized_perplexity:.4g}"
     )
     for bits in (4, 8):
-        parts = [part for part in plan.parts if part.bits == bits]
+        parts = [part for part in plan.parts if part.kind.bits == bits]
         if parts:
             num_weights = sum(part.rows * part.in_features for part in parts)
             layers = sorted({name.rpartition(".")[2] for part in parts for name in part.names})

@@ -1,4 +1,5 @@
-"""Rounds weights to codes of 8 or 4 bits, with a scale for each group of 32 along in_features.
+"""Rounds weights to codes of 8 or 4 bits, with a scale for each group of 32 along in_features, or
+to FP8, with a scale for each row.
 
 No data is needed but the weights. It knows neither names of layers nor where weights come from.
 """
@@ -6,6 +7,7 @@ No data is needed but the weights. It knows neither names of layers nor where we
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -20,8 +22,9 @@ GROUP_SIZE = 32
 # Source: `kvalues_iq4nl` of llama.cpp, fitted to weights of Gaussian groups.
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-# A band of rows whose temporaries stay in a core's cache.
+# A band of rows whose temporaries stay in a core's cache; on a GPU, one that occupies all of it.
 _BAND_ELEMENTS = 2**17
+_GPU_BAND_ELEMENTS = 2**24
 # The group's largest weight, in codes, for each scale that is tried: with these, the KL divergence
 # is a fifth below that of 127 alone. At most 127.5, so that no weight is off by more than half a
 # step; products may rely on it that -128 is unused.
@@ -33,11 +36,35 @@ _SMALLEST_SCALE = 2.0**-24  # of float16
 _LARGEST_WEIGHT = 65504 * 126.0
 
 
+_FP8 = torch.float8_e4m3fn
+_LARGEST_FP8 = torch.finfo(_FP8).max
+
+
+class Kind(Enum):
+    """What weights are rounded to."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+    FP8 = "fp8"
+
+    @property
+    def bits(self) -> int:
+        return 4 if self is Kind.INT4 else 8
+
+
 class Codes(NamedTuple):
-    """As `GroupedLinear` has them, without zeros."""
+    """As `GroupedLinear` has them, without zeros; or as `Fp8Linear`, with a scale for each row."""
 
     codes: Tensor
     scales: Tensor
+
+    @classmethod
+    def allocated(cls, kind: Kind, rows: int, columns: int, allocate: "Allocate") -> "Codes":
+        if kind is Kind.FP8:
+            return cls(allocate((rows, columns), _FP8), allocate((rows, 1), torch.float32))
+        width, dtype = (columns, torch.int8) if kind.bits == 8 else (-(-columns // 2), torch.uint8)
+        scales = allocate((rows, -(-columns // GROUP_SIZE)), torch.float16)
+        return cls(allocate((rows, width), dtype), scales)
 
 
 class NotRoundable(Exception):
@@ -47,28 +74,45 @@ class NotRoundable(Exception):
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
-def rounded(weight: Tensor, bits: int, allocate: Allocate, num_threads: int = 1) -> Codes:
-    """weight: (out_features, in_features), of any float type. bits: 8 or 4; those of 4 bits are for
-    `LEVELS`. Besides the result it needs a few MB for each thread. Raises NotRoundable."""
+def rounded(weight: Tensor, kind: Kind, allocate: Allocate, num_threads: int = 1) -> Codes:
+    """weight: (out_features, in_features), of any float type, on the device that computes; the
+    result is where `allocate` has it. Those of 4 bits are for `LEVELS`. Besides the result it needs
+    a few MB for each thread, on a GPU a GB. Raises NotRoundable."""
     rows, columns = weight.shape
-    groups = -(-columns // GROUP_SIZE)
-    width, dtype = (columns, torch.int8) if bits == 8 else (-(-columns // 2), torch.uint8)
-    result = Codes(allocate((rows, width), dtype), allocate((rows, groups), torch.float16))
-    band = max(1, _BAND_ELEMENTS // columns)
+    result = Codes.allocated(kind, rows, columns, allocate)
+    on_cpu = weight.device.type == "cpu"
+    band = max(1, (_BAND_ELEMENTS if on_cpu else _GPU_BAND_ELEMENTS) // columns)
 
     @torch.inference_mode()
     def round_band(first: int) -> None:
-        part = weight[first : first + band].float()
-        part = functional.pad(part, (0, groups * GROUP_SIZE - columns))
-        # A group is a column, so that sums over groups add long rows.
-        codes, scales = (_round8 if bits == 8 else _round4)(part.view(-1, GROUP_SIZE).t())
-        codes = codes.t().reshape(len(part), -1)[:, :columns]
-        result.codes[first : first + band] = codes if bits == 8 else packed_nibbles(codes)
-        result.scales[first : first + band] = scales.view(len(part), groups)
+        rows = slice(first, first + band)
+        codes, scales = _rounded_band(weight[rows].float(), kind)
+        result.codes[rows] = codes.to(result.codes.device)
+        result.scales[rows] = scales.to(result.scales.device)
 
-    with _one_thread_each(), ThreadPoolExecutor(num_threads) as pool:
+    with _one_thread_each(), ThreadPoolExecutor(num_threads if on_cpu else 1) as pool:
         list(pool.map(round_band, range(0, rows, band)))
     return result
+
+
+def _rounded_band(part: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """The codes and scales of some rows in float32."""
+    rows, columns = part.shape
+    if kind is Kind.FP8:
+        return _round_fp8(part)
+    groups = -(-columns // GROUP_SIZE)
+    part = functional.pad(part, (0, groups * GROUP_SIZE - columns))
+    # A group is a column, so that sums over groups add long rows.
+    codes, scales = (_round8 if kind is Kind.INT8 else _round4)(part.view(-1, GROUP_SIZE).t())
+    codes = codes.t().reshape(rows, -1)[:, :columns]
+    return codes if kind is Kind.INT8 else packed_nibbles(codes), scales.view(rows, groups)
+
+
+def _round_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: (rows, columns) float32. The largest weight of a row is the largest number of FP8."""
+    _, largest = _extremes(x.t())
+    scales = (largest / _LARGEST_FP8).clamp_(min=_SMALLEST_SCALE).unsqueeze(1)
+    return (x / scales).clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(_FP8), scales
 
 
 @contextmanager
@@ -114,7 +158,7 @@ def _round4(x: Tensor) -> tuple[Tensor, Tensor]:
     unit = x / size  # from -1 to 1, so that no square underflows
     importance = unit.abs() + unit.square().mean(0).sqrt_()
     weighted = importance * unit
-    codes, levels = _tables()
+    codes, levels = _tables(x.device)
     sign = torch.where(highest == largest, 1.0, -1.0)
     best = torch.full_like(largest, -1.0)
     scale = torch.zeros_like(largest)
@@ -137,10 +181,11 @@ def _looked_up(numbers: Tensor, table: Tensor) -> Tensor:
     return table.index_select(0, indices.flatten()).view_as(numbers)
 
 
-def _tables() -> tuple[Tensor, Tensor]:
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """For each integer from -128 to 127 the code of the level nearest to it, and that level."""
-    levels = torch.tensor(LEVELS, dtype=torch.float32)
-    codes = torch.bucketize(torch.arange(-128.0, 128.0), (levels[1:] + levels[:-1]) / 2)
+    levels = torch.tensor(LEVELS, dtype=torch.float32, device=device)
+    integers = torch.arange(-128.0, 128.0, device=device)
+    codes = torch.bucketize(integers, (levels[1:] + levels[:-1]) / 2)
     return codes.to(torch.uint8), levels[codes]
 
 

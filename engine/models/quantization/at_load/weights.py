@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from penstock.engine.models.layers.grouped import StackedLinear
+from penstock.engine.models.layers.kept import AsStored, Kept
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.quantization.at_load.rounding import Codes
 from penstock.engine.models.weights import WeightSource
@@ -25,11 +26,14 @@ class QuantizedWeights:
         plain: WeightSource,
         parts_of: "Callable[[tuple[str, ...], int, int], Sequence[Part]]",
         codes_of: CodesOf,
+        kept: Kept | None = None,
     ) -> None:
-        """parts_of: see `Scheme.parts`. codes_of: what a part is rounded to."""
+        """parts_of: see `Scheme.parts`. codes_of: what a part is rounded to. kept: by default
+        layers stay as they are made, on the codes' device."""
         self._plain = plain
         self._parts_of = parts_of
         self._codes_of = codes_of
+        self._kept = kept or AsStored()
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         return self._plain.read(shape, *names)
@@ -42,4 +46,5 @@ class QuantizedWeights:
             of_rows = None if bias is None else bias[row:end]
             linears.append(part.linear(self._codes_of(part), of_rows))
             row = end
-        return linears[0] if len(linears) == 1 else StackedLinear(linears)
+        linear = linears[0] if len(linears) == 1 else StackedLinear(linears)
+        return self._kept.layer(linear) or linear

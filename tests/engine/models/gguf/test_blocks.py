@@ -59,7 +59,8 @@ def test_codes_and_scales_stand_for_the_same_numbers(number: int, kind: TensorTy
         expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(number))
     parts = [blocks.grouped(torch.from_numpy(rows), kind) for rows in (raw[:2], raw[2:])]
     linear = blocks.linear(parts, kind, None, expected.shape[1])
-    assert linear.weight_format == blocks.weight_format(kind)
+    scheme = blocks.scheme(kind)
+    assert scheme is not None and linear.weight_format == scheme.weight_format
     np.testing.assert_array_equal(linear.weight().numpy(), expected)
     np.testing.assert_array_equal(linear.rows(1, 4).weight().numpy(), expected[1:4])
 
@@ -71,9 +72,10 @@ def test_codes_take_as_much_memory_as_foretold_and_little_more_than_in_the_file(
     raw = torch.from_numpy(random_rows(kind))
     columns = raw.shape[1] // kind.block_bytes * kind.block_size
     linear = blocks.linear([blocks.grouped(raw, kind)], kind, None, columns)
-    assert linear.num_bytes == blocks.stored_bytes(kind, 5 * columns)
+    scheme = blocks.scheme(kind)
+    assert scheme is not None and linear.num_bytes == scheme.num_bytes(5, columns)
     assert raw.nbytes <= linear.num_bytes <= 1.03 * raw.nbytes
 
 
 def test_numbers_without_blocks_have_no_codes() -> None:
-    assert blocks.weight_format(TENSOR_TYPES[1]) is None
+    assert blocks.scheme(TENSOR_TYPES[1]) is None

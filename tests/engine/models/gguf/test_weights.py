@@ -18,6 +18,7 @@ from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.gguf.check import check_gguf
 from penstock.engine.models.gguf.weights import GgufWeights, weight_formats
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
+from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.native.packing import FORMATS
@@ -44,12 +45,12 @@ def with_plain_values(name: str) -> Type:
     return Type.F16 if "attn_v.weight" in name else quantized(Type.Q5_0)(name)
 
 
-def kept_formats(keeps_codes: bool) -> frozenset[str]:
-    return FORMATS if keeps_codes else frozenset()
+def kept_formats(keeps_codes: bool) -> AsStored:
+    return AsStored(FORMATS if keeps_codes else ())
 
 
 def source(path: Path, dtype: torch.dtype = torch.float32, *, keeps_codes: bool) -> GgufWeights:
-    return GgufWeights(path, partial(torch.empty, dtype=dtype), keeps_codes=keeps_codes)
+    return GgufWeights(path, partial(torch.empty, dtype=dtype), kept_formats(keeps_codes).num_bytes)
 
 
 @pytest.mark.parametrize("family", WRITTEN)

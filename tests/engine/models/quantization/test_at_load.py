@@ -17,6 +17,7 @@ from penstock.engine.models.quantization.at_load.quantize import (
     quantization_plan,
     quantize,
 )
+from penstock.engine.models.quantization.at_load.rounding import Kind
 from penstock.engine.phases import LoadProgress, Phases
 from tests.support.paths import DEMO_MODEL
 from tests.support.tiny_models import engine_config, make_model, save
@@ -94,7 +95,7 @@ def test_the_bar_counts_every_weight(directory: Path, cache: Path) -> None:
 def test_each_method_has_its_own(directory: Path, cache: Path) -> None:
     four, eight = load(directory, INT4), load(directory, INT8)
     assert len(list(cache.iterdir())) == 2
-    assert {part.bits for part in eight.plan.parts} == {8}
+    assert {part.kind for part in eight.plan.parts} == {Kind.INT8}
     assert are_equal(four, load(directory, INT4)) and are_equal(eight, load(directory, INT8))
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import StoredLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.weights import Checkpoint, RandomWeights
@@ -149,7 +150,7 @@ def test_the_bytes_that_config_json_implies_are_those_of_the_layers(tmp_path: Pa
         assert config.step_weight_bytes(dtype_bytes) == held.step_weight_bytes, name
         embedding = config.vocab_size * config.hidden_size * dtype_bytes
         assert config.weight_bytes(dtype_bytes) == held.step_weight_bytes + embedding
-        widened = config.weight_bytes(dtype_bytes, kept=())
+        widened = config.weight_bytes(dtype_bytes, AsStored().num_bytes)
         assert widened == dtype_bytes * config.num_parameters
 
 

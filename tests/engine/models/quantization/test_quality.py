@@ -70,12 +70,13 @@ def test_the_demo_model_loses_little() -> None:
     plain = Checkpoint(DEMO_MODEL, FLOAT32)
     token_ids = token_ids_of_text(DEMO_MODEL, config)
     assert len(token_ids) > 200
-    int8, int4 = (
+    int8, int4, fp8 = (
         compare(config, plain, quantized(config, plain, method), token_ids)
-        for method in Quantization
+        for method in (Quantization.INT8, Quantization.INT4, Quantization.FP8)
     )
     assert 0 < int8.kl_divergence < 4e-4 and int8.top1_agreement > 0.985
     assert 0 < int4.kl_divergence < 0.04 and int4.top1_agreement > 0.9
+    assert int8.kl_divergence < fp8.kl_divergence < int4.kl_divergence
     # Neither known by heart, as its own training text is, nor foreign to it.
     assert 3 < int4.unquantized_perplexity < 30
 

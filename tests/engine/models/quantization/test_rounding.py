@@ -11,25 +11,26 @@ from penstock.engine.models.quantization.at_load.rounding import (
     GROUP_SIZE,
     LEVELS,
     Codes,
+    Kind,
     NotRoundable,
     rounded,
 )
 
-BITS = pytest.mark.parametrize("bits", [8, 4])
+KINDS = pytest.mark.parametrize("kind", [Kind.INT8, Kind.INT4])
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def widened(codes: Codes, bits: int, columns: int) -> Tensor:
-    levels = torch.tensor(LEVELS, dtype=torch.int8) if bits == 4 else None
+def widened(codes: Codes, kind: Kind, columns: int) -> Tensor:
+    levels = torch.tensor(LEVELS, dtype=torch.int8) if kind is Kind.INT4 else None
     linear = GroupedLinear(*codes, None, group_size=GROUP_SIZE, in_features=columns, levels=levels)
     return linear.weight()
 
 
-def round_trip(weight: Tensor, bits: int, num_threads: int = 1) -> Tensor:
-    return widened(rounded(weight, bits, empty, num_threads), bits, weight.shape[1])
+def round_trip(weight: Tensor, kind: Kind, num_threads: int = 1) -> Tensor:
+    return widened(rounded(weight, kind, empty, num_threads), kind, weight.shape[1])
 
 
 def normal(rows: int, columns: int, size: float = 0.02) -> Tensor:
@@ -64,8 +65,8 @@ SIZES = st.sampled_from([1e-6, 1e-3, 0.02, 1.0, 1e4])
 @given(GROUPS, SIZES)
 def test_8_bits_are_off_by_half_a_step_at_most(weight: Tensor, size: float) -> None:
     weight = weight * size
-    codes = rounded(weight, 8, empty)
-    off = (widened(codes, 8, GROUP_SIZE) - weight).abs().max()
+    codes = rounded(weight, Kind.INT8, empty)
+    off = (widened(codes, Kind.INT8, GROUP_SIZE) - weight).abs().max()
     assert off <= codes.scales.float() * 0.5001
     assert int(codes.codes.min()) >= -127
 
@@ -77,7 +78,7 @@ def test_8_bits_are_no_worse_than_the_plain_scale(weight: Tensor, size: float) -
     if weight.abs().max() > 127.5 * scale:  # float16 has rounded it down
         return
     plain = (weight / scale).round() * scale
-    error = (round_trip(weight, 8) - weight).square().sum()
+    error = (round_trip(weight, Kind.INT8) - weight).square().sum()
     assert error <= (plain - weight).square().sum() * 1.0001
 
 
@@ -86,7 +87,7 @@ def test_4_bits_are_no_worse_than_plain_rounding_to_the_same_levels(
     weight: Tensor, size: float
 ) -> None:
     weight = weight * size
-    error = weighted_errors(weight, round_trip(weight, 4))
+    error = weighted_errors(weight, round_trip(weight, Kind.INT4))
     # Scales in float16 are off by up to 1 in 2,048, in the plain rounding too.
     slack = 1e-6 * weighted_errors(weight, torch.zeros_like(weight))
     assert error <= weighted_errors(weight, to_nearest_level(weight)) * 1.03 + slack
@@ -97,46 +98,46 @@ def test_4_bits_lose_a_quarter_less_than_evenly_spaced_codes() -> None:
     groups = weight.view(-1, GROUP_SIZE)
     scales = groups.abs().amax(1, keepdim=True) / 7
     plain = ((groups / scales).round() * scales).view_as(weight)
-    error = (round_trip(weight, 4) - weight).square().sum()
+    error = (round_trip(weight, Kind.INT4) - weight).square().sum()
     assert error < 0.75 * (plain - weight).square().sum()
 
 
-@BITS
-def test_zeros_stay_zeros(bits: int) -> None:
-    assert not round_trip(torch.zeros(3, 64), bits).any()
+@KINDS
+def test_zeros_stay_zeros(kind: Kind) -> None:
+    assert not round_trip(torch.zeros(3, 64), kind).any()
 
 
-@BITS
+@KINDS
 @pytest.mark.parametrize("value", [-3.0, -0.02, 1e-3, 7.0])
-def test_a_group_of_one_value_keeps_it(bits: int, value: float) -> None:
+def test_a_group_of_one_value_keeps_it(kind: Kind, value: float) -> None:
     weight = torch.full((2, 64), value)
-    torch.testing.assert_close(round_trip(weight, bits), weight, rtol=1e-3, atol=0)
+    torch.testing.assert_close(round_trip(weight, kind), weight, rtol=1e-3, atol=0)
 
 
-@BITS
+@KINDS
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 1e7])
-def test_a_weight_that_no_scale_can_hold_is_refused(bits: int, value: float) -> None:
+def test_a_weight_that_no_scale_can_hold_is_refused(kind: Kind, value: float) -> None:
     weight = normal(4, 64)
     weight[2, 50] = value
     with pytest.raises(NotRoundable):
-        rounded(weight, bits, empty)
+        rounded(weight, kind, empty)
 
 
-@BITS
+@KINDS
 @pytest.mark.parametrize("columns", [1, 5, 31, 33, 40, 100])
-def test_the_last_group_may_be_shorter(bits: int, columns: int) -> None:
+def test_the_last_group_may_be_shorter(kind: Kind, columns: int) -> None:
     weight = normal(6, columns)
     whole = torch.nn.functional.pad(weight, (0, -columns % GROUP_SIZE))
     torch.testing.assert_close(
-        round_trip(weight, bits), round_trip(whole, bits)[:, :columns], rtol=0, atol=0
+        round_trip(weight, kind), round_trip(whole, kind)[:, :columns], rtol=0, atol=0
     )
-    assert rounded(weight, bits, empty).scales.shape == (6, -(-columns // GROUP_SIZE))
+    assert rounded(weight, kind, empty).scales.shape == (6, -(-columns // GROUP_SIZE))
 
 
-@BITS
+@KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_do_not_depend_on_each_other_or_on_threads(bits: int, dtype: torch.dtype) -> None:
+def test_rows_do_not_depend_on_each_other_or_on_threads(kind: Kind, dtype: torch.dtype) -> None:
     weight = normal(300, 1024).to(dtype)  # of several bands
-    together = round_trip(weight, bits, num_threads=3)
-    assert torch.equal(together[250:], round_trip(weight[250:], bits))
-    assert torch.equal(together, round_trip(weight.float(), bits))
+    together = round_trip(weight, kind, num_threads=3)
+    assert torch.equal(together[250:], round_trip(weight[250:], kind))
+    assert torch.equal(together, round_trip(weight.float(), kind))

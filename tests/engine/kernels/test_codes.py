@@ -4,17 +4,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.kernels.grouped_linear import (
-    dequantize,
-    skinny_grouped_linear,
-    unpacking,
-)
-from penstock.engine.models.errors import UnsupportedWeightFormat
-from penstock.engine.models.fused_grouped import coded_weight
+from penstock.engine.kernels.codes.dequantize import dequantize
+from penstock.engine.kernels.codes.numbers import unpacking, widening
+from penstock.engine.kernels.codes.skinny import skinny_grouped_linear
+from penstock.engine.kernels.codes.tiles import tiled_linear
+from penstock.engine.kernels.codes.weight import CodedWeight
+from penstock.engine.models.layers.coded import CodedLinear, coded_weight
+from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
 from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, poisoned, random
 from tests.support.weight_formats import coded
@@ -50,15 +51,40 @@ def with_levels(levels: list[int], group_size: int) -> GroupedLinear:
     )
 
 
-def check(linear: GroupedLinear, num_rows: int, dtype: torch.dtype = torch.float32) -> None:
-    weight = coded_weight(linear, "a test")
-    x = random(num_rows, linear.in_features, dtype=dtype)
+def on_device(linear: GroupedLinear | Fp8Linear) -> CodedWeight:
+    weight = coded_weight(linear, DEVICE)
+    assert weight is not None
+    return weight
+
+
+def check(
+    linear: GroupedLinear | Fp8Linear, num_rows: int, dtype: torch.dtype = torch.float32
+) -> None:
+    weight = on_device(linear)
+    expected = poisoned(OUTPUTS, weight.columns)
+    linear.write_weight(expected)
+    x = random(num_rows, weight.columns, dtype=dtype)
     out = poisoned(num_rows, OUTPUTS, dtype=dtype)
     skinny_grouped_linear(x, weight, out)
-    assert error(out, x.float() @ linear.weight().T) < TOLERANCE[dtype]
-    rows = poisoned(20, linear.in_features)
+    assert error(out, x.float() @ expected.T) < TOLERANCE[dtype]
+    if num_rows == 2:
+        check_many(weight, expected, dtype)
+
+
+def check_many(weight: CodedWeight, expected: Tensor, dtype: torch.dtype) -> None:
+    # For more rows, weights are rounded to the type of x.
+    many = random(20, weight.columns, dtype=dtype)
+    wide = poisoned(len(many), 2 * OUTPUTS, dtype=dtype)
+    tiled_linear(many, weight, wide[:, :OUTPUTS])
+    product = many.float() @ expected.to(dtype).float().T
+    assert error(wide[:, :OUTPUTS], product) < TOLERANCE[dtype]
+    assert bool(wide[:, OUTPUTS:].isnan().all())
+    rows = poisoned(20, weight.columns)
     dequantize(weight, 30, rows)
-    assert torch.equal(rows, linear.weight()[30:50])
+    assert torch.equal(rows, expected[30:50])
+    whole = poisoned(OUTPUTS, weight.columns)
+    CodedLinear(weight, None).write_weight(whole)
+    assert torch.equal(whole, expected)
 
 
 @pytest.mark.parametrize("group_size", [32, 128, COLUMNS])
@@ -98,6 +124,17 @@ def test_scales_that_float16_cannot_hold_are_kept() -> None:
     check(linear, 2)
 
 
+def fp8(block: tuple[int, int]) -> Fp8Linear:
+    codes = (100 * random(OUTPUTS, COLUMNS)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    grid = [-(-size // step) for size, step in zip(codes.shape, block, strict=True)]
+    return Fp8Linear(codes, random(*grid, seed=1).abs() + 0.1, None, block=block)
+
+
+@pytest.mark.parametrize("block", [(1, COLUMNS), (32, 64)])
+def test_fp8_is_multiplied_with_the_scales_of_its_rows_or_blocks(block: tuple[int, int]) -> None:
+    check(fp8(block), 2)
+
+
 @pytest.mark.parametrize("columns", [300, 320])
 def test_an_odd_number_of_groups_has_no_neighbour_after_the_last(columns: int) -> None:
     check(made(4, 64 if columns == 320 else 32, columns=columns), 1)
@@ -120,7 +157,7 @@ def test_what_surrounds_the_layer_is_computed_for_every_number_of_rows(
 
 
 def check_fusions(linear: GroupedLinear, num_rows: int, dtype: torch.dtype) -> None:
-    weight, plain = coded_weight(linear, "a test"), linear.weight()
+    weight, plain = on_device(linear), linear.weight()
     x, norm = random(num_rows, COLUMNS, dtype=dtype), random(COLUMNS, dtype=dtype, seed=1)
     bias, residual = random(OUTPUTS, dtype=dtype), random(num_rows, OUTPUTS, dtype=dtype)
     product = x.float() @ plain.T
@@ -143,18 +180,31 @@ def check_fusions(linear: GroupedLinear, num_rows: int, dtype: torch.dtype) -> N
     assert error(gated, functional.silu(gate) * up) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("num_rows", [40, 300])
+def test_few_outputs_of_many_columns_are_split_and_added_up(num_rows: int) -> None:
+    columns, bias = 1100, random(OUTPUTS)
+    linear = made(4, 128, columns=columns)
+    x, out = random(num_rows, columns), poisoned(num_rows, OUTPUTS)
+    tiled_linear(x, on_device(linear), out, bias)
+    assert error(out, x @ linear.weight().T + bias) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_row_has_the_same_bits_alone_and_in_company(bits: int) -> None:
-    weight, x = coded_weight(made(bits, 32), "a test"), random(8, COLUMNS)
+    weight, x = on_device(made(bits, 32)), random(8, COLUMNS)
     outs = [poisoned(num_rows, OUTPUTS) for num_rows in (8, 1)]
     for out in outs:
         skinny_grouped_linear(x[: len(out)], weight, out)
     assert torch.equal(outs[0][:1], outs[1])
 
 
-def test_groups_that_no_product_on_the_matrix_units_fits_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedWeightFormat, match="'int4 in groups of 24'"):
-        coded_weight(made(4, 24), "a test")
+def test_groups_that_no_product_on_the_matrix_units_fits_have_no_form() -> None:
+    assert coded_weight(made(4, 24), DEVICE) is None
+
+
+ASSEMBLED = pytest.mark.parametrize(
+    ("kind", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 
 
 def _prmt(a: int, b: int, selector: int) -> int:
@@ -168,9 +218,9 @@ def _prmt(a: int, b: int, selector: int) -> int:
     return found
 
 
-def _subtract(a: int, b: int, dtype: torch.dtype) -> int:
-    pairs = torch.tensor([a, b], dtype=torch.uint32).view(dtype).view(2, 2)
-    return int((pairs[0] - pairs[1]).view(torch.uint32))
+def _multiply_add(a: int, b: int, c: int, dtype: torch.dtype) -> int:
+    x, y, z = torch.tensor([a, b, c], dtype=torch.uint32).view(dtype).view(3, 2).double()
+    return int((x * y + z).to(dtype).view(torch.uint32))
 
 
 OPERATIONS: dict[str, Callable[..., int]] = {
@@ -179,14 +229,14 @@ OPERATIONS: dict[str, Callable[..., int]] = {
     "shr.b32": lambda a, b: a >> b,
     "and.b32": lambda a, b: a & b,
     "lop3.b32": lambda a, b, c, table: (a & b) | c if table == 0xEA else -1,
-    "sub.bf16x2": lambda a, b: _subtract(a, b, torch.bfloat16),
-    "sub.f16x2": lambda a, b: _subtract(a, b, torch.float16),
+    "fma.rn.bf16x2": lambda a, b, c: _multiply_add(a, b, c, torch.bfloat16),
+    "fma.rn.f16x2": lambda a, b, c: _multiply_add(a, b, c, torch.float16),
 }
 
 
-def run(assembly: str, given: int) -> list[int]:
-    """The four registers that this PTX writes, given the one that it reads."""
-    registers = {"$4": given}
+def run(assembly: str, given: int, count: int) -> list[int]:
+    """The first registers that this PTX writes, given the next one that it reads."""
+    registers = {f"${count}": given}
 
     def value(operand: str) -> int:
         return registers[operand] if operand in registers else int(operand, 0)
@@ -196,10 +246,10 @@ def run(assembly: str, given: int) -> list[int]:
             name, operands = statement.strip().split(maxsplit=1)
             target, *sources = operands.split(", ")
             registers[target] = OPERATIONS[name](*map(value, sources))
-    return [registers[f"${index}"] for index in range(4)]
+    return [registers[f"${index}"] for index in range(count)]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@ASSEMBLED
 @pytest.mark.parametrize("levels", [None, E2M1, UNEVEN])
 def test_the_assembly_for_gpus_makes_the_same_numbers_of_every_byte(
     kind: str, dtype: torch.dtype, levels: list[int] | None
@@ -210,7 +260,19 @@ def test_the_assembly_for_gpus_makes_the_same_numbers_of_every_byte(
     assembly = unpacking(words, kind)
     for first in range(256):
         codes = [first, first ^ 0xFF, (first * 7 + 3) % 256, 255 - first // 2]
-        found = run(assembly, int.from_bytes(bytes(codes), "little"))
+        found = run(assembly, int.from_bytes(bytes(codes), "little"), 4)
         numbers = torch.tensor(found, dtype=torch.uint32).view(dtype).double()
         expected = [stands_for[code & 15] for code in codes] + [stands_for[c >> 4] for c in codes]
         assert numbers.tolist() == [float(number) for number in expected], first
+
+
+@ASSEMBLED
+def test_the_assembly_for_gpus_makes_the_numbers_of_fp8(kind: str, dtype: torch.dtype) -> None:
+    every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+    codes = every[~every.isnan()].repeat(2)
+    expected = codes.to(dtype)
+    for first in range(254):
+        four = codes[first : first + 4].view(torch.uint8).tolist()
+        found = run(widening(kind), int.from_bytes(bytes(four), "little"), 2)
+        numbers = torch.tensor(found, dtype=torch.uint32).view(dtype)
+        assert torch.equal(numbers, expected[first : first + 4]), four

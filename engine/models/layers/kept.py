@@ -1,0 +1,33 @@
+"""What a path through a model keeps of layers whose weights are codes."""
+
+from collections.abc import Collection
+from typing import Protocol
+
+from penstock.engine.models.layers.linear import Linear, StoredLinear
+from penstock.engine.models.quantization.schemes import Scheme
+
+
+class Kept(Protocol):
+    def layer(self, linear: StoredLinear) -> Linear | None:
+        """The layer as the path computes it; None where it is to be made plain."""
+        ...
+
+    def num_bytes(self, scheme: Scheme, out_features: int, in_features: int) -> int | None:
+        """What that layer takes, without its bias, if this is how the checkpoint stores it."""
+        ...
+
+
+class AsStored:
+    """See `Kept`."""
+
+    def __init__(self, formats: Collection[str] = ()) -> None:
+        """formats: the weight formats that the path computes as they are."""
+        self._formats = formats
+
+    def layer(self, linear: StoredLinear) -> Linear | None:
+        return linear if linear.weight_format in self._formats else None
+
+    def num_bytes(self, scheme: Scheme, out_features: int, in_features: int) -> int | None:
+        if scheme.weight_format not in self._formats:
+            return None
+        return scheme.num_bytes(out_features, in_features)

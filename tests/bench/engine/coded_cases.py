@@ -1,0 +1,95 @@
+"""Products with weights in codes beside torch's with bfloat16 (cuBLAS), by the number of rows.
+
+As the fused step computes them: `FUSED_LINEARS` chooses the kernel, few rows, tiles or cuBLAS of
+dequantized weights. The figures decide MAX_TILED_ROWS, and the tiles of `codes.tiles`.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels.linear import MAX_ROWS
+from penstock.engine.models.fused_linear import FUSED_LINEARS
+from penstock.engine.models.layers.coded import CodedLinear, OnGpu
+from penstock.engine.models.layers.linear import StoredLinear
+from penstock.engine.models.quantization.made_up import made_up_layer
+from penstock.engine.models.quantization.schemes import Awq, Fp8, Integers, Scheme
+from tests.bench.engine.case import Bench, Case, MakeCase, size_of
+from tests.bench.engine.linear_cases import layer_shapes
+from tests.bench.engine.models import model_config
+from tests.bench.engine.timing import num_input_sets, relative_error
+
+_MODEL = "Llama-3.1-8B"
+_ROWS = (1, 16, 64, 256, 1024)
+_TINY_ROWS = (2, 20)
+# As --quantization and common checkpoints have them.
+_SCHEMES: dict[str, Scheme] = {
+    "int8": Integers(bits=8, group_size=32, is_symmetric=True, is_packed=False),
+    "int4": Integers(bits=4, group_size=128, is_symmetric=True, is_packed=True),
+    "awq": Awq(group_size=128),
+    "fp8": Fp8(),
+    "fp8 blocks": Fp8(block=(128, 128)),
+}
+
+
+def coded(bench: Bench) -> Iterator[MakeCase]:
+    shapes = layer_shapes(model_config(_MODEL, bench.tiny))
+    for name, (outputs, columns) in shapes.items():
+        for codes in list(_SCHEMES)[: 2 if bench.tiny else None]:
+            for rows in _TINY_ROWS if bench.tiny else _ROWS:
+                at: dict[str, object] = {
+                    "model": _MODEL, "layer": name, "rows": rows, "codes": codes,
+                }  # fmt: skip
+                yield partial(_case, bench, at, _SCHEMES[codes], rows, (outputs, columns))
+        if bench.tiny:
+            break
+
+
+def _case(
+    bench: Bench, at: dict[str, object], scheme: Scheme, rows: int, shape: tuple[int, int]
+) -> Case:
+    outputs, columns = shape
+    first = _linear(bench, scheme, shape)
+    layers = [first]
+    layers += [
+        _linear(bench, scheme, shape)
+        for _ in range(1, num_input_sets(first.num_bytes, bench.device))
+    ]
+    x, out = bench.random(rows, columns), bench.poisoned(rows, outputs)
+    plain = torch.empty(shape, dtype=bench.dtype, device=bench.device)
+    first.write_weight(plain)
+    count = num_input_sets(size_of(plain), bench.device)
+    weights = [plain, *(plain.clone() for _ in range(1, count))]
+    calls = [_call(layer, x, out) for layer in layers]
+
+    def error() -> float:
+        out.fill_(float("nan"))
+        calls[0]()
+        return relative_error(out, x.double() @ plain.double().T)
+
+    return Case(
+        kernel="a product with codes",
+        at=at,
+        calls=calls,
+        error=error,
+        num_bytes=size_of(x, out) + first.num_bytes,
+        flops=2 * rows * outputs * columns,
+        rivals={"torch": [partial(torch.mm, x, weight.T, out=out) for weight in weights]},
+    )
+
+
+def _call(layer: CodedLinear, x: Tensor, out: Tensor) -> Callable[[], object]:
+    product = FUSED_LINEARS.of(layer)
+    if len(x) <= MAX_ROWS:
+        return partial(product.few, x, out)
+    return partial(product.many, x, out)
+
+
+def _linear(bench: Bench, scheme: Scheme, shape: tuple[int, int]) -> CodedLinear:
+    generator = torch.Generator(bench.device).manual_seed(0)
+    stored: StoredLinear = made_up_layer(scheme, shape, None, shape[1] ** -0.5, generator)
+    layer = OnGpu(bench.device).layer(stored)
+    assert isinstance(layer, CodedLinear), layer
+    return layer
