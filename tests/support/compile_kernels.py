@@ -65,6 +65,8 @@ _POINTERS = {
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 # Programs of the sampler's kernels: rows of a step, and chunks of a vocabulary.
 _SAMPLING = dict.fromkeys(("_scan", "_finish", "_coarse", "_gather", "_select"), ((2**13, 2**8),))
+# Tiles of outputs, then of at most 512 rows, and at most 16 parts of the columns.
+_PROGRAMS = _SAMPLING | {"_tiled": ((2**16, 2**8),)}
 # Prefixes of instructions that read or write memory, except constants (LDC) and the thread's own
 # stack (LDL, STL).
 _TOUCHES_MEMORY = re.compile(
@@ -136,7 +138,7 @@ class Launch:
             "options": self.options,
             "shared_bytes": compiled.metadata.shared,
             "is_overlapped": self.options.get("launch_pdl", False),
-            "narrow_offsets": narrow_offsets(compiled.asm["ttir"], *_SAMPLING.get(self.name, ())),
+            "narrow_offsets": narrow_offsets(compiled.asm["ttir"], *_PROGRAMS.get(self.name, ())),
             "before_wait": before_wait(machine_code),
             "types": {name: kind for name, kind in self.signature.items() if kind[0] == "*"},
             "warps": compiled.metadata.num_warps,
