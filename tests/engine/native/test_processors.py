@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -218,7 +219,7 @@ def test_a_long_context_has_the_same_bits_when_threads_share_it(
 
 
 def _flags(more: str) -> list[str]:
-    return ["-std=c++20", f"-I{Path(library.__file__).parent}", *more.split()]
+    return ["-std=c++20", f"-I{Path(library.__file__).parent}", *shlex.split(more)]
 
 
 def _compiled_products(directory: Path, compiler: str, *flags: str) -> Path:
