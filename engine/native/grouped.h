@@ -179,6 +179,18 @@ struct Grouped {
     bool has_half_scales;
 
     int64_t group_bytes() const { return kBand * group * bits / 8; }
+    // Of kLanes rows, by where they are in `scales` and `zeros`.
+    Floats scales_at(int64_t lane) const {
+        return has_half_scales ? load(static_cast<const f16 *>(scales) + lane)
+                               : load(static_cast<const float *>(scales) + lane);
+    }
+    Floats zeros_at(int64_t lane) const {
+        const Floats zero = __builtin_convertvector((Ints)load_bytes(zeros + lane), Floats);
+#if defined(PENSTOCK_SIGNED_BYTES)
+        if (bits == 8) return zero - 128.0f;
+#endif
+        return zero;
+    }
 };
 
 // Packs codes; `out` has room for whole bands of whole groups, and may be `codes` where these fill them. Of 8
@@ -210,6 +222,15 @@ inline void pack_codes(unsigned char *out, const unsigned char *codes, int64_t r
 // ---- Products -------------------------------------------------------------------------------------------
 
 enum Kind { kBytes, kNibbles, kLookedUp };
+
+// A result, once a group's products are added to it; without zeros these contain what the offset takes away.
+template <bool kZeros>
+inline Floats with_group(Floats total, Ints dot, float sum, Floats zero, Floats scale,
+                         float x_scale) {
+    Floats of_group = __builtin_convertvector(dot, Floats);
+    if constexpr (kZeros) of_group = fused(all(-sum), zero, of_group);
+    return fused(of_group * scale, all(x_scale), total);
+}
 
 // R rows of x, from one group to another, added to c.
 template <int R, Kind kKind, bool kZeros>
@@ -275,28 +296,13 @@ __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t
             const int64_t at = (band * w.groups + g) * kBand + n;
 #pragma GCC unroll 2
             for (int j = 0; j < V; ++j) {
-                const int64_t lane = at + j * kLanes;
-                const Floats scale = w.has_half_scales
-                                         ? load(static_cast<const f16 *>(w.scales) + lane)
-                                         : load(static_cast<const float *>(w.scales) + lane);
-                Floats zero = {};
-                if constexpr (kZeros) {
-                    typedef unsigned char Bytes
-                        __attribute__((vector_size(kLanes), aligned(1), may_alias));
-                    zero = __builtin_convertvector(
-                        *reinterpret_cast<const Bytes *>(w.zeros + lane), Floats);
-#if defined(PENSTOCK_SIGNED_BYTES)
-                    if (kKind == kBytes) zero = zero - 128.0f;
-#endif
-                }
+                const Floats scale = w.scales_at(at + j * kLanes);
+                const Floats zero = kZeros ? w.zeros_at(at + j * kLanes) : Floats{};
 #pragma GCC unroll 16
-                for (int i = 0; i < R; ++i) {
-                    Floats of_group = __builtin_convertvector(dot[i][j], Floats);
-                    if constexpr (kZeros)
-                        of_group = fused(all(-float(sums[i * step4 + g])), zero, of_group);
+                for (int i = 0; i < R; ++i)
                     total[i][j] =
-                        fused(of_group * scale, all(x_scales[i * step4 + g]), total[i][j]);
-                }
+                        with_group<kZeros>(total[i][j], dot[i][j], float(sums[i * step4 + g]), zero,
+                                           scale, x_scales[i * step4 + g]);
             }
         }
         for (int i = 0; i < R; ++i)

@@ -14,11 +14,12 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "attention.h"
 #include "coded_runs.h"
-#include "grouped.h"
+#include "grouped_tiles.h"
 #include "products.h"
 #include "structs.h"
 #include "team.h"
@@ -40,16 +41,20 @@ constexpr bool kCodes = false;
 // another.
 constexpr int64_t kFew = 8192;
 
-// Memory that grows, and is not initialised.
+// Memory that grows, and is not initialised. It begins with a cache line, so that rows may do so.
 template <class X> class Buffer {
   public:
     X *reserve(int64_t size) {
-        if (size > size_) memory_.reset(new X[size_ = size + size / 4]);
+        if (size > size_)
+            memory_.reset(new (std::align_val_t(64)) X[size_ = size + size / 4]);
         return memory_.get();
     }
 
   private:
-    std::unique_ptr<X[]> memory_;
+    struct Delete {
+        void operator()(X *memory) const { operator delete[](memory, std::align_val_t(64)); }
+    };
+    std::unique_ptr<X[], Delete> memory_;
     int64_t size_ = 0;
 };
 
@@ -181,7 +186,8 @@ template <class T> class Run : public Job {
         int64_t bytes = 0;
         auto count = [&](const Linear &linear, int64_t rows) {
             if (is_coded(linear))
-                bytes = std::max(bytes, rows * CodedRows::bytes(linear.columns, linear.group));
+                bytes = std::max(bytes, (rows + kSpare) *
+                                            CodedRows::bytes(linear.columns, linear.group));
         };
         count(m_.lm_head, s_.samples);
         for (int64_t l = 0; l < m_.num_layers; ++l) {
@@ -290,7 +296,7 @@ template <class T> class Run : public Job {
                   int64_t band, float *c) {
         if (is_coded(linear)) {
             if constexpr (kCodes)
-                multiply_grouped(in.coded, first, tokens, grouped(linear), band, c, kBand);
+                multiply_codes(in.coded, first, tokens, grouped(linear), band, c, kBand);
         } else {
             const T *weight = static_cast<const T *>(linear.weight) + band * kBand * linear.columns;
             multiply_band<T>(in.x + first * in.step, in.step, tokens, weight, linear.columns, true,
@@ -347,7 +353,7 @@ template <class T> class Run : public Job {
         if (rows * columns <= kFew) {  // each thread does it for itself
             bool is_done = false;
             use([&] {
-                unsigned char *memory = own.coded.reserve(rows * bytes);
+                unsigned char *memory = own.coded.reserve((rows + kSpare) * bytes);
                 for (int64_t t = 0; t < rows && !is_done; ++t)
                     code_row(value(t), columns, group, memory + t * bytes);
                 is_done = true;

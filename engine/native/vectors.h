@@ -45,6 +45,16 @@ inline Floats load(const float *p) { return *reinterpret_cast<const Floats *>(p)
 inline Floats load(const bf16 *p) {
     return (Floats)(__builtin_convertvector(*reinterpret_cast<const Halves *>(p), Words) << 16);
 }
+inline Words load_bytes(const unsigned char *p) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+#else
+    typedef unsigned char Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+    return __builtin_convertvector(*reinterpret_cast<const Bytes *>(p), Words);
+#endif
+}
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) { return std::bit_cast<float>(std::uint32_t(x.bits) << 16); }
 

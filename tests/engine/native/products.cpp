@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "grouped.h"
+#include "grouped_tiles.h"
 #include "products.h"
 
 namespace {
@@ -79,7 +79,7 @@ bool codes_are_right(int64_t bits, int64_t group, int64_t rows, int64_t columns,
     if (flags == kTabled) w.table = table.data(), w.offset = 100;
     if (flags == kWide) w.scales = scales.data(), w.has_half_scales = false;
     const int64_t bytes = CodedRows::bytes(length, group);
-    std::vector<unsigned char> memory(rows * bytes);
+    std::vector<unsigned char> memory((rows + 32) * bytes);
     std::vector<double> rounded(rows * length);
     for (int64_t row = 0; row < rows; ++row) {
         for (float &value : x) value = draw();
@@ -96,11 +96,12 @@ bool codes_are_right(int64_t bits, int64_t group, int64_t rows, int64_t columns,
     // What the scale or zero of a row and a group is, from bands.
     auto in_band = [&](int64_t n, int64_t g) { return (n / kBand * groups + g) * kBand + n % kBand; };
     std::vector<float> together(rows * kBand), alone(kBand);
+    const TileScope tiles;
     for (int64_t band = 0; band < banded_rows(columns) / kBand; ++band) {
         const CodedRows coded = CodedRows::at(memory.data(), length, group);
-        multiply_grouped(coded, 0, rows, w, band, together.data(), kBand);
+        multiply_codes(coded, 0, rows, w, band, together.data(), kBand);
         for (int64_t row = 0; row < rows; ++row) {
-            multiply_grouped(coded, row, 1, w, band, alone.data(), kBand);
+            multiply_codes(coded, row, 1, w, band, alone.data(), kBand);
             for (int64_t n = band * kBand; n < std::min(columns, band * kBand + kBand); ++n) {
                 double expected = 0;
                 for (int64_t k = 0; k < length; ++k) {
@@ -131,9 +132,9 @@ bool codes_are_right(int64_t bits, int64_t group, int64_t rows, int64_t columns,
 
 bool all_codes_are_right() {
     for (int64_t bits : {8, 4})
-        for (int64_t group : {8, 32, 48, 128})
+        for (int64_t group : {8, 32, 72, 128})
             for (int64_t length : {8, 64, 130, 2086})
-                for (int64_t rows : {1, 2, 5, 6, 7, 13})
+                for (int64_t rows : {1, 2, 5, 6, 7, 13, 40})
                     for (Flags flags : {kPlain, kZeroed, kTabled, kWide})
                         if (!(bits == 8 && flags == kTabled) &&
                             !codes_are_right(bits, group, rows, rows % 2 ? 32 : 70, length, flags))

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.native import library
+from tests.support.compiler import needs_compiler
 from tests.support.tiny_models import Harness, make_model, save
 from tests.support.weight_formats import coded
 
@@ -51,6 +53,18 @@ def test_products_are_right_on_arm(march: str, tmp_path: Path) -> None:
     flags = [*_flags(f"-O1 -march={march}"), "-static"]
     program = _compiled_products(tmp_path, "aarch64-linux-gnu-g++", *flags)
     _run("qemu-aarch64-static", program)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86's")
+def test_products_compile_to_the_instructions_of_amx(tmp_path: Path) -> None:
+    source, assembly = Path(__file__).with_name("products.cpp"), tmp_path / "products.s"
+    flags = _flags("-O1 -march=x86-64-v4 -mamx-tile -mamx-int8 -mamx-bf16")
+    _run(os.environ.get("CXX", "g++"), *flags, "-S", source, "-o", assembly)
+    code = assembly.read_text()
+    for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tdpbsud", "tilerelease"):
+        assert instruction in code
 
 
 def test_every_float16_is_widened_as_by_torch(conversions: ctypes.CDLL) -> None:
@@ -119,6 +133,32 @@ def test_the_step_agrees_with_torchs_where_weights_are_codes(
         ours, torchs = (harness.run([row])[0] for harness in made)
         # The compiled step rounds activations to 8 bits, and torch does not.
         torch.testing.assert_close(ours, torchs, atol=0.25, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "has_zeros"), [(8, 32, False), (8, 64, True), (4, 32, False), (4, 72, True)]
+)
+def test_codes_give_the_same_bits_by_tiles_as_by_vectors(
+    processor: str,
+    bits: int,
+    group: int,
+    has_zeros: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if processor != "tiles":
+        pytest.skip("it is about tiles")
+    path = save(make_model("llama_biases"), tmp_path)
+    make_linear = coded(bits, group, has_zeros=has_zeros)
+    by_tiles = Harness(path, native=True, has_codes=True, make_linear=make_linear)
+    monkeypatch.setenv("CXXFLAGS", "-O1 -Wno-psabi -march=native -mno-amx-tile")
+    vectors = library.load_library.__wrapped__(torch.float32, True)
+    by_vectors = Harness(path, native=True, library=vectors, make_linear=make_linear)
+    for harness in (by_tiles, by_vectors):
+        harness.token_table[:, :120] = torch.arange(480).view(4, 120) % 96
+    for rows in ([(0, 0, 7), (1, 0, 1)], [(0, 7, 9)], [(0, 16, 40), (1, 1, 33)], [(2, 0, 119)]):
+        for tiles_logits, logits in zip(by_tiles.run(rows), by_vectors.run(rows), strict=True):
+            assert torch.equal(tiles_logits, logits)
 
 
 @pytest.mark.parametrize(("family", "block_size"), [("qwen3", 4), ("llama_biases", 16)])
