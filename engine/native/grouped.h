@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "products.h"
@@ -58,6 +59,17 @@ inline Ints add_quads(Ints total, Words w, Words x) {
     for (int i = 0; i < 4; ++i)
         total += (Ints)(w >> 8 * i & 0xff) * ((Ints)(x << (24 - 8 * i)) >> 24);
     return total;
+#endif
+}
+
+// What computes that, for people to read.
+inline std::string code_instructions() {
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+    return instructions() + std::string(" with VNNI");
+#elif defined(PENSTOCK_SIGNED_BYTES)
+    return instructions() + std::string(" with dot products of bytes");
+#else
+    return instructions();
 #endif
 }
 
@@ -155,7 +167,7 @@ inline float coded(const float *x, int64_t count, std::int8_t *codes, std::int32
 }
 
 // One row, to the memory of a row of CodedRows.
-inline void code_row(const float *x, int64_t columns, int64_t group, unsigned char *memory) {
+__attribute__((noinline)) inline void code_row(const float *x, int64_t columns, int64_t group, unsigned char *memory) {
     const int64_t groups = (columns + group - 1) / group;
     auto *codes = reinterpret_cast<std::int8_t *>(memory);
     auto *scales = reinterpret_cast<float *>(memory + groups * group);
@@ -320,7 +332,15 @@ inline void multiply_grouped_rows(int rows, const CodedRows &x, int64_t row, con
     kTiles[rows - 1](x, row, w, band, first, last, c, c_step);
 }
 
-// c[i][0..32) = x_i . w, for `rows` rows of x from `row` on, and a band of w.
+// c[i][0..32) = x_i . w, for `rows` rows of x from `row` on, and a band of w: by vectors here, and in codes.cpp by
+// the best that there is. For that x has room for whole tiles of 16 rows.
+inline void multiply_grouped(const CodedRows &x, int64_t row, int64_t rows, const Grouped &w,
+                             int64_t band, float *c, int64_t c_step);
+void multiply_codes(const CodedRows &x, int64_t row, int64_t rows, const Grouped &w, int64_t band,
+                    float *c, int64_t c_step);
+// What computes the latter, for people to read.
+std::string code_products();
+
 inline void multiply_grouped(const CodedRows &x, int64_t row, int64_t rows, const Grouped &w,
                              int64_t band, float *c, int64_t c_step) {
     for (int64_t i = 0; i < rows; ++i) std::fill_n(c + i * c_step, kBand, 0.0f);

@@ -135,13 +135,3 @@ inline void multiply_grouped_by_tiles(const CodedRows &x, int64_t row, int64_t r
 }
 
 #endif
-
-// c[i][0..32) = x_i . w, for `rows` rows of x from `row` on, and a band of w.
-inline void multiply_codes(const CodedRows &x, int64_t row, int64_t rows, const Grouped &w,
-                           int64_t band, float *c, int64_t c_step) {
-#if defined(PENSTOCK_TILES)
-    if (may_multiply_by_tiles(rows, w))
-        return multiply_grouped_by_tiles(x, row, rows, w, band, c, c_step);
-#endif
-    multiply_grouped(x, row, rows, w, band, c, c_step);
-}

@@ -9,6 +9,7 @@
 // prompt is split into chunks.
 #pragma once
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "tiles.h"
@@ -197,14 +198,8 @@ inline void multiply_band(const X *x, int64_t x_step, int64_t rows, const T *w, 
     }
 }
 
-// What computes products with weights of T, for people to read.
-template <class T> const char *products() {
-#if defined(PENSTOCK_TILES)
-    if (std::is_same_v<T, bf16> && may_use_tiles()) return "AMX tiles of bfloat16";
-#endif
-#if defined(PENSTOCK_PAIRS)
-    if (std::is_same_v<T, bf16>) return kLanes == 16 ? "AVX-512 with bfloat16" : "NEON with bfloat16";
-#endif
+// What multiplies vectors, for people to read.
+constexpr const char *instructions() {
 #if defined(__AVX512F__)
     return "AVX-512";
 #elif defined(__FMA__)
@@ -214,4 +209,15 @@ template <class T> const char *products() {
 #else
     return "vectors of 4 numbers";
 #endif
+}
+
+// What computes products with weights of T.
+template <class T> std::string products() {
+#if defined(PENSTOCK_TILES)
+    if (std::is_same_v<T, bf16> && may_use_tiles()) return "AMX tiles of bfloat16";
+#endif
+#if defined(PENSTOCK_PAIRS)
+    if (std::is_same_v<T, bf16>) return instructions() + std::string(" with bfloat16");
+#endif
+    return instructions();
 }

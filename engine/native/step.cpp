@@ -17,13 +17,14 @@
 #include <new>
 #include <vector>
 
-#include "attention.h"
-#include "coded_runs.h"
-#include "grouped_tiles.h"
-#include "products.h"
+#include "grouped.h"
 #include "structs.h"
 #include "team.h"
 #include "vectors.h"
+#include "weights.h"
+
+// Of functions that take long beside a call: where each is inlined, the compiler takes twice as long.
+#define KEEP_APART __attribute__((noinline))
 
 namespace {
 
@@ -66,11 +67,6 @@ template <class X> int64_t padded(int64_t columns) {
 // What lasts from step to step.
 template <class T> struct Runner {
     using X = typename Operands<T>::X;
-#if defined(PENSTOCK_CODED_KV)
-    using Runs = CodedRuns;
-#else
-    using Runs = PlainRuns<T>;
-#endif
     using Stored = typename Runs::KV::Stored;
     struct Own {  // of one thread
         Attention<Runs> attention;
@@ -104,7 +100,6 @@ template <class T> struct Runner {
 template <class T> class Run : public Job {
     using X = typename Operands<T>::X;
     using Own = typename Runner<T>::Own;
-    using Runs = typename Runner<T>::Runs;
     using Attending = Attention<Runs>;
 
   public:
@@ -134,7 +129,7 @@ template <class T> class Run : public Job {
         phase++->run(s_.tokens, [&](int64_t t) { embed(t); });
         for (int64_t l = 0; l < m_.num_layers; ++l) {
             const Layer &layer = m_.layers[l];
-            with_normalised(phase, own, layer.input_norm, layer.qkv[0], [&](auto source) {
+            with_normalised(phase, own, layer.input_norm, layer.qkv[0], [&](Source source) {
                 linear(*phase++, own, layer.qkv, 3, source, s_.tokens,
                        [&](int64_t t, int64_t n, const float *y, int64_t count) {
                            std::copy_n(y, count, wide_ + t * qkv_ + n);
@@ -157,12 +152,12 @@ template <class T> class Run : public Job {
                 for (int64_t i = 0; i < count; ++i) to[i] += y[i];
             };
             const auto attended = [&](int64_t t) { return mixed_ + t * attended_; };
-            with_rows(phase, own, layer.output, {x_, x_step_}, attended, [&](auto source) {
+            with_rows(phase, own, layer.output, {x_, x_step_}, attended, [&](Source source) {
                 linear(*phase++, own, &layer.output, 1, source, s_.tokens, add);
             });
             gated_linear(phase, own, layer);
             const auto active = [&](int64_t t) { return active_ + t * m_.mlp; };
-            with_rows(phase, own, layer.down, {mlp_, mlp_step_}, active, [&](auto source) {
+            with_rows(phase, own, layer.down, {mlp_, mlp_step_}, active, [&](Source source) {
                 linear(*phase++, own, &layer.down, 1, source, s_.tokens, add);
             });
         }
@@ -206,13 +201,28 @@ template <class T> class Run : public Job {
         int64_t step;
         CodedRows coded = {};
     };
+    // Gives it when it is first needed. It refers to what it is made from, and hides its type, so that the
+    // functions that take one are compiled once.
+    class Source {
+      public:
+        template <class Make>
+        Source(const Make &make)
+            : make_(&make), call_([](const void *it) {
+                  return (*static_cast<const Make *>(it))();
+              }) {}
+        Input operator()() const { return call_(make_); }
+
+      private:
+        const void *make_;
+        Input (*call_)(const void *);
+    };
 
     int64_t widest() const { return std::max(m_.hidden, attended_); }
     float *residual(int64_t t) { return residual_ + t * m_.hidden; }
 
     // ---- Rows ------------------------------------------------------------------------------------
 
-    void embed(int64_t t) {
+    KEEP_APART void embed(int64_t t) {
         const int64_t id = s_.token_ids[t];
         const T *table = static_cast<const T *>(m_.embedding);
         float *out = residual(t);
@@ -231,7 +241,7 @@ template <class T> class Run : public Job {
         normalise(in, static_cast<const T *>(weight), m_.hidden, out);
     }
     template <class Out>
-    void normalise(const float *in, const T *scale, int64_t size, Out *out) {
+    KEEP_APART void normalise(const float *in, const T *scale, int64_t size, Out *out) {
         Floats squares = {};
         int64_t i = 0;
         for (; i + kLanes <= size; i += kLanes) squares = fused(load(in + i), load(in + i), squares);
@@ -253,7 +263,8 @@ template <class T> class Run : public Job {
     }
 
     // Rotary embedding of one head, normalised before if the model does so.
-    template <class Out> void rotate(Own &own, const float *head, const void *norm, int64_t t, Out *out) {
+    template <class Out>
+    KEEP_APART void rotate(Own &own, const float *head, const void *norm, int64_t t, Out *out) {
         const int64_t half = m_.head_dim / 2;
         const float *cos = m_.cos + s_.positions[t] * half, *sin = m_.sin + s_.positions[t] * half;
         if (norm) {
@@ -292,15 +303,14 @@ template <class T> class Run : public Job {
     }
 
     // c = x W^T + b for one band, and some tokens.
-    void multiply(const Linear &linear, const Input &in, int64_t first, int64_t tokens,
+    KEEP_APART void multiply(const Linear &linear, const Input &in, int64_t first, int64_t tokens,
                   int64_t band, float *c) {
         if (is_coded(linear)) {
             if constexpr (kCodes)
                 multiply_codes(in.coded, first, tokens, grouped(linear), band, c, kBand);
         } else {
             const T *weight = static_cast<const T *>(linear.weight) + band * kBand * linear.columns;
-            multiply_band<T>(in.x + first * in.step, in.step, tokens, weight, linear.columns, true,
-                             c, kBand);
+            multiply_plain(in.x + first * in.step, in.step, tokens, weight, linear.columns, c, kBand);
         }
         if (!linear.bias) return;
         const T *bias = static_cast<const T *>(linear.bias) + band * kBand;
@@ -324,8 +334,8 @@ template <class T> class Run : public Job {
 
     // Layers that are stacked: they read the same input. source() gives it when it is first needed.
     // put(token, column, results, how many) takes results.
-    template <class Source, class Put>
-    void linear(Phase &phase, Own &own, const Linear *layers, int count, Source source,
+    template <class Put>
+    KEEP_APART void linear(Phase &phase, Own &own, const Linear *layers, int count, Source source,
                 int64_t tokens, Put put) {
         int64_t bands = 0;
         for (int i = 0; i < count; ++i) bands += banded_rows(layers[i].rows) / kBand;
@@ -401,7 +411,7 @@ template <class T> class Run : public Job {
 
     // silu(gate) * up, by the thread that computed both.
     void gated_linear(Phase *&phase, Own &own, const Layer &layer) {
-        with_normalised(phase, own, layer.mlp_norm, layer.gate, [&](auto source) {
+        with_normalised(phase, own, layer.mlp_norm, layer.gate, [&](Source source) {
             const int64_t bands = banded_rows(m_.mlp) / kBand;
             for_bands(*phase++, bands, s_.tokens, [&](int64_t first, int64_t count, int64_t band) {
                 const Input in = source();
@@ -421,7 +431,7 @@ template <class T> class Run : public Job {
         });
     }
     template <class Out>
-    static void put_active(const float *gate, const float *up, int64_t columns, Out *out) {
+    KEEP_APART static void put_active(const float *gate, const float *up, int64_t columns, Out *out) {
         int64_t n = 0;
         for (; n + kLanes <= columns; n += kLanes)
             store(out + n, silu(load(gate + n)) * load(up + n));
@@ -438,7 +448,7 @@ template <class T> class Run : public Job {
         const auto put = [&](int64_t t, int64_t n, const float *y, int64_t count) {
             std::copy_n(y, count, s_.logits + t * m_.lm_head.rows + n);
         };
-        const auto of = [&](auto source) {
+        const auto of = [&](Source source) {
             linear(*phase++, own, &m_.lm_head, 1, source, s_.samples, put);
         };
         if (is_coded(m_.lm_head)) {
@@ -477,7 +487,7 @@ template <class T> class Run : public Job {
         if (parts) arrived_.reset(new std::atomic<int32_t>[parts * m_.kv_heads]());
     }
 
-    void store_keys(Own &own, const Layer &layer, int64_t t, int64_t kv_head) {
+    KEEP_APART void store_keys(Own &own, const Layer &layer, int64_t t, int64_t kv_head) {
         const int64_t d = m_.head_dim;
         const float *key = wide_ + t * qkv_ + attended_ + kv_head * d;
         const float *value = key + m_.kv_heads * d;
@@ -504,7 +514,7 @@ template <class T> class Run : public Job {
                                std::max<int64_t>(unit.piece, 0));
     }
 
-    void attend(Own &own, const Layer &layer, const Unit &unit, int64_t kv_head) {
+    KEEP_APART void attend(Own &own, const Layer &layer, const Unit &unit, int64_t kv_head) {
         Attending &attention = own.attention;
         const int64_t d = m_.head_dim;
         const typename Attending::Keys keys = keys_of(layer, unit, kv_head);
@@ -553,7 +563,7 @@ template <class T> class Run : public Job {
         }
     }
     template <class Out>
-    static void divide(const float *in, float by, int64_t count, Out *out) {
+    KEEP_APART static void divide(const float *in, float by, int64_t count, Out *out) {
         int64_t i = 0;
         for (; i + kLanes <= count; i += kLanes) store(out + i, load(in + i) / by);
         for (; i < count; ++i) store(out + i, in[i] / by);
@@ -586,25 +596,6 @@ template <class T> void run(void *runner, const Step *step, bool only_head) {
 
 }  // namespace
 
-// The library is for one type of weights.
-#ifndef PENSTOCK_WEIGHTS
-#define PENSTOCK_WEIGHTS bf16
-#endif
-using Weights = PENSTOCK_WEIGHTS;
-
-// A matrix as products.h wants it. `out` has room for whole bands, and may be `rows`.
-extern "C" void penstock_pack(Weights *out, const Weights *rows, int64_t num_rows, int64_t columns) {
-    pack(out, rows, num_rows, columns);
-}
-
-// Codes and their scales and zeros as grouped.h wants them.
-#if defined(PENSTOCK_CODES)
-extern "C" void penstock_pack_codes(unsigned char *out, const unsigned char *codes, int64_t rows,
-                                    int64_t columns, int64_t bits, int64_t group) {
-    pack_codes(out, codes, rows, columns, bits, group);
-}
-#endif
-
 // What runs the steps of a model, to be freed by penstock_free. The model must outlive it.
 extern "C" void *penstock_make(const Model *model, int64_t threads) {
     return new Runner<Weights>(*model, threads);
@@ -621,5 +612,19 @@ extern "C" void penstock_logits(void *runner, const Step *step) {
     run<Weights>(runner, step, true);
 }
 
-// How products are computed: one word for the log.
-extern "C" const char *penstock_products() { return products<Weights>(); }
+// What computes products, for people to read: with plain weights, and with codes or null where none can be.
+extern "C" const char *penstock_products() {
+    static const std::string made = plain_products();
+    return made.c_str();
+}
+extern "C" const char *penstock_code_products() {
+#if defined(PENSTOCK_CODES)
+    static const std::string made = code_products();
+    return made.c_str();
+#elif defined(PENSTOCK_CODED_KV)
+    static const std::string made = code_instructions();
+    return made.c_str();
+#else
+    return nullptr;
+#endif
+}

@@ -1,11 +1,11 @@
 // Whether products.h multiplies what it says, for each type of weights; a program, so that an emulator can
-// run it too. Ends with 1 and a line for the first product that is wrong.
+// run it too. Ends with 1 and a line for the first product that is wrong; the last line names what multiplied.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <vector>
 
-#include "grouped_tiles.h"
+#include "grouped.h"
 #include "products.h"
 
 namespace {
@@ -147,5 +147,6 @@ bool all_codes_are_right() {
 int main() {
     const bool right = all_right<float>("float32") && all_right<f16>("float16") &&
                        all_right<bf16>("bfloat16") && all_codes_are_right();
+    std::printf("%s; codes: %s\n", products<bf16>().c_str(), code_products().c_str());
     return right ? 0 : 1;
 }
