@@ -30,7 +30,7 @@ constexpr int kGroupedVectors = 2;
 
 // ---- Sums of four products of bytes ---------------------------------------------------------------------
 
-#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_DOTPROD) || defined(PENSTOCK_PAIRED_BYTES)
 #define PENSTOCK_SIGNED_BYTES 1  // it multiplies signed bytes with signed ones
 #endif
 
@@ -66,6 +66,8 @@ inline Ints add_quads(Ints total, Words w, Words x) {
 inline std::string code_instructions() {
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
     return instructions() + std::string(" with VNNI");
+#elif defined(PENSTOCK_PAIRED_BYTES)
+    return instructions() + std::string(" with matrices of bytes");
 #elif defined(PENSTOCK_SIGNED_BYTES)
     return instructions() + std::string(" with dot products of bytes");
 #else
@@ -244,6 +246,51 @@ inline Floats with_group(Floats total, Ints dot, float sum, Floats zero, Floats 
     return fused(of_group * scale, all(x_scale), total);
 }
 
+#if defined(PENSTOCK_PAIRED_BYTES)
+// Adds a group's products to R rows' sums, two rows with two columns at a time; of codes that `flip` makes signed.
+template <int R, Kind kKind>
+inline void add_up_pairs(Ints (&dot)[R][kGroupedVectors], const std::int8_t *x, int64_t step,
+                         const unsigned char *p, const Grouped &w, unsigned flip,
+                         bool prefetches) {
+    constexpr int P = (R + 1) / 2, V = kGroupedVectors;
+    constexpr int64_t kRow = 4 * kBand, kBytesEach = kKind == kBytes ? 2 * kRow : kRow;
+    Ints squares[P][2 * V] = {};
+    for (int64_t k = 0; k < w.group; k += 8, p += kBytesEach) {
+        if (prefetches)
+            for (int64_t line = 0; line < kBytesEach; line += 64)
+                __builtin_prefetch(p + kPrefetchBytes + line, 0, 2);
+        Words pairs[P];
+        for (int i = 0; i < P; ++i)  // the last row twice, if it is alone
+            pairs[i] = two_rows(x + 2 * i * step + k, x + std::min(2 * i + 1, R - 1) * step + k);
+        for (int j = 0; j < V; ++j) {
+            Words low = reinterpret_cast<const Words *>(p)[j], high;
+            if constexpr (kKind == kBytes) {
+                high = reinterpret_cast<const Words *>(p + kRow)[j];
+            } else {
+                high = low >> 4 & 0x0f0f0f0fu;
+                low = low & 0x0f0f0f0fu;
+                if constexpr (kKind == kLookedUp)
+                    low = looked_up(w.table, low), high = looked_up(w.table, high);
+            }
+            const Words left = left_columns(low ^ flip, high ^ flip);
+            const Words right = right_columns(low ^ flip, high ^ flip);
+            const auto add = [](Ints &square, Words rows, Words columns) {
+                square = (Ints)vmmlaq_s32((int32x4_t)square, (int8x16_t)rows, (int8x16_t)columns);
+            };
+            for (int i = 0; i < P; ++i) {
+                add(squares[i][2 * j], pairs[i], left);
+                add(squares[i][2 * j + 1], pairs[i], right);
+            }
+        }
+    }
+    for (int i = 0; i < R; ++i)
+        for (int j = 0; j < V; ++j) {
+            const Ints left = squares[i / 2][2 * j], right = squares[i / 2][2 * j + 1];
+            dot[i][j] += i % 2 ? second_halves(left, right) : first_halves(left, right);
+        }
+}
+#endif
+
 // R rows of x, from one group to another, added to c.
 template <int R, Kind kKind, bool kZeros>
 __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t row,
@@ -285,7 +332,15 @@ __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t
                     for (int j = 0; j < V; ++j) dot[i][j] = add_quads(dot[i][j], quads[j], one);
                 }
             };
-            const int64_t begin = g * w.group, end = begin + w.group;
+            const int64_t begin = g * w.group;
+#if defined(PENSTOCK_PAIRED_BYTES)
+            constexpr bool kIsPaired = R > 1;
+            if constexpr (kIsPaired)
+                add_up_pairs<R, kKind>(dot, from + begin, step, p, w, flip, n == 0);
+#else
+            constexpr bool kIsPaired = false;
+#endif
+            const int64_t end = kIsPaired ? begin : begin + w.group;
             for (int64_t k = begin; k < end; k += kKind == kBytes ? 4 : 8, p += 4 * kBand) {
                 Words low[V], high[V];
                 // Bytes are read faster without it where there is little to compute: by half on a Zen 4.

@@ -48,11 +48,21 @@ def test_products_are_right_and_the_same_alone(processor: str, tmp_path: Path) -
     None in (shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")),
     reason="apt-get install g++-aarch64-linux-gnu qemu-user-static",
 )
-@pytest.mark.parametrize("march", ["armv8.2-a", "armv8.6-a"])  # the second multiplies bfloat16
-def test_products_are_right_on_arm(march: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("march", "products"),
+    [
+        ("armv8.2-a", "NEON; codes: NEON"),
+        ("armv8.2-a+dotprod+bf16", "NEON with matrices of bfloat16; codes: NEON with dot products"),
+        (
+            "armv8.6-a+bf16+i8mm",
+            "NEON with matrices of bfloat16; codes: NEON with matrices of bytes",
+        ),
+    ],
+)
+def test_products_are_right_on_arm(march: str, products: str, tmp_path: Path) -> None:
     flags = [*_flags(f"-O1 -march={march}"), "-static"]
     program = _compiled_products(tmp_path, "aarch64-linux-gnu-g++", *flags)
-    _run("qemu-aarch64-static", program)
+    assert _run("qemu-aarch64-static", "-cpu", "max", program).startswith(products)
 
 
 @needs_compiler
@@ -283,7 +293,6 @@ def _floats() -> Tensor:
     middles = (halves[:-1] + halves[1:]) / 2
     exact = torch.cat((halves, middles, torch.tensor([65519.0, 65520.0, 1e9, float("inf")])))
     bits = exact.view(torch.int32)
-    return done.stdout
     near = torch.cat((bits, bits[1:] - 1, bits[:-1] + 1)).view(torch.float32)
     noise = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0))
     floats = torch.cat((near, -near, noise.to(torch.int32).view(torch.float32)))
