@@ -34,6 +34,7 @@ from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.progress import Progress
 from penstock.server.observability.request_context import request_entry
 from penstock.server.observability.request_log import RequestLog
+from penstock.server.observability.step_record import StepRecord
 from penstock.server.observability.tracing import Tracer
 from penstock.server.observability.version import version
 from penstock.server.output.generation import Generation
@@ -85,6 +86,7 @@ class Service:
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._engine: EngineClient | None = None
         self._model: ServedModel | None = None
+        self._steps: StepRecord | None = None
         self._busy_since_s = 0.0
         self._num_requests = 0
         self._idle = asyncio.Event()
@@ -94,6 +96,11 @@ class Service:
     def model(self) -> ServedModel:
         assert self._model, "the gate lets nothing through before the model is loaded"
         return self._model
+
+    @property
+    def steps(self) -> StepRecord:
+        assert self._steps, "the gate lets nothing through before the model is loaded"
+        return self._steps
 
     @property
     def is_loaded(self) -> bool:
@@ -293,6 +300,8 @@ class Service:
         self._engine = engine
         self._model = await load_model(self.config, directory, prompt_files, engine, self._progress)
         self.metrics.on_ready(self._model.info)
+        self._steps = StepRecord(self._model.info)
+        engine.on_step(self._steps.on_step)
         gc.collect()
         gc.freeze()  # no collection has to walk loaded objects again while streams wait
         if self.state is State.STARTING:
