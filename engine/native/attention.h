@@ -84,7 +84,7 @@ template <class Runs> class Attention {
     }
 
     // Over all pieces, into gathered().
-    void attend(const Keys &keys, const Rows &rows) {
+    __attribute__((noinline)) void attend(const Keys &keys, const Rows &rows) {
         gathered_.clear(rows.count(), step_);
         for (int64_t piece = rows.oldest(rows.first_position) / kPiece;
              piece * kPiece <= rows.last(); ++piece) {
@@ -94,7 +94,8 @@ template <class Runs> class Attention {
     }
 
     // Over one, into piece().
-    void attend_piece(const Keys &keys, const Rows &rows, int64_t piece) {
+    __attribute__((noinline)) void attend_piece(const Keys &keys, const Rows &rows,
+                                                int64_t piece) {
         const int64_t count = rows.count();
         piece_.clear(count, step_);
         const int64_t begin = std::max(piece * kPiece, rows.oldest(rows.first_position));

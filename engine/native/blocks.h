@@ -228,7 +228,12 @@ inline void multiply_blocks_rows(int rows, const CodedRows &x, int64_t row, cons
     kTiles[rows - 1](x, row, w, numbers, band, first, last, c, c_step);
 }
 
-// As multiply_grouped.
+// As multiply_grouped: by vectors here, and in codes.cpp for those that call it.
+inline void multiply_blocks(const CodedRows &x, int64_t row, int64_t rows, const Blocks &w,
+                            int64_t band, float *c, int64_t c_step);
+void multiply_codes(const CodedRows &x, int64_t row, int64_t rows, const Blocks &w, int64_t band,
+                    float *c, int64_t c_step);
+
 inline void multiply_blocks(const CodedRows &x, int64_t row, int64_t rows, const Blocks &w,
                             int64_t band, float *c, int64_t c_step) {
     for (int64_t i = 0; i < rows; ++i) std::fill_n(c + i * c_step, kBand, 0.0f);

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "products.h"
@@ -29,7 +30,7 @@ constexpr int kGroupedVectors = 2;
 
 // ---- Sums of four products of bytes ---------------------------------------------------------------------
 
-#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_DOTPROD) || defined(PENSTOCK_PAIRED_BYTES)
 #define PENSTOCK_SIGNED_BYTES 1  // it multiplies signed bytes with signed ones
 #endif
 
@@ -58,6 +59,19 @@ inline Ints add_quads(Ints total, Words w, Words x) {
     for (int i = 0; i < 4; ++i)
         total += (Ints)(w >> 8 * i & 0xff) * ((Ints)(x << (24 - 8 * i)) >> 24);
     return total;
+#endif
+}
+
+// What computes that, for people to read.
+inline std::string code_instructions() {
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+    return instructions() + std::string(" with VNNI");
+#elif defined(PENSTOCK_PAIRED_BYTES)
+    return instructions() + std::string(" with matrices of bytes");
+#elif defined(PENSTOCK_SIGNED_BYTES)
+    return instructions() + std::string(" with dot products of bytes");
+#else
+    return instructions();
 #endif
 }
 
@@ -179,7 +193,7 @@ inline float coded(const float *x, int64_t count, std::int8_t *codes, std::int32
 }
 
 // One row, to the memory of a row of CodedRows.
-inline void code_row(const float *x, int64_t columns, int64_t group, unsigned char *memory) {
+__attribute__((noinline)) inline void code_row(const float *x, int64_t columns, int64_t group, unsigned char *memory) {
     const int64_t groups = (columns + group - 1) / group;
     auto *codes = reinterpret_cast<std::int8_t *>(memory);
     auto *scales = reinterpret_cast<float *>(memory + groups * group);
@@ -203,6 +217,18 @@ struct Grouped {
     bool has_half_scales;
 
     int64_t group_bytes() const { return kBand * group * bits / 8; }
+    // Of kLanes rows, by where they are in `scales` and `zeros`.
+    Floats scales_at(int64_t lane) const {
+        return has_half_scales ? load(static_cast<const f16 *>(scales) + lane)
+                               : load(static_cast<const float *>(scales) + lane);
+    }
+    Floats zeros_at(int64_t lane) const {
+        const Floats zero = load(zeros + lane);
+#if defined(PENSTOCK_SIGNED_BYTES)
+        if (bits == 8) return zero - 128.0f;
+#endif
+        return zero;
+    }
 };
 
 // Packs codes; `out` has room for whole bands of whole groups, and may be `codes` where these fill them. Of 8
@@ -238,6 +264,60 @@ enum Kind { kBytes, kNibbles, kLookedUp };
 // Which formats are compiled: each takes seconds. A bit for each, as library.py counts them.
 #ifndef PENSTOCK_FORMATS
 #define PENSTOCK_FORMATS 0
+#endif
+
+// A result, once a group's products are added to it; without zeros these contain what the offset takes away.
+template <bool kZeros>
+inline Floats with_group(Floats total, Ints dot, float sum, Floats zero, Floats scale,
+                         float x_scale) {
+    Floats of_group = __builtin_convertvector(dot, Floats);
+    if constexpr (kZeros) of_group = fused(all(-sum), zero, of_group);
+    return fused(of_group * scale, all(x_scale), total);
+}
+
+#if defined(PENSTOCK_PAIRED_BYTES)
+// Adds a group's products to R rows' sums, two rows with two columns at a time; of codes that `flip` makes signed.
+template <int R, Kind kKind>
+inline void add_up_pairs(Ints (&dot)[R][kGroupedVectors], const std::int8_t *x, int64_t step,
+                         const unsigned char *p, const Grouped &w, unsigned flip,
+                         bool prefetches) {
+    constexpr int P = (R + 1) / 2, V = kGroupedVectors;
+    constexpr int64_t kRow = 4 * kBand, kBytesEach = kKind == kBytes ? 2 * kRow : kRow;
+    Ints squares[P][2 * V] = {};
+    for (int64_t k = 0; k < w.group; k += 8, p += kBytesEach) {
+        if (prefetches)
+            for (int64_t line = 0; line < kBytesEach; line += 64)
+                __builtin_prefetch(p + kPrefetchBytes + line, 0, 2);
+        Words pairs[P];
+        for (int i = 0; i < P; ++i)  // the last row twice, if it is alone
+            pairs[i] = two_rows(x + 2 * i * step + k, x + std::min(2 * i + 1, R - 1) * step + k);
+        for (int j = 0; j < V; ++j) {
+            Words low = reinterpret_cast<const Words *>(p)[j], high;
+            if constexpr (kKind == kBytes) {
+                high = reinterpret_cast<const Words *>(p + kRow)[j];
+            } else {
+                high = low >> 4 & 0x0f0f0f0fu;
+                low = low & 0x0f0f0f0fu;
+                if constexpr (kKind == kLookedUp)
+                    low = looked_up(w.table, low), high = looked_up(w.table, high);
+            }
+            const Words left = left_columns(low ^ flip, high ^ flip);
+            const Words right = right_columns(low ^ flip, high ^ flip);
+            const auto add = [](Ints &square, Words rows, Words columns) {
+                square = (Ints)vmmlaq_s32((int32x4_t)square, (int8x16_t)rows, (int8x16_t)columns);
+            };
+            for (int i = 0; i < P; ++i) {
+                add(squares[i][2 * j], pairs[i], left);
+                add(squares[i][2 * j + 1], pairs[i], right);
+            }
+        }
+    }
+    for (int i = 0; i < R; ++i)
+        for (int j = 0; j < V; ++j) {
+            const Ints left = squares[i / 2][2 * j], right = squares[i / 2][2 * j + 1];
+            dot[i][j] += i % 2 ? second_halves(left, right) : first_halves(left, right);
+        }
+}
 #endif
 
 // R rows of x, from one group to another, added to c.
@@ -281,11 +361,20 @@ __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t
                     for (int j = 0; j < V; ++j) dot[i][j] = add_quads(dot[i][j], quads[j], one);
                 }
             };
-            const int64_t begin = g * w.group, end = begin + w.group;
+            const int64_t begin = g * w.group;
+            // They are read faster without it where there is little to compute: by a fifth to a half on a Zen 4.
+            const bool prefetches = R > 3 && n == 0;
+#if defined(PENSTOCK_PAIRED_BYTES)
+            constexpr bool kIsPaired = R > 1;
+            if constexpr (kIsPaired)
+                add_up_pairs<R, kKind>(dot, from + begin, step, p, w, flip, prefetches);
+#else
+            constexpr bool kIsPaired = false;
+#endif
+            const int64_t end = kIsPaired ? begin : begin + w.group;
             for (int64_t k = begin; k < end; k += kKind == kBytes ? 4 : 8, p += 4 * kBand) {
                 Words low[V], high[V];
-                // They are read faster without it where there is little to compute: by a fifth to a half on a Zen 4.
-                if (R > 3 && n == 0)
+                if (prefetches)
                     for (std::size_t line = 0; line < 4 * kBand; line += 64)
                         __builtin_prefetch(p + kPrefetchBytes + line, 0, 2);
                 for (int j = 0; j < V; ++j) {
@@ -304,25 +393,13 @@ __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t
             const int64_t at = (band * w.groups + g) * kBand + n;
 #pragma GCC unroll 2
             for (int j = 0; j < V; ++j) {
-                const int64_t lane = at + j * kLanes;
-                const Floats scale = w.has_half_scales
-                                         ? load(static_cast<const f16 *>(w.scales) + lane)
-                                         : load(static_cast<const float *>(w.scales) + lane);
-                Floats zero = {};
-                if constexpr (kZeros) {
-                    zero = load(w.zeros + lane);
-#if defined(PENSTOCK_SIGNED_BYTES)
-                    if (kKind == kBytes) zero = zero - 128.0f;
-#endif
-                }
+                const Floats scale = w.scales_at(at + j * kLanes);
+                const Floats zero = kZeros ? w.zeros_at(at + j * kLanes) : Floats{};
 #pragma GCC unroll 16
-                for (int i = 0; i < R; ++i) {
-                    Floats of_group = __builtin_convertvector(dot[i][j], Floats);
-                    if constexpr (kZeros)
-                        of_group = fused(all(-float(sums[i * step4 + g])), zero, of_group);
+                for (int i = 0; i < R; ++i)
                     total[i][j] =
-                        fused(of_group * scale, all(x_scales[i * step4 + g]), total[i][j]);
-                }
+                        with_group<kZeros>(total[i][j], dot[i][j], float(sums[i * step4 + g]), zero,
+                                           scale, x_scales[i * step4 + g]);
             }
         }
         for (int i = 0; i < R; ++i)
@@ -340,7 +417,15 @@ inline void multiply_grouped_rows(int rows, const CodedRows &x, int64_t row, con
     kTiles[rows - 1](x, row, w, band, first, last, c, c_step);
 }
 
-// c[i][0..32) = x_i . w, for `rows` rows of x from `row` on, and a band of w.
+// c[i][0..32) = x_i . w, for `rows` rows of x from `row` on, and a band of w: by vectors here, and in codes.cpp by
+// the best that there is. For that x has room for whole tiles of 16 rows.
+inline void multiply_grouped(const CodedRows &x, int64_t row, int64_t rows, const Grouped &w,
+                             int64_t band, float *c, int64_t c_step);
+void multiply_codes(const CodedRows &x, int64_t row, int64_t rows, const Grouped &w, int64_t band,
+                    float *c, int64_t c_step);
+// What computes the latter, for people to read.
+std::string code_products();
+
 inline void multiply_grouped(const CodedRows &x, int64_t row, int64_t rows, const Grouped &w,
                              int64_t band, float *c, int64_t c_step) {
     for (int64_t i = 0; i < rows; ++i) std::fill_n(c + i * c_step, kBand, 0.0f);

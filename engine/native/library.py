@@ -1,4 +1,4 @@
-"""Compiles step.cpp, if there is a compiler.
+"""Compiles the C++ of this folder, if there is a compiler.
 
 The library is compiled for this processor when it is first needed, and kept in the user's cache
 directory; if that cannot be written, it is compiled at every start. Without a compiler,
@@ -22,11 +22,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from penstock.engine.memory.machine import num_cores
 from penstock.engine.models.quantization.schemes import (
     LEVELS_FORMAT,
     block_format,
@@ -35,7 +37,7 @@ from penstock.engine.models.quantization.schemes import (
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("step.cpp")
+_FOLDER = Path(__file__).parent
 # C++ has a library for each type of weights, so that nobody waits for what is not used.
 _WEIGHTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 # Of linear layers whose weights are codes. The C++ knows them by their places here.
@@ -54,7 +56,7 @@ CODE_FORMATS = (
 )
 _COMPILE = ("-std=c++20", "-O3", "-march=native", "-fPIC")
 _SCRATCH = "compiling-"
-_COMPILER_TIMEOUT_S = 120
+_COMPILER_TIMEOUT_S = 300
 _STALE_S = 2 * _COMPILER_TIMEOUT_S
 
 
@@ -72,7 +74,7 @@ def load_library(
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning(
-            "step.cpp could not be compiled, so torch's operators are used instead, which are "
+            "the CPU step could not be compiled, so torch's operators are used instead, which are "
             "slower for small batches; install g++ to fix it (%s)",
             reason,
         )
@@ -94,6 +96,11 @@ class _Build(NamedTuple):
             made.append("-DPENSTOCK_CODED_KV")
         return made
 
+    def sources(self) -> list[Path]:
+        """They are compiled at the same time; the one that takes longest comes first."""
+        names = ["step", "attention", "plain", *(["codes"] if self.formats else [])]
+        return [_FOLDER / f"{name}.cpp" for name in names]
+
 
 def formats_mask(formats: Iterable[str]) -> int:
     """A bit for each of `CODE_FORMATS`; others are ignored."""
@@ -104,7 +111,9 @@ def _load(build: _Build) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(_compiled(_cache(), build)))
     except OSError as error:
-        logger.info("step.cpp is compiled at every start, because it cannot be cached: %s", error)
+        logger.info(
+            "the CPU step is compiled at every start, because it cannot be cached: %s", error
+        )
     with tempfile.TemporaryDirectory() as directory:  # a loaded library outlives its file
         return ctypes.CDLL(str(_compiled(Path(directory), build)))
 
@@ -129,7 +138,7 @@ def _compiled(cache: Path, build: _Build) -> Path:
         *shlex.split(os.environ.get("CXXFLAGS", "")),
     )
     key = hashlib.sha256()
-    for source in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h"))):
+    for source in (*build.sources(), *sorted(_FOLDER.glob("*.h"))):
         key.update(source.read_bytes())
     for part in (compiler, *flags, platform.machine(), _processor()):
         key.update(part.encode())
@@ -139,13 +148,21 @@ def _compiled(cache: Path, build: _Build) -> Path:
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_stale(cache)
     logger.info(
-        "compile: %s compiles step.cpp for this processor, into %s",
+        "compile: %s compiles the CPU step for this processor, into %s",
         compiler,
         cache,
     )
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache) as scratch:
+
+        def compiled(source: Path) -> str:
+            output = str(Path(scratch, source.stem + ".o"))
+            _run_compiler(compiler, *flags, "-c", str(source), "-o", output)
+            return output
+
+        with ThreadPoolExecutor(num_cores()) as workers:
+            objects = list(workers.map(compiled, build.sources()))
         linked = Path(scratch, "native.so")
-        _run_compiler(compiler, *flags, "-shared", "-pthread", str(_SOURCE), "-o", str(linked))
+        _run_compiler(compiler, *flags, "-shared", "-pthread", *objects, "-o", str(linked))
         linked.replace(library)  # atomic, so that another process sees all of it or nothing
     return library
 

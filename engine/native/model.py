@@ -172,8 +172,7 @@ class NativeModel:
         library.penstock_make.restype = c_void_p
         self._runner = c_void_p(library.penstock_make(ctypes.byref(self._model), c_int64(threads)))
         weakref.finalize(self, library.penstock_free, self._runner)
-        library.penstock_products.restype = c_char_p
-        self.products = library.penstock_products().decode()
+        self.products = _products(library)
         """What multiplies matrices, for people to read."""
 
     def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
@@ -250,6 +249,13 @@ def check_features(config: ModelConfig, dtype: torch.dtype) -> None:
 def may_code_kv(config: ModelConfig) -> bool:
     """Whether keys and values of this model may be codes of 8 bits: see coded_runs.h."""
     return config.head_dim % 4 == 0 and config.head_dim <= _MAX_CODED_HEAD_DIM
+
+
+def _products(library: ctypes.CDLL) -> str:
+    library.penstock_products.restype = library.penstock_code_products.restype = c_char_p
+    plain = library.penstock_products().decode()
+    codes = library.penstock_code_products()
+    return plain if codes is None else f"{plain} (codes: {codes.decode()})"
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -9,9 +9,12 @@
 // prompt is split into chunks.
 #pragma once
 #include <algorithm>
+#include <string>
 #include <vector>
 
+#include "arm.h"
 #include "tiles.h"
+#include "arm.h"
 #include "vectors.h"
 
 constexpr int64_t kBand = 32;
@@ -172,6 +175,75 @@ inline void multiply_rows(int rows, const X *x, int64_t x_step, const T *w, int6
     kTiles[rows - 1](x, x_step, w, length, c, c_step);
 }
 
+#if defined(PENSTOCK_PAIRED_ROWS)
+// As multiply_tile, of P pairs of rows, of which the last may be one row twice; `length` is a multiple of 4.
+template <int P>
+__attribute__((noinline)) void multiply_paired_tile(const bf16 *x, int64_t x_step, int64_t rows,
+                                                    const bf16 *w, int64_t length, bool is_first,
+                                                    float *c, int64_t c_step) {
+    constexpr int V = kTileVectors;
+    const auto second = [rows](int p) { return std::min<int64_t>(2 * p + 1, rows - 1); };
+    for (int64_t n = 0; n < kBand; n += V * kLanes) {
+        Floats total[P][2 * V];
+        for (int p = 0; p < P; ++p)
+            for (int j = 0; j < V; ++j) {
+                const float *to = c + n + j * kLanes;
+                const Floats first = is_first ? Floats{} : load(to + 2 * p * c_step);
+                const Floats other = is_first ? Floats{} : load(to + second(p) * c_step);
+                total[p][2 * j] = first_halves(first, other);
+                total[p][2 * j + 1] = second_halves(first, other);
+            }
+        const bf16 *at = w + 2 * n;
+        for (int64_t k = 0; k < length; k += 4, at += 4 * kBand) {
+            if (n == 0)
+                for (std::size_t line = 0; line < 8 * kBand; line += 64)
+                    __builtin_prefetch(
+                        reinterpret_cast<const char *>(at) + kPrefetchBytes + line, 0, 2);
+            Words pairs[P];
+            for (int p = 0; p < P; ++p)
+                pairs[p] = two_rows(x + 2 * p * x_step + k, x + second(p) * x_step + k);
+#pragma GCC unroll 4
+            for (int j = 0; j < V; ++j) {
+                const Words low = *reinterpret_cast<const Words *>(at + 2 * j * kLanes);
+                const Words high = *reinterpret_cast<const Words *>(at + 2 * (kBand + j * kLanes));
+                const Words left = left_columns(low, high), right = right_columns(low, high);
+#pragma GCC unroll 4
+                for (int p = 0; p < P; ++p) {
+                    total[p][2 * j] = add_square(total[p][2 * j], pairs[p], left);
+                    total[p][2 * j + 1] = add_square(total[p][2 * j + 1], pairs[p], right);
+                }
+            }
+        }
+        for (int p = 0; p < P; ++p)
+            for (int j = 0; j < V; ++j) {
+                float *to = c + n + j * kLanes;
+                store(to + second(p) * c_step, second_halves(total[p][2 * j], total[p][2 * j + 1]));
+                store(to + 2 * p * c_step, first_halves(total[p][2 * j], total[p][2 * j + 1]));
+            }
+    }
+}
+
+// As multiply_rows, of two rows or more. What is left over of a multiple of 4 is multiplied row by row.
+inline void multiply_pairs(int rows, const bf16 *x, int64_t x_step, const bf16 *w, int64_t length,
+                           bool is_first, float *c, int64_t c_step) {
+    constexpr auto kRows = std::make_integer_sequence<int, kTileRows>();
+    const int64_t most = length / 4 * 4;
+    if (most) {
+        static_assert(kTileRows == 6);
+        const auto multiply = rows > 4   ? multiply_paired_tile<3>
+                              : rows > 2 ? multiply_paired_tile<2>
+                                         : multiply_paired_tile<1>;
+        multiply(x, x_step, rows, w, most, is_first, c, c_step);
+    }
+    if (most == length) return;
+    x += most, w += most * kBand;
+    if (is_first && !most)
+        multiply_rows<bf16, bf16, true>(rows, x, x_step, w, length, c, c_step, kRows);
+    else
+        multiply_rows<bf16, bf16, false>(rows, x, x_step, w, length - most, c, c_step, kRows);
+}
+#endif
+
 // c[i][0..32) = x_i . w, or += that where `is_first` is not set. Steps count elements between rows.
 // With tiles, x, and c, must have room for whole tiles of 16 rows.
 template <class T, class X>
@@ -190,6 +262,14 @@ inline void multiply_band(const X *x, int64_t x_step, int64_t rows, const T *w, 
             const int64_t row = tile * rows / tiles, count = (tile + 1) * rows / tiles - row;
             const X *from = x + row * x_step + k;
             float *to = c + row * c_step;
+#if defined(PENSTOCK_PAIRED_ROWS)
+            if constexpr (std::is_same_v<T, bf16> && std::is_same_v<X, bf16>)
+                if (count > 1 && may_pair_rows()) {
+                    multiply_pairs(int(count), from, x_step, w + k * kBand, part,
+                                   is_first && k == 0, to, c_step);
+                    continue;
+                }
+#endif
             if (is_first && k == 0)
                 multiply_rows<T, X, true>(int(count), from, x_step, w + k * kBand, part, to, c_step,
                                           kRows);
@@ -200,14 +280,8 @@ inline void multiply_band(const X *x, int64_t x_step, int64_t rows, const T *w, 
     }
 }
 
-// What computes products with weights of T, for people to read.
-template <class T> const char *products() {
-#if defined(PENSTOCK_TILES)
-    if (std::is_same_v<T, bf16> && may_use_tiles()) return "AMX tiles of bfloat16";
-#endif
-#if defined(PENSTOCK_PAIRS)
-    if (std::is_same_v<T, bf16>) return kLanes == 16 ? "AVX-512 with bfloat16" : "NEON with bfloat16";
-#endif
+// What multiplies vectors, for people to read.
+constexpr const char *instructions() {
 #if defined(__AVX512F__)
     return "AVX-512";
 #elif defined(__FMA__)
@@ -217,4 +291,18 @@ template <class T> const char *products() {
 #else
     return "vectors of 4 numbers";
 #endif
+}
+
+// What computes products with weights of T.
+template <class T> std::string products() {
+#if defined(PENSTOCK_TILES)
+    if (std::is_same_v<T, bf16> && may_use_tiles()) return "AMX tiles of bfloat16";
+#endif
+#if defined(PENSTOCK_PAIRED_ROWS)
+    if (std::is_same_v<T, bf16> && may_pair_rows()) return "NEON with matrices of bfloat16";
+#endif
+#if defined(PENSTOCK_PAIRS)
+    if (std::is_same_v<T, bf16>) return instructions() + std::string(" with bfloat16");
+#endif
+    return instructions();
 }

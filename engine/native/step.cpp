@@ -14,17 +14,19 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <vector>
 
-#include "attention.h"
 #include "blocks.h"
-#include "coded_runs.h"
 #include "grouped.h"
 #include "inputs.h"
-#include "products.h"
 #include "structs.h"
 #include "team.h"
 #include "vectors.h"
+#include "weights.h"
+
+// Of functions that take long beside a call: where each is inlined, the compiler takes twice as long.
+#define KEEP_APART __attribute__((noinline))
 
 namespace {
 
@@ -38,16 +40,20 @@ constexpr bool kCodes = PENSTOCK_FORMATS;
 // another.
 constexpr int64_t kFew = 8192;
 
-// Memory that grows, and is not initialised.
+// Memory that grows, and is not initialised. It begins with a cache line, so that rows may do so.
 template <class X> class Buffer {
   public:
     X *reserve(int64_t size) {
-        if (size > size_) memory_.reset(new X[size_ = size + size / 4]);
+        if (size > size_)
+            memory_.reset(new (std::align_val_t(64)) X[size_ = size + size / 4]);
         return memory_.get();
     }
 
   private:
-    std::unique_ptr<X[]> memory_;
+    struct Delete {
+        void operator()(X *memory) const { operator delete[](memory, std::align_val_t(64)); }
+    };
+    std::unique_ptr<X[], Delete> memory_;
     int64_t size_ = 0;
 };
 
@@ -59,11 +65,6 @@ template <class X> int64_t padded(int64_t columns) {
 // What lasts from step to step.
 template <class T> struct Runner {
     using X = typename Operands<T>::X;
-#if defined(PENSTOCK_CODED_KV)
-    using Runs = CodedRuns;
-#else
-    using Runs = PlainRuns<T>;
-#endif
     using Stored = typename Runs::KV::Stored;
     struct Own {  // of one thread
         int thread;
@@ -98,7 +99,6 @@ template <class T> struct Runner {
 template <class T> class Run : public Job {
     using X = typename Operands<T>::X;
     using Own = typename Runner<T>::Own;
-    using Runs = typename Runner<T>::Runs;
     using Attending = Attention<Runs>;
 
   public:
@@ -128,7 +128,7 @@ template <class T> class Run : public Job {
         phase++->run(own.thread, s_.tokens, [&](int64_t t) { embed(t); });
         for (int64_t l = 0; l < m_.num_layers; ++l) {
             const Layer &layer = m_.layers[l];
-            with_normalised(phase, own, layer.input_norm, layer.qkv[0], [&](auto source) {
+            with_normalised(phase, own, layer.input_norm, layer.qkv[0], [&](Source source) {
                 linear(*phase++, own, layer.qkv, 3, source, s_.tokens,
                        [&](int64_t t, int64_t n, const float *y, int64_t count) {
                            std::copy_n(y, count, wide_ + t * qkv_ + n);
@@ -152,12 +152,12 @@ template <class T> class Run : public Job {
                 for (int64_t i = 0; i < count; ++i) to[i] += y[i];
             };
             const auto attended = [&](int64_t t) { return mixed_ + t * attended_; };
-            with_rows(phase, own, layer.output, {x_, x_step_}, attended, [&](auto source) {
+            with_rows(phase, own, layer.output, {x_, x_step_}, attended, [&](Source source) {
                 linear(*phase++, own, &layer.output, 1, source, s_.tokens, add);
             });
             gated_linear(phase, own, layer);
             const auto active = [&](int64_t t) { return active_ + t * m_.mlp; };
-            with_rows(phase, own, layer.down, {mlp_, mlp_step_}, active, [&](auto source) {
+            with_rows(phase, own, layer.down, {mlp_, mlp_step_}, active, [&](Source source) {
                 linear(*phase++, own, &layer.down, 1, source, s_.tokens, add);
             });
         }
@@ -181,7 +181,8 @@ template <class T> class Run : public Job {
         int64_t bytes = 0;
         auto count = [&](const Linear &linear, int64_t rows) {
             if (is_coded(linear))
-                bytes = std::max(bytes, rows * CodedRows::bytes(linear.columns, linear.group));
+                bytes = std::max(bytes, (rows + kSpare) *
+                                            CodedRows::bytes(linear.columns, linear.group));
         };
         count(m_.lm_head, s_.samples);
         for (int64_t l = 0; l < m_.num_layers; ++l) {
@@ -200,13 +201,28 @@ template <class T> class Run : public Job {
         int64_t step;
         CodedRows coded = {};
     };
+    // Gives it when it is first needed. It refers to what it is made from, and hides its type, so that the
+    // functions that take one are compiled once.
+    class Source {
+      public:
+        template <class Make>
+        Source(const Make &make)
+            : make_(&make), call_([](const void *it) {
+                  return (*static_cast<const Make *>(it))();
+              }) {}
+        Input operator()() const { return call_(make_); }
+
+      private:
+        const void *make_;
+        Input (*call_)(const void *);
+    };
 
     int64_t widest() const { return std::max(m_.hidden, attended_); }
     float *residual(int64_t t) { return residual_ + t * m_.hidden; }
 
     // ---- Rows ------------------------------------------------------------------------------------
 
-    void embed(int64_t t) {
+    KEEP_APART void embed(int64_t t) {
         const int64_t id = s_.token_ids[t];
         const T *table = static_cast<const T *>(m_.embedding);
         float *out = residual(t);
@@ -225,7 +241,7 @@ template <class T> class Run : public Job {
         normalise(in, static_cast<const T *>(weight), m_.hidden, out);
     }
     template <class Out>
-    void normalise(const float *in, const T *scale, int64_t size, Out *out) {
+    KEEP_APART void normalise(const float *in, const T *scale, int64_t size, Out *out) {
         Floats squares = {};
         int64_t i = 0;
         for (; i + kLanes <= size; i += kLanes) squares = fused(load(in + i), load(in + i), squares);
@@ -247,7 +263,8 @@ template <class T> class Run : public Job {
     }
 
     // Rotary embedding of one head, normalised before if the model does so.
-    template <class Out> void rotate(Own &own, const float *head, const void *norm, int64_t t, Out *out) {
+    template <class Out>
+    KEEP_APART void rotate(Own &own, const float *head, const void *norm, int64_t t, Out *out) {
         const int64_t half = m_.head_dim / 2;
         const float *cos = m_.cos + s_.positions[t] * half, *sin = m_.sin + s_.positions[t] * half;
         if (norm) {
@@ -286,17 +303,18 @@ template <class T> class Run : public Job {
     }
 
     // c = x W^T + b for one band, and some tokens.
-    void multiply(const Linear &linear, const Input &in, int64_t first, int64_t tokens,
+    KEEP_APART void multiply(const Linear &linear, const Input &in, int64_t first, int64_t tokens,
                   int64_t band, float *c) {
         if (is_coded(linear)) {
-            if (kCodes && linear.is_blocks)
-                multiply_blocks(in.coded, first, tokens, blocks(linear), band, c, kBand);
-            else if constexpr (kCodes)
-                multiply_grouped(in.coded, first, tokens, grouped(linear), band, c, kBand);
+            if constexpr (kCodes) {
+                if (linear.is_blocks)
+                    multiply_codes(in.coded, first, tokens, blocks(linear), band, c, kBand);
+                else
+                    multiply_codes(in.coded, first, tokens, grouped(linear), band, c, kBand);
+            }
         } else {
             const T *weight = static_cast<const T *>(linear.weight) + band * kBand * linear.columns;
-            multiply_band<T>(in.x + first * in.step, in.step, tokens, weight, linear.columns, true,
-                             c, kBand);
+            multiply_plain(in.x + first * in.step, in.step, tokens, weight, linear.columns, c, kBand);
         }
         if (!linear.bias) return;
         const T *bias = static_cast<const T *>(linear.bias) + band * kBand;
@@ -332,8 +350,8 @@ template <class T> class Run : public Job {
 
     // Layers that are stacked: they read the same input. source() gives it when it is first needed.
     // put(token, column, results, how many) takes results.
-    template <class Source, class Put>
-    void linear(Phase &phase, Own &own, const Linear *layers, int count, Source source,
+    template <class Put>
+    KEEP_APART void linear(Phase &phase, Own &own, const Linear *layers, int count, Source source,
                 int64_t tokens, Put put) {
         int64_t bands = 0;
         for (int i = 0; i < count; ++i) bands += banded_rows(layers[i].rows) / kBand;
@@ -361,7 +379,7 @@ template <class T> class Run : public Job {
         if (rows * columns <= kFew) {  // each thread does it for itself
             bool is_done = false;
             use([&] {
-                unsigned char *memory = own.coded.reserve(rows * bytes);
+                unsigned char *memory = own.coded.reserve((rows + kSpare) * bytes);
                 for (int64_t t = 0; t < rows && !is_done; ++t)
                     code_row(value(t), columns, group, memory + t * bytes);
                 is_done = true;
@@ -410,7 +428,7 @@ template <class T> class Run : public Job {
 
     // silu(gate) * up, by the thread that computed both.
     void gated_linear(Phase *&phase, Own &own, const Layer &layer) {
-        with_normalised(phase, own, layer.mlp_norm, layer.gate, [&](auto source) {
+        with_normalised(phase, own, layer.mlp_norm, layer.gate, [&](Source source) {
             const int64_t bands = banded_rows(m_.mlp) / kBand;
             for_bands(*phase++, own, bands, s_.tokens, [&](int64_t first, int64_t count, int64_t band) {
                 const Input in = source();
@@ -430,7 +448,7 @@ template <class T> class Run : public Job {
         });
     }
     template <class Out>
-    static void put_active(const float *gate, const float *up, int64_t columns, Out *out) {
+    KEEP_APART static void put_active(const float *gate, const float *up, int64_t columns, Out *out) {
         int64_t n = 0;
         for (; n + kLanes <= columns; n += kLanes)
             store(out + n, silu(load(gate + n)) * load(up + n));
@@ -447,7 +465,7 @@ template <class T> class Run : public Job {
         const auto put = [&](int64_t t, int64_t n, const float *y, int64_t count) {
             std::copy_n(y, count, s_.logits + t * m_.lm_head.rows + n);
         };
-        const auto of = [&](auto source) {
+        const auto of = [&](Source source) {
             linear(*phase++, own, &m_.lm_head, 1, source, s_.samples, put);
         };
         if (is_coded(m_.lm_head)) {
@@ -486,7 +504,7 @@ template <class T> class Run : public Job {
         if (parts) arrived_.reset(new std::atomic<int32_t>[parts * m_.kv_heads]());
     }
 
-    void store_keys(Own &own, const Layer &layer, int64_t t, int64_t kv_head) {
+    KEEP_APART void store_keys(Own &own, const Layer &layer, int64_t t, int64_t kv_head) {
         const int64_t d = m_.head_dim;
         const float *key = wide_ + t * qkv_ + attended_ + kv_head * d;
         const float *value = key + m_.kv_heads * d;
@@ -513,7 +531,7 @@ template <class T> class Run : public Job {
                                std::max<int64_t>(unit.piece, 0));
     }
 
-    void attend(Own &own, const Layer &layer, const Unit &unit, int64_t kv_head) {
+    KEEP_APART void attend(Own &own, const Layer &layer, const Unit &unit, int64_t kv_head) {
         Attending &attention = own.attention;
         const int64_t d = m_.head_dim;
         const typename Attending::Keys keys = keys_of(layer, unit, kv_head);
@@ -562,7 +580,7 @@ template <class T> class Run : public Job {
         }
     }
     template <class Out>
-    static void divide(const float *in, float by, int64_t count, Out *out) {
+    KEEP_APART static void divide(const float *in, float by, int64_t count, Out *out) {
         int64_t i = 0;
         for (; i + kLanes <= count; i += kLanes) store(out + i, load(in + i) / by);
         for (; i < count; ++i) store(out + i, in[i] / by);
@@ -612,28 +630,6 @@ template <class T> void run(void *runner, const Step *step, bool only_head) {
 
 }  // namespace
 
-// The library is for one type of weights.
-#ifndef PENSTOCK_WEIGHTS
-#define PENSTOCK_WEIGHTS bf16
-#endif
-using Weights = PENSTOCK_WEIGHTS;
-
-// A matrix as products.h wants it. `out` has room for whole bands, and may be `rows`.
-extern "C" void penstock_pack(Weights *out, const Weights *rows, int64_t num_rows, int64_t columns) {
-    pack(out, rows, num_rows, columns);
-}
-
-// Codes as grouped.h and blocks.h want them.
-extern "C" void penstock_pack_codes(unsigned char *out, const unsigned char *codes, int64_t rows,
-                                    int64_t columns, int64_t bits, int64_t group) {
-    pack_codes(out, codes, rows, columns, bits, group);
-}
-extern "C" void penstock_pack_blocks(unsigned char *out, const unsigned char *low,
-                                     const unsigned char *high, int64_t rows, int64_t columns,
-                                     int64_t bits) {
-    pack_blocks(out, low, high, rows, columns, bits);
-}
-
 // The formats of codes that are compiled: see grouped.h.
 extern "C" int64_t penstock_formats() { return PENSTOCK_FORMATS; }
 
@@ -665,5 +661,19 @@ extern "C" void penstock_likeliest(void *runner, const float *logits, int64_t ro
     team.run(job);
 }
 
-// How products are computed: one word for the log.
-extern "C" const char *penstock_products() { return products<Weights>(); }
+// What computes products, for people to read: with plain weights, and with codes or null where none can be.
+extern "C" const char *penstock_products() {
+    static const std::string made = plain_products();
+    return made.c_str();
+}
+extern "C" const char *penstock_code_products() {
+#if PENSTOCK_FORMATS
+    static const std::string made = code_products();
+    return made.c_str();
+#elif defined(PENSTOCK_CODED_KV)
+    static const std::string made = code_instructions();
+    return made.c_str();
+#else
+    return nullptr;
+#endif
+}

@@ -1,94 +1,36 @@
-// Tiles of AMX: products of 16 rows of bfloat16 with 16 columns, 32 numbers along k in one instruction.
-//
-// The operating system grants their use to a process that asks for it; each thread then holds a TileScope
-// while it multiplies. Source: Intel 64 and IA-32 Software Developer's Manual, volume 1, chapter 18.
-// PENSTOCK_EMULATE_TILES computes the same, slowly, on any processor, for tests.
+// Products of bfloat16 by tiles (amx.h): of 16 rows with 16 columns, 32 numbers along k in one instruction.
 #pragma once
 #include <algorithm>
 #include <cstring>
 
+#include "amx.h"
 #include "vectors.h"
-
-#if defined(__AMX_BF16__) || defined(PENSTOCK_EMULATE_TILES)
-#define PENSTOCK_TILES 1
-#endif
 
 #if defined(PENSTOCK_TILES)
 
 constexpr int64_t kTile = 16;   // rows of a tile
 constexpr int64_t kDepth = 32;  // numbers of bfloat16 in a row
 
-#if defined(PENSTOCK_EMULATE_TILES)
+// Bytes along k that the tiles of this thread have, or 0 if they are released.
+inline constinit thread_local int64_t tile_depth_bytes = 0;
 
-inline bool tiles_are_granted() { return true; }
-inline void begin_tiles() {}
-inline void end_tiles() {}
-struct Tile {
-    std::uint32_t words[kTile][kTile];
-};
-inline thread_local Tile tiles[8];
-template <int I> inline void tile_zero() { tiles[I] = {}; }
-template <int I> inline void tile_load(const void *from, int64_t step_bytes) {
-    for (int64_t i = 0; i < kTile; ++i)
-        std::memcpy(tiles[I].words[i], static_cast<const char *>(from) + i * step_bytes, 64);
-}
-template <int I> inline void tile_store(void *to, int64_t step_bytes) {
-    for (int64_t i = 0; i < kTile; ++i)
-        std::memcpy(static_cast<char *>(to) + i * step_bytes, tiles[I].words[i], 64);
-}
-template <int C, int A, int B> inline void tile_multiply() {
-    auto half = [](std::uint32_t word, int i) {
-        return std::bit_cast<float>(i ? word & 0xffff0000u : word << 16);
-    };
-    for (int64_t m = 0; m < kTile; ++m)
-        for (int64_t n = 0; n < kTile; ++n) {
-            float sums[2] = {};
-            for (int64_t k = 0; k < kTile; ++k)
-                for (int i = 0; i < 2; ++i)
-                    sums[i] = std::fma(half(tiles[A].words[m][k], i),
-                                       half(tiles[B].words[k][n], i), sums[i]);
-            float total = std::bit_cast<float>(tiles[C].words[m][n]) + (sums[0] + sums[1]);
-            tiles[C].words[m][n] = std::bit_cast<std::uint32_t>(total);
-        }
-}
-
-#else
-
-#include <sys/syscall.h>
-#include <unistd.h>
-
-// The system may not know them, or a sandbox may forbid to ask.
-inline bool tiles_are_granted() {
-    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-}
-
-// All eight tiles are 16 rows of 64 bytes. The clobbers, here and below, keep the compiler from moving
-// reads and writes of memory across.
-inline void begin_tiles() {
+// Tiles 0 to 3 take sums, 16 x 16 words; 4 and 5 rows of x, 16 x `bytes`; 6 and 7 as much of the columns
+// of w. Their contents are lost, if they had another shape.
+inline void shape_tiles(int64_t bytes) {
+    if (tile_depth_bytes == bytes) return;
+    tile_depth_bytes = bytes;
     alignas(64) unsigned char config[64] = {1};  // the palette
     for (int i = 0; i < 8; ++i) {
-        config[16 + 2 * i] = 64;  // bytes in a row, of two bytes
-        config[48 + i] = 16;      // rows
+        config[16 + 2 * i] = (unsigned char)(i == 4 || i == 5 ? bytes : 64);
+        config[48 + i] = (unsigned char)(i < 6 ? kTile : bytes / 4);
     }
-    asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
+    configure_tiles(config);
 }
-inline void end_tiles() { asm volatile("tilerelease" ::: "memory"); }
-
-template <int I> inline void tile_zero() {
-    asm volatile("tilezero %%tmm%c0" ::"i"(I));
+inline void begin_tiles() { shape_tiles(2 * kDepth); }
+inline void end_tiles() {
+    tile_depth_bytes = 0;
+    release_tiles();
 }
-template <int I> inline void tile_load(const void *from, int64_t step_bytes) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(step_bytes), "i"(I) : "memory");
-}
-template <int I> inline void tile_store(void *to, int64_t step_bytes) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(step_bytes), "i"(I) : "memory");
-}
-template <int C, int A, int B> inline void tile_multiply() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
-}
-
-#endif
 
 // Two columns of 16 weights, each in pairs along k; `step` numbers from pair to pair.
 struct TileColumns {
@@ -113,10 +55,10 @@ inline void multiply_tiles(const bf16 *x, int64_t x_step, const TileColumns &w, 
     auto multiply = [&](const bf16 *from, int64_t from_bytes, const TileColumns &at) {
         tile_load<4>(from, from_bytes);
         tile_load<6>(at.left, 2 * at.step), tile_load<7>(at.right, 2 * at.step);
-        tile_multiply<0, 4, 6>(), tile_multiply<1, 4, 7>();
+        tile_multiply_pairs<0, 4, 6>(), tile_multiply_pairs<1, 4, 7>();
         if constexpr (M == 2) {
             tile_load<5>(reinterpret_cast<const char *>(from) + kTile * from_bytes, from_bytes);
-            tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+            tile_multiply_pairs<2, 5, 6>(), tile_multiply_pairs<3, 5, 7>();
         }
     };
     int64_t k = 0;
@@ -147,6 +89,7 @@ inline void multiply_tiles(const bf16 *x, int64_t x_step, const TileColumns &w, 
 
 inline void multiply_by_tiles(const bf16 *x, int64_t x_step, int64_t rows, const TileColumns &w,
                               int64_t length, bool is_first, float *c, int64_t c_step) {
+    shape_tiles(2 * kDepth);
     int64_t row = 0;
     for (; row + kTile < rows; row += 2 * kTile)
         multiply_tiles<2>(x + row * x_step, x_step, w, length, is_first, c + row * c_step, c_step);
@@ -160,16 +103,14 @@ inline void multiply_band_by_tiles(const bf16 *x, int64_t x_step, int64_t rows, 
     multiply_by_tiles(x, x_step, rows, columns, length, is_first, c, c_step);
 }
 
-// Whether a product with a rest along k comes out right: what is emulated, or new, is tried first.
-inline bool tiles_are_right() {
+// Whether products come out right: what is emulated, or new, is tried first. Of bfloat16, with a rest along k.
+inline bool pairs_are_right() {
     constexpr int64_t rows = 2 * kTile, length = kDepth + 6;
     bf16 x[rows * length], w[length * 32];
     for (int64_t i = 0; i < rows * length; ++i) store(x + i, float(i * 7 % 13) - 6);
     for (int64_t i = 0; i < length * 32; ++i) store(w + i, float(i * 5 % 11) - 5);
     float c[rows * 32];
-    begin_tiles();
     multiply_band_by_tiles(x, length, rows, w, length, true, c, 32);
-    end_tiles();
     for (int64_t i = 0; i < rows; ++i)
         for (int64_t n = 0; n < 32; ++n) {
             float sum = 0;  // of whole numbers, so exact in any order
@@ -178,6 +119,31 @@ inline bool tiles_are_right() {
             if (c[i * 32 + n] != sum) return false;
         }
     return true;
+}
+// Of bytes, in less than whole tiles.
+inline bool quads_are_right() {
+    constexpr int64_t depth = 40;
+    signed char x[kTile * depth];
+    unsigned char w[depth * kTile];  // [depth / 4][16][4]
+    for (int64_t i = 0; i < kTile * depth; ++i) x[i] = (signed char)(i * 37 % 255 - 127);
+    for (int64_t i = 0; i < depth * kTile; ++i) w[i] = (unsigned char)(i * 53);
+    std::int32_t c[kTile * kTile];
+    shape_tiles(depth);
+    tile_zero<0>(), tile_load<4>(x, depth), tile_load<6>(w, 4 * kTile);
+    tile_multiply_quads<0, 4, 6>(), tile_store<0>(c, 4 * kTile);
+    for (int64_t i = 0; i < kTile; ++i)
+        for (int64_t n = 0; n < kTile; ++n) {
+            std::int32_t sum = 0;
+            for (int64_t k = 0; k < depth; ++k)
+                sum += x[i * depth + k] * w[k / 4 * 4 * kTile + n * 4 + k % 4];
+            if (c[i * kTile + n] != sum) return false;
+        }
+    return true;
+}
+inline bool tiles_are_right() {
+    const bool are_right = pairs_are_right() && quads_are_right();
+    end_tiles();
+    return are_right;
 }
 
 inline bool may_use_tiles() {

@@ -1,6 +1,8 @@
 """Fixtures for tests of the engine."""
 
+import hashlib
 import platform
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +11,18 @@ import pytest
 from penstock.engine.native.library import load_library
 from tests.support.compiler import HAS_COMPILER
 
-# What the compiler is told, and what a processor needs to run that. Tiles are emulated.
+_EMULATED_AMX = Path(__file__).with_name("native") / "emulated_amx.h"
+# The library is compiled again when that changes.
+_EMULATION = (
+    f"-march=native -include {shlex.quote(str(_EMULATED_AMX))} "
+    f"-DVERSION={hashlib.sha256(_EMULATED_AMX.read_bytes()).hexdigest()}"
+)
+# What the compiler is told, and what a processor needs to run that.
 _PROCESSORS = {
     "vectors of 4": ("-march=x86-64", ""),
     "AVX2": ("-march=x86-64-v3", "avx2"),
     "AVX-512": ("-march=x86-64-v4", "avx512vl"),
-    "tiles": ("-march=native -DPENSTOCK_EMULATE_TILES", ""),
+    "tiles": (_EMULATION, ""),
     "native": ("-march=native", ""),
 }
 if platform.machine() != "x86_64":

@@ -1,11 +1,14 @@
 """Real trained weights give exactly the golden ids, however the work is cut up and packed."""
 
 import json
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.engine.config import Dtype, EngineConfig
+from penstock.engine.native.library import load_library
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.support.paths import STORIES
@@ -57,6 +60,24 @@ def _expected(entries: Golden) -> list[list[int]]:
 def test_alone(golden: Golden) -> None:
     engine = _engine(SchedulerConfig(max_num_seqs=1))
     assert [_answers(engine, [entry])[0] for entry in golden] == _expected(golden)
+
+
+def test_by_torch_without_a_compiler_which_one_warning_says(
+    golden: Golden,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load_library.cache_clear()
+    try:
+        engine = _engine(SchedulerConfig(max_num_seqs=8))
+    finally:
+        load_library.cache_clear()
+    assert _answers(engine, golden) == _expected(golden)
+    [warning] = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "torch's operators are used instead" in warning and "install g++ to fix it" in warning
 
 
 def test_in_a_batch_of_64_on_each_kind_of_processor(golden: Golden, processor: str) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import time
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import torch
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature, UnsupportedWeightFormat
 from penstock.engine.native.library import load_library
-from penstock.engine.native.model import check_features
+from penstock.engine.native.model import NativeModel, check_features
 from tests.support.compiler import needs_compiler
 from tests.support.tiny_models import Harness, make_model, save
-from tests.support.weight_formats import NegatedLinear, reversed_config
+from tests.support.weight_formats import NegatedLinear, coded, reversed_config
+
+CPUINFO = Path("/proc/cpuinfo").read_text()
 
 
 def test_without_a_compiler_a_warning_is_logged_and_nothing_fails(
@@ -75,6 +78,17 @@ def test_what_a_killed_compilation_left_is_removed_by_a_later_one(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert load_library.__wrapped__(torch.float32)
     assert not left.exists() and running.exists()
+
+
+@needs_compiler
+def test_what_multiplies_codes_is_named_apart(tmp_path: Path) -> None:
+    path = save(make_model("llama2"), tmp_path)
+    plain = Harness(path, native=True).model
+    codes = Harness(path, native=True, has_codes=True, make_linear=coded(8, 32)).model
+    assert isinstance(plain, NativeModel) and isinstance(codes, NativeModel)
+    named = re.fullmatch(rf"{re.escape(plain.products)} \(codes: (.+)\)", codes.products)
+    assert named and "codes" not in plain.products
+    assert ("VNNI" in named[1]) == bool(re.search(r"\bavx(512)?_vnni\b", CPUINFO))
 
 
 @needs_compiler

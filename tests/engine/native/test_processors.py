@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import Tensor
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.native import library
 from penstock.engine.native.packing import FORMATS
+from tests.support.compiler import needs_compiler
 from tests.support.gguf_files import write_gguf
 from tests.support.tiny_models import Harness, make_model, save
 from tests.support.weight_formats import coded
@@ -38,9 +41,9 @@ def conversions(processor: str, tmp_path_factory: pytest.TempPathFactory) -> cty
 
 
 def test_products_are_right_and_the_same_alone(processor: str, tmp_path: Path) -> None:
-    _run(
-        _compiled_products(tmp_path, os.environ.get("CXX", "g++"), *_flags(os.environ["CXXFLAGS"]))
-    )
+    flags = _flags(os.environ["CXXFLAGS"])
+    named = _run(_compiled_products(tmp_path, os.environ.get("CXX", "g++"), *flags))
+    assert processor != "tiles" or named.startswith("AMX tiles of bfloat16; codes: AMX tiles")
 
 
 @pytest.mark.slow
@@ -48,11 +51,33 @@ def test_products_are_right_and_the_same_alone(processor: str, tmp_path: Path) -
     None in (shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")),
     reason="apt-get install g++-aarch64-linux-gnu qemu-user-static",
 )
-@pytest.mark.parametrize("march", ["armv8.2-a", "armv8.6-a"])  # the second multiplies bfloat16
-def test_products_are_right_on_arm(march: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("march", "products"),
+    [
+        ("armv8.2-a", "NEON; codes: NEON"),
+        ("armv8.2-a+dotprod+bf16", "NEON with matrices of bfloat16; codes: NEON with dot products"),
+        (
+            "armv8.6-a+bf16+i8mm",
+            "NEON with matrices of bfloat16; codes: NEON with matrices of bytes",
+        ),
+    ],
+)
+def test_products_are_right_on_arm(march: str, products: str, tmp_path: Path) -> None:
     flags = [*_flags(f"-O1 -march={march}"), "-static"]
     program = _compiled_products(tmp_path, "aarch64-linux-gnu-g++", *flags)
-    _run("qemu-aarch64-static", program)
+    assert _run("qemu-aarch64-static", "-cpu", "max", program).startswith(products)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86's")
+def test_products_compile_to_the_instructions_of_amx(tmp_path: Path) -> None:
+    source, assembly = Path(__file__).with_name("products.cpp"), tmp_path / "products.s"
+    flags = _flags("-O1 -march=x86-64-v4 -mamx-tile -mamx-int8 -mamx-bf16")
+    _run(os.environ.get("CXX", "g++"), *flags, "-S", source, "-o", assembly)
+    code = assembly.read_text()
+    for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tdpbsud", "tilerelease"):
+        assert instruction in code
 
 
 def test_every_float16_is_widened_as_by_torch(conversions: ctypes.CDLL) -> None:
@@ -121,6 +146,32 @@ def test_the_step_agrees_with_torchs_where_weights_are_codes(
         ours, torchs = (harness.run([row])[0] for harness in made)
         # The compiled step rounds activations to 8 bits, and torch does not.
         torch.testing.assert_close(ours, torchs, atol=0.25, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "has_zeros"), [(8, 32, False), (8, 64, True), (4, 32, False), (4, 72, True)]
+)
+def test_codes_give_the_same_bits_by_tiles_as_by_vectors(
+    processor: str,
+    bits: int,
+    group: int,
+    has_zeros: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if processor != "tiles":
+        pytest.skip("it is about tiles")
+    path = save(make_model("llama_biases"), tmp_path)
+    make_linear = coded(bits, group, has_zeros=has_zeros)
+    by_tiles = Harness(path, native=True, has_codes=True, make_linear=make_linear)
+    monkeypatch.setenv("CXXFLAGS", "-O1 -Wno-psabi -march=native -mno-amx-tile")
+    vectors = library.load_library.__wrapped__(torch.float32, frozenset(library.CODE_FORMATS))
+    by_vectors = Harness(path, native=True, library=vectors, make_linear=make_linear)
+    for harness in (by_tiles, by_vectors):
+        harness.token_table[:, :120] = torch.arange(480).view(4, 120) % 96
+    for rows in ([(0, 0, 7), (1, 0, 1)], [(0, 7, 9)], [(0, 16, 40), (1, 1, 33)], [(2, 0, 119)]):
+        for tiles_logits, logits in zip(by_tiles.run(rows), by_vectors.run(rows), strict=True):
+            assert torch.equal(tiles_logits, logits)
 
 
 def in_blocks(path: Path, **kinds: Type) -> Path:
@@ -269,18 +320,23 @@ def test_a_long_context_has_the_same_bits_when_threads_share_it(
 
 
 def _flags(more: str) -> list[str]:
-    return ["-std=c++20", f"-I{Path(library.__file__).parent}", *more.split()]
+    return ["-std=c++20", f"-I{Path(library.__file__).parent}", *shlex.split(more)]
 
 
 def _compiled_products(directory: Path, compiler: str, *flags: str) -> Path:
     program = directory / "products"
-    _run(compiler, *flags, Path(__file__).with_name("products.cpp"), "-o", program)
+    sources = (
+        Path(__file__).with_name("products.cpp"),
+        Path(library.__file__).with_name("codes.cpp"),
+    )
+    _run(compiler, *flags, "-DPENSTOCK_FORMATS=~0u", *sources, "-o", program)
     return program
 
 
-def _run(*command: str | Path) -> None:
+def _run(*command: str | Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def _floats() -> Tensor:
