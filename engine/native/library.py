@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,7 +120,10 @@ def _compiled(cache: Path, build: _Build) -> Path:
     )
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache) as scratch:
         linked = Path(scratch, "native.so")
-        _run_compiler(compiler, *flags, "-shared", "-pthread", str(_SOURCE), "-o", str(linked))
+        # What a compiler that is killed leaves is then removed by the next one.
+        environment = {**os.environ, "TMPDIR": scratch}
+        command = (compiler, *flags, "-shared", "-pthread", str(_SOURCE), "-o", str(linked))
+        _run_compiler(command, environment)
         linked.replace(library)  # atomic, so that another process sees all of it or nothing
     return library
 
@@ -132,10 +136,15 @@ def _remove_stale(cache: Path) -> None:
                 shutil.rmtree(scratch)
 
 
-def _run_compiler(*command: str) -> None:
+def _run_compiler(command: Sequence[str], environment: Mapping[str, str]) -> None:
     try:
         subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S
+            command,
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILER_TIMEOUT_S,
         )
     except OSError as error:
         raise subprocess.SubprocessError(str(error)) from None
