@@ -74,7 +74,7 @@ test-release: .venv/installed-dev
 	OMP_NUM_THREADS=1 TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.release $(PYTHONS)
 
 # Kills, stops and misleads engines of the demo model under mixed streams, and compares all answers with
-# undisturbed ones. Takes ten minutes and more; ARGS="--kills 20 --streams 16 --seed 7" changes it.
+# undisturbed ones. Takes an hour on two cores; ARGS="--kills 20 --streams 16 --seed 7" changes it.
 test-chaos: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(ARGS)
 

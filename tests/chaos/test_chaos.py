@@ -1,4 +1,4 @@
-"""The short form of `make test-chaos`."""
+"""The short form of `make test-chaos`, with scripted tokens, which start in a moment."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.chaos.server import running
 
 @pytest.mark.slow
 async def test_no_stream_of_any_kind_differs_after_kills_of_its_engine() -> None:
-    async with running() as server:
+    async with running(scripted=True) as server:
         outcome = await kill_under_load(server, num_kills=4, num_streams=16, seed=1, max_steps=12)
         assert not outcome.different and outcome.num_kills == 4
         assert await leave_early(server, num_clients=50, seed=1) == 0
@@ -20,7 +20,7 @@ async def test_no_stream_of_any_kind_differs_after_kills_of_its_engine() -> None
 
 @pytest.mark.slow
 async def test_a_request_that_raises_is_one_error_and_the_others_are_unharmed() -> None:
-    result = await poison_among_others("raises", num_others=16)
+    result = await poison_among_others("raises", num_others=16, scripted=True)
     assert result.is_good and result.code == "request_ended_engine", result
     assert result.num_quarantined == 1
 
