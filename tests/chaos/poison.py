@@ -40,7 +40,8 @@ class Poisoned:
 async def poison_among_others(kind: str, num_others: int, **settings: object) -> Poisoned:
     """kind: a key of `_IDS`. settings: see `running`."""
     module = "tests.support.troubled_engine"
-    async with running(module, **{"stall_timeout_s": 3.0} | settings) as server:
+    settings = {"stall_timeout_s": 3.0, **settings}
+    async with running(module, **settings) as server:
         load = [ask for i in range(4) for ask in asks(i) if ask.is_seeded][:num_others]
         expected = await asyncio.gather(*(answer(server.client, ask) for ask in load))
         others = [asyncio.create_task(answer(server.client, ask)) for ask in load]
