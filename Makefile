@@ -151,6 +151,7 @@ bench-metrics: .venv/installed
 
 bench-cpu: .venv/installed
 	$(BIN)/python -m tests.bench.engine cpu-decode --threads $$(nproc)
+	$(BIN)/python -m tests.bench.engine cpu-prefill --threads $$(nproc)
 
 # Installs the servers that Penstock is compared with on a CPU into build/peers, if they are not there: some
 # five minutes each, of which llama.cpp's are compilation. ARGS="--peer llama" installs one.

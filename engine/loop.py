@@ -35,12 +35,13 @@ class Inbox(Protocol):
 
 
 class _Launched(NamedTuple):
-    """A step whose ids have not been collected."""
+    """A step whose ids have not been collected. executed_s: in `execute`, where that computes."""
 
     step: int
     pending: PendingTokens
     work: StepWork
     started_s: float
+    executed_s: float
 
 
 class EngineLoop:
@@ -62,7 +63,9 @@ class EngineLoop:
         self._launched: _Launched | None = None
         self._preparing: dict[RequestId, Future[Any]] = {}
         self._last_end_s = clock()
+        self._busy_since_s = self._last_end_s  # the last step's end, or the end of idleness after
         self._windows = executor.info.windows
+        self._graph_sizes = executor.info.graph_sizes
 
     def run(self) -> None:
         """Steps until the executor or the inbox raises."""
@@ -90,12 +93,15 @@ class EngineLoop:
     def _apply_commands(self) -> list[RequestOutput]:
         """Applies all commands; returns the final outputs of the aborted answers."""
         aborted = []
-        for command in self._inbox.receive(self._receive_timeout_s()):
+        timeout_s = self._receive_timeout_s()
+        for command in self._inbox.receive(timeout_s):
             if isinstance(command, Abort):
                 _log(logging.DEBUG, command.request_id, "aborted")
                 aborted += self._scheduler.abort(command.request_id, command.index)
             else:
                 self._add(command.request)
+        if timeout_s != 0:
+            self._busy_since_s = self._clock()
         self._release_ended(aborted)
         self._start_prepared()
         return aborted
@@ -158,15 +164,21 @@ class EngineLoop:
         batch = self._scheduler.schedule(started_s)
         if batch is None:
             return None
+        executing_s = self._clock()
         pending = self._executor.execute(batch)
-        return _Launched(batch.step, pending, work_of(batch, self._windows), started_s)
+        executed_s = 0.0 if self._executor.runs_ahead else self._clock() - executing_s
+        work = work_of(batch, self._windows, self._graph_sizes)
+        return _Launched(batch.step, pending, work, started_s, executed_s)
 
     def _collect(self, launched: _Launched) -> None:
         """Waits for a step's ids and sends the outputs of its requests."""
+        waiting_s = self._clock()
         sampled = launched.pending.wait()
         end_s = self._clock()
+        wait_s = end_s - waiting_s + launched.executed_s
+        host_s = end_s - self._busy_since_s - wait_s
         started_s = max(launched.started_s, self._last_end_s)
-        self._last_end_s = end_s
+        self._last_end_s = self._busy_since_s = end_s
         outputs = self._scheduler.update(sampled)
         self._release_ended(outputs)
         self._send(
@@ -180,6 +192,8 @@ class EngineLoop:
                 model_bytes=self._executor.info.step_bytes(launched.work),
                 model_flops=self._executor.info.step_flops(launched.work),
                 started=self._scheduler.take_started(),
+                wait_s=wait_s,
+                host_s=host_s,
             )
         )
 

@@ -102,7 +102,10 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     started_s is in time.monotonic(), which all processes of a machine share. step_s: from launch
     (or the end of the step before) to the ids on the host. model_bytes and model_flops: the least
     that the step had to read and compute. started: answers that had their first step since the last
-    report. A report of step 0 stands for no step: it carries the final outputs of aborted answers.
+    report. wait_s: how long the loop waited for the device since the last step's end; where the
+    executor computes within `execute`, that is the computation. host_s: the rest of the time since
+    then, without waiting for commands: scheduling, launching, reporting.
+    A report of step 0 stands for no step: it carries the final outputs of aborted answers.
     """
 
     step: int
@@ -114,6 +117,8 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     model_bytes: int
     model_flops: int
     started: list[Started] = []
+    wait_s: float = 0.0
+    host_s: float = 0.0
 
 
 ToEngine = Submit | Abort

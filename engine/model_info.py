@@ -5,7 +5,8 @@ MBU and MFU are these bytes and operations, per second of step time, as a share 
 
 from dataclasses import dataclass
 
-from penstock.scheduler.stats import StepWork
+from penstock.scheduler.stats import NO_GRAPHS, GraphSizes, StepWork
+from penstock.scheduler.step_model.amounts import Amounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,8 @@ class ModelInfo:
     hidden_size: the length of an embedding. Peaks are the datasheet's, None for devices and
     types that it does not list; measured_bandwidth and measured_flops were measured at start.
     computed_by: on a processor, what multiplies matrices, and on how many threads, for people.
-    quantization: None where weights are as the checkpoint has them.
+    quantization: None where weights are as the checkpoint has them. runs_ahead: as the executor's.
+    graph_sizes: to which it pads steps.
     """
 
     architecture: str
@@ -97,6 +99,8 @@ class ModelInfo:
     computed_by: str | None = None
     experts: RoutedExperts | None = None
     quantization: QuantizationInfo | None = None
+    runs_ahead: bool = False
+    graph_sizes: GraphSizes = NO_GRAPHS
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -115,14 +119,7 @@ class ModelInfo:
         Every expert that the tokens can reach counts, where work.num_experts is not known. The
         attention of plain torch (`gathered_attention`) reads whole contexts whatever the window.
         """
-        num_bytes = self.weight_bytes
-        if self.experts is not None:
-            num_experts = work.num_experts
-            if num_experts is None:
-                num_experts = self.experts.max_reached(
-                    work.num_prefill_tokens + work.num_decode_tokens
-                )
-            num_bytes += self.experts.expert_bytes * num_experts
+        num_bytes = self._weight_bytes(work)
         for group, attention in zip(self.attention, work.attention, strict=True):
             num_bytes += group.kv_bytes_per_token * attention.context_tokens
         return num_bytes
@@ -137,3 +134,32 @@ class ModelInfo:
                 for group, attention in zip(self.attention, work.attention, strict=True)
             )
         )
+
+    def amounts(self, work: StepWork) -> Amounts:
+        """What a step model takes the step's time from."""
+        decode_bytes = all_bytes = flops = 0
+        for group, attention in zip(self.attention, work.attention, strict=True):
+            all_bytes += group.kv_bytes_per_token * attention.context_tokens
+            decode_bytes += group.kv_bytes_per_token * attention.decode_context_tokens
+            flops += group.flops_per_pair * (attention.pairs - attention.decode_context_tokens)
+        return Amounts(
+            work.num_prefill_tokens + work.num_decode_tokens + work.num_padding,
+            self._weight_bytes(work),
+            decode_bytes,
+            all_bytes - decode_bytes,
+            flops,
+            work.num_sequences,
+            work.num_chunks,
+            work.num_sampled + work.num_scored,
+            work.num_prefill_tokens,
+        )
+
+    def _weight_bytes(self, work: StepWork) -> int:
+        """Of the weights that the step uses."""
+        if self.experts is None:
+            return self.weight_bytes
+        num_experts = work.num_experts
+        if num_experts is None:
+            num_tokens = work.num_prefill_tokens + work.num_decode_tokens
+            num_experts = self.experts.max_reached(num_tokens)
+        return self.weight_bytes + self.experts.expert_bytes * num_experts

@@ -141,9 +141,10 @@ class Scheduler:
         failures = batch.failures(sampled)
         token_ids, all_logprobs = self._drafts.accept(batch, sampled, outputs)
         rows = zip(batch.sampling, token_ids, strict=True)
+        finished = Status.FINISHED  # looked up once: this loop is most of what a step costs
         for i, (sequence, token_id) in enumerate(rows):
             sequence.num_in_flight -= 1
-            if sequence.status is Status.FINISHED:
+            if sequence.status is finished:
                 continue  # it ended while the step ran: a wasted row
             if failures and sequence in failures:
                 outputs.append(self._finish(sequence, failures[sequence]))
@@ -158,8 +159,13 @@ class Scheduler:
             elif length == sequence.max_length:
                 finish = self._end(sequence, FinishReason.LENGTH, None)
             entry = all_logprobs[i] if all_logprobs else None
-            logprobs = [entry] if entry is not None else None
-            outputs.append(output_of(sequence, [token_id], logprobs, finish))
+            logprobs = None if entry is None else [entry]
+            cached = sequence.num_cached_tokens
+            outputs.append(
+                RequestOutput(
+                    sequence.request.id, sequence.index, [token_id], logprobs, finish, cached
+                )
+            )
         for row, num in sampled.num_drafts.items():
             self._drafts.announce(batch.sampling[row], num)
         for sequence in batch.prompt_only:

@@ -1,6 +1,8 @@
 """Snapshots for metrics: the scheduler is read, and knows nothing of Prometheus."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from typing import NamedTuple, Self
 
 from penstock.scheduler.types import ScheduledBatch
@@ -34,11 +36,41 @@ class SchedulerStats(NamedTuple):
 class AttentionWork(NamedTuple):
     """What a step's attention reads and computes in each layer that has one given window.
 
-    context_tokens: keys (and values) that are read, summed over the sequences. pairs: (query, key).
+    context_tokens: keys (and values) that are read, summed over the sequences;
+    decode_context_tokens: of these, those of decodes. pairs: (query, key).
     """
 
     context_tokens: int
     pairs: int
+    decode_context_tokens: int = 0
+
+
+class GraphSizes(NamedTuple):
+    """The numbers of tokens for which a device's graphs exist, ascending: it pads a step to the
+    next larger one. decodes: of steps of decodes alone. chunks: of steps with prefill chunks.
+
+    A step that is larger than all of them is not padded.
+    """
+
+    decodes: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
+
+    def padding(self, num_tokens: int, *, has_chunks: bool) -> int:
+        """Tokens that are computed in vain."""
+        sizes = self.chunks if has_chunks else self.decodes
+        index = bisect_left(sizes, num_tokens)
+        return sizes[index] - num_tokens if index < len(sizes) else 0
+
+
+NO_GRAPHS = GraphSizes()
+
+
+class StepClass(StrEnum):
+    """What the rows of a step compute."""
+
+    DECODE = "decode"  # one token each
+    PREFILL = "prefill"  # chunks of prompts
+    MIXED = "mixed"  # both
 
 
 class StepWork(NamedTuple):
@@ -47,7 +79,8 @@ class StepWork(NamedTuple):
     num_decode_tokens: drafts included. num_sampled: tokens that go through the output layer, to
     sample or to verify a draft. num_scored: prompt tokens that do so besides. attention: for each
     of the model's windows, in its order. num_experts: experts of a mixture that the step's tokens
-    were routed to, summed over the layers; None where that is not known.
+    were routed to, summed over the layers; None where that is not known. num_padding: see
+    `GraphSizes`. num_chunks: of the sequences, those that run a prefill chunk.
     """
 
     num_prefill_tokens: int
@@ -57,12 +90,22 @@ class StepWork(NamedTuple):
     num_scored: int
     attention: tuple[AttentionWork, ...]
     num_experts: int | None = None
+    num_padding: int = 0
+    num_chunks: int = 0
 
 
 NO_WORK = StepWork(0, 0, 0, 0, 0, ())
 
 
-def work_of(batch: ScheduledBatch, windows: Iterable[int | None]) -> StepWork:
+def class_of(work: StepWork) -> StepClass:
+    if not work.num_prefill_tokens:
+        return StepClass.DECODE
+    return StepClass.MIXED if work.num_decode_tokens else StepClass.PREFILL
+
+
+def work_of(
+    batch: ScheduledBatch, windows: Iterable[int | None], graph_sizes: GraphSizes = NO_GRAPHS
+) -> StepWork:
     """windows: those that the model's layers have, each once; None for a layer without one."""
     num_decodes = batch.num_decodes
     num_decode_tokens = sum(batch.num_tokens[:num_decodes])
@@ -71,33 +114,49 @@ def work_of(batch: ScheduledBatch, windows: Iterable[int | None]) -> StepWork:
     num_short = 0 if num_drafts else num_decodes
     short = batch.starts[:num_short]
     long = list(zip(batch.starts[num_short:], batch.num_tokens[num_short:], strict=True))
+    num_long_decodes = num_decodes - num_short
+    num_prefill_tokens = sum(batch.num_tokens[num_decodes:])
     return StepWork(
-        num_prefill_tokens=sum(batch.num_tokens[num_decodes:]),
+        num_prefill_tokens=num_prefill_tokens,
         num_decode_tokens=num_decode_tokens,
         num_sequences=len(batch.slots),
         num_sampled=sum(batch.samples) + num_drafts,
         num_scored=batch.num_scored,
-        attention=tuple(_attention_work(short, long, window) for window in windows),
+        attention=tuple(
+            _attention_work(short, long, num_long_decodes, window) for window in windows
+        ),
+        num_padding=graph_sizes.padding(
+            num_prefill_tokens + num_decode_tokens, has_chunks=len(batch.slots) > num_decodes
+        ),
+        num_chunks=len(batch.slots) - num_decodes,
     )
 
 
 def _attention_work(
-    decodes: Sequence[int], chunks: Sequence[tuple[int, int]], window: int | None
+    decodes: Sequence[int],
+    rows: Sequence[tuple[int, int]],
+    num_long_decodes: int,
+    window: int | None,
 ) -> AttentionWork:
-    """decodes: positions. chunks: (first position, tokens). A query at position p attends to p + 1
-    keys, or as many as the window has: a chunk's keys begin with those of its first query."""
+    """decodes: positions. rows: (first position, tokens) of num_long_decodes decodes with drafts,
+    then of chunks. A query at position p attends to p + 1 keys, or as many as the window has: a
+    row's keys begin with those of its first query."""
     if window is None:
         keys = sum(decodes) + len(decodes)
+        contexts = [start + n for start, n in rows]
         return AttentionWork(
-            context_tokens=keys + sum(start + n for start, n in chunks),
-            pairs=keys + sum(_sum_to(start + n) - _sum_to(start) for start, n in chunks),
+            context_tokens=keys + sum(contexts),
+            pairs=keys + sum(_sum_to(start + n) - _sum_to(start) for start, n in rows),
+            decode_context_tokens=keys + sum(contexts[:num_long_decodes]),
         )
     keys = sum(min(start + 1, window) for start in decodes)
-    pairs = sum(_sum_to(start + n) - _sum_to(start) for start, n in chunks)
-    unseen = sum(_sum_to(start + n - window) - _sum_to(start - window) for start, n in chunks)
+    pairs = sum(_sum_to(start + n) - _sum_to(start) for start, n in rows)
+    unseen = sum(_sum_to(start + n - window) - _sum_to(start - window) for start, n in rows)
+    contexts = [min(start, window - 1) + n for start, n in rows]
     return AttentionWork(
-        context_tokens=keys + sum(min(start, window - 1) + n for start, n in chunks),
+        context_tokens=keys + sum(contexts),
         pairs=keys + pairs - unseen,
+        decode_context_tokens=keys + sum(contexts[:num_long_decodes]),
     )
 
 

@@ -50,6 +50,14 @@ def _run(arguments: list[str]) -> int:
             from penstock.loadtest.bench.cli import main as bench
 
             return bench(arguments[1:])
+        case ["calibrate"]:
+            from penstock.loadtest.calibrate.cli import main as calibrate
+
+            return calibrate(arguments[1:])
+        case ["simulate"]:
+            from penstock.loadtest.simulate.cli import main as simulate
+
+            return simulate(arguments[1:])
         case ["top"]:
             from penstock.loadtest.top.cli import main as top
 
@@ -190,6 +198,8 @@ def _parsers() -> tuple[FlagParser, FlagParser]:
     add_serve_flags(serve)
     commands.add_parser("health", help="ask a server on this machine whether it is healthy")
     commands.add_parser("bench", help="measure a server under load; see penstock bench --help")
+    commands.add_parser("calibrate", help="fit a model of step times to a server, for simulate")
+    commands.add_parser("simulate", help="what a load would do to servers that need not exist")
     commands.add_parser("top", help="watch a server in the terminal; see penstock top --help")
     commands.add_parser(
         "models", help="list the models on this machine; see penstock models --help"

@@ -9,7 +9,9 @@ from pathlib import Path
 import shtab
 
 from penstock.loadtest.bench.flags import make_parser as make_bench_parser
+from penstock.loadtest.calibrate.cli import make_parser as make_calibrate_parser
 from penstock.loadtest.chat.cli import make_parser as make_chat_parser
+from penstock.loadtest.simulate.cli import make_parser as make_simulate_parser
 from penstock.loadtest.top.cli import make_parser as make_top_parser
 from penstock.server.flag_values import FlagParser
 from penstock.server.health_check import make_parser as make_health_parser
@@ -23,7 +25,7 @@ Print a script that completes commands, flags and their choices in a shell.
   zsh    eval "$(penstock completion zsh)"            in ~/.zshrc, after compinit
   fish   penstock completion fish | source            in ~/.config/fish/config.fish
 """
-_DIRECTORIES = ("result_dir", "plot_dir", "model_flag")
+_DIRECTORIES = ("model_dir", "result_dir", "plot_dir", "model_flag")
 
 
 def main(argv: list[str], parser: argparse.ArgumentParser) -> int:
@@ -49,10 +51,12 @@ def whole(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     commands.choices["bench"] = bench = make_bench_parser()
     bench.show_all()  # a flag without help is not completed
+    commands.choices["calibrate"] = make_calibrate_parser()
     commands.choices["chat"] = make_chat_parser()
     commands.choices["completion"] = make_parser()
     commands.choices["health"] = make_health_parser()
     commands.choices["models"] = make_models_parser()
+    commands.choices["simulate"] = make_simulate_parser()
     commands.choices["top"] = make_top_parser()
     for command in commands.choices.values():
         for action in command._actions:

@@ -33,6 +33,7 @@ from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.progress import Progress
 from penstock.server.observability.request_context import request_entry
 from penstock.server.observability.request_log import RequestLog
+from penstock.server.observability.step_record import StepRecord
 from penstock.server.observability.tracing import Tracer
 from penstock.server.observability.version import version
 from penstock.server.output.generation import Generation
@@ -82,6 +83,7 @@ class Service:
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._engine: EngineClient | None = None
         self._model: ServedModel | None = None
+        self._steps: StepRecord | None = None
         self._num_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -95,6 +97,11 @@ class Service:
     def model(self) -> ServedModel:
         assert self._model, "the gate lets nothing through before the model is loaded"
         return self._model
+
+    @property
+    def steps(self) -> StepRecord:
+        assert self._steps, "the gate lets nothing through before the model is loaded"
+        return self._steps
 
     @property
     def is_loaded(self) -> bool:
@@ -310,6 +317,8 @@ class Service:
         self._model = await load_model(self.config, directory, prompt_files, engine, self._progress)
         engine.on_progress(lambda _: None)  # of another start, which the log tells of
         self.metrics.on_ready(self._model.info)
+        self._steps = StepRecord(self._model.info)
+        engine.on_step(self._steps.on_step)
         gc.collect()
         gc.freeze()  # no collection has to walk loaded objects again while streams wait
         if self.state is State.STARTING:

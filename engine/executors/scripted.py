@@ -15,6 +15,7 @@ import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from penstock.engine.executor import PendingTokens, check_no_adapter, device_copies
@@ -79,8 +80,7 @@ class ScriptedExecutor:
         token_at: Callable[[int, int], int] | None = None,
         grammars: GrammarTable | None = None,
     ) -> None:
-        self._info = info
-        self._runs_ahead = runs_ahead
+        self._info = replace(info, runs_ahead=runs_ahead)
         self._paranoid = paranoid
         self._step_s = step_s
         self._next_step_s = 0.0  # in time.monotonic()
@@ -98,7 +98,7 @@ class ScriptedExecutor:
 
     @property
     def runs_ahead(self) -> bool:
-        return self._runs_ahead
+        return self._info.runs_ahead
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)

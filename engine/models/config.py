@@ -162,6 +162,14 @@ class ModelConfig:
         """Of the weights that every step reads, as `ModelInfo.weight_bytes`."""
         return self.num_step_weights * dtype_bytes - self._saved_bytes(dtype_bytes, kept)
 
+    @property
+    def weight_formats(self) -> frozenset[str]:
+        """Of the linear layers that are quantized in the checkpoint."""
+        if self.quantization is None:
+            return frozenset()
+        schemes = (self.quantization.scheme_of(name) for name, _ in self._linears())
+        return frozenset(scheme.weight_format for scheme in schemes if scheme is not None)
+
     def _saved_bytes(self, dtype_bytes: int, kept: Collection[str] | None) -> int:
         """How many fewer bytes the layers have that are quantized."""
         if self.quantization is None:

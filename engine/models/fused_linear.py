@@ -10,6 +10,7 @@ from penstock.engine.kernels.linear import skinny_linear
 from penstock.engine.models.fused_grouped import FusedGroupedLinear
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import LinearProducts, PlainLinear
+from penstock.engine.models.quantization.schemes import LEVELS_FORMAT
 
 
 class FusedLinear(Protocol):
@@ -114,7 +115,7 @@ FUSED_LINEARS = LinearProducts[FusedLinear](
     {
         PlainLinear.weight_format: FusedPlainLinear,
         "int8": _grouped,
-        "int4": _grouped,
+        **dict.fromkeys(("int4", "int4 asymmetric", LEVELS_FORMAT), _grouped),
         StackedLinear.weight_format: FusedStackedLinear,
     },
 )

@@ -124,23 +124,24 @@ template <class Runs> class Attention {
                 continue;
             }
             float *scores = scores_.get() + row * kKeys;
-            if (begin > 0 || end < width) {
+            const bool sees_all = begin == 0 && end == width;
+            if (!sees_all) {
                 std::fill(scores, scores + std::min(begin, width),
                           -std::numeric_limits<float>::infinity());
                 std::fill(scores + end, scores + width, -std::numeric_limits<float>::infinity());
             }
             Floats peaks = load(scores);
             for (int64_t i = kLanes; i < width; i += kLanes) peaks = larger(peaks, load(scores + i));
-            const float peak = std::max(piece_.peak[row], highest(peaks) * scale);
-            const float shrink = std::exp(piece_.peak[row] - peak);
+            const float old = piece_.peak[row], peak = std::max(old, highest(peaks) * scale);
+            const float shrink = peak == old ? 1.0f : std::exp(old - peak);
             Floats sums = {};
             for (int64_t i = 0; i < width; i += kLanes) {
                 const Floats score = load(scores + i);
-                const Floats weight = exp(score * scale - peak);
-                const Floats seen =
-                    score == -std::numeric_limits<float>::infinity() ? Floats{} : weight;
-                sums += seen;
-                store(weights + i, seen);
+                Floats weight = exp(score * scale - peak);
+                if (!sees_all)
+                    weight = score == -std::numeric_limits<float>::infinity() ? Floats{} : weight;
+                sums += weight;
+                store(weights + i, weight);
             }
             piece_.weight[row] = piece_.weight[row] * shrink + sum(sums);
             piece_.peak[row] = peak;

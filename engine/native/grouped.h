@@ -121,15 +121,39 @@ inline Ints larger_size(Ints sizes, Floats x) {
     return sizes > size ? sizes : size;
 }
 inline float peak_of(Ints sizes, std::int32_t most) {
+#if defined(__AVX512F__)
+    most = std::max(most, _mm512_reduce_max_epi32((__m512i)sizes));
+#else
     for (int lane = 0; lane < kLanes; ++lane) most = std::max(most, sizes[lane]);
+#endif
     return std::bit_cast<float>(most);
 }
 // To nearest. Adding 1.5 * 2^23 rounds to a whole number, which is then in the low bits.
 inline Ints whole_numbers(Floats x) { return (Ints)(x + 12582912.0f) - 0x4b400000; }
 
-// Numbers as codes of 8 bits, and the scale of all; `sum` is that of the codes.
-inline float coded(const float *x, int64_t count, std::int8_t *codes, std::int32_t *sum) {
-    typedef std::int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+typedef std::int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+
+// What fits into them. In steps: GCC 12 would convert one after the other.
+inline Bytes narrowed(Ints whole) {
+#if defined(__AVX512F__)
+    return (Bytes)_mm512_cvtepi32_epi8((__m512i)whole);
+#else
+    typedef std::int16_t Shorts __attribute__((vector_size(2 * kLanes)));
+    return __builtin_convertvector(__builtin_convertvector(whole, Shorts), Bytes);
+#endif
+}
+inline std::int32_t sum(Ints numbers) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)numbers);
+#else
+    std::int32_t total = 0;
+    for (int lane = 0; lane < kLanes; ++lane) total += numbers[lane];
+    return total;
+#endif
+}
+
+// Numbers as codes of 8 bits, and the scale of all.
+inline float coded(const float *x, int64_t count, std::int8_t *codes, std::int32_t *sum_of_codes) {
     Ints sizes = {};
     std::int32_t most = 0;
     int64_t i = 0;
@@ -138,18 +162,18 @@ inline float coded(const float *x, int64_t count, std::int8_t *codes, std::int32
     const float peak = peak_of(sizes, most);
     const float inverse = peak > 0 ? 127.0f / peak : 0.0f;
     Ints total = {};
-    *sum = 0;
+    std::int32_t of_rest = 0;
     for (i = 0; i + kLanes <= count; i += kLanes) {
         const Ints whole = whole_numbers(load(x + i) * inverse);
         total += whole;
-        *reinterpret_cast<Bytes *>(codes + i) = __builtin_convertvector(whole, Bytes);
+        *reinterpret_cast<Bytes *>(codes + i) = narrowed(whole);
     }
     for (; i < count; ++i) {
         const std::int32_t whole = whole_numbers(all(x[i] * inverse))[0];
-        *sum += whole;
+        of_rest += whole;
         codes[i] = std::int8_t(whole);
     }
-    for (int lane = 0; lane < kLanes; ++lane) *sum += total[lane];
+    *sum_of_codes = sum(total) + of_rest;
     // What is infinite or not a number reaches the result as such.
     return peak < INFINITY ? peak / 127.0f : NAN;
 }
@@ -211,6 +235,11 @@ inline void pack_codes(unsigned char *out, const unsigned char *codes, int64_t r
 
 enum Kind { kBytes, kNibbles, kLookedUp };
 
+// Which formats are compiled: each takes seconds. A bit for each, as library.py counts them.
+#ifndef PENSTOCK_FORMATS
+#define PENSTOCK_FORMATS 0
+#endif
+
 // R rows of x, from one group to another, added to c.
 template <int R, Kind kKind, bool kZeros>
 __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t row,
@@ -255,8 +284,8 @@ __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t
             const int64_t begin = g * w.group, end = begin + w.group;
             for (int64_t k = begin; k < end; k += kKind == kBytes ? 4 : 8, p += 4 * kBand) {
                 Words low[V], high[V];
-                // Bytes are read faster without it where there is little to compute: by half on a Zen 4.
-                if ((kKind != kBytes || R > 3) && n == 0)
+                // They are read faster without it where there is little to compute: by a fifth to a half on a Zen 4.
+                if (R > 3 && n == 0)
                     for (std::size_t line = 0; line < 4 * kBand; line += 64)
                         __builtin_prefetch(p + kPrefetchBytes + line, 0, 2);
                 for (int j = 0; j < V; ++j) {
@@ -281,10 +310,7 @@ __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t
                                          : load(static_cast<const float *>(w.scales) + lane);
                 Floats zero = {};
                 if constexpr (kZeros) {
-                    typedef unsigned char Bytes
-                        __attribute__((vector_size(kLanes), aligned(1), may_alias));
-                    zero = __builtin_convertvector(
-                        *reinterpret_cast<const Bytes *>(w.zeros + lane), Floats);
+                    zero = load(w.zeros + lane);
 #if defined(PENSTOCK_SIGNED_BYTES)
                     if (kKind == kBytes) zero = zero - 128.0f;
 #endif
@@ -327,8 +353,9 @@ inline void multiply_grouped(const CodedRows &x, int64_t row, int64_t rows, cons
             const int64_t first = tile * rows / tiles;
             const int count = int((tile + 1) * rows / tiles - first);
             auto multiply = [&]<Kind kKind, bool kZeros>() {
-                multiply_grouped_rows<kKind, kZeros>(count, x, row + first, w, band, g, last,
-                                                     c + first * c_step, c_step, kRows);
+                if constexpr (PENSTOCK_FORMATS >> (2 * kKind + kZeros) & 1)
+                    multiply_grouped_rows<kKind, kZeros>(count, x, row + first, w, band, g, last,
+                                                         c + first * c_step, c_step, kRows);
             };
             if (w.bits == 8)
                 w.zeros ? multiply.operator()<kBytes, true>()

@@ -21,17 +21,37 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from penstock.engine.models.quantization.schemes import (
+    LEVELS_FORMAT,
+    block_format,
+    integer_format,
+)
 
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("step.cpp")
 # C++ has a library for each type of weights, so that nobody waits for what is not used.
 _WEIGHTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
+# Of linear layers whose weights are codes. The C++ knows them by their places here.
+CODE_FORMATS = (
+    *(
+        integer_format(bits, is_symmetric=symmetric)
+        for bits in (8, 4)
+        for symmetric in (True, False)
+    ),
+    LEVELS_FORMAT,
+    block_format(4, has_minima=False),
+    block_format(4, has_minima=True),
+    block_format(5, has_minima=False),
+    block_format(5, has_minima=True),
+    block_format(6, has_minima=False),
+)
 _COMPILE = ("-std=c++20", "-O3", "-march=native", "-fPIC")
 _SCRATCH = "compiling-"
 _COMPILER_TIMEOUT_S = 120
@@ -40,15 +60,15 @@ _STALE_S = 2 * _COMPILER_TIMEOUT_S
 
 @functools.cache
 def load_library(
-    dtype: torch.dtype, has_codes: bool = False, has_coded_kv: bool = False
+    dtype: torch.dtype, formats: frozenset[str] = frozenset(), has_coded_kv: bool = False
 ) -> ctypes.CDLL | None:
     """The library for weights of this type, or None if it cannot be compiled; then it logs why.
 
-    has_codes: whether some weights are of 8 or 4 bits. has_coded_kv: whether keys and values are of
-    8 bits.
+    formats: of weights; those of `CODE_FORMATS` are compiled besides plain ones. has_coded_kv:
+    whether keys and values are of 8 bits.
     """
     try:
-        return _load(_Build(dtype, has_codes, has_coded_kv))
+        return _load(_Build(dtype, formats_mask(formats), has_coded_kv))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning(
@@ -60,19 +80,24 @@ def load_library(
 
 
 class _Build(NamedTuple):
-    """What is compiled into a library, and seconds of compiling that others do not wait for."""
+    """What is compiled into a library, so that nobody waits for what is not used."""
 
     dtype: torch.dtype
-    has_codes: bool
+    formats: int
     has_coded_kv: bool
 
     def macros(self) -> list[str]:
         made = [f"-DPENSTOCK_WEIGHTS={_WEIGHTS[self.dtype]}"]
-        if self.has_codes:
-            made.append("-DPENSTOCK_CODES")
+        if self.formats:
+            made.append(f"-DPENSTOCK_FORMATS={self.formats}")
         if self.has_coded_kv:
             made.append("-DPENSTOCK_CODED_KV")
         return made
+
+
+def formats_mask(formats: Iterable[str]) -> int:
+    """A bit for each of `CODE_FORMATS`; others are ignored."""
+    return sum(1 << CODE_FORMATS.index(each) for each in {*formats} & {*CODE_FORMATS})
 
 
 def _load(build: _Build) -> ctypes.CDLL:

@@ -167,6 +167,8 @@ class NativeModel:
         )
         # What the pointers above point into.
         self._kept = (packer, pool)
+        # Reused: page faults of new memory take longer than what is written to it.
+        self._logits = torch.empty(0, self._vocab_size)
         library.penstock_make.restype = c_void_p
         self._runner = c_void_p(library.penstock_make(ctypes.byref(self._model), c_int64(threads)))
         weakref.finalize(self, library.penstock_free, self._runner)
@@ -175,7 +177,11 @@ class NativeModel:
         """What multiplies matrices, for people to read."""
 
     def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
-        logits = torch.empty(len(step.sample_rows), self._vocab_size)
+        """See `Model`. The logits are those of this step until the next is run."""
+        num_rows = len(step.sample_rows)
+        if len(self._logits) < num_rows:
+            self._logits = torch.empty(2 * num_rows, self._vocab_size)
+        logits = self._logits[:num_rows]
         self._step(step, step.sample_rows, logits=_address(logits))
         return logits
 
@@ -193,6 +199,18 @@ class NativeModel:
         )
         self._library.penstock_logits(self._runner, ctypes.byref(native_step))
         return logits
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """As `penstock.engine.sampling.sampler.argmax`."""
+        ids = torch.empty(len(logits), dtype=torch.int64)
+        self._library.penstock_likeliest(
+            self._runner,
+            c_void_p(_address(logits)),
+            c_int64(logits.shape[0]),
+            c_int64(logits.shape[1]),
+            c_void_p(ids.data_ptr()),
+        )
+        return ids
 
     def _step(
         self,

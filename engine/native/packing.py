@@ -1,6 +1,7 @@
-"""Packs linear layers into the bands that products.h and grouped.h multiply with."""
+"""Packs linear layers into the bands that products.h, grouped.h and blocks.h multiply with."""
 
 import ctypes
+import itertools
 import math
 from collections.abc import Sequence
 from ctypes import Structure, c_int64, c_void_p
@@ -10,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.memory.host import Arena, zeros_on_touch
-from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
+from penstock.engine.models.layers.grouped import BlockParts, GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear, LinearProducts, PlainLinear
-from penstock.engine.models.quantization.schemes import integer_format
+from penstock.engine.native.library import CODE_FORMATS, formats_mask
 
 PATH = "the compiled CPU step"
 # products.h packs so many rows of a weight together.
@@ -40,6 +41,9 @@ class NativeLinear(Structure):
         ("scales", c_void_p),
         ("zeros", c_void_p),
         ("table", c_void_p),
+        ("is_blocks", c_int64),
+        ("has_minima", c_int64),
+        ("factors", c_void_p),
     )
 
 
@@ -80,38 +84,61 @@ class Packer:
         )
 
     def _codes(self, layer: GroupedLinear) -> NativeLinear:
+        assert self._library.penstock_formats() & formats_mask([layer.weight_format]), (
+            layer.weight_format
+        )
         rows, columns = layer.out_features, layer.in_features
         row_bytes = -(-columns // layer.group_size) * layer.group_size * layer.bits // 8
         packed = self._arena.empty((-(-rows // _BAND) * _BAND, row_bytes), layer.codes.dtype)
-        self._library.penstock_pack_codes(
-            c_void_p(self.address(packed)),
-            c_void_p(layer.codes.data_ptr()),
-            *map(c_int64, (rows, columns, layer.bits, layer.group_size)),
-        )
-        scales = layer.scales
-        if scales.dtype is not torch.float16 and bool((scales.half().float() == scales).all()):
-            scales = scales.half()
-        zeros, table, offset = layer.zeros, None, 1 << (layer.bits - 1)
-        if zeros is not None:
-            # Of unsigned codes.
-            zeros = zeros.view(torch.uint8) ^ (0x80 if layer.bits == 8 else 0)
-        if layer.levels is not None:
-            offset = -int(layer.levels.min())
-            levels = (layer.levels.short() + offset).to(torch.uint8)
-            table = levels.repeat(_TABLE_BYTES // len(levels))
-        return NativeLinear(
-            weight=packed.data_ptr(),
+        native = NativeLinear(
+            weight=self.address(packed),
             bias=self.address(layer.bias),
             rows=rows,
             columns=columns,
             bits=layer.bits,
             group=layer.group_size,
-            offset=offset,
-            has_half_scales=scales.dtype is torch.float16,
-            scales=self.address(_of_bands(scales)),
-            zeros=None if zeros is None else self.address(_of_bands(zeros)),
-            table=self.address(table),
+            offset=1 << (layer.bits - 1),
         )
+        if layer.levels is not None:
+            native.offset = -int(layer.levels.min())
+            levels = (layer.levels.short() + native.offset).to(torch.uint8)
+            native.table = self.address(levels.repeat(_TABLE_BYTES // len(levels)))
+        if layer.blocks is not None:
+            self._add_blocks(layer, layer.blocks, native)
+        else:
+            self._add_groups(layer, native)
+        return native
+
+    def _add_groups(self, layer: GroupedLinear, native: NativeLinear) -> None:
+        """See grouped.h."""
+        self._library.penstock_pack_codes(
+            c_void_p(native.weight),
+            c_void_p(layer.codes.data_ptr()),
+            *map(c_int64, (native.rows, native.columns, layer.bits, layer.group_size)),
+        )
+        scales = layer.scales
+        if scales.dtype is not torch.float16 and bool((scales.half().float() == scales).all()):
+            scales = scales.half()
+        native.has_half_scales = scales.dtype is torch.float16
+        native.scales = self.address(_of_bands(scales))
+        if layer.zeros is not None:
+            # Of unsigned codes.
+            zeros = layer.zeros.view(torch.uint8) ^ (0x80 if layer.bits == 8 else 0)
+            native.zeros = self.address(_of_bands(zeros))
+
+    def _add_blocks(self, layer: GroupedLinear, blocks: BlockParts, native: NativeLinear) -> None:
+        """See blocks.h."""
+        self._library.penstock_pack_blocks(
+            c_void_p(native.weight),
+            c_void_p(layer.codes.data_ptr()),
+            c_void_p(None if blocks.high is None else blocks.high.data_ptr()),
+            *map(c_int64, (native.rows, native.columns, layer.bits)),
+        )
+        native.is_blocks = True
+        native.has_minima = blocks.minima is not None
+        native.scales = self.address(_of_bands(layer.scales, blocks.minima))
+        if blocks.factors is not None:
+            native.factors = self.address(_of_bands(blocks.factors, blocks.minimum_factors))
 
 
 def check_format(linear: Linear) -> None:
@@ -124,6 +151,7 @@ def release(linear: Linear) -> None:
     for layer in _LINEARS.of(linear):
         if isinstance(layer, GroupedLinear):
             layer.codes, layer.scales = layer.codes.new_empty(0), layer.scales.new_empty(0)
+            layer.blocks = None
 
 
 def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
@@ -139,31 +167,17 @@ def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
     group = math.gcd(*groups)
     if len(groups) < len(layers) or group % _GROUP_MULTIPLE:
         return [_widened(layer, dtype) for layer in layers]
-    return [_regrouped(layer, group) for layer in layers if isinstance(layer, GroupedLinear)]
+    return [layer.regrouped(group) for layer in layers if isinstance(layer, GroupedLinear)]
 
 
 def _group(layer: GroupedLinear) -> int:
     """The largest size that its groups can be split into, and that is not too large."""
+    if layer.blocks is not None:
+        return layer.group_size
     if layer.group_size >= layer.in_features:  # one scale a row
         return 64
     sizes = range(_GROUP_MULTIPLE, _MAX_GROUP + 1, _GROUP_MULTIPLE)
     return max((size for size in sizes if layer.group_size % size == 0), default=1)
-
-
-def _regrouped(layer: GroupedLinear, group: int) -> GroupedLinear:
-    """The same weights in smaller groups."""
-    if layer.group_size == group:
-        return layer
-    groups = torch.arange(-(-layer.in_features // group)) * group // layer.group_size
-    return GroupedLinear(
-        layer.codes,
-        layer.scales[:, groups],
-        layer.bias,
-        group_size=group,
-        in_features=layer.in_features,
-        zeros=None if layer.zeros is None else layer.zeros[:, groups],
-        levels=layer.levels,
-    )
 
 
 def _widened(layer: Packable, dtype: torch.dtype) -> PlainLinear:
@@ -173,39 +187,23 @@ def _widened(layer: Packable, dtype: torch.dtype) -> PlainLinear:
 
 
 def _split(layer: Packable, rows: list[int]) -> list[Packable]:
-    biases = [None] * len(rows) if layer.bias is None else torch.split(layer.bias, rows)
     if isinstance(layer, PlainLinear):
+        biases = [None] * len(rows) if layer.bias is None else torch.split(layer.bias, rows)
         weights = torch.split(layer.weight, rows)
         return [PlainLinear(*part) for part in zip(weights, biases, strict=True)]
-    zeros = [None] * len(rows) if layer.zeros is None else torch.split(layer.zeros, rows)
-    return [
-        GroupedLinear(
-            codes,
-            scales,
-            bias,
-            group_size=layer.group_size,
-            in_features=layer.in_features,
-            zeros=zero,
-            levels=layer.levels,
-        )
-        for codes, scales, bias, zero in zip(
-            torch.split(layer.codes, rows),
-            torch.split(layer.scales, rows),
-            biases,
-            zeros,
-            strict=True,
-        )
-    ]
+    ends = list(itertools.accumulate(rows))
+    return [layer.rows(end - count, end) for end, count in zip(ends, rows, strict=True)]
 
 
 def _bands(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     return zeros_on_touch((-(-rows // _BAND) * _BAND, columns), dtype)
 
 
-def _of_bands(of_groups: Tensor) -> Tensor:
-    """(rows, groups) to (bands, groups, 32), filled up with zeros."""
-    padded = functional.pad(of_groups, (0, 0, 0, -len(of_groups) % _BAND))
-    return padded.view(-1, _BAND, of_groups.shape[1]).transpose(1, 2).contiguous()
+def _of_bands(*of_groups: Tensor | None) -> Tensor:
+    """Each (rows, groups) to (bands, groups, how many, 32), filled up with zeros."""
+    stacked = torch.stack([each for each in of_groups if each is not None], dim=2)
+    padded = functional.pad(stacked, (0, 0, 0, 0, 0, -len(stacked) % _BAND))
+    return padded.view(-1, _BAND, *stacked.shape[1:]).permute(0, 2, 3, 1).contiguous()
 
 
 def _as_is(linear: Packable) -> list[Packable]:
@@ -220,8 +218,7 @@ _LINEARS: LinearProducts[list[Packable]] = LinearProducts(
     PATH,
     {
         PlainLinear.weight_format: _as_is,
-        **{integer_format(8, is_symmetric=symmetric): _as_is for symmetric in (True, False)},
-        **{integer_format(4, is_symmetric=symmetric): _as_is for symmetric in (True, False)},
+        **dict.fromkeys(CODE_FORMATS, _as_is),
         StackedLinear.weight_format: _each,
     },
 )

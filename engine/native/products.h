@@ -18,6 +18,9 @@ constexpr int64_t kBand = 32;
 // What is read of x in one go, and of the band, stays in the caches nearest to the arithmetic.
 constexpr int64_t kBlock = 1024;
 constexpr std::size_t kPrefetchBytes = 8192;
+// From so many rows on the arithmetic hides what prefetching instructions cost. For fewer, the
+// processor's own prefetching of a stream is faster.
+constexpr int kPrefetchRows = 5;
 
 // Where one instruction multiplies pairs of bfloat16, and adds both products.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -147,7 +150,7 @@ __attribute__((noinline)) void multiply_tile(const X *x, int64_t x_step, const T
                 total[i][j] = kFirst ? Floats{} : load(c + i * c_step + n + j * kLanes);
         const T *p = w + n * group;
         for (int64_t k = 0; k < length; k += group, p += step) {
-            if (n == 0)
+            if (R >= kPrefetchRows && n == 0)
                 for (std::size_t line = 0; line < step * sizeof(T); line += 64)
                     __builtin_prefetch(reinterpret_cast<const char *>(p) + kPrefetchBytes + line, 0,
                                        2);

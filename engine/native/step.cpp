@@ -17,8 +17,10 @@
 #include <vector>
 
 #include "attention.h"
+#include "blocks.h"
 #include "coded_runs.h"
 #include "grouped.h"
+#include "inputs.h"
 #include "products.h"
 #include "structs.h"
 #include "team.h"
@@ -30,12 +32,8 @@ namespace {
 constexpr int64_t kChunk = 192;
 // Queries that attend together.
 constexpr int64_t kQueries = 96;
-// Whether weights may be codes. Compiling that takes seconds, so it is for models that have them.
-#if defined(PENSTOCK_CODES)
-constexpr bool kCodes = true;
-#else
-constexpr bool kCodes = false;
-#endif
+// Whether weights may be codes.
+constexpr bool kCodes = PENSTOCK_FORMATS;
 // Activations so few that every thread normalises them itself, which takes less time than to wait for
 // another.
 constexpr int64_t kFew = 8192;
@@ -68,6 +66,7 @@ template <class T> struct Runner {
 #endif
     using Stored = typename Runs::KV::Stored;
     struct Own {  // of one thread
+        int thread;
         Attention<Runs> attention;
         Buffer<X> normalised;
         Buffer<unsigned char> coded;
@@ -81,7 +80,7 @@ template <class T> struct Runner {
     Runner(const Model &of, int64_t threads) : model(of), team(int(threads)) {
         const int64_t group = model.heads / model.kv_heads;
         for (int64_t i = 0; i < threads; ++i)
-            own.push_back({Attention<Runs>(std::max(group, kQueries), model.head_dim), {}, {},
+            own.push_back({int(i), Attention<Runs>(std::max(group, kQueries), model.head_dim), {}, {},
                            std::unique_ptr<float[]>(new float[model.hidden]),
                            std::unique_ptr<float[]>(new float[model.head_dim]),
                            std::unique_ptr<Stored[]>(new Stored[2 * model.head_dim]),
@@ -110,7 +109,7 @@ template <class T> class Run : public Job {
           places_{m_.block_size, m_.kv_heads, m_.head_dim}, x_step_(padded<X>(widest())),
           mlp_step_(padded<X>(m_.mlp)),
           part_floats_(Gathered::floats(group_, banded_rows(m_.head_dim))),
-          phases_(new Phase[10 * m_.num_layers + 4]) {
+          phases_(10 * m_.num_layers + 4, runner.team.size()) {
         const int64_t rows = std::max(s_.tokens, s_.samples) + kSpare;
         residual_ = runner.residual.reserve(s_.tokens * m_.hidden);
         wide_ = runner.wide.reserve(s_.tokens * qkv_);
@@ -124,9 +123,9 @@ template <class T> class Run : public Job {
     void run(int thread) override {
         [[maybe_unused]] const TileScope tiles;
         Own &own = runner_.own[thread];
-        Phase *phase = phases_.get();
+        Phase *phase = phases_.first();
         if (only_head_) return logits(phase, own);
-        phase++->run(s_.tokens, [&](int64_t t) { embed(t); });
+        phase++->run(own.thread, s_.tokens, [&](int64_t t) { embed(t); });
         for (int64_t l = 0; l < m_.num_layers; ++l) {
             const Layer &layer = m_.layers[l];
             with_normalised(phase, own, layer.input_norm, layer.qkv[0], [&](auto source) {
@@ -136,10 +135,11 @@ template <class T> class Run : public Job {
                        });
             });
             if (keys_first_)
-                phase++->run(s_.tokens, [&](int64_t t) {
+                phase++->run(own.thread, s_.tokens, [&](int64_t t) {
                     for (int64_t h = 0; h < m_.kv_heads; ++h) store_keys(own, layer, t, h);
                 });
-            phase++->run(int64_t(units_.size()) * m_.kv_heads / heads_each_, [&](int64_t unit) {
+            const int64_t units = int64_t(units_.size()) * m_.kv_heads / heads_each_;
+            phase++->run(own.thread, units, [&](int64_t unit) {
                 const int64_t first = unit * heads_each_;
                 for (int64_t i = first; i < first + heads_each_; ++i) {
                     if (i == first) prefetch(own, layer, i);
@@ -163,7 +163,7 @@ template <class T> class Run : public Job {
         }
         if (s_.states) {
             T *states = static_cast<T *>(s_.states);
-            phase->run(s_.samples, [&](int64_t i) {
+            phase->run(own.thread, s_.samples, [&](int64_t i) {
                 normalise(residual(s_.sample_rows[i]), m_.norm, states + i * m_.hidden);
             });
             return;
@@ -272,13 +272,13 @@ template <class T> class Run : public Job {
 
     // Calls work(first token, tokens, band) for all of them, in units of work.
     template <class Work>
-    void for_bands(Phase &phase, int64_t bands, int64_t tokens, Work work) {
+    void for_bands(Phase &phase, Own &own, int64_t bands, int64_t tokens, Work work) {
         const int64_t wanted = 8 * runner_.team.size();
         int64_t chunk = kChunk;
         while (chunk > 48 && bands * ((tokens + chunk - 1) / chunk) < wanted) chunk /= 2;
         const int64_t chunks = (tokens + chunk - 1) / chunk;
         const int64_t size = std::clamp<int64_t>(bands * chunks / wanted, 1, 8);
-        phase.run((bands + size - 1) / size * chunks, [&](int64_t unit) {
+        phase.run(own.thread, (bands + size - 1) / size * chunks, [&](int64_t unit) {
             const int64_t first = unit % chunks * chunk, begin = unit / chunks * size;
             for (int64_t band = begin; band < std::min(begin + size, bands); ++band)
                 work(first, std::min(chunk, tokens - first), band);
@@ -289,7 +289,9 @@ template <class T> class Run : public Job {
     void multiply(const Linear &linear, const Input &in, int64_t first, int64_t tokens,
                   int64_t band, float *c) {
         if (is_coded(linear)) {
-            if constexpr (kCodes)
+            if (kCodes && linear.is_blocks)
+                multiply_blocks(in.coded, first, tokens, blocks(linear), band, c, kBand);
+            else if constexpr (kCodes)
                 multiply_grouped(in.coded, first, tokens, grouped(linear), band, c, kBand);
         } else {
             const T *weight = static_cast<const T *>(linear.weight) + band * kBand * linear.columns;
@@ -316,6 +318,18 @@ template <class T> class Run : public Job {
                 linear.has_half_scales != 0};
     }
 
+    static Blocks blocks(const Linear &linear) {
+        return {static_cast<const unsigned char *>(linear.weight),
+                linear.scales,
+                static_cast<const f16 *>(linear.factors),
+                static_cast<const unsigned char *>(linear.table),
+                linear.bits,
+                linear.group,
+                linear.columns / linear.group,
+                linear.offset,
+                linear.has_minima != 0};
+    }
+
     // Layers that are stacked: they read the same input. source() gives it when it is first needed.
     // put(token, column, results, how many) takes results.
     template <class Source, class Put>
@@ -323,7 +337,7 @@ template <class T> class Run : public Job {
                 int64_t tokens, Put put) {
         int64_t bands = 0;
         for (int i = 0; i < count; ++i) bands += banded_rows(layers[i].rows) / kBand;
-        for_bands(phase, bands, tokens, [&](int64_t first, int64_t num_tokens, int64_t band) {
+        for_bands(phase, own, bands, tokens, [&](int64_t first, int64_t num_tokens, int64_t band) {
             const Linear *layer = layers;
             int64_t column = 0;
             for (; band >= banded_rows(layer->rows) / kBand; ++layer) {
@@ -355,7 +369,7 @@ template <class T> class Run : public Job {
             });
             return;
         }
-        phase++->run(rows, [&](int64_t t) {
+        phase++->run(own.thread, rows, [&](int64_t t) {
             code_row(value(t), columns, group, coded_ + t * bytes);
         });
         use([&] { return Input{nullptr, 0, CodedRows::at(coded_, columns, group)}; });
@@ -389,7 +403,8 @@ template <class T> class Run : public Job {
             });
             return;
         }
-        phase++->run(s_.tokens, [&](int64_t t) { normalise(residual(t), norm, x_ + t * x_step_); });
+        phase++->run(own.thread, s_.tokens,
+                     [&](int64_t t) { normalise(residual(t), norm, x_ + t * x_step_); });
         use([&] { return Input{x_, x_step_}; });
     }
 
@@ -397,7 +412,7 @@ template <class T> class Run : public Job {
     void gated_linear(Phase *&phase, Own &own, const Layer &layer) {
         with_normalised(phase, own, layer.mlp_norm, layer.gate, [&](auto source) {
             const int64_t bands = banded_rows(m_.mlp) / kBand;
-            for_bands(*phase++, bands, s_.tokens, [&](int64_t first, int64_t count, int64_t band) {
+            for_bands(*phase++, own, bands, s_.tokens, [&](int64_t first, int64_t count, int64_t band) {
                 const Input in = source();
                 float *gate = own.products.get(), *up = gate + kChunk * kBand;
                 multiply(layer.gate, in, first, count, band, gate);
@@ -442,7 +457,7 @@ template <class T> class Run : public Job {
             };
             return with_codes(phase, own, m_.lm_head, s_.samples, value, of);
         }
-        phase++->run(s_.samples, [&](int64_t i) { copy_state(state(i), x_ + i * x_step_); });
+        phase++->run(own.thread, s_.samples, [&](int64_t i) { copy_state(state(i), x_ + i * x_step_); });
         of([&] { return Input{x_, x_step_}; });
     }
 
@@ -564,13 +579,30 @@ template <class T> class Run : public Job {
     bool keys_first_ = false;  // a sequence has several tiles, which read each other's keys
     std::vector<Unit> units_;
     std::unique_ptr<std::atomic<int32_t>[]> arrived_;
-    std::unique_ptr<Phase[]> phases_;
+    Phases phases_;
     float *residual_, *wide_, *parts_ = nullptr;
     X *x_;    // normalised, then what the heads have attended to
     X *mlp_;  // silu(gate) * up
     // Where products read codes: what the heads have attended to, silu(gate) * up, and codes.
     float *mixed_ = nullptr, *active_ = nullptr;
     unsigned char *coded_ = nullptr;
+};
+
+class Likeliest : public Job {
+  public:
+    Likeliest(const float *logits, int64_t rows, int64_t size, int64_t *ids, int64_t threads)
+        : logits_(logits), rows_(rows), size_(size), ids_(ids), phase_(1, threads) {}
+    void run(int thread) override {
+        phase_.first()->run(thread, rows_, [&](int64_t i) {
+            ids_[i] = likeliest(logits_ + i * size_, size_);
+        });
+    }
+
+  private:
+    const float *logits_;
+    const int64_t rows_, size_;
+    int64_t *ids_;
+    Phases phase_;
 };
 
 template <class T> void run(void *runner, const Step *step, bool only_head) {
@@ -591,13 +623,19 @@ extern "C" void penstock_pack(Weights *out, const Weights *rows, int64_t num_row
     pack(out, rows, num_rows, columns);
 }
 
-// Codes and their scales and zeros as grouped.h wants them.
-#if defined(PENSTOCK_CODES)
+// Codes as grouped.h and blocks.h want them.
 extern "C" void penstock_pack_codes(unsigned char *out, const unsigned char *codes, int64_t rows,
                                     int64_t columns, int64_t bits, int64_t group) {
     pack_codes(out, codes, rows, columns, bits, group);
 }
-#endif
+extern "C" void penstock_pack_blocks(unsigned char *out, const unsigned char *low,
+                                     const unsigned char *high, int64_t rows, int64_t columns,
+                                     int64_t bits) {
+    pack_blocks(out, low, high, rows, columns, bits);
+}
+
+// The formats of codes that are compiled: see grouped.h.
+extern "C" int64_t penstock_formats() { return PENSTOCK_FORMATS; }
 
 // What runs the steps of a model, to be freed by penstock_free. The model must outlive it.
 extern "C" void *penstock_make(const Model *model, int64_t threads) {
@@ -613,6 +651,18 @@ extern "C" void penstock_step(void *runner, const Step *step) {
 // Only the output layer: the logits of `samples` rows of `states`, in a step without tokens.
 extern "C" void penstock_logits(void *runner, const Step *step) {
     run<Weights>(runner, step, true);
+}
+
+// What a step reads of the executor's tables.
+extern "C" void penstock_gather(const Gather *wanted) { gather(*wanted); }
+
+// The likeliest id of each row of logits. A few rows are not worth waking a thread for.
+extern "C" void penstock_likeliest(void *runner, const float *logits, int64_t rows, int64_t size,
+                                   int64_t *ids) {
+    Team &team = static_cast<Runner<Weights> *>(runner)->team;
+    const auto job = std::make_shared<Likeliest>(logits, rows, size, ids, team.size());
+    if (rows < 4) return job->run(0);
+    team.run(job);
 }
 
 // How products are computed: one word for the log.

@@ -45,6 +45,31 @@ inline Floats load(const float *p) { return *reinterpret_cast<const Floats *>(p)
 inline Floats load(const bf16 *p) {
     return (Floats)(__builtin_convertvector(*reinterpret_cast<const Halves *>(p), Words) << 16);
 }
+// Of bytes. GCC 12 would convert one after the other.
+inline Floats load(const std::int8_t *p) {
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(p));
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+    typedef std::int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+    return __builtin_convertvector(*reinterpret_cast<const Bytes *>(p), Floats);
+#endif
+}
+inline Floats load(const unsigned char *p) {
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(p));
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+#else
+    typedef unsigned char Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+    return __builtin_convertvector(*reinterpret_cast<const Bytes *>(p), Floats);
+#endif
+}
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) { return std::bit_cast<float>(std::uint32_t(x.bits) << 16); }
 

@@ -76,10 +76,10 @@ def make_parser() -> BenchParser:
         epilog="penstock bench --help-all describes every flag.",
     )
     _add_server(parser)
-    _add_load(parser)
-    _add_dataset(parser)
+    add_load(parser)
+    add_dataset(parser)
     _add_request(parser)
-    _add_result(parser)
+    add_result(parser)
     _add_sweep(parser)
     parser.hide_uncommon()
     return parser
@@ -125,6 +125,13 @@ def _add_server(parser: BenchParser) -> None:
         metavar="S",
         help="time limit of one whole response",
     )
+    add(
+        "--num-warmups",
+        type=int,
+        metavar="N",
+        default=1,
+        help="requests before the measurement starts; they must succeed",
+    )
     add("--header", nargs="+", metavar="NAME=VALUE", help="HTTP headers of every request")
     add("--request-id-prefix", metavar="TEXT", help="send an x-request-id: this and a number")
     add(
@@ -134,7 +141,7 @@ def _add_server(parser: BenchParser) -> None:
     )
 
 
-def _add_load(parser: BenchParser) -> None:
+def add_load(parser: BenchParser) -> None:
     group = parser.add_argument_group("load")
     add = group.add_argument
     add("--num-prompts", type=int, metavar="N", default=1000, help="number of requests")
@@ -160,16 +167,9 @@ def _add_load(parser: BenchParser) -> None:
     )
     add("--ramp-up-start-rps", type=float, metavar="R", help="rate at the beginning")
     add("--ramp-up-end-rps", type=float, metavar="R", help="rate at the end")
-    add(
-        "--num-warmups",
-        type=int,
-        metavar="N",
-        default=1,
-        help="requests before the measurement starts; they must succeed",
-    )
 
 
-def _add_dataset(parser: BenchParser) -> None:
+def add_dataset(parser: BenchParser) -> None:
     group = parser.add_argument_group("prompts")
     add = group.add_argument
     add(
@@ -184,15 +184,15 @@ def _add_dataset(parser: BenchParser) -> None:
         choices=[each.value for each in Dataset],
         default=Dataset.RANDOM,
         metavar="NAME",
-        help="random; shared-prefix, or prefix_repetition as in vLLM; or a file's: "
+        help="random, shared-prefix, prefix_repetition; a file's: "
         f"{', '.join(each.value for each in Dataset if each.is_file)}",
     )
     add(
         "--dataset-path",
         type=Path,
         metavar="FILE",
-        help="ShareGPT JSON, Azure or BurstGPT CSV, Mooncake JSONL, or custom JSONL with prompt or "
-        "messages, and perhaps max_tokens, in each line",
+        help="ShareGPT JSON, Azure or BurstGPT CSV, Mooncake JSONL, a saved result, or JSONL with "
+        "prompt or messages, and perhaps max_tokens",
     )
     add("--random-input-len", type=int, metavar="N", default=1024, help="tokens of a prompt")
     add("--random-output-len", type=int, metavar="N", default=128, help="max_tokens")
@@ -291,7 +291,7 @@ def _add_request(parser: BenchParser) -> None:
     )
 
 
-def _add_result(parser: BenchParser) -> None:
+def add_result(parser: BenchParser) -> None:
     group = parser.add_argument_group("results")
     add = group.add_argument
     add(

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import msgspec
 from penstock.loadtest.bench.config import BenchConfig, parse_pairs
 from penstock.loadtest.bench.http_target import TargetConfig
 from penstock.loadtest.exit_status import discard_output
-from penstock.loadtest.report.figures import Run, figures
+from penstock.loadtest.report.figures import Figure, Run, figures
 from penstock.loadtest.report.html import html_report
 from penstock.loadtest.report.plots import save_plots
 from penstock.loadtest.report.report import Summary
@@ -109,6 +109,11 @@ def show_text(text: str) -> None:
         discard_output()
 
 
+def say(text: str) -> None:
+    """On stderr: stdout has the result alone."""
+    print(f"penstock bench: {text}", file=sys.stderr, flush=True)
+
+
 def write(
     args: argparse.Namespace,
     document: Summary,
@@ -116,17 +121,21 @@ def write(
     rates: list[Run],
     text: str,
     notes: list[str],
+    *,
+    more: Sequence[Figure] = (),
+    say: Callable[[str], None] = say,
 ) -> None:
     """Writes the files that the flags name, and nothing else. Raises FileNotWritten.
 
-    rates: a sweep's, in the order of measurement. notes: why the result may be misleading.
+    rates: a sweep's, in the order of measurement. notes: why the result may be misleading. more:
+    figures besides those of every run.
     """
     if args.save_result or args.append_result:
         path = Path(args.result_dir or ".", args.result_filename or _name(args, document))
         with writing(path):
             _save(path, document, is_appended=args.append_result)
         say(f"saved as {path}")
-    drawn = figures(shown, rates) if args.report or args.plot_dir else []
+    drawn = [*figures(shown, rates), *more] if args.report or args.plot_dir else []
     if args.report:
         with writing(args.report):
             args.report.parent.mkdir(parents=True, exist_ok=True)
@@ -148,8 +157,3 @@ def writing(path: Path) -> Iterator[None]:
         raise FileNotWritten(
             f"{path} cannot be written: {error.strerror}; the results above are complete"
         ) from error
-
-
-def say(text: str) -> None:
-    """On stderr: stdout has the result alone."""
-    print(f"penstock bench: {text}", file=sys.stderr, flush=True)

@@ -59,8 +59,9 @@ def html_report(summary: Summary, figures: list[Figure], text: str, notes: list[
     """text: the terminal's output, which the page repeats. notes: why it may be misleading."""
     cards = "".join(_card(summary.get(key), label, digits) for key, label, digits in _CARDS)
     drawn = "".join(figure_html(figure) for figure in figures)
+    what = "simulation" if summary.get("run_class") else "load test"
     return page(
-        f"{summary['model_id']}: load test of {readable_date(summary['date'])}",
+        f"{summary['model_id']}: {what} of {readable_date(summary['date'])}",
         f"<p>{escape(_workload(summary))}</p>{_notes(summary, notes)}"
         f'<div class="cards">{cards}</div><h2>Figures</h2><div class="grid">{drawn}</div>'
         f"<h2>Terminal output</h2><pre>{escape(text)}</pre>"
@@ -80,7 +81,7 @@ def page(title: str, body: str) -> str:
 def _workload(summary: Summary) -> str:
     return (
         f"{summary['dataset_name']} dataset, seed {summary['seed']}, through {summary['backend']}; "
-        "by penstock bench"
+        f"by penstock {'simulate' if summary.get('run_class') else 'bench'}"
     )
 
 

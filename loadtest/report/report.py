@@ -208,41 +208,44 @@ def details(replay: Replay) -> Summary:
 
 
 def render(summary: Summary, config: ReportConfig) -> str:
-    """The layout of `vllm bench serve`; our own rows appear only where they have a value."""
-    rows: list[tuple[str, Any]] = [
-        ("Successful requests:", summary["completed"]),
-        ("Failed requests:", summary["failed"]),
-    ]
+    """The layout of `vllm bench serve`; our own rows appear only where they have a value.
+
+    Beside a figure that has an entry in `error_bars`, which those of a simulation have, stands from
+    where to where it may be.
+    """
+    bars: dict[str, tuple[float, float]] = summary.get("error_bars") or {}
+    rows = [("Successful requests:", "completed"), ("Failed requests:", "failed")]
     if summary["rejected"]:
-        rows.append(("  of these rejected (429):", summary["rejected"]))
+        rows.append(("  of these rejected (429):", "rejected"))
     if summary.get("max_concurrency"):
-        rows.append(("Maximum request concurrency:", summary["max_concurrency"]))
+        rows.append(("Maximum request concurrency:", "max_concurrency"))
     if isinstance(summary.get("request_rate"), float):
-        rows.append(("Request rate configured (RPS):", summary["request_rate"]))
+        rows.append(("Request rate configured (RPS):", "request_rate"))
     rows += [
-        ("Benchmark duration (s):", summary["duration"]),
-        ("Total input tokens:", summary["total_input_tokens"]),
-        ("Total generated tokens:", summary["total_output_tokens"]),
-        ("Request throughput (req/s):", summary["request_throughput"]),
+        ("Benchmark duration (s):", "duration"),
+        ("Total input tokens:", "total_input_tokens"),
+        ("Total generated tokens:", "total_output_tokens"),
+        ("Request throughput (req/s):", "request_throughput"),
     ]
     if summary["request_goodput"] is not None:
-        rows.append(("Request goodput (req/s):", summary["request_goodput"]))
-        rows.append(("Share of good requests:", summary["goodput_ratio"]))
+        rows.append(("Request goodput (req/s):", "request_goodput"))
+        rows.append(("Share of good requests:", "goodput_ratio"))
     rows += [
-        ("Output token throughput (tok/s):", summary["output_throughput"]),
-        ("Peak output token throughput (tok/s):", summary["max_output_tokens_per_s"]),
-        ("Peak concurrent requests:", float(summary["max_concurrent_requests"])),
-        ("Total token throughput (tok/s):", summary["total_token_throughput"]),
+        ("Output token throughput (tok/s):", "output_throughput"),
+        ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
+        ("Peak concurrent requests:", "max_concurrent_requests"),
+        ("Total token throughput (tok/s):", "total_token_throughput"),
     ]
-    lines = [f"{' Serving Benchmark Result ':=^50}", *(_row(*row) for row in rows)]
+    shown = summary | {"max_concurrent_requests": float(summary["max_concurrent_requests"])}
+    lines = [f"{' Serving Benchmark Result ':=^50}"]
+    lines += [_row(label, shown[key], bars.get(key)) for label, key in rows]
     for metric in config.metrics:
         short, title = METRIC_TITLES[metric]
         lines.append(f"{title:-^50}")
         for name in ("mean", "median", *map(_percentile_name, config.percentiles)):
-            value = summary[f"{name}_{metric}_ms"]
-            lines.append(
-                _row(f"{name.capitalize()} {short} (ms):", "-" if value is None else value)
-            )
+            key = f"{name}_{metric}_ms"
+            value = "-" if summary[key] is None else summary[key]
+            lines.append(_row(f"{name.capitalize()} {short} (ms):", value, bars.get(key)))
     return "\n".join([*lines, "=" * 50])
 
 
@@ -290,8 +293,9 @@ def _reasons(replay: Replay) -> Counter[str]:
     return Counter(str(result.error) for result in replay.failed)
 
 
-def _row(label: str, value: Any) -> str:
-    return f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}"
+def _row(label: str, value: Any, bar: tuple[float, float] | None = None) -> str:
+    shown = f"{value:<10.2f}" if isinstance(value, float) else f"{value:<10}"
+    return f"{label:<40} {shown}" + (f" ({bar[0]:.2f} to {bar[1]:.2f})" if bar else "")
 
 
 def _percentile_name(percent: float) -> str:

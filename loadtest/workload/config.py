@@ -24,6 +24,7 @@ class Dataset(StrEnum):
     AZURE = "azure"
     BURSTGPT = "burstgpt"
     MOONCAKE = "mooncake"
+    RECORDING = "recording"  # a result of `penstock bench --save-detailed`
     CUSTOM = "custom"
 
     @property
@@ -37,7 +38,12 @@ class Dataset(StrEnum):
     @property
     def is_trace(self) -> bool:
         """Lengths and times without text: prompts are synthetic; arrivals may be the trace's."""
-        return self in (Dataset.AZURE, Dataset.BURSTGPT, Dataset.MOONCAKE)
+        return self in (
+            Dataset.AZURE,
+            Dataset.BURSTGPT,
+            Dataset.MOONCAKE,
+            Dataset.RECORDING,
+        )
 
 
 class PromptFormat(StrEnum):

@@ -164,6 +164,35 @@ def _mooncake_row(line: _MooncakeLine) -> TraceRow:
     )
 
 
+class _Recording(msgspec.Struct):
+    input_lens: list[int]
+    output_lens: list[int]
+    start_times: list[float]
+
+
+def read_recording(path: Path) -> Iterator[TraceRow]:
+    """A result of `penstock bench --save-detailed`, or of vLLM's: lengths and times of a run.
+
+    A request without output tokens failed, and is left out.
+    """
+    data = _read(path)
+    try:
+        recording = msgspec.json.decode(data, type=_Recording)
+        rows = zip(recording.start_times, recording.input_lens, recording.output_lens, strict=True)
+        for at_s, num_prompt_tokens, num_output_tokens in rows:
+            if num_prompt_tokens > 0 and num_output_tokens > 0:
+                yield TraceRow(
+                    at_s=at_s,
+                    num_prompt_tokens=num_prompt_tokens,
+                    num_output_tokens=num_output_tokens,
+                )
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise BadDataset(
+            f"{path} is not a result of penstock bench --save-result --save-detailed: "
+            f"{_sentence(error)}"
+        ) from error
+
+
 class _CustomLine(msgspec.Struct, forbid_unknown_fields=True):
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None

@@ -30,6 +30,7 @@ from penstock.loadtest.workload.datasets import (
     read_burstgpt,
     read_custom,
     read_mooncake,
+    read_recording,
     read_sharegpt,
 )
 from penstock.loadtest.workload.token_counter import TokenCounter, estimate_tokens
@@ -56,6 +57,7 @@ _TRACES: dict[Dataset, Callable[[Path], Iterator[TraceRow]]] = {
     Dataset.AZURE: read_azure,
     Dataset.BURSTGPT: read_burstgpt,
     Dataset.MOONCAKE: read_mooncake,
+    Dataset.RECORDING: read_recording,
 }
 
 

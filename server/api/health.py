@@ -1,4 +1,4 @@
-"""Routes for an operator's tools: `/health` (`/ping`), `/ready`, `/version`, `/metrics`."""
+"""Routes for an operator's tools: `/health`, `/ready`, `/version`, `/metrics`, `/steps`."""
 
 import asyncio
 import gzip
@@ -46,3 +46,11 @@ async def metrics(request: Request) -> Response:
         text = await asyncio.to_thread(gzip.compress, text, 1)
         headers["content-encoding"] = "gzip"
     return Response(text, headers=headers)
+
+
+@router.get("/steps")
+async def steps(request: Request) -> Response:
+    """Steps that ran: what each computed and how long it took. `penstock calibrate` reads them."""
+    service = service_of(request)
+    scheduler = service.config.engine.scheduler
+    return json_response(service.steps.as_json() | {"scheduler": scheduler, "version": version()})

@@ -88,6 +88,7 @@ _OPERATIONS = {
     "/ping": _Operation(required=("status",)),
     "/ready": _Operation(required=("status",)),
     "/version": _Operation(required=("version", "computed_by")),
+    "/steps": _Operation(required=("version", "model", "scheduler", "prediction_error", "steps")),
 }
 _NOT_JSON = {"/metrics": "text/plain"}
 

@@ -19,7 +19,7 @@ from prometheus_client.core import (
 )
 
 from penstock.engine.client import EndCause, EngineClient, ModelInfo, StepReport
-from penstock.scheduler.stats import SchedulerStats
+from penstock.scheduler.stats import SchedulerStats, StepClass, class_of
 from penstock.scheduler.types import RequestId, Started
 from penstock.server.observability.exposition import Renderer
 from penstock.server.observability.histograms import (
@@ -33,13 +33,7 @@ from penstock.server.observability.histograms import (
     HistogramFamily,
 )
 from penstock.server.observability.metrics_alias import MetricsAlias
-from penstock.server.observability.step_window import (
-    WINDOW_S,
-    RecentSteps,
-    StepClass,
-    Totals,
-    class_of,
-)
+from penstock.server.observability.step_window import WINDOW_S, RecentSteps, Totals
 from penstock.server.observability.version import build_info
 from penstock.server.observability.vllm_names import (
     HttpResponses,

@@ -7,27 +7,12 @@ the window some thirty, however many steps it holds.
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from penstock.engine.client import StepReport
-from penstock.scheduler.stats import StepWork
+from penstock.scheduler.stats import StepClass
 
 # Long enough for steady values, short enough to follow the load.
 WINDOW_S = 10
-
-
-class StepClass(StrEnum):
-    """What the rows of a step compute."""
-
-    DECODE = "decode"  # one token each
-    PREFILL = "prefill"  # chunks of prompts
-    MIXED = "mixed"  # both
-
-
-def class_of(work: StepWork) -> StepClass:
-    if not work.num_prefill_tokens:
-        return StepClass.DECODE
-    return StepClass.MIXED if work.num_decode_tokens else StepClass.PREFILL
 
 
 @dataclass(slots=True)

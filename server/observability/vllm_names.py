@@ -50,7 +50,7 @@ _VLLM_NAMES = {
 _VLLM_LABELS = {"outcome": "finished_reason"}
 _VLLM_VALUES = {"abandoned": "abort", "failed": "error"}  # of finished_reason
 # Requested by monitoring and not by clients; vLLM does not count these routes either.
-_NOT_COUNTED = frozenset({"/metrics", "/health", "/ping", "/ready", "/version"})
+_NOT_COUNTED = frozenset({"/metrics", "/health", "/ping", "/ready", "/version", "/steps"})
 _KV_BLOCKS = ("penstock_kv_used_blocks", "penstock_kv_idle_blocks", "penstock_kv_free_blocks")
 
 

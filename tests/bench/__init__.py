@@ -9,6 +9,7 @@
     server.metrics                  cost of metrics per step, request and scrape
     server.structured               throughput with a JSON schema, relative to plain text
     engine cpu-decode               a decode step on the CPU against its memory bandwidth
+    engine cpu-prefill              a prefill step on the CPU against oneDNN's products
     engine device|kernels|steps|offline    the parts of gpu.suite, one at a time
     gpu.suite                       everything on one GPU, from kernels to HTTP
 

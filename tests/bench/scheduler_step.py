@@ -2,14 +2,16 @@
 
 A step is one `schedule` and one `update` with every sequence decoding. Admission is `add`,
 `schedule` and `update` of one prompt that runs in one step and ends with its first token: first of
-new prompts, then of the same prompts again, whose blocks are in the prefix cache.
+new prompts, then of the same prompts again, whose blocks are in the prefix cache. Besides, what a
+step model costs a step: predicting its time, and learning from it.
 """
 
 import argparse
 import gc
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 
@@ -17,6 +19,7 @@ from penstock.loadtest.report.report import percentile
 from penstock.loadtest.workload.workload import make_prompt
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.step_model.online import OnlineFit
 from penstock.scheduler.types import (
     Request,
     RequestId,
@@ -24,9 +27,11 @@ from penstock.scheduler.types import (
     SamplingParams,
     ScheduledBatch,
 )
+from tests.support.made_up_steps import made_up_steps
 
 # At 3 ms a decode step, which is a small model on a large GPU, half a millisecond is 17 %.
 LIMIT_US = 500.0
+STEP_MODEL_LIMIT_US = 20.0
 BLOCK_SIZE = 16
 
 
@@ -54,6 +59,10 @@ def main(argv: list[str]) -> int:
         new_us += [seconds * 1e6 for seconds in new]
         again_us += [seconds * 1e6 for seconds in again]
 
+    learning, predicting = step_model(args.num_steps * args.num_rounds, args.seed)
+    learn_us = [seconds * 1e6 for seconds in learning]
+    predict_us = [seconds * 1e6 for seconds in predicting]
+
     step_us = [a + b for a, b in zip(schedule_us, update_us, strict=True)]
     step = f"step, {args.num_seqs} sequences at {args.context} tokens"
     figures = {
@@ -62,6 +71,8 @@ def main(argv: list[str]) -> int:
         "  of this update": update_us,
         f"admission, {args.prompt_len} new tokens": new_us,
         f"admission, {args.prompt_len} cached tokens": again_us,
+        f"step model, learning from a step (limit {STEP_MODEL_LIMIT_US:.0f})": learn_us,
+        "step model, predicting a step": predict_us,
     }
     print(f"{'microseconds':<48} {'median':>9} {'p99':>9}")
     for label, values in figures.items():
@@ -79,6 +90,7 @@ def main(argv: list[str]) -> int:
         "meets_limit": percentile(step_us, 50) <= LIMIT_US,
         "median_admission_new_us": percentile(new_us, 50),
         "median_admission_cached_us": percentile(again_us, 50),
+        "median_step_model_us": percentile(learn_us, 50),
     }
     print(msgspec.json.encode(summary).decode(), flush=True)
     return 0
@@ -133,6 +145,23 @@ def admissions(num_prompts: int, prompt_len: int, seed: int) -> tuple[list[float
     hits = scheduler.stats().prefix_hit_tokens_total
     assert hits == num_prompts * ((prompt_len - 1) // BLOCK_SIZE * BLOCK_SIZE), f"{hits} hits"
     return new, again
+
+
+def step_model(num_steps: int, seed: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step that is learned from while serving, and of each prediction."""
+    online = OnlineFit(runs_ahead=False, knee=16)
+    samples = list(made_up_steps(num_steps, seed=seed))
+    _freeze()
+    learning = [_seconds(partial(online.observe, sample)) for sample in samples]
+    model = online.model()
+    predicting = [_seconds(partial(model.time_of, sample.amounts)) for sample in samples]
+    return learning, predicting
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begin_s = time.perf_counter()
+    run()
+    return time.perf_counter() - begin_s
 
 
 def _admission(scheduler: Scheduler, request: Request) -> float:

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from penstock.engine.config import Dtype
 from tests.bench import receive_rate, scheduler_step
+from tests.bench.engine.cpu_prefill import cpu_prefill
 from tests.bench.server import batching
 from tests.bench.server.batching import Measured
 
@@ -51,3 +53,13 @@ def test_the_batching_table_shows_medians_and_ranges() -> None:
     )
     assert lines[2].startswith("| continuous | 2,000 (1,000-3,000) | 20.0 (10.0-30.0) |")
     assert [line.split()[1] for line in lines[2:]] == ["continuous", "dynamic", "static"]
+
+
+@pytest.mark.slow
+def test_a_prefill_step_is_compared_with_products_of_onednn(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cpu_prefill(Dtype.BFLOAT16, num_threads=1, num_rows=16, rounds=1)
+    summary = last_json(capsys)
+    assert summary["gflops"] > 0
+    assert summary["ratio"] == pytest.approx(summary["gflops"] / summary["onednn_gflops"], abs=0.01)

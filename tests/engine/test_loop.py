@@ -122,3 +122,55 @@ def test_a_request_that_the_scheduler_refuses_is_answered_and_the_loop_goes_on()
     assert isinstance(bench.sent[0], Refused)
     assert "600 tokens" in bench.sent[0].message
     assert bench.reports()[-1].outputs[0].request_id == "b"
+
+
+class TimedExecutor(ScriptedExecutor):
+    """On a clock of its own: launching takes 1 s, and the device 10 s a step, one after another."""
+
+    def __init__(self, *, runs_ahead: bool) -> None:
+        super().__init__(INFO, runs_ahead=runs_ahead)
+        self.now_s = 100.0
+        self._free_s = 0.0
+
+    def execute(self, batch: ScheduledBatch) -> PendingTokens:
+        self.now_s += 1.0
+        self._free_s = max(self._free_s, self.now_s) + 10.0
+        if not self.runs_ahead:
+            self.now_s = self._free_s
+        return TimedStep(self, self._free_s, super().execute(batch).wait())
+
+
+class TimedStep:
+    def __init__(self, executor: TimedExecutor, end_s: float, sampled: SampledTokens) -> None:
+        self._executor, self._end_s, self._sampled = executor, end_s, sampled
+
+    def wait(self) -> SampledTokens:
+        self._executor.now_s = max(self._executor.now_s, self._end_s)
+        return self._sampled
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_report_tells_the_time_of_the_host_from_that_of_the_device(runs_ahead: bool) -> None:
+    executor = TimedExecutor(runs_ahead=runs_ahead)
+    inbox, sent = ListInbox(), list[FromEngine]()
+
+    def send(message: FromEngine) -> None:
+        executor.now_s += 2.0  # reporting takes time too
+        sent.append(message)
+
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4), num_blocks=64, block_size=16, max_model_len=512
+    )
+    loop = EngineLoop(scheduler, executor, inbox, send, lambda: executor.now_s)
+    loop.step()  # nothing to do: it waits for commands
+    executor.now_s += 1000.0
+    inbox.commands.append(Submit(make_request("a", 5, max_tokens=4)))
+    for _ in range(5):
+        loop.step()
+    reports = [message for message in sent if isinstance(message, StepReport)][1:3]
+    if runs_ahead:
+        # The launch of the next step and the last report are hidden behind the device's 10 s.
+        assert [(each.step_s, each.wait_s, each.host_s) for each in reports] == [(10, 7, 3)] * 2
+    else:
+        # `execute` launches and computes; the last step's report comes between two steps.
+        assert [(each.step_s, each.wait_s, each.host_s) for each in reports] == [(11, 11, 2)] * 2

@@ -15,6 +15,8 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from numpy.typing import NDArray
 
+from tests.support.gguf_blocks import quantized_blocks
+
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mistral": gguf.MODEL_ARCH.LLAMA,
@@ -66,7 +68,7 @@ def write_gguf(
         kind = type_of(tensor_name)
         if values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             kind = Type.F16
-        packed = gguf.quants.quantize(values, kind)
+        packed = quantized_blocks(values, kind)
         writer.add_tensor(tensor_name, packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

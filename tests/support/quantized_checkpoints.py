@@ -324,7 +324,7 @@ FORMATS = {
         "compressed-tensors W4A16, asymmetric",
         _int(4, symmetric=False, **_GROUPS),
         pack_quantized(4, 16, symmetric=False),
-        "int4",
+        "int4 asymmetric",
     ),
     "ct-w8a16": QuantizedFormat(
         "compressed-tensors W8A16",
@@ -342,20 +342,20 @@ FORMATS = {
         "compressed-tensors MXFP4",
         compressed("mxfp4-pack-quantized", **_MXFP4),
         fp4(32, "weight_packed", None),
-        "int4",
+        "int4 levels",
     ),
     "ct-nvfp4": QuantizedFormat(
         "compressed-tensors NVFP4",
         compressed("nvfp4-pack-quantized", **_NVFP4),
         fp4(16, "weight_packed", "weight_global_scale", divides=True),
-        "int4",
+        "int4 levels",
     ),
     "awq": QuantizedFormat(
         "AWQ, 4 bits",
         {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
         | {"zero_point": True, "modules_to_not_convert": None},
         awq(16),
-        "int4",
+        "int4 asymmetric",
     ),
     "gptq4": QuantizedFormat("GPTQ, 4 bits", _GPTQ | {"bits": 4}, gptq(4, 16), "int4"),
     "gptq8": QuantizedFormat("GPTQ, 8 bits", _GPTQ | {"bits": 8}, gptq(8, 16), "int8"),
@@ -381,7 +381,7 @@ FORMATS = {
         "ModelOpt NVFP4",
         {},
         fp4(16, "weight", "weight_scale_2"),
-        "int4",
+        "int4 levels",
         {
             "hf_quant_config.json": {
                 "producer": {"name": "modelopt"},

@@ -17,7 +17,7 @@ from penstock.engine.model_input import build_model_input
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
-from penstock.engine.native.library import load_library
+from penstock.engine.native.library import CODE_FORMATS, load_library
 from penstock.engine.native.model import NativeModel
 from penstock.engine.native.packing import FORMATS
 from penstock.engine.phases import Phases
@@ -138,9 +138,10 @@ class Harness:
         kv_dtype = options.get("kv_dtype", dtype)
         self.pool = KVPool(config.kv_shape, num_blocks, block_size, kv_dtype, CPU)
         if native:
-            has_codes = options.get("has_codes", False)
+            # All formats in one library, which takes less time than one for each.
+            formats = frozenset(CODE_FORMATS) if options.get("has_codes", False) else frozenset()
             has_coded_kv = options.get("kv_dtype") is torch.int8
-            library = options.get("library") or load_library(dtype, has_codes, has_coded_kv)
+            library = options.get("library") or load_library(dtype, formats, has_coded_kv)
             assert library is not None
             self.model = NativeModel(library, llama, self.pool, options.get("threads", 2))
         self.token_table = torch.zeros(num_sequences, max_len + 1, dtype=torch.int64)
@@ -154,7 +155,7 @@ class Harness:
         batch = make_batch(slots, starts, counts, num_decodes=num_decodes)
         step = build_model_input(batch, self.token_table, self.block_tables, self.block_size)
         object.__setattr__(step, "sample_rows", torch.arange(sum(counts)))
-        return list(torch.split(self.model(step, self.pool), list(counts)))
+        return list(torch.split(self.model(step, self.pool).clone(), list(counts)))
 
 
 def make_batch(

@@ -11,6 +11,7 @@ grammar or logprobs does, because the host needs the ids.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from penstock.engine.models.fused import FusedModel
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import failed_rows
+from penstock.scheduler.stats import GraphSizes
 from penstock.scheduler.types import (
     PromptOutput,
     Request,
@@ -113,7 +115,6 @@ class CudaExecutor:
         self._pool = pool
         self._tables = tables
         self._grammars = grammars
-        self._info = info
         device = tables.lengths.device
         self._device = device
         self._sampler = StepSampler(max_num_seqs, info.vocab_size, device, grammars)
@@ -136,6 +137,8 @@ class CudaExecutor:
         if not (use_graphs and model.is_capturable and model.takes_decode_lens):
             chunk_sizes = ()
         self._chunk_graphs = ChunkGraphs(model, tables, chunk_sizes, max_num_seqs)
+        graph_sizes = GraphSizes(decodes=tuple(self._sizes), chunks=tuple(chunk_sizes))
+        self._info = replace(info, runs_ahead=True, graph_sizes=graph_sizes)
 
     @property
     def info(self) -> ModelInfo:
@@ -143,7 +146,7 @@ class CudaExecutor:
 
     @property
     def runs_ahead(self) -> bool:
-        return True
+        return self._info.runs_ahead
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)

@@ -4,44 +4,160 @@ Source of the layouts: ggml-common.h and ggml-quants.c of ggml. `raw`, in all of
 of some rows: (rows, bytes of a row) uint8.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.engine.gguf.tensor_types import TensorType
-from penstock.engine.models.layers.grouped import packed_nibbles
+from penstock.engine.models.layers.grouped import (
+    BlockParts,
+    GroupedLinear,
+    packed_bits,
+    packed_nibbles,
+)
+from penstock.engine.models.quantization.schemes import LEVELS_FORMAT, block_format, integer_format
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What the codes of IQ4 stand for.
 _IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
+class Unpacked(NamedTuple):
+    """Of some blocks, scale * (code - middle) - minimum each.
+
+    codes: (blocks, numbers) uint8, or int8 around 0. scales and minima: (blocks, groups) float16,
+    or int8, to be multiplied by the factors: (blocks, 1) float16.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    factors: Tensor | None = None
+    minima: Tensor | None = None
+    minimum_factors: Tensor | None = None
+
+
+class _Layout(NamedTuple):
+    """unpack: of blocks, (blocks, bytes). bits: of a code. group_size: numbers with one scale."""
+
+    unpack: Callable[[Tensor], Unpacked]
+    bits: int
+    group_size: int = 32
+    has_factors: bool = False
+    has_minima: bool = False
+    has_levels: bool = False
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether a `GroupedLinear` needs no `BlockParts`."""
+        return self.bits in (4, 8) and not self.has_factors and not self.has_minima
+
+    @property
+    def middle(self) -> int:
+        is_unsigned = self.bits < 8 and not self.has_minima and not self.has_levels
+        return 1 << (self.bits - 1) if is_unsigned else 0
+
+
 def numbers(raw: Tensor, kind: TensorType) -> Tensor:
     """(rows, columns): float32, or the type of the file where that is a plain one."""
     if kind.name in _PLAIN:
         return raw.view(_PLAIN[kind.name])
-    blocks = raw.view(-1, kind.block_bytes)
-    return _NUMBERS[kind.name](blocks).reshape(len(raw), -1)
+    layout = _LAYOUTS[kind.name]
+    unpacked = layout.unpack(raw.view(-1, kind.block_bytes))
+    codes = unpacked.codes.view(*unpacked.scales.shape, layout.group_size)
+    if layout.has_levels:
+        values = torch.tensor(_IQ4_LEVELS, dtype=torch.float32)[codes.int()]
+    else:
+        values = codes.float() - layout.middle
+    values *= _product(unpacked.scales, unpacked.factors)
+    if unpacked.minima is not None:
+        values -= _product(unpacked.minima, unpacked.minimum_factors)
+    return values.view(len(raw), -1)
 
 
-def is_grouped(kind: TensorType) -> bool:
-    """Whether a `GroupedLinear` computes it as it is."""
-    return kind.name in ("Q8_0", "Q4_0", "IQ4_NL")
+def weight_format(kind: TensorType) -> str | None:
+    """Of the linear layer that `linear` makes; None where the numbers are plain."""
+    if kind.name in _PLAIN:
+        return None
+    layout = _LAYOUTS[kind.name]
+    if not layout.is_grouped:
+        return block_format(layout.bits, has_minima=layout.has_minima)
+    return LEVELS_FORMAT if layout.has_levels else integer_format(layout.bits, is_symmetric=True)
 
 
-def grouped(raw: Tensor, kind: TensorType) -> tuple[Tensor, Tensor]:
-    """The codes and scales of a `GroupedLinear` in groups of 32."""
-    blocks = raw.view(len(raw), -1, kind.block_bytes)
-    scales = _halves(blocks[..., :2]).squeeze(-1)
-    if kind.name == "Q8_0":
-        return blocks[..., 2:].flatten(1).view(torch.int8), scales
-    return packed_nibbles(_nibbles(blocks[..., 2:]).flatten(1)), scales
+def stored_bytes(kind: TensorType, num_elements: int) -> int:
+    """What a linear layer of so many numbers takes as codes."""
+    layout = _LAYOUTS[kind.name]
+    each = 2 if layout.has_minima else 1  # numbers for a group
+    num_groups, num_blocks = num_elements // layout.group_size, num_elements // kind.block_size
+    of_groups = each * num_groups * (1 if layout.has_factors else 2)
+    of_blocks = each * num_blocks * 2 if layout.has_factors else 0
+    return num_elements * layout.bits // 8 + of_groups + of_blocks
 
 
-def levels(kind: TensorType) -> Tensor | None:
-    """Those of a `GroupedLinear` of this type."""
-    return torch.tensor(_IQ4_LEVELS, dtype=torch.int8) if kind.name == "IQ4_NL" else None
+class Codes(NamedTuple):
+    """Of some rows: as `GroupedLinear` and `BlockParts` have them."""
+
+    codes: Tensor
+    scales: Tensor
+    high: Tensor | None
+    minima: Tensor | None
+    factors: Tensor | None
+    minimum_factors: Tensor | None
+
+
+def grouped(raw: Tensor, kind: TensorType) -> Codes:
+    """The codes of some rows."""
+    layout = _LAYOUTS[kind.name]
+    unpacked = layout.unpack(raw.view(-1, kind.block_bytes))
+
+    def by_row(numbers: Tensor | None) -> Tensor | None:
+        return None if numbers is None else numbers.reshape(len(raw), -1)
+
+    codes = unpacked.codes.view(len(raw), -1)
+    has_high = 4 < layout.bits < 8
+    return Codes(
+        codes if layout.bits == 8 else packed_nibbles(codes & 15),
+        unpacked.scales.reshape(len(raw), -1),
+        packed_bits(codes >> 4, layout.bits - 4) if has_high else None,
+        by_row(unpacked.minima),
+        by_row(unpacked.factors),
+        by_row(unpacked.minimum_factors),
+    )
+
+
+def linear(
+    parts: Sequence[Codes], kind: TensorType, bias: Tensor | None, in_features: int
+) -> GroupedLinear:
+    """The layer that has the rows of all parts."""
+    layout = _LAYOUTS[kind.name]
+    block_parts = BlockParts(
+        high=_joined([part.high for part in parts]),
+        minima=_joined([part.minima for part in parts]),
+        factors=_joined([part.factors for part in parts]),
+        minimum_factors=_joined([part.minimum_factors for part in parts]),
+    )
+    return GroupedLinear(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        bias,
+        group_size=layout.group_size,
+        in_features=in_features,
+        levels=torch.tensor(_IQ4_LEVELS, dtype=torch.int8) if layout.has_levels else None,
+        blocks=None if layout.is_grouped else block_parts,
+    )
+
+
+def _joined(of_rows: Sequence[Tensor | None]) -> Tensor | None:
+    tensors = [each for each in of_rows if each is not None]
+    return torch.cat(tensors) if tensors else None
+
+
+def _product(of_groups: Tensor, factors: Tensor | None) -> Tensor:
+    """In float32, for each number of a group."""
+    wide = of_groups.float()
+    return (wide if factors is None else wide * factors.float()).unsqueeze(-1)
 
 
 def _halves(blocks: Tensor) -> Tensor:
@@ -49,22 +165,26 @@ def _halves(blocks: Tensor) -> Tensor:
     return blocks.contiguous().view(torch.float16)
 
 
+def _signed(blocks: Tensor) -> Tensor:
+    return blocks.contiguous().view(torch.int8)
+
+
 def _nibbles(packed: Tensor) -> Tensor:
     """The low halves of some bytes, (..., n), and then the high ones: (..., 2n)."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    return _halves(blocks[:, :2]).float() * blocks[:, 2:].contiguous().view(torch.int8)
+def _q8_0(blocks: Tensor) -> Unpacked:
+    return Unpacked(_signed(blocks[:, 2:]), _halves(blocks[:, :2]))
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    return _halves(blocks[:, :2]).float() * (_nibbles(blocks[:, 2:]).float() - 8)
+def _q4_0(blocks: Tensor) -> Unpacked:
+    return Unpacked(_nibbles(blocks[:, 2:]), _halves(blocks[:, :2]))
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    scale, least = torch.split(_halves(blocks[:, :4]).float(), 1, dim=1)
-    return scale * _nibbles(blocks[:, 4:]) + least
+def _q4_1(blocks: Tensor) -> Unpacked:
+    scales, least = torch.split(_halves(blocks[:, :4]), 1, dim=1)
+    return Unpacked(_nibbles(blocks[:, 4:]), scales, minima=-least)
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
@@ -73,82 +193,69 @@ def _fifth_bits(packed: Tensor) -> Tensor:
     return (bits & 1).flatten(1) << 4
 
 
-def _q5_0(blocks: Tensor) -> Tensor:
+def _q5_0(blocks: Tensor) -> Unpacked:
     codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return _halves(blocks[:, :2]).float() * (codes.float() - 16)
+    return Unpacked(codes, _halves(blocks[:, :2]))
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
-    scale, least = torch.split(_halves(blocks[:, :4]).float(), 1, dim=1)
-    return scale * (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])) + least
+def _q5_1(blocks: Tensor) -> Unpacked:
+    scales, least = torch.split(_halves(blocks[:, :4]), 1, dim=1)
+    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return Unpacked(codes, scales, minima=-least)
 
 
-def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the eight groups of 32 in a block of Q4_K or Q5_K: each (blocks, 8, 1) float32.
-
-    Both are codes of 6 bits, packed in 12 bytes, and times a number of their own for the block.
-    """
-    scale, least = torch.split(_halves(blocks[:, :4]).float(), 1, dim=1)
+def _with_minima(blocks: Tensor, codes: Tensor) -> Unpacked:
+    """Of Q4_K or Q5_K. codes: (blocks, 8, 32). Scales and minima are codes of 6 bits in 12 bytes,
+    and each have a factor."""
+    factor, minimum_factor = torch.split(_halves(blocks[:, :4]), 1, dim=1)
     low, middle, high = torch.split(blocks[:, 4:16], 4, dim=1)
     scales = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), dim=1)
     minima = torch.cat((middle & 63, (high >> 4) | (middle >> 6 << 4)), dim=1)
-    return (scale * scales).unsqueeze(-1), (least * minima).unsqueeze(-1)
+    return Unpacked(codes, _signed(scales), factor, _signed(minima), minimum_factor)
 
 
 def _k_codes(packed: Tensor) -> Tensor:
     """(blocks, 128) to (blocks, 8, 32): of 32 bytes, the low halves are one group."""
-    return _nibbles(packed.view(-1, 4, 32)).view(-1, 8, 32)
+    return _nibbles(packed.reshape(-1, 4, 32)).view(-1, 8, 32)
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    scales, minima = _scales_and_minima(blocks)
-    return scales * _k_codes(blocks[:, 16:].contiguous()) - minima
+def _q4_k(blocks: Tensor) -> Unpacked:
+    return _with_minima(blocks, _k_codes(blocks[:, 16:]))
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
-    scales, minima = _scales_and_minima(blocks)
+def _q5_k(blocks: Tensor) -> Unpacked:
     group = torch.arange(8, dtype=torch.uint8).view(8, 1)
     fifth = blocks[:, 16:48].unsqueeze(1) >> group & 1
-    return scales * (_k_codes(blocks[:, 48:].contiguous()) | fifth << 4) - minima
+    return _with_minima(blocks, _k_codes(blocks[:, 48:]) | fifth << 4)
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
-    low, high, scales, scale = torch.split(blocks, [128, 64, 16, 2], dim=1)
+def _q6_k(blocks: Tensor) -> Unpacked:
+    low, high, scales, factor = torch.split(blocks, [128, 64, 16, 2], dim=1)
     pair = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
     upper = high.reshape(-1, 2, 1, 32) >> pair & 3
     lower = _nibbles(low.reshape(-1, 2, 64)).view(-1, 2, 4, 32)
-    codes = (lower | upper << 4).view(-1, 16, 16).float() - 32
-    factors = _halves(scale).float() * scales.contiguous().view(torch.int8)
-    return factors.unsqueeze(-1) * codes
+    return Unpacked((lower | upper << 4).flatten(1), _signed(scales), _halves(factor))
 
 
-def _iq4(codes: Tensor) -> Tensor:
-    return torch.tensor(_IQ4_LEVELS, dtype=torch.float32)[codes.int()]
-
-
-def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _halves(blocks[:, :2]).float() * _iq4(_nibbles(blocks[:, 2:]))
-
-
-def _iq4_xs(blocks: Tensor) -> Tensor:
+def _iq4_xs(blocks: Tensor) -> Unpacked:
     """Eight groups of 32, each with a scale of 6 bits: 4 of them in a half of a byte, and 2."""
     lower = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
     pair = torch.arange(0, 8, 2, dtype=torch.uint8)
     upper = (blocks[:, 2:4].unsqueeze(-1) >> pair & 3).flatten(1)
-    scales = _halves(blocks[:, :2]).float() * ((lower | upper << 4).float() - 32)
     codes = _nibbles(blocks[:, 8:].reshape(-1, 8, 16))
-    return scales.unsqueeze(-1) * _iq4(codes)
+    scales = _signed(lower | upper << 4) - 32
+    return Unpacked(codes.flatten(1), scales, _halves(blocks[:, :2]))
 
 
-_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
+_LAYOUTS = {
+    "Q4_0": _Layout(_q4_0, bits=4),
+    "Q4_1": _Layout(_q4_1, bits=4, has_minima=True),
+    "Q5_0": _Layout(_q5_0, bits=5),
+    "Q5_1": _Layout(_q5_1, bits=5, has_minima=True),
+    "Q8_0": _Layout(_q8_0, bits=8),
+    "Q4_K": _Layout(_q4_k, bits=4, has_factors=True, has_minima=True),
+    "Q5_K": _Layout(_q5_k, bits=5, has_factors=True, has_minima=True),
+    "Q6_K": _Layout(_q6_k, bits=6, group_size=16, has_factors=True),
+    "IQ4_NL": _Layout(_q4_0, bits=4, has_levels=True),
+    "IQ4_XS": _Layout(_iq4_xs, bits=4, has_factors=True, has_levels=True),
 }

@@ -29,6 +29,9 @@ _IN_LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 
+# Those that one layer is stacked of.
+STACKED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))
+
 
 def gguf_name(name: str) -> str:
     """name: as transformers has it, such as "model.layers.0.mlp.up_proj.weight"."""

@@ -8,6 +8,7 @@ import itertools
 import logging
 import mmap
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +21,13 @@ from penstock.engine.gguf.tensor_types import TensorType
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.gguf import blocks
-from penstock.engine.models.gguf.names import EMBEDDING, OUTPUT, gguf_name
-from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
-from penstock.engine.models.layers.linear import PlainLinear, StoredLinear
+from penstock.engine.models.gguf.names import EMBEDDING, OUTPUT, STACKED, gguf_name
+from penstock.engine.models.layers.grouped import StackedLinear
+from penstock.engine.models.layers.linear import StoredLinear
 from penstock.engine.models.weights import Empty
 
 logger = logging.getLogger(__name__)
 
-_GROUP_SIZE = 32
 # Numbers that are widened at a time: what they take in float32 stays in a core's cache.
 _NUMBERS_AT_ONCE = 2**18
 _PERMUTED = ("attn_q", "attn_k")
@@ -72,7 +72,7 @@ class GgufWeights:
     ) -> StoredLinear | None:
         tensors = [self._stored(f"{name}.weight") for name in names]
         kinds = [tensor.info.type for tensor in tensors]
-        if not self._keeps_codes or not any(map(blocks.is_grouped, kinds)):
+        if not self._keeps_codes or not all(map(blocks.weight_format, kinds)):
             return None
         rows = [tensor.info.shape[0] for tensor in tensors]
         for name, tensor in zip(names, tensors, strict=True):
@@ -89,29 +89,28 @@ class GgufWeights:
     def _linear(
         self, kind: TensorType, parts: list[tuple[str, "_Stored", Tensor | None]]
     ) -> StoredLinear:
-        """One layer of those that are stored alike."""
+        """One layer of those that are stored alike, as codes."""
         names = [f"{name}.weight" for name, _, _ in parts]
         tensors = [tensor for _, tensor, _ in parts]
         biases = [bias for _, _, bias in parts if bias is not None]
         bias = torch.cat(biases) if biases else None
         columns = tensors[0].info.shape[1]
-        if not blocks.is_grouped(kind):
-            num_rows = sum(tensor.info.shape[0] for tensor in tensors)
-            return PlainLinear(self.read((num_rows, columns), *names), bias)
-        device = self._empty((0,)).device
-        pairs = [blocks.grouped(tensor.rows(), kind) for tensor in tensors]
-        codes, scales = zip(*pairs, strict=True)
-        for name, each in zip(names, scales, strict=True):
-            self._check_finite(name, each)
-        levels = blocks.levels(kind)
-        return GroupedLinear(
-            torch.cat(codes).to(device),
-            torch.cat(scales).to(device),
+        return blocks.linear(
+            [part for each in zip(names, tensors, strict=True) for part in self._codes(*each)],
+            kind,
             bias,
-            group_size=_GROUP_SIZE,
-            in_features=columns,
-            levels=None if levels is None else levels.to(device),
+            columns,
         )
+
+    def _codes(self, name: str, tensor: "_Stored") -> Iterator[blocks.Codes]:
+        """Some rows at a time."""
+        step = max(1, _NUMBERS_AT_ONCE // tensor.info.shape[1])
+        for raw in torch.split(tensor.rows(), step):
+            codes = blocks.grouped(raw, tensor.info.type)
+            for scales in (codes.scales, codes.minima, codes.factors, codes.minimum_factors):
+                if scales is not None and scales.is_floating_point():
+                    self._check_finite(name, scales)
+            yield codes
 
     def _widen(self, name: str, tensor: "_Stored", into: Tensor) -> None:
         """Some rows at a time."""
@@ -192,12 +191,33 @@ def _loaded_bytes(gguf: GgufFile, dtype: torch.dtype, *, keeps_codes: bool) -> d
     sizes = {}
     for name, info in gguf.tensors.items():
         sizes[name] = info.num_elements * dtype.itemsize
-        if keeps_codes and blocks.is_grouped(info.type):
+        if keeps_codes and _is_coded(gguf, name):
+            coded = blocks.stored_bytes(info.type, info.num_elements)
             if name != EMBEDDING:
-                sizes[name] = info.num_bytes
+                sizes[name] = coded
             elif OUTPUT not in gguf.tensors:  # tied: rows are taken from a plain matrix
-                sizes[name] += info.num_bytes
+                sizes[name] += coded
     return sizes
+
+
+def _is_coded(gguf: GgufFile, name: str) -> bool:
+    """Whether this matrix, and those that are stacked with it, have codes."""
+    prefix, _, kind = name.removesuffix(".weight").rpartition(".")
+    stack = next((stack for stack in STACKED if kind in stack), ())
+    names = [f"{prefix}.{each}.weight" for each in stack] or [name]
+    return all(blocks.weight_format(gguf.tensors[each].type) is not None for each in names)
+
+
+def weight_formats(path: Path) -> frozenset[str]:
+    """Of the linear layers that are read with their codes."""
+    gguf = open_gguf(path)
+    linears = {
+        name: info
+        for name, info in gguf.tensors.items()
+        if len(info.shape) == 2 and (name != EMBEDDING or OUTPUT not in gguf.tensors)
+    }
+    formats = {blocks.weight_format(info.type) for info in linears.values()}
+    return frozenset(each for each in formats if each is not None)
 
 
 def widened(gguf: GgufFile, dtype: torch.dtype, *, keeps_codes: bool) -> str | None:
@@ -206,17 +226,20 @@ def widened(gguf: GgufFile, dtype: torch.dtype, *, keeps_codes: bool) -> str | N
     grown = {
         name: info
         for name, info in gguf.tensors.items()
-        if info.type.block_size > 1 and sizes[name] > info.num_bytes
+        # A tenth more is what scales take that are codes of 6 bits in the file, and more.
+        if info.type.block_size > 1 and sizes[name] > 1.1 * info.num_bytes
     }
     if not grown:
         return None
     kinds = Counter(info.type.name for info in grown.values())
     stored = sum(info.num_bytes for info in grown.values())
     loaded = sum(sizes[name] for name in grown)
+    one = len(grown) == 1
     return (
-        f"{len(grown)} matrices ({', '.join(f'{n} of {kind}' for kind, n in kinds.items())}) are "
-        f"dequantized to {str(dtype).removeprefix('torch.')}: they take {loaded / 2**30:.3f} GiB "
-        f"of memory, and {stored / 2**30:.3f} GiB in the file"
+        f"{len(grown)} {'matrix' if one else 'matrices'} "
+        f"({', '.join(f'{n} of {kind}' for kind, n in kinds.items())}) {'is' if one else 'are'} "
+        f"dequantized to {str(dtype).removeprefix('torch.')}: {'it takes' if one else 'they take'} "
+        f"{loaded / 2**30:.3f} GiB of memory, and {stored / 2**30:.3f} GiB in the file"
     )
 
 

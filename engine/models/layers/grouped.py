@@ -1,18 +1,45 @@
-"""Linear layers whose weights are codes of 8 or 4 bits, with a scale for each group of them."""
+"""Linear layers whose weights are codes of 8 to 4 bits, with a scale for each group of them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.models.layers.linear import StoredLinear, bands, tensor_bytes
-from penstock.engine.models.quantization.schemes import integer_format
+from penstock.engine.models.quantization.schemes import (
+    LEVELS_FORMAT,
+    block_format,
+    integer_format,
+)
 
-# Of the number that a code of 4 bits stands for without zeros or levels: code - 8.
-_MIDDLE = 8
+FACTOR_COLUMNS = 256
 # Weights that are widened together, in some 20 bytes each.
 _MAX_WIDENED = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class BlockParts:
+    """What a `GroupedLinear` has besides where its weights are as in GGUF's blocks.
+
+    high: (out_features, in_features * (bits - 4) // 8) uint8, the bits of codes of 5 or 6 bits
+    above their low 4, eight or four to a byte, the first lowest; None for codes of 4 bits. minima:
+    (out_features, groups), which are subtracted. factors: (out_features, blocks) float16, a block
+    being 256 columns; scales are int8 then, to be multiplied by them. minimum_factors: the same for
+    minima. Without factors, minima are float16.
+    """
+
+    high: Tensor | None = None
+    minima: Tensor | None = None
+    factors: Tensor | None = None
+    minimum_factors: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.high, self.minima, self.factors, self.minimum_factors
+
+    def rows(self, first: int, end: int) -> "BlockParts":
+        return BlockParts(*(None if each is None else each[first:end] for each in self.tensors()))
 
 
 class GroupedLinear:
@@ -23,6 +50,9 @@ class GroupedLinear:
     the last group may be shorter. zeros: (out_features, groups), int8 with codes of 8 bits, and
     uint8 with those of 4; None means 0 for the former and 8 for the latter. levels: (16,) int8,
     what codes of 4 bits stand for instead, without zeros; of E2M1, for example, twice its numbers.
+
+    blocks: then codes are those of the low 4 bits, without zeros; of 5 and 6 bits, they are around
+    16 and 32, and with minima above 0. Groups are of a multiple of 16, and whole.
     """
 
     def __init__(
@@ -35,12 +65,14 @@ class GroupedLinear:
         in_features: int,
         zeros: Tensor | None = None,
         levels: Tensor | None = None,
+        blocks: BlockParts | None = None,
     ) -> None:
         self.bits = 8 if codes.dtype is torch.int8 else 4
         self.codes = codes
         self.scales = scales
         self.zeros = zeros
         self.levels = levels
+        self.blocks = blocks
         self.bias = bias
         self.group_size = group_size
         self.in_features = in_features
@@ -50,23 +82,35 @@ class GroupedLinear:
         assert zeros is None or (zeros.shape == scales.shape and zeros.dtype == codes.dtype)
         assert levels is None or (self.bits == 4 and zeros is None)
         self.num_bytes = tensor_bytes(codes, scales, zeros, bias)
+        if blocks is not None:
+            assert self.bits == 4 and zeros is None and group_size % 16 == 0, group_size
+            assert in_features % group_size == 0, (in_features, group_size)
+            self.num_bytes += tensor_bytes(*blocks.tensors())
+            if blocks.high is not None:
+                self.bits += 8 * blocks.high.shape[1] // in_features
 
     @property
     def weight_format(self) -> str:
+        if self.blocks is not None:
+            return block_format(self.bits, has_minima=self.blocks.minima is not None)
+        if self.levels is not None:
+            return LEVELS_FORMAT
         return integer_format(self.bits, is_symmetric=self.zeros is None)
 
     @property
     def out_features(self) -> int:
         return len(self.codes)
 
-    def weight(self) -> Tensor:
-        """W in float32, (out_features, in_features)."""
-        return self._weight(0, self.out_features)
+    @property
+    def middle(self) -> int:
+        """What unsigned codes are above the numbers they stand for, before zeros and minima."""
+        has_minima = self.blocks is not None and self.blocks.minima is not None
+        return 0 if has_minima or self.zeros is not None else 1 << (self.bits - 1)
 
     def write_weight(self, out: Tensor) -> None:
         """See `StoredLinear`."""
         for start, stop in bands(self.out_features):
-            out[start:stop] = self._weight(start, stop)
+            out[start:stop] = self.rows(start, stop).weight()
 
     def rows(self, first: int, end: int) -> "GroupedLinear":
         """These outputs alone. Their tensors are views."""
@@ -78,6 +122,26 @@ class GroupedLinear:
             in_features=self.in_features,
             zeros=None if self.zeros is None else self.zeros[first:end],
             levels=self.levels,
+            blocks=None if self.blocks is None else self.blocks.rows(first, end),
+        )
+
+    def regrouped(self, group_size: int) -> "GroupedLinear":
+        """The same weights in smaller groups, of a size that divides theirs."""
+        if self.group_size == group_size:
+            return self
+        groups = torch.arange(-(-self.in_features // group_size)) * group_size // self.group_size
+        blocks = self.blocks
+        if blocks is not None and blocks.minima is not None:
+            blocks = replace(blocks, minima=blocks.minima[:, groups])
+        return GroupedLinear(
+            self.codes,
+            self.scales[:, groups],
+            self.bias,
+            group_size=group_size,
+            in_features=self.in_features,
+            zeros=None if self.zeros is None else self.zeros[:, groups],
+            levels=self.levels,
+            blocks=blocks,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -88,24 +152,37 @@ class GroupedLinear:
             return torch.cat([self.rows(at, at + num_rows)(x) for at in starts], dim=-1)
         return functional.linear(x, self.weight().to(x.dtype), self.bias)
 
-    def _weight(self, start: int, stop: int) -> Tensor:
-        """These rows of W, in float32."""
-        numbers = self._numbers(self.codes[start:stop])
-        scales = self.scales[start:stop].float()
+    def weight(self) -> Tensor:
+        """W in float32, (out_features, in_features)."""
+        numbers = self._numbers()
+        blocks = self.blocks or BlockParts()
         if self.zeros is not None:
-            zeros = self.zeros[start:stop].float()
-            numbers = numbers - _by_column(zeros, self.group_size, self.in_features)
-        return numbers * _by_column(scales, self.group_size, self.in_features)
+            numbers = numbers - self._by_column(self.zeros)
+        numbers = numbers * self._by_column(self.scales, blocks.factors)
+        if blocks.minima is not None:
+            numbers -= self._by_column(blocks.minima, blocks.minimum_factors)
+        return numbers
 
-    def _numbers(self, stored: Tensor) -> Tensor:
-        """What rows of codes stand for, before zeros: in_features columns of float32."""
+    def _numbers(self) -> Tensor:
+        """What codes stand for, before zeros: in_features columns of float32."""
         if self.bits == 8:
-            return stored.float()
-        halves = torch.stack((stored & 15, stored >> 4), dim=-1)
+            return self.codes.float()
+        halves = torch.stack((self.codes & 15, self.codes >> 4), dim=-1)
         codes = halves.flatten(1)[:, : self.in_features]
         if self.levels is not None:
             return self.levels.float()[codes.long()]
-        return codes.float() - (_MIDDLE if self.zeros is None else 0)
+        if self.blocks is not None and self.blocks.high is not None:
+            codes = codes | _unpacked(self.blocks.high, self.bits - 4) << 4
+        return codes.float() - self.middle
+
+    def _by_column(self, of_groups: Tensor, factors: Tensor | None = None) -> Tensor:
+        """For each number, in float32."""
+        numbers = of_groups.float()
+        if factors is not None:
+            each = FACTOR_COLUMNS // self.group_size
+            of_blocks = factors.float().repeat_interleave(each, dim=1)
+            numbers = numbers * of_blocks[:, : numbers.shape[1]]
+        return numbers.repeat_interleave(self.group_size, dim=1)[:, : self.in_features]
 
 
 class StackedLinear:
@@ -139,5 +216,12 @@ def packed_nibbles(codes: Tensor) -> Tensor:
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def _by_column(of_groups: Tensor, group_size: int, columns: int) -> Tensor:
-    return of_groups.repeat_interleave(group_size, dim=1)[:, :columns]
+def packed_bits(numbers: Tensor, bits: int) -> Tensor:
+    """Numbers of 1 or 2 bits, (rows, columns) uint8, packed as `BlockParts.high`."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return (numbers.view(len(numbers), -1, 8 // bits) << shifts).sum(-1, dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return (packed.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(1)

@@ -9,6 +9,8 @@ from typing import Protocol
 
 _FLOAT16_BYTES = 2
 _FLOAT32_BYTES = 4
+# Codes of 4 bits that stand for the numbers of a table.
+LEVELS_FORMAT = "int4 levels"
 
 
 class Scheme(Protocol):
@@ -66,7 +68,10 @@ class Awq:
     """`qweight`, `qzeros` and `scales` with K first, packed along N in AWQ's own order."""
 
     group_size: int | None
-    weight_format = "int4"
+
+    @property
+    def weight_format(self) -> str:
+        return integer_format(4, is_symmetric=False)
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         group_size = self.group_size or in_features
@@ -105,7 +110,7 @@ class Fp4:
     weight: str
     global_scale: str | None = None
     divides: bool = False
-    weight_format = "int4"
+    weight_format = LEVELS_FORMAT
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         # A power of two is one in float16; e4m3 times a float32 is not.
@@ -115,8 +120,12 @@ class Fp4:
 
 
 def integer_format(bits: int, is_symmetric: bool) -> str:
-    """Asymmetric codes of 8 bits have a name of their own, as nothing but torch computes them."""
-    return "int8 asymmetric" if bits == 8 and not is_symmetric else f"int{bits}"
+    return f"int{bits}" if is_symmetric else f"int{bits} asymmetric"
+
+
+def block_format(bits: int, *, has_minima: bool) -> str:
+    """Of GGUF's blocks: codes of 4, 5 or 6 bits, whose scales may be codes themselves."""
+    return f"blocks of int{bits}" + " with minima" * has_minima
 
 
 def _grouped_bytes(

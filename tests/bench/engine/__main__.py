@@ -29,6 +29,12 @@ def _run(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
         cpu_decode(args.dtype, args.threads, args.num_seqs, args.rounds, args.steps)
         return
+    if args.part == "cpu-prefill":
+        from tests.bench.engine.cpu_prefill import cpu_prefill
+
+        torch.set_num_threads(args.threads)
+        cpu_prefill(args.dtype, args.threads, args.num_rows, args.rounds)
+        return
     if not torch.cuda.is_available():
         if not args.tiny:
             raise InvalidConfig(
@@ -76,6 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     cpu.add_argument("--num-seqs", type=int, default=1)
     cpu.add_argument("--rounds", type=int, default=7)
     cpu.add_argument("--steps", type=int, default=20, help="decode steps in a round")
+
+    prefill = parts.add_parser("cpu-prefill", help="a prefill step on the CPU against oneDNN")
+    prefill.add_argument("--threads", type=int, default=max(1, os.cpu_count() or 2))
+    prefill.add_argument("--dtype", type=Dtype, choices=list(Dtype), default=Dtype.BFLOAT16)
+    prefill.add_argument("--num-rows", type=int, default=512, help="tokens of the prompt")
+    prefill.add_argument("--rounds", type=int, default=7)
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         part = parts.add_parser(name, help=text)

@@ -17,7 +17,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import SamplingParams, ScheduledBatch, SlotAssignment
 
 # SmolLM-135M's shape: 134.5 million parameters, 269 MB in bfloat16, eight times a large L3.
-_SHAPE_135M = {
+SHAPE_135M = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 49152,
     "hidden_size": 576,
@@ -32,10 +32,11 @@ _PROBE_BYTES = 2**28  # a step's worth, so that both are as likely to be disturb
 _CONTEXT = 64  # tokens before the first measured step
 
 
-def cpu_decode(dtype: Dtype, num_threads: int, num_seqs: int, rounds: int, steps: int) -> None:
+def random_executor(dtype: Dtype, num_threads: int, num_seqs: int) -> CpuExecutor:
+    """Of random weights in that shape."""
     with tempfile.TemporaryDirectory() as model_dir:
-        Path(model_dir, "config.json").write_text(json.dumps(_SHAPE_135M))
-        executor = CpuExecutor(
+        Path(model_dir, "config.json").write_text(json.dumps(SHAPE_135M))
+        return CpuExecutor(
             EngineConfig(
                 model=model_dir,
                 device=Device.CPU,
@@ -46,6 +47,10 @@ def cpu_decode(dtype: Dtype, num_threads: int, num_seqs: int, rounds: int, steps
             ),
             Path(model_dir),
         )
+
+
+def cpu_decode(dtype: Dtype, num_threads: int, num_seqs: int, rounds: int, steps: int) -> None:
+    executor = random_executor(dtype, num_threads, num_seqs)
     info = executor.info
     decode = _Decode(executor, num_seqs)
     decode.run(steps)  # warm: caches, threads, oneDNN's primitives

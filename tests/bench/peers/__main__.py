@@ -8,7 +8,7 @@ from pathlib import Path
 from subprocess import CalledProcessError
 
 from penstock.scheduler.errors import PenstockError
-from tests.bench.peers.compare import comparison
+from tests.bench.peers.compare import WEIGHTS, comparison
 from tests.bench.peers.install import PEERS, install
 from tests.bench.peers.models import SHAPES
 from tests.support.paths import ROOT
@@ -20,12 +20,15 @@ def main(argv: list[str]) -> int:
     if more and options.what == "install":
         print(f"install takes no {more[0]}", file=sys.stderr)
         return 2
-    peers, into = options.peers or [*PEERS], options.into.resolve()
+    into = options.into.resolve()
+    weights = options.weights if options.what == "compare" else "bf16"
+    # vLLM for CPUs quantizes no model when it loads it.
+    peers = options.peers or [peer for peer in PEERS if weights == "bf16" or peer != "vllm"]
     try:
         for peer in peers:
             install(peer, into)
         if options.what == "compare":
-            command = comparison(options.shape, into, peers, options.threads, more)
+            command = comparison(options.shape, into, peers, options.threads, weights, more)
             print(f"\n{shlex.join(command)}\n", flush=True)
             os.execv(sys.executable, [sys.executable, "-m", *command])
     except (PenstockError, CalledProcessError) as error:
@@ -45,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     comparing.add_argument("shape", choices=[*SHAPES], help="of the model, with random weights")
     comparing.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    comparing.add_argument(
+        "--weights", choices=[*WEIGHTS], default="bf16", help="of all servers; by default bf16"
+    )
     for each in (installing, comparing):
         each.add_argument(
             "--peer",

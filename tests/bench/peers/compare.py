@@ -1,10 +1,11 @@
 """The comparison of Penstock with its peers: how each is started, so that all do the same work.
 
 All compute in bfloat16 where the processor can, have a KV cache of 16 bits, find shared prefixes in
-it, and run up to 32 sequences at a time.
+it, and run up to 32 sequences at a time. Weights are in bfloat16, or in the same number of bits.
 """
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,15 @@ _READY_S = 1800  # vLLM compiles at its first start, for minutes even on a quiet
 _QUIET = "HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1"
 
 
+# By --weights: the end of llama.cpp's file, and of OpenVINO's folder; what its exporter is told.
+WEIGHTS = {
+    "bf16": (".gguf", "openvino", ("fp16",)),
+    "int8": ("-q8_0.gguf", "openvino-int8", ("int8",)),
+    # Groups as llama.cpp's and ours. The default, 128, does not divide the rows of 135m.
+    "int4": ("-q4_0.gguf", "openvino-int4", ("int4", "--group-size", "32")),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Files:
     """One model, in the formats of all servers."""
@@ -28,17 +38,18 @@ class Files:
     openvino: Path
 
 
-def made_files(name: str, into: Path, peers: list[str]) -> Files:
-    """Makes those of them that `peers` need and that do not exist."""
+def made_files(name: str, into: Path, peers: list[str], weights: str) -> Files:
+    """Makes those of them that `peers` need and that do not exist. weights: of WEIGHTS."""
     folder = into / "models"
-    files = Files(folder / name, folder / f"{name}.gguf", folder / f"{name}-openvino")
+    gguf, openvino, exported = WEIGHTS[weights]
+    files = Files(folder / name, folder / f"{name}{gguf}", folder / f"{name}-{openvino}")
     if not (files.model / "config.json").exists():
         print(f"making {files.model} ...", flush=True)
         write_model(SHAPES[name], files.model)
     if "llama" in peers and not files.gguf.exists():
-        write_gguf(files.model, files.gguf, into / "llama")
+        write_gguf(files.model, folder / f"{name}.gguf", into / "llama")
     if "openvino" in peers and not files.openvino.exists():
-        write_openvino(files.model, files.openvino, into / "openvino")
+        write_openvino(files.model, files.openvino, into / "openvino", exported)
     return files
 
 
@@ -70,13 +81,19 @@ def commands(files: Files, into: Path, cores: list[int], *, has_bf16: bool) -> d
     }
 
 
-def comparison(name: str, into: Path, peers: list[str], threads: int, more: list[str]) -> list[str]:
+def comparison(
+    name: str, into: Path, peers: list[str], threads: int, weights: str, more: list[str]
+) -> list[str]:
     """The command line of `penstock bench peers`, after the files that it needs are made."""
-    files = made_files(name, into, peers)
+    files = made_files(name, into, peers, weights)
     cores = sorted(os.sched_getaffinity(0))[:threads]
     servers = commands(files, into, cores, has_bf16=has_bf16())
     flags = ["--model", str(files.model), "--threads", str(threads)]
     flags += ["--ready-timeout", str(_READY_S)]
+    if weights != "bf16":
+        ours = f"{sys.executable} -m penstock serve {{model}} --port {{port}}"
+        own = f"penstock={ours} --num-threads {{threads}} --quantization {weights}"
+        flags += ["--server", own]
     for peer in peers:
         flags += ["--server", f"{peer}={servers[peer]}"]
     return ["penstock", "bench", "peers", *flags, *more]

@@ -11,7 +11,7 @@ import string
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,8 @@ def write_gguf(model: Path, file: Path, llama: Path) -> None:
         whole.rename(file)
 
 
-def write_openvino(model: Path, target: Path, environment: Path) -> None:
-    """An OpenVINO model with float16 weights, and its tokenizer.
+def write_openvino(model: Path, target: Path, environment: Path, weights: Iterable[str]) -> None:
+    """An OpenVINO model and its tokenizer. weights: a format, and more of the exporter's flags.
 
     The exporter has no bfloat16; a server that computes in it converts the weights when it loads.
     environment: one that has optimum-intel. Raises CalledProcessError.
@@ -132,7 +132,7 @@ def write_openvino(model: Path, target: Path, environment: Path) -> None:
         whole = Path(folder, target.name)
         _run(
             *(environment / "bin" / "optimum-cli", "export", "openvino", "--model", model),
-            *("--task", "text-generation-with-past", "--weight-format", "fp16", whole),
+            *("--task", "text-generation-with-past", "--weight-format", *weights, whole),
             HF_HUB_OFFLINE="1",
             DO_NOT_TRACK="1",
         )

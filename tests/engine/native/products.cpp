@@ -1,10 +1,12 @@
-// Whether products.h multiplies what it says, for each type of weights; a program, so that an emulator can
+// Whether the headers multiply what they say, for each type and format of weights; a program, so that an emulator can
 // run it too. Ends with 1 and a line for the first product that is wrong.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <vector>
 
+#define PENSTOCK_FORMATS ~0u
+#include "blocks.h"
 #include "grouped.h"
 #include "products.h"
 
@@ -141,10 +143,96 @@ bool all_codes_are_right() {
     return true;
 }
 
+// Of a format of blocks: whether scales have factors, weights minima, and codes stand for numbers of a table.
+struct Format {
+    int64_t bits, group;
+    bool has_factors, has_minima, has_table;
+};
+
+bool blocks_are_right(const Format &of, int64_t rows, int64_t columns, int64_t length) {
+    const int64_t groups = length / of.group, each = of.has_minima ? 2 : 1;
+    const int64_t high_bits = of.bits - 4, padded = banded_rows(columns);
+    std::vector<unsigned char> low(columns * length / 2), high(columns * length * high_bits / 8 + 8),
+        packed(padded * length * of.bits / 8), table(kTableBytes);
+    for (auto *bytes : {&low, &high})
+        for (auto &byte : *bytes) byte = (unsigned char)std::rand();
+    for (std::size_t i = 0; i < table.size(); ++i) table[i] = (unsigned char)(i % 16 * i % 16 + 3);
+    pack_blocks(packed.data(), low.data(), high.data(), columns, length, of.bits);
+    Blocks w{packed.data(), nullptr, nullptr, of.has_table ? table.data() : nullptr, of.bits, of.group,
+             groups, of.has_minima ? 0 : of.has_table ? 100 : 1 << (of.bits - 1), of.has_minima};
+    std::vector<std::int8_t> scale_codes(padded * groups * each);
+    std::vector<f16> scales(scale_codes.size()), factors(padded * w.factors_each() * each);
+    for (auto &code : scale_codes) code = std::int8_t(std::rand());
+    for (auto &scale : scales) store(&scale, draw());
+    for (auto &factor : factors) store(&factor, draw() / 64);
+    w.scales = of.has_factors ? static_cast<const void *>(scale_codes.data()) : scales.data();
+    if (of.has_factors) w.factors = factors.data();
+    // The scale, or the minimum, of a row and a group.
+    auto number = [&](int64_t n, int64_t g, int64_t part) {
+        auto at = [&](int64_t count, int64_t i) {
+            return ((n / kBand * count + i) * each + part) * kBand + n % kBand;
+        };
+        if (!of.has_factors) return double(widen(scales[at(groups, g)]));
+        const int64_t factor = at(w.factors_each(), g * of.group / kFactorColumns);
+        return double(scale_codes[at(groups, g)]) * double(widen(factors[factor]));
+    };
+    const int64_t bytes = CodedRows::bytes(length, of.group);
+    std::vector<unsigned char> memory(rows * bytes);
+    std::vector<float> x(length), together(rows * kBand), alone(kBand);
+    for (int64_t row = 0; row < rows; ++row) {
+        for (float &value : x) value = draw();
+        code_row(x.data(), length, of.group, memory.data() + row * bytes);
+    }
+    const CodedRows coded = CodedRows::at(memory.data(), length, of.group);
+    for (int64_t band = 0; band < padded / kBand; ++band) {
+        multiply_blocks(coded, 0, rows, w, band, together.data(), kBand);
+        for (int64_t row = 0; row < rows; ++row) {
+            multiply_blocks(coded, row, 1, w, band, alone.data(), kBand);
+            for (int64_t n = band * kBand; n < std::min(columns, band * kBand + kBand); ++n) {
+                double expected = 0, size = 0;
+                for (int64_t k = 0; k < length; ++k) {
+                    const int64_t at = n * length + k, g = k / of.group;
+                    int code = low[at / 2] >> 4 * (at % 2) & 15;
+                    if (of.has_table) code = table[code];
+                    if (high_bits)
+                        code |= (high[at * high_bits / 8] >> at * high_bits % 8 &
+                                 ((1 << high_bits) - 1)) << 4;
+                    double value = number(n, g, 0) * double(code - int(w.offset));
+                    if (of.has_minima) value -= number(n, g, 1);
+                    value *= double(coded.codes(row)[k]) * double(coded.scales(row)[g]);
+                    expected += value;
+                    size += std::abs(value);
+                }
+                const float result = together[row * kBand + n % kBand];
+                if (std::abs(expected - result) <= 1e-5 * size && result == alone[n % kBand]) continue;
+                std::printf("blocks of %ld bits, groups of %ld, %d %d %d, %ld rows, %ld columns, length "
+                            "%ld: row %ld, column %ld is %g, alone %g, should be %g\n", long(of.bits),
+                            long(of.group), of.has_factors, of.has_minima, of.has_table, long(rows),
+                            long(columns), long(length), long(row), long(n), double(result),
+                            double(alone[n % kBand]), expected);
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+bool all_blocks_are_right() {
+    for (const Format &of : {Format{4, 32, true, true, false}, {4, 32, false, true, false},
+                             {4, 32, true, false, true}, {5, 32, true, true, false},
+                             {5, 16, true, true, false}, {5, 32, false, true, false},
+                             {5, 32, false, false, false}, {6, 16, true, false, false}})
+        for (int64_t length : {32, 256, 1280, 2144})
+            for (int64_t rows : {1, 2, 5, 6, 7, 13})
+                if (!blocks_are_right(of, rows, rows % 2 ? 32 : 70, length)) return false;
+    return true;
+}
+
 }  // namespace
 
 int main() {
     const bool right = all_right<float>("float32") && all_right<f16>("float16") &&
-                       all_right<bf16>("bfloat16") && all_codes_are_right();
+                       all_right<bf16>("bfloat16") && all_codes_are_right() &&
+                       all_blocks_are_right();
     return right ? 0 : 1;
 }

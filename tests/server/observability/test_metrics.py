@@ -16,10 +16,10 @@ from penstock.engine.messages import Abort, FromEngine, StepReport, Submit, ToEn
 from penstock.engine.model_info import AttentionGroup
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.stats import NO_WORK, SchedulerStats
+from penstock.scheduler.stats import NO_WORK, SchedulerStats, StepClass
 from penstock.scheduler.types import Finish, RequestId, ScheduledBatch
 from penstock.server.observability.metrics import Metrics
-from penstock.server.observability.step_window import RecentSteps, StepClass
+from penstock.server.observability.step_window import RecentSteps
 from penstock.server.observability.version import checkout_commit
 from tests.support.scheduling import make_request
 from tests.support.scraping import Scrape

@@ -17,6 +17,7 @@ from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.quantization.at_load.rounding import GROUP_SIZE, LEVELS, Codes
 from penstock.engine.models.quantization.at_load.weights import QuantizedWeights
+from penstock.engine.models.quantization.schemes import LEVELS_FORMAT, integer_format
 
 # Of the rounding, of what is kept at 8 bits, and of the text: part of the key of what is cached.
 VERSION = 1
@@ -41,6 +42,10 @@ class Part:
     def key(self) -> str:
         """Of no other part of the model."""
         return "+".join(self.names)
+
+    @property
+    def weight_format(self) -> str:
+        return LEVELS_FORMAT if self.bits == 4 else integer_format(8, is_symmetric=True)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -135,6 +140,10 @@ class Plan:
             weight_bytes=model.step_weight_bytes + model.embedding.nbytes,
             step_weight_bytes=model.step_weight_bytes,
         )
+
+    @property
+    def weight_formats(self) -> frozenset[str]:
+        return frozenset(part.weight_format for part in self.parts)
 
     @property
     def num_weights(self) -> int:

@@ -7,7 +7,6 @@ import torch
 
 from penstock.engine.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
 from penstock.engine.models.gguf import blocks
-from penstock.engine.models.layers.grouped import GroupedLinear
 
 TYPES = pytest.mark.parametrize(
     ("number", "kind"), TENSOR_TYPES.items(), ids=[kind.name for kind in TENSOR_TYPES.values()]
@@ -43,20 +42,38 @@ def test_numbers_are_those_of_ggml(number: int, kind: TensorType) -> None:
     np.testing.assert_array_equal(found, expected.astype(np.float32))
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "IQ4_NL"])
-def test_codes_and_scales_stand_for_the_same_numbers(name: str) -> None:
-    number, kind = next((n, each) for n, each in TENSOR_TYPES.items() if each.name == name)
-    assert blocks.is_grouped(kind)
+QUANTIZED = pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        pytest.param(*each, id=each[1].name)
+        for each in TENSOR_TYPES.items()
+        if each[1].block_size > 1
+    ],
+)
+
+
+@QUANTIZED
+def test_codes_and_scales_stand_for_the_same_numbers(number: int, kind: TensorType) -> None:
     raw = random_rows(kind)
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(number))
-    codes, scales = blocks.grouped(torch.from_numpy(raw), kind)
-    linear = GroupedLinear(
-        codes,
-        scales,
-        None,
-        group_size=32,
-        in_features=expected.shape[1],
-        levels=blocks.levels(kind),
-    )
+    parts = [blocks.grouped(torch.from_numpy(rows), kind) for rows in (raw[:2], raw[2:])]
+    linear = blocks.linear(parts, kind, None, expected.shape[1])
+    assert linear.weight_format == blocks.weight_format(kind)
     np.testing.assert_array_equal(linear.weight().numpy(), expected)
+    np.testing.assert_array_equal(linear.rows(1, 4).weight().numpy(), expected[1:4])
+
+
+@QUANTIZED
+def test_codes_take_as_much_memory_as_foretold_and_little_more_than_in_the_file(
+    number: int, kind: TensorType
+) -> None:
+    raw = torch.from_numpy(random_rows(kind))
+    columns = raw.shape[1] // kind.block_bytes * kind.block_size
+    linear = blocks.linear([blocks.grouped(raw, kind)], kind, None, columns)
+    assert linear.num_bytes == blocks.stored_bytes(kind, 5 * columns)
+    assert raw.nbytes <= linear.num_bytes <= 1.03 * raw.nbytes
+
+
+def test_numbers_without_blocks_have_no_codes() -> None:
+    assert blocks.weight_format(TENSOR_TYPES[1]) is None

@@ -16,16 +16,19 @@ from penstock.engine.executors.loading import weight_bytes
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.gguf.check import check_gguf
-from penstock.engine.models.gguf.weights import GgufWeights
+from penstock.engine.models.gguf.weights import GgufWeights, weight_formats
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.native.packing import FORMATS
+from tests.support.gguf_blocks import quantized_blocks
 from tests.support.gguf_files import TypeOf, load_transformers, plain, quantized, write_gguf
 from tests.support.paths import STORIES
 from tests.support.tiny_models import FAMILIES, Harness, make_model
 
 PROMPT = torch.randint(0, 96, (50,), generator=torch.Generator().manual_seed(1))
+IN_BLOCKS_OF_256 = (Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS)
+QUANTIZED = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, *IN_BLOCKS_OF_256)
 # The metadata has no place for these settings of YaRN.
 WRITTEN = [family for family in FAMILIES if family not in ("llama_yarn", "qwen2_window")]
 
@@ -34,6 +37,11 @@ def logits(path: Path, prompt: Tensor = PROMPT, **options: Any) -> Tensor:
     harness = Harness(path, num_sequences=1, make_linear=PlainLinear, **options)
     harness.token_table[0, : len(prompt)] = prompt
     return harness.run([(0, 0, len(prompt))])[0]
+
+
+def with_plain_values(name: str) -> Type:
+    """Q5_0, but for the values' matrix."""
+    return Type.F16 if "attn_v.weight" in name else quantized(Type.Q5_0)(name)
 
 
 def kept_formats(keeps_codes: bool) -> frozenset[str]:
@@ -72,20 +80,19 @@ def dequantized(model: Any, type_of: TypeOf) -> Any:
         kind = type_of(str(names.get_name(name, try_suffixes=(".weight", ".bias"))))
         if parameter.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             kind = Type.F16
-        packed = gguf.quants.quantize(parameter.data.numpy(), kind)
+        packed = quantized_blocks(parameter.data.numpy(), kind)
         parameter.data = torch.from_numpy(gguf.quants.dequantize(packed, kind).copy())
     return model
 
 
-@pytest.mark.parametrize(
-    "kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
-)
 @pytest.mark.parametrize("keeps_codes", [True, False])
+@pytest.mark.parametrize("kind", [Type.F16, Type.BF16, *QUANTIZED], ids=lambda kind: kind.name)
 def test_quantized_weights_are_computed_as_the_numbers_they_stand_for(
     tmp_path: Path, kind: Type, keeps_codes: bool
 ) -> None:
-    path = write_gguf(tmp_path / "model.gguf", make_model("qwen2"), quantized(kind))
-    model = dequantized(make_model("qwen2"), quantized(kind))
+    sizes = {"hidden_size": 256, "intermediate_size": 256} if kind in IN_BLOCKS_OF_256 else {}
+    path = write_gguf(tmp_path / "model.gguf", make_model("qwen2", **sizes), quantized(kind))
+    model = dequantized(make_model("qwen2", **sizes), quantized(kind))
     with torch.inference_mode():
         expected = model(PROMPT.unsqueeze(0)).logits[0]
     found = logits(path, kept=kept_formats(keeps_codes))
@@ -109,7 +116,7 @@ def test_rows_of_llama_are_put_back_in_every_format(tmp_path: Path) -> None:
 
 def test_layers_of_different_types_are_stacked(tmp_path: Path) -> None:
     def type_of(name: str) -> Type:
-        kinds = {"attn_q": Type.Q4_0, "attn_k": Type.Q4_0, "attn_v": Type.Q5_0}
+        kinds = {"attn_q": Type.Q5_0, "attn_k": Type.Q5_0, "attn_v": Type.Q4_1}
         return kinds.get(name.split(".")[-2], Type.Q8_0) if "norm" not in name else Type.F32
 
     model = make_model("qwen2")
@@ -120,14 +127,17 @@ def test_layers_of_different_types_are_stacked(tmp_path: Path) -> None:
     stacked = source(path, keeps_codes=True).quantized((128, 64), bias, *names)
     assert isinstance(stacked, StackedLinear)
     both, last = stacked.parts
-    assert isinstance(both, GroupedLinear) and isinstance(last, PlainLinear)
-    assert both.bits == 4 and both.out_features == 96
+    assert isinstance(both, GroupedLinear) and isinstance(last, GroupedLinear)
+    assert (both.bits, last.bits, both.out_features) == (5, 4, 96)
     assert torch.equal(stacked(torch.zeros(1, 64))[0], bias)
 
 
-def test_a_layer_without_codes_is_plain(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", make_model("qwen2"), quantized(Type.Q5_1))
-    assert source(path, keeps_codes=True).quantized((64, 64), None, "lm_head") is None
+def test_a_layer_is_plain_where_a_part_of_it_has_no_codes(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", make_model("qwen2"), with_plain_values)
+    read = source(path, keeps_codes=True).quantized
+    prefix = "model.layers.0."
+    assert read((96, 64), None, *(f"{prefix}self_attn.{kind}_proj" for kind in "qkv")) is None
+    assert isinstance(read((64, 64), None, f"{prefix}self_attn.o_proj"), GroupedLinear)
 
 
 def test_what_dequantized_weights_cost_is_logged(
@@ -135,24 +145,48 @@ def test_what_dequantized_weights_cost_is_logged(
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", make_model("llama2"), quantized(Type.Q5_0))
     with caplog.at_level(logging.INFO):
+        source(path, torch.bfloat16, keeps_codes=False)
         source(path, torch.bfloat16, keeps_codes=True)
-    [line] = caplog.messages
-    assert line.startswith("20 matrices (20 of Q5_0) are dequantized to bfloat16: they take 0.0")
+    without_codes, with_codes = caplog.messages
+    assert without_codes.startswith(
+        "20 matrices (20 of Q5_0) are dequantized to bfloat16: they take 0.0"
+    )
+    # The embedding.
+    assert with_codes.startswith("1 matrix (1 of Q5_0) is dequantized to bfloat16: it takes 0.0")
 
 
-@pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0, Type.Q5_0])
+def test_block_scales_that_are_one_number_more_are_no_matrices_that_grew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("qwen2", hidden_size=256, tie_word_embeddings=False)
+    embedding = "token_embd.weight"
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        model,
+        lambda name: Type.F16 if name == embedding else quantized(Type.Q4_K)(name),
+    )
+    with caplog.at_level(logging.INFO):
+        source(path, torch.bfloat16, keeps_codes=True)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    "type_of",
+    [*map(quantized, (Type.F32, Type.Q8_0, Type.Q5_0)), with_plain_values],
+    ids=["F32", "Q8_0", "Q5_0", "mixed"],
+)
 @pytest.mark.parametrize("family", ["llama2", "qwen2"])
 @pytest.mark.parametrize("keeps_codes", [True, False])
 def test_the_memory_of_weights_is_known_before_they_are_read(
-    tmp_path: Path, family: str, kind: Type, keeps_codes: bool
+    tmp_path: Path, family: str, type_of: TypeOf, keeps_codes: bool
 ) -> None:
-    path = write_gguf(tmp_path / "model.gguf", make_model(family), quantized(kind))
+    path = write_gguf(tmp_path / "model.gguf", make_model(family), type_of)
     config, dtype = ModelConfig.from_dir(path), torch.bfloat16
     kept = kept_formats(keeps_codes)
     foretold = weight_bytes(config, LoadFormat.AUTO, path, dtype, kept=kept)
     model = Harness(path, dtype=dtype, make_linear=PlainLinear, kept=kept).model
     assert isinstance(model, LlamaModel)
-    is_copy = not config.tied_embeddings or (keeps_codes and kind is Type.Q8_0)
+    is_copy = not config.tied_embeddings or (weight_formats(path) and keeps_codes)
     embedding = model.embedding.nbytes if is_copy else 0
     assert foretold == model.step_weight_bytes + embedding
 

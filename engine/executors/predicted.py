@@ -1,0 +1,121 @@
+"""`PredictedExecutor`: steps that take the time that a step model predicts, on a virtual clock.
+
+It computes nothing: every sampled id is the same, so that an answer ends at its max_tokens. The
+scheduler and the loop around it are those that serve. A device runs one step after another; a step
+begins when it is launched and the one before has ended, as on a real one.
+"""
+
+from concurrent.futures import Future
+from random import Random
+from typing import Any
+
+from penstock.engine.executor import check_no_adapter
+from penstock.engine.model_info import ModelInfo
+from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.stats import StepClass, StepWork, class_of, work_of
+from penstock.scheduler.step_model.model import StepModel
+from penstock.scheduler.types import Request, RequestId, SampledTokens, ScheduledBatch
+
+_TOKEN_ID = 7  # any but a stop token
+
+
+class VirtualClock:
+    """Seconds since the simulation began. Call it as `time.monotonic`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance_to(self, at_s: float) -> None:
+        """Does nothing if that is past."""
+        if at_s > self.now_s:
+            self.now_s = at_s
+
+
+class PredictedExecutor:
+    """See `penstock.engine.executor.Executor`.
+
+    factors: by class, what predicted times are multiplied by; 1 where none is given. seed: draws
+    the spread that the model saw in steps alike; None for none. host_s: the host's time of the step
+    that was waited for last, which whoever drives the loop adds when its report is sent.
+    num_outside: steps that are outside of what the model was checked on.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        model: StepModel,
+        clock: VirtualClock,
+        *,
+        factors: dict[StepClass, float] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._info = info
+        self._model = model
+        self._clock = clock
+        self._factors = factors or {}
+        self._random = None if seed is None else Random(seed)
+        self._free_s = 0.0
+        self.host_s = 0.0
+        self.num_outside = 0
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._info.runs_ahead
+
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        """Raises InvalidConfig for what cannot be simulated."""
+        check_no_adapter(request)
+        if request.pooling or request.sampling.num_prompt_logprobs is not None:
+            raise InvalidConfig("a prompt's outputs cannot be simulated: there is no model")
+        return None
+
+    def release(self, request_id: RequestId) -> None:
+        pass
+
+    def execute(self, batch: ScheduledBatch) -> "PredictedStep":
+        work = work_of(batch, self._info.windows, self._info.graph_sizes)
+        device_s, host_s = self._times(work)
+        self._free_s = max(self._clock.now_s, self._free_s) + device_s
+        sampled = SampledTokens(step=batch.step, token_ids=[_TOKEN_ID] * sum(batch.samples))
+        return PredictedStep(self, self._clock, sampled, self._free_s, host_s)
+
+    def _times(self, work: StepWork) -> tuple[float, float]:
+        """Of the device and of the host, in seconds."""
+        kind, amounts = class_of(work), self._info.amounts(work)
+        device_s, host_s = self._model.time_of(amounts)
+        factor = self._factors.get(kind, 1.0)
+        if self._random and (error := self._model.errors.get(kind)):
+            factor *= error.ratio_at(self._random.random())
+        if self._model.outside(amounts, kind):
+            self.num_outside += 1
+        return factor * device_s, factor * host_s
+
+
+class PredictedStep:
+    """`PendingTokens` of a step that ends at a time known in advance."""
+
+    def __init__(
+        self,
+        executor: PredictedExecutor,
+        clock: VirtualClock,
+        sampled: SampledTokens,
+        end_s: float,
+        host_s: float,
+    ) -> None:
+        self._executor = executor
+        self._clock = clock
+        self._sampled = sampled
+        self._end_s = end_s
+        self._host_s = host_s
+
+    def wait(self) -> SampledTokens:
+        self._clock.advance_to(self._end_s)
+        self._executor.host_s = self._host_s
+        return self._sampled

@@ -1,0 +1,69 @@
+// Around a step's products: what it reads of the executor's tables, and the likeliest ids after it. Both
+// are a few microseconds here, and some ten of torch's operators otherwise, whose code is cold each time,
+// since a step passes all weights through the caches.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "vectors.h"
+
+// engine/native/model.py declares the same with ctypes. For each of `sequences`: the row of both tables,
+// its tokens before the step, and how many the step has.
+struct Gather {
+    int64_t sequences, tokens_step, max_blocks, block_size;
+    const int64_t *slots, *starts, *counts;
+    const int64_t *token_table;   // (slots, tokens_step)
+    const int32_t *block_tables;  // (slots, max_blocks)
+    int64_t *token_ids, *positions, *kv_slots;  // of all tokens, sequence after sequence
+    int32_t *blocks, *query_starts;  // (sequences, max_blocks), written as far as used; sequences + 1
+};
+
+// As build_model_input in engine/model_input.py.
+inline void gather(const Gather &g) {
+    int64_t to = 0;
+    for (int64_t i = 0; i < g.sequences; ++i) {
+        const int64_t *tokens = g.token_table + g.slots[i] * g.tokens_step;
+        const int32_t *blocks = g.block_tables + g.slots[i] * g.max_blocks;
+        g.query_starts[i] = int32_t(to);
+        for (int64_t p = g.starts[i]; p < g.starts[i] + g.counts[i]; ++p, ++to) {
+            g.token_ids[to] = tokens[p];
+            g.positions[to] = p;
+            g.kv_slots[to] = blocks[p / g.block_size] * g.block_size + p % g.block_size;
+        }
+        const int64_t used = (g.starts[i] + g.counts[i] + g.block_size - 1) / g.block_size;
+        std::copy_n(blocks, used, g.blocks + i * g.max_blocks);
+    }
+    g.query_starts[g.sequences] = int32_t(to);
+}
+
+// The first of a row's maxima; -1 where one of its numbers is NaN or +inf.
+inline int64_t likeliest(const float *row, int64_t size) {
+    constexpr int64_t kBlock = 64 * kLanes;
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    float best = -kInfinity;
+    int64_t first = 0;
+    for (int64_t start = 0; start < size; start += kBlock) {
+        const int64_t end = std::min(start + kBlock, size);
+        Floats highest = all(-kInfinity);
+        Words are_finite = ~Words{};
+        int64_t i = start;
+        for (; i + kLanes <= end; i += kLanes) {
+            const Floats x = load(row + i);
+            are_finite &= (Words)(x < all(kInfinity));
+            highest = x > highest ? x : highest;
+        }
+        float top = -kInfinity;
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+            if (!are_finite[lane]) return -1;
+            top = std::max(top, highest[lane]);
+        }
+        for (; i < end; ++i) {
+            if (!(row[i] < kInfinity)) return -1;
+            top = std::max(top, row[i]);
+        }
+        if (top > best) best = top, first = start;
+    }
+    while (row[first] != best) ++first;
+    return first;
+}

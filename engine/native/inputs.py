@@ -1,0 +1,80 @@
+"""`gather_input`: `build_model_input` on a CPU, in one call of C++ (inputs.h)."""
+
+import ctypes
+from ctypes import Structure, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from penstock.engine.model_input import ModelInput
+from penstock.scheduler.types import ScheduledBatch
+
+
+class _Gather(Structure):
+    _fields_ = (
+        ("sequences", c_int64),
+        ("tokens_step", c_int64),
+        ("max_blocks", c_int64),
+        ("block_size", c_int64),
+        ("slots", c_void_p),
+        ("starts", c_void_p),
+        ("counts", c_void_p),
+        ("token_table", c_void_p),
+        ("block_tables", c_void_p),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("kv_slots", c_void_p),
+        ("blocks", c_void_p),
+        ("query_starts", c_void_p),
+    )
+
+
+def gather_input(
+    library: ctypes.CDLL,
+    batch: ScheduledBatch,
+    token_table: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> ModelInput:
+    """As `build_model_input`, but that block_tables is not written past what its row uses.
+
+    library: see `load_library`. The tables are contiguous.
+    """
+    num_sequences = len(batch.slots)
+    numbers = c_int64 * num_sequences
+    slots, starts = numbers(*batch.slots), numbers(*batch.starts)
+    counts = numbers(*batch.num_tokens)
+    of_tokens = torch.empty(3, sum(batch.num_tokens), dtype=torch.int64)
+    token_ids, positions, kv_slots = of_tokens.unbind()
+    max_blocks = block_tables.shape[1]
+    blocks = torch.empty(num_sequences, max_blocks, dtype=torch.int32)
+    query_starts = (c_int32 * (num_sequences + 1))()
+    wanted = _Gather(
+        sequences=num_sequences,
+        tokens_step=token_table.shape[1],
+        max_blocks=max_blocks,
+        block_size=block_size,
+        slots=ctypes.addressof(slots),
+        starts=ctypes.addressof(starts),
+        counts=ctypes.addressof(counts),
+        token_table=token_table.data_ptr(),
+        block_tables=block_tables.data_ptr(),
+        token_ids=token_ids.data_ptr(),
+        positions=positions.data_ptr(),
+        kv_slots=kv_slots.data_ptr(),
+        blocks=blocks.data_ptr(),
+        query_starts=ctypes.addressof(query_starts),
+    )
+    library.penstock_gather(ctypes.byref(wanted))
+    ends = query_starts[1:]
+    last_rows = [end - 1 for end, samples in zip(ends, batch.samples, strict=True) if samples]
+    return ModelInput(
+        token_ids=token_ids,
+        positions=positions,
+        kv_slots=kv_slots,
+        block_tables=blocks,
+        query_starts=list(query_starts),
+        context_lens=[s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)],
+        num_decodes=batch.num_decodes,
+        sample_rows=torch.tensor(last_rows, dtype=torch.int64),
+    )

@@ -1,0 +1,170 @@
+"""`penstock calibrate`: its flags, and the order of a calibration."""
+
+import argparse
+import asyncio
+import os
+import sys
+from dataclasses import replace
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+
+from penstock.engine.config import LoadFormat
+from penstock.loadtest.bench.config import check_writable
+from penstock.loadtest.bench.parser import BenchParser
+from penstock.loadtest.calibrate.calibration import Calibration
+from penstock.loadtest.calibrate.engine_flags import (
+    add_loading_flags,
+    add_memory_flags,
+    add_model_flags,
+    add_scheduler_flags,
+    engine_config,
+)
+from penstock.loadtest.calibrate.running import PROBE_TOKENS, read_steps, ttft_when_idle
+from penstock.loadtest.calibrate.sweep import run_sweep
+from penstock.loadtest.exit_status import INTERRUPTED
+from penstock.scheduler.errors import InvalidConfig, PenstockError
+from penstock.scheduler.stats import AttentionWork, StepWork
+from penstock.scheduler.step_model.amounts import DEVICE_UNITS, HOST_UNITS
+from penstock.scheduler.step_model.fit import fit
+
+_DESCRIPTION = """\
+Fit a model of step times, and write it to a file for penstock simulate.
+
+  penstock calibrate --base-url http://127.0.0.1:8000     from the steps of a server that had load
+  penstock calibrate MODEL_DIR --seconds 60               from a sweep in this process"""
+
+
+def make_parser() -> BenchParser:
+    parser = BenchParser(prog="penstock calibrate", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="as of penstock serve; default: the demo model")
+    add("--base-url", metavar="URL", help="a running server, in place of a model")
+    add("--seconds", type=float, default=60.0, metavar="S", help="of the sweep in this process")
+    add("--output", type=Path, default=Path("calibration.json"), metavar="FILE",
+        help="the file to write")  # fmt: skip
+    add_loading_flags(parser)
+    add_model_flags(parser)
+    add_memory_flags(parser)
+    add_scheduler_flags(parser)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status: 0, or 1 where the server had too little load, or 2 for flags."""
+    try:
+        args = make_parser().parse_args(argv)
+        check_writable("--output", args.output)
+        if not args.seconds > 0:
+            raise InvalidConfig(f"--seconds is {args.seconds:g}; it must be more than 0")
+        if args.base_url is not None:
+            if args.model is not None:
+                raise InvalidConfig("give either MODEL or --base-url, not both")
+            key = os.environ.get("OPENAI_API_KEY")
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            made = asyncio.run(calibrate_server(args.base_url, headers))
+        else:
+            made = _from_sweep(args)
+        made.write(args.output)
+    except InvalidConfig as error:
+        _say(str(error))
+        return 2
+    except PenstockError as error:
+        _say(str(error))
+        return 1
+    except SystemExit as ended:  # argparse has printed the help
+        return int(ended.code or 0)
+    except KeyboardInterrupt:
+        _say("interrupted; nothing is written")
+        return INTERRUPTED
+    print(describe(made))
+    _say(f"written to {args.output}")
+    return 0
+
+
+async def calibrate_server(base_url: str, headers: dict[str, str]) -> Calibration:
+    """From the steps that a running server keeps. Raises TargetUnusable and TooFewSteps."""
+    name, ttft_s = await ttft_when_idle(base_url, headers, _say)
+    read = await read_steps(base_url, headers)
+    model = fit(read.steps, runs_ahead=read.model.runs_ahead)
+    attention = AttentionWork(PROBE_TOKENS, PROBE_TOKENS * (PROBE_TOKENS + 1) // 2)
+    probe = StepWork(PROBE_TOKENS, 0, 1, 1, 0, (attention,) * len(read.model.windows), num_chunks=1)
+    engine_s = sum(model.time_of(read.model.amounts(probe)))
+    return Calibration(
+        name=name,
+        source=f"{len(read.steps)} steps of {base_url}",
+        date=f"{datetime.now():%Y%m%d-%H%M%S}",
+        version=read.version,
+        model=read.model,
+        scheduler=read.scheduler,
+        step_model=model,
+        front_end_s=max(0.0, ttft_s - engine_s),
+    )
+
+
+def _from_sweep(args: argparse.Namespace) -> Calibration:
+    # Not at the top: `--help` and the completion of a shell should not wait for them.
+    from penstock.engine.ipc.process import build_executor
+    from penstock.engine.models.hub import open_model
+    from penstock.engine.phases import Phases
+
+    config = engine_config(args)
+    files = open_model(config.model, needs_weights=config.load_format is LoadFormat.AUTO)
+    if files.download:
+        _say(files.download.what)
+        files.download.run()
+    executor = build_executor(replace(config, model=str(files.directory)), Phases())
+    samples = run_sweep(
+        executor,
+        config.scheduler,
+        seconds=args.seconds,
+        on_level=lambda number, total: _say(f"load {number + 1} of {total}"),
+    )
+    return Calibration(
+        name=Path(config.model).name,
+        source=f"{len(samples)} steps of a sweep without a server",
+        date=f"{datetime.now():%Y%m%d-%H%M%S}",
+        version=metadata.version("penstock"),
+        model=executor.info,
+        scheduler=config.scheduler,
+        step_model=fit(samples, runs_ahead=executor.info.runs_ahead),
+    )
+
+
+def describe(made: Calibration) -> str:
+    """What a person should know of it: the coefficients, and where they hold."""
+    info, model = made.model, made.step_model
+    lines = [
+        f"{made.name}, {info.dtype}, on {info.device}; {made.source}",
+        f"front end, a request: {made.front_end_s * 1e3:.2f} ms",
+        "",
+    ]
+    for title, units, seconds in (
+        ("device", DEVICE_UNITS, model.device),
+        ("host", HOST_UNITS, model.host),
+    ):
+        lines += [
+            f"{title}, a {unit.replace('_', ' ')}: {_short(value)}"
+            for unit, value in zip(units, seconds, strict=True)
+            if value
+        ]
+    lines += ["", f"{'class':<10}{'steps':>7}{'error':>8}{'bias':>8}{'p50':>8}{'p99':>8}  tokens"]
+    for kind, error in model.errors.items():
+        tokens = model.covered[kind]["tokens"]
+        lines.append(
+            f"{kind:<10}{error.num_steps:>7}{error.mape:>8.1%}{error.bias:>8.1%}"
+            f"{error.ratio_at(0.5):>8.3f}{error.ratio_at(0.99):>8.3f}"
+            f"  {tokens.low:,.0f} to {tokens.high:,.0f}"
+        )
+    return "\n".join(lines)
+
+
+def _short(seconds: float) -> str:
+    for unit, factor in (("ms", 1e3), ("us", 1e6), ("ns", 1e9), ("ps", 1e12)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e15:.3g} fs"
+
+
+def _say(text: str) -> None:
+    print(f"penstock calibrate: {text}", file=sys.stderr, flush=True)

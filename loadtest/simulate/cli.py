@@ -1,0 +1,223 @@
+"""`penstock simulate`: its flags, and the order of a simulation."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.loadtest.bench.config import (
+    BenchConfig,
+    check_result_flags,
+    check_writable,
+    output_paths,
+    parse_pairs,
+    report_config,
+    workload_config,
+)
+from penstock.loadtest.bench.flags import add_dataset, add_load, add_result
+from penstock.loadtest.bench.http_target import TargetConfig
+from penstock.loadtest.bench.parser import BenchParser
+from penstock.loadtest.bench.results import settings_of, show, write
+from penstock.loadtest.calibrate.engine_flags import (
+    add_memory_flags,
+    add_model_flags,
+    add_scheduler_flags,
+)
+from penstock.loadtest.exit_status import INTERRUPTED
+from penstock.loadtest.report.figures import Run
+from penstock.loadtest.report.plots import check_matplotlib
+from penstock.loadtest.report.report import Summary, details, render
+from penstock.loadtest.simulate.outcome import (
+    error_bars,
+    figures_over_time,
+    render_outcome,
+    summary_of,
+)
+from penstock.loadtest.simulate.router import RouterPolicy
+from penstock.loadtest.simulate.server import Named, simulated_server
+from penstock.loadtest.simulate.simulation import Plan, Simulated, simulate
+from penstock.loadtest.workload.config import PromptFormat, WorkloadConfig
+from penstock.loadtest.workload.token_counter import estimate_tokens, tokenizer_counter
+from penstock.loadtest.workload.workload import TimedRequest, make_prompt, make_workload
+from penstock.scheduler.errors import InvalidConfig, PenstockError
+from penstock.scheduler.stats import StepClass
+
+_DESCRIPTION = """\
+A load on servers that need not exist: the real scheduler on a virtual clock, with the flags, the
+layout and the JSON keys of penstock bench.
+
+  penstock simulate --calibration here.json --request-rate 8 --num-prompts 500
+  penstock simulate configs/models/Llama-3.1-8B --device H200 --replicas 4 --router prefix-aware \\
+    --dataset-name mooncake --dataset-path trace.jsonl --report out.html"""
+_PROGRESS_S = 5.0
+
+
+def make_parser() -> BenchParser:
+    parser = BenchParser(prog="penstock simulate", description=_DESCRIPTION)
+    group = parser.add_argument_group("the servers")
+    add = group.add_argument
+    add("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="a directory with config.json")
+    add("--calibration", type=Path, metavar="FILE", help="of penstock calibrate, in place of it")
+    add("--device", metavar="NAME", help="as in configs/hardware.toml, such as H200")
+    add("--memory-gb", type=float, metavar="GB", help="default: of an H100 80, of an H200 141")
+    add("--replicas", type=int, default=1, metavar="N", help="servers behind one router")
+    add("--router", choices=[*RouterPolicy], default=RouterPolicy.LEAST_LOADED,
+        help="which replica gets a request")  # fmt: skip
+    add("--max-num-queued-reqs", type=int, default=1024, metavar="N",
+        help="as penstock serve, of each replica: further answers get status 429")  # fmt: skip
+    add("--spread", action=argparse.BooleanOptionalAction, default=True,
+        help="draw step times with the spread that calibration saw")  # fmt: skip
+    add("--error-bars", action=argparse.BooleanOptionalAction, default=True,
+        help="simulate twice more, with all steps as much shorter and longer as the step model "
+        "may be off")  # fmt: skip
+    add("--tokenizer", type=Path, metavar="PATH", help="counts the tokens of a file's texts; "
+        "default: an estimate")  # fmt: skip
+    add_model_flags(parser)
+    add_memory_flags(parser)
+    add_scheduler_flags(parser)
+    add_load(parser)
+    add_dataset(parser)
+    add_result(parser)
+    # What a server that exists is asked for, which the settings of a result name too.
+    parser.set_defaults(endpoint=None, backend=None, model=None, sweep=False)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status: 0 if all requests completed, 1 if one was refused, 2 for flags."""
+    try:
+        args = make_parser().parse_args(argv)
+        config = _config(args)
+        named = simulated_server(args)
+        return _simulate(config, named)
+    except InvalidConfig as error:
+        _say(str(error))
+        return 2
+    except PenstockError as error:
+        _say(str(error))
+        return 1
+    except SystemExit as ended:  # argparse has printed the help
+        return int(ended.code or 0)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+
+
+def _config(args: argparse.Namespace) -> BenchConfig:
+    """Raises InvalidConfig."""
+    if args.prompt_format == PromptFormat.TEXT:
+        raise InvalidConfig("--prompt-format text says nothing here: prompts are simulated as ids")
+    if args.replicas < 1:
+        raise InvalidConfig(f"--replicas is {args.replicas}; it must be at least 1")
+    workload, report = workload_config(args), report_config(args)
+    check_result_flags(args)
+    parse_pairs("--metadata", args.metadata)
+    for flag, path in output_paths(args).items():
+        check_writable(flag, path)
+    if args.plot_dir is not None:
+        check_matplotlib()
+    return BenchConfig(
+        args=args,
+        headers={},
+        count=None if args.tokenizer is None else tokenizer_counter(args.tokenizer),
+        workload=workload,
+        report=report,
+        sweep=None,
+    )
+
+
+def _simulate(config: BenchConfig, named: Named) -> int:
+    args, server = config.args, named.server
+    limited = replace(config.workload, max_model_len=server.info.max_model_len)
+    workload = make_workload(limited, config.count or estimate_tokens)
+    requests = _as_ids(workload.requests, limited)
+    plan = Plan(
+        server=server,
+        num_replicas=args.replicas,
+        router=RouterPolicy(args.router),
+        max_concurrency=args.max_concurrency,
+        seed=limited.seed if args.spread else None,
+    )
+    notes = [named.note]
+    if workload.num_too_long:
+        notes.append(f"{workload.num_too_long} requests are too long for the model, and left out")
+    if args.seed is None:
+        _say(f"seed {limited.seed}; --seed with it simulates the same requests again")
+    progress = _progress(len(requests), is_shown=not args.disable_tqdm)
+    simulated = simulate(plan, requests, on_progress=progress)
+    summary = _settings(config, named, plan, simulated)
+    summary["num_too_long"] = workload.num_too_long
+    if args.error_bars:
+        summary["error_bars"] = error_bars(
+            summary, [summary_of(plan, each, config.report) for each in _bounds(plan, requests)]
+        )
+    if args.calibration is not None and (unchecked := summary["unchecked_step_ratio"]):
+        notes.append(
+            f"{unchecked:.0%} of the steps are outside of what the calibration saw; calibrate with "
+            "a load like this one"
+        )
+    for line in notes:
+        _say(line)
+    # The last line of the layout ends it; the outcome has its own.
+    text = render(summary, config.report).removesuffix("=" * 50) + render_outcome(summary)
+    show(args, summary, text)
+    document = summary | details(simulated.observed) if args.save_detailed else summary
+    run = Run(summary=summary, observed=simulated.observed)
+    more = figures_over_time(plan, simulated)
+    write(args, document, run, [], text, notes, more=more, say=_say)
+    return 1 if summary["failed"] else 0
+
+
+def _bounds(plan: Plan, requests: Sequence[TimedRequest]) -> list[Simulated]:
+    """The same, with every step as much shorter, and longer, as the step model's bias."""
+    errors = plan.server.step_model.errors
+    bias = {kind: min(errors[kind].bias, 0.9) if kind in errors else 0.0 for kind in StepClass}
+    return [
+        simulate(plan, requests, factors={kind: 1 + sign * bias[kind] for kind in StepClass})
+        for sign in (-1, 1)
+    ]
+
+
+def _settings(config: BenchConfig, named: Named, plan: Plan, simulated: Simulated) -> Summary:
+    settings = settings_of(config, TargetConfig(base_url="", model=named.name, ignore_eos=True))
+    return (
+        settings
+        | {"backend": "simulated", "endpoint_type": "simulated", "device": plan.server.info.device}
+        | {"num_prompts": len(simulated.observed.results)}
+        | summary_of(plan, simulated, config.report)
+    )
+
+
+def _as_ids(requests: list[TimedRequest], config: WorkloadConfig) -> list[TimedRequest]:
+    """Texts become as many ids as they have tokens, and equal texts equal ids."""
+    return [
+        request
+        if isinstance(request.prompt, list)
+        else replace(
+            request,
+            prompt=make_prompt(
+                f"{request.prompt}{request.messages}", request.num_prompt_tokens, config.vocab_size
+            ),
+        )
+        for request in requests
+    ]
+
+
+def _progress(total: int, *, is_shown: bool) -> Callable[[int, int], None]:
+    """A line every few seconds."""
+    shown_s = time.monotonic()
+
+    def progress(num_done: int, num_steps: int) -> None:
+        nonlocal shown_s
+        if is_shown and time.monotonic() - shown_s >= _PROGRESS_S:
+            shown_s = time.monotonic()
+            _say(f"{num_done} of {total} requests, {num_steps} steps")
+
+    return progress
+
+
+def _say(text: str) -> None:
+    """On stderr: stdout has the result alone."""
+    print(f"penstock simulate: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,172 @@
+"""What came of a simulation, besides what a client sees: its class, memory, cost and error bars."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from statistics import fmean
+
+from penstock.loadtest.report.figures import NUM_TIME_BINS, Lines, Series
+from penstock.loadtest.report.report import ReportConfig, Summary, summarize
+from penstock.loadtest.simulate.replica import StepRecord
+from penstock.loadtest.simulate.simulation import Plan, Simulated
+
+# Sequences that wait longer than a step or two: as a share of the time.
+_OFTEN = 0.1
+# The queue's mean at the end of the arrivals, over that of their middle, when it keeps growing: a
+# queue that grows evenly has 1.75 times as many in the last quarter as in the second.
+_GROWS = 1.5
+_PERCENT = 100.0
+
+
+class RunClass(StrEnum):
+    """Whether the servers kept up."""
+
+    STABLE = "stable"  # requests hardly ever waited for a slot
+    BACKLOGGED = "backlogged"  # they did, and the queue did not grow without end
+    OVERLOADED = "overloaded"  # more came than was served: with more requests all is worse
+
+
+def run_class(simulated: Simulated) -> RunClass:
+    """By the queue while requests arrive."""
+    results = simulated.observed.results
+    last_s = max((result.sent_s for result in results), default=0.0)
+    first_s = min((result.sent_s for result in results), default=0.0)
+    quarters: list[list[float]] = [[], [], [], []]
+    span_s = last_s - first_s
+    num_waiting = num_steps = 0
+    for step in (step for steps in simulated.steps for step in steps):
+        num_steps += 1
+        num_waiting += step.num_waiting > 0
+        if span_s and first_s <= step.end_s <= last_s:
+            index = min(3, int(4 * (step.end_s - first_s) / span_s))
+            quarters[index].append(step.num_waiting)
+    if num_waiting <= _OFTEN * num_steps:
+        return RunClass.STABLE
+    second, last = (fmean(quarters[index] or [0.0]) for index in (1, 3))
+    is_open = any(result.is_open_loop for result in results)
+    # Fewer than one in twenty requests waiting at the end is a wave, and no trend.
+    grows = last > _GROWS * second and last * len(simulated.steps) > len(results) / 20
+    return RunClass.OVERLOADED if is_open and grows else RunClass.BACKLOGGED
+
+
+def summary_of(plan: Plan, simulated: Simulated, report: ReportConfig) -> Summary:
+    """The keys of penstock bench, and those that only a simulation has.
+
+    mbu, mfu: of all steps together; None where the device's peak is unknown.
+    """
+    info = plan.server.info
+    steps = [step for of_replica in simulated.steps for step in of_replica]
+    busy_s = sum(step.step_s for step in steps) or 1.0
+    stats = simulated.stats
+    num_queried = sum(each.prefix_query_tokens_total for each in stats)
+    num_hit = sum(each.prefix_hit_tokens_total for each in stats)
+    bandwidth = info.peak_bandwidth_bytes_per_s or info.measured_bandwidth_bytes_per_s
+    flops = info.peak_flops_per_s or info.measured_flops_per_s
+    num_steps = max(1, len(steps))
+    duration_s = simulated.observed.duration_s
+    return summarize(simulated.observed, report) | {
+        "run_class": run_class(simulated),
+        "num_replicas": plan.num_replicas,
+        "router": plan.router,
+        "kv_peak": max((step.num_used_blocks for step in steps), default=0) / info.num_blocks,
+        "preemptions": sum(each.preemptions_total for each in stats),
+        "recomputed_tokens": sum(each.recomputed_tokens_total for each in stats),
+        "prefix_hit_ratio": num_hit / num_queried if num_queried else 0.0,
+        "mbu": sum(step.num_bytes for step in steps) / busy_s / bandwidth if bandwidth else None,
+        "mfu": sum(step.flops for step in steps) / busy_s / flops if flops else None,
+        "num_steps": len(steps),
+        "unchecked_step_ratio": simulated.num_outside / num_steps,
+        "step_cost_us": simulated.cpu_s / num_steps * 1e6,
+        "speedup": duration_s * plan.num_replicas / max(simulated.cpu_s, 1e-9),
+    }
+
+
+def error_bars(middle: Summary, others: Sequence[Summary]) -> dict[str, tuple[float, float]]:
+    """Of each figure, the least and the most of these runs, by key."""
+    bars = {}
+    for key, value in middle.items():
+        if not isinstance(value, float) or key in ("step_cost_us", "speedup", "client_cpu_share"):
+            continue
+        values = [value, *(other[key] for other in others if isinstance(other.get(key), float))]
+        if min(values) < max(values):
+            bars[key] = (min(values), max(values))
+    return bars
+
+
+def render_outcome(summary: Summary) -> str:
+    """The rows that follow the layout of penstock bench."""
+    bars = summary.get("error_bars") or {}
+
+    def share(label: str, key: str) -> str:
+        value = summary[key]
+        if value is None:
+            return f"{label:<40} -"
+        bar = bars.get(key)
+        shown = f" ({bar[0] * _PERCENT:.1f} to {bar[1] * _PERCENT:.1f})" if bar else ""
+        return f"{label:<40} {value * _PERCENT:<10.1f}{shown}"
+
+    return "\n".join(
+        [
+            f"{'Simulation':-^50}",
+            f"{'Run class:':<40} {summary['run_class']}",
+            f"{'Replicas, router:':<40} {summary['num_replicas']}, {summary['router']}",
+            share("KV blocks used at most (%):", "kv_peak"),
+            f"{'Preemptions:':<40} {summary['preemptions']}",
+            share("Prompt tokens from the prefix cache (%):", "prefix_hit_ratio"),
+            share("MBU (%):", "mbu"),
+            share("MFU (%):", "mfu"),
+            share("Steps outside of the calibrated range (%):", "unchecked_step_ratio"),
+            f"{'Simulated steps:':<40} {summary['num_steps']}",
+            f"{'CPU time of a simulated step (us):':<40} {summary['step_cost_us']:.1f}",
+            f"{'Times as fast as real time:':<40} {summary['speedup']:.0f}",
+            "=" * 50,
+        ]
+    )
+
+
+def figures_over_time(plan: Plan, simulated: Simulated) -> list[Lines]:
+    """MBU and MFU, blocks of keys and values, and sequences, all replicas together."""
+    info = plan.server.info
+    bandwidth = info.peak_bandwidth_bytes_per_s or info.measured_bandwidth_bytes_per_s
+    flops = info.peak_flops_per_s or info.measured_flops_per_s
+    steps = sorted(step for of_replica in simulated.steps for step in of_replica)
+    if not steps:
+        return []
+    width = steps[-1].end_s / NUM_TIME_BINS or 1.0
+    bins: list[list[StepRecord]] = [[] for _ in range(NUM_TIME_BINS)]
+    for step in steps:
+        bins[min(int(step.end_s / width), NUM_TIME_BINS - 1)].append(step)
+    filled = [(number, each) for number, each in enumerate(bins) if each]
+    xs = [(number + 0.5) * width for number, _ in filled]
+    capacity_s = width * plan.num_replicas  # idle time counts
+
+    def mean(name: str) -> list[float]:
+        return [fmean(getattr(step, name) for step in each) for _, each in filled]
+
+    def rate(name: str, peak: float) -> list[float]:
+        return [sum(getattr(step, name) for step in each) / capacity_s / peak for _, each in filled]
+
+    used = [Series(name="MBU", xs=xs, ys=rate("num_bytes", bandwidth))] if bandwidth else []
+    used += [Series(name="MFU", xs=xs, ys=rate("flops", flops))] if flops else []
+    blocks = [value / info.num_blocks for value in mean("num_used_blocks")]
+    running = Series(name="running", xs=xs, ys=mean("num_running"))
+    waiting = Series(name="waiting", xs=xs, ys=mean("num_waiting"))
+    drawn = [
+        ("utilization-over-time", "MBU and MFU over time", "share of the peak", used),
+        (
+            "kv-over-time",
+            "KV blocks in use over time",
+            "share of the blocks",
+            [Series(name="KV blocks", xs=xs, ys=blocks)],
+        ),
+        (
+            "sequences-over-time",
+            "Sequences of a replica over time",
+            "sequences",
+            [running, waiting],
+        ),
+    ]
+    return [
+        Lines(slug=slug, title=title, x_label="seconds", y_label=label, series=series)
+        for slug, title, label, series in drawn
+        if series
+    ]

@@ -1,0 +1,151 @@
+"""`Replica`: one simulated server, which is the engine's own loop on a virtual clock."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from penstock.engine.executors.predicted import PredictedExecutor, VirtualClock
+from penstock.engine.loop import EngineLoop
+from penstock.engine.messages import Refused, StepReport, Submit, ToEngine
+from penstock.engine.model_info import ModelInfo
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.stats import SchedulerStats, StepClass
+from penstock.scheduler.step_model.model import StepModel
+from penstock.scheduler.types import Request, RequestId, RequestOutput
+
+
+class SimulatedServer(NamedTuple):
+    """What every replica is. front_end_s: from a client's request to the engine."""
+
+    info: ModelInfo
+    step_model: StepModel
+    scheduler: SchedulerConfig
+    front_end_s: float = 0.0
+    max_num_queued_reqs: int = 1024
+
+
+class StepRecord(NamedTuple):
+    """A step that ended at end_s, for figures over time."""
+
+    end_s: float
+    step_s: float
+    num_bytes: int
+    flops: int
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+
+
+class _Inbox:
+    """Requests that are on their way, in order of arrival. known_until_s: what comes later may not
+    be among them yet."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self.coming: deque[Request] = deque()
+        self.known_until_s = math.inf
+
+    def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
+        """Those that have arrived. To wait is to advance the clock."""
+        coming, clock = self.coming, self._clock
+        if timeout_s != 0:
+            next_s = min(coming[0].arrival_s if coming else math.inf, self.known_until_s)
+            until_s = next_s if timeout_s is None else min(next_s, clock.now_s + timeout_s)
+            assert until_s < math.inf, "a replica without work was stepped: it would wait for ever"
+            clock.advance_to(until_s)
+        arrived = []
+        while coming and coming[0].arrival_s <= clock.now_s:
+            arrived.append(Submit(coming.popleft()))
+        return arrived
+
+
+class Replica:
+    """on_outputs: called with the new tokens of a step, and the time when clients have them.
+    on_refused: with a request and why."""
+
+    def __init__(
+        self,
+        server: SimulatedServer,
+        on_outputs: Callable[[Sequence[RequestOutput], float], None],
+        on_refused: Callable[[RequestId, str], None],
+        *,
+        factors: dict[StepClass, float],
+        seed: int | None,
+    ) -> None:
+        self.clock = VirtualClock()
+        info = server.info
+        self._executor = PredictedExecutor(
+            info, server.step_model, self.clock, factors=factors, seed=seed
+        )
+        self._scheduler = Scheduler(
+            server.scheduler,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+        )
+        self._inbox = _Inbox(self.clock)
+        self._loop = EngineLoop(
+            self._scheduler, self._executor, self._inbox, self._send, self.clock
+        )
+        self._front_end_s = server.front_end_s
+        self._max_open = server.scheduler.max_num_seqs + server.max_num_queued_reqs
+        self._on_outputs, self._on_refused = on_outputs, on_refused
+        self.num_open = 0
+        self.steps: list[StepRecord] = []
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self._scheduler.stats()
+
+    @property
+    def num_outside(self) -> int:
+        """Steps outside of what the step model was checked on."""
+        return self._executor.num_outside
+
+    @property
+    def next_s(self) -> float:
+        """When it does something next; infinite where it has nothing to do."""
+        if self._scheduler.has_work:
+            return self.clock.now_s
+        coming = self._inbox.coming
+        return max(self.clock.now_s, coming[0].arrival_s) if coming else math.inf
+
+    def submit(self, request: Request) -> bool:
+        """In order of arrival, which is set here to when the engine gets it. False where as many
+        requests are open as a server accepts."""
+        if self.num_open >= self._max_open:
+            return False
+        self.num_open += 1
+        self._inbox.coming.append(request)
+        return True
+
+    def step(self, known_until_s: float) -> None:
+        """One step, and the time that it takes. known_until_s: until when no further request is
+        sent by a client."""
+        self._inbox.known_until_s = known_until_s + self._front_end_s
+        self._loop.step()
+
+    def _send(self, message: StepReport | Refused) -> None:
+        if isinstance(message, Refused):
+            self.num_open -= 1
+            self._on_refused(message.request_id, message.message)
+            return
+        clock = self.clock
+        end_s = clock.now_s
+        clock.now_s = end_s + self._executor.host_s
+        self.num_open -= sum(output.finish is not None for output in message.outputs)
+        self._on_outputs(message.outputs, clock.now_s)
+        stats = message.stats
+        self.steps.append(
+            StepRecord(
+                end_s,
+                message.step_s,
+                message.model_bytes,
+                message.model_flops,
+                stats.num_running,
+                stats.num_waiting,
+                stats.num_used_blocks,
+            )
+        )

@@ -1,0 +1,99 @@
+"""The simulated server, from flags: a calibrated one, or a model on a device by its datasheet."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.loadtest.calibrate.calibration import Calibration
+from penstock.loadtest.calibrate.engine_flags import scheduler_config
+from penstock.loadtest.simulate.replica import SimulatedServer
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.errors import InvalidConfig
+
+
+class Named(NamedTuple):
+    """name: the model's, for people. note: how far the step model can be trusted."""
+
+    name: str
+    server: SimulatedServer
+    note: str
+
+
+def simulated_server(args: argparse.Namespace) -> Named:
+    """Raises InvalidConfig, and InvalidModel for a directory that is none."""
+    if (args.calibration is None) == (args.model_dir is None):
+        raise InvalidConfig(
+            "give either --calibration, a file of penstock calibrate, or a model's directory and "
+            "--device; see penstock simulate --help"
+        )
+    return _planned(args) if args.calibration is None else _calibrated(args)
+
+
+def _calibrated(args: argparse.Namespace) -> Named:
+    for flag in ("device", "memory_gb"):
+        if getattr(args, flag) is not None:
+            raise InvalidConfig(
+                f"--{flag.replace('_', '-')} is for a model's directory; --calibration says what "
+                "the device is"
+            )
+    if args.dtype != "auto" or args.kv_cache_dtype != "auto":
+        raise InvalidConfig("--dtype and --kv-cache-dtype are those of --calibration; remove them")
+    read = Calibration.read(args.calibration)
+    scheduler, info = scheduler_config(args, read.scheduler), read.model
+    if args.block_size is not None:
+        raise InvalidConfig("--block-size is that of --calibration; remove it")
+    num_blocks = info.num_blocks
+    if args.kv_cache_memory_bytes is not None:
+        num_blocks = args.kv_cache_memory_bytes // (info.kv_bytes_per_token * info.block_size)
+    longest = info.max_model_len if args.max_model_len is None else args.max_model_len
+    if longest > info.max_model_len:
+        raise InvalidConfig(
+            f"--max-model-len is {longest}, and the calibrated model has {info.max_model_len}"
+        )
+    info = replace(info, num_blocks=num_blocks, max_model_len=longest)
+    worst = max((error.mape for error in read.step_model.errors.values()), default=1.0)
+    note = f"calibrated on {read.source}; steps are off by {worst:.0%} at worst"
+    server = SimulatedServer(
+        info, read.step_model, scheduler, read.front_end_s, args.max_num_queued_reqs
+    )
+    return Named(read.name, server, note)
+
+
+def _planned(args: argparse.Namespace) -> Named:
+    # Not at the top: they import torch, and a calibrated server does not need it.
+    from penstock.engine.config import Dtype, KVCacheDtype
+    from penstock.engine.memory.dtypes import TORCH_DTYPES
+    from penstock.engine.models.config import ModelConfig
+    from penstock.engine.planned_model import planned_model
+    from penstock.engine.sizing import DEVICES, GB, Machine, Sizing
+
+    if args.device is None:
+        raise InvalidConfig("give the --device on which the model would run, such as H200")
+    memory_gb = args.memory_gb or dict(DEVICES).get(args.device)
+    if memory_gb is None or memory_gb <= 0:
+        raise InvalidConfig(f"give --memory-gb, the memory of a {args.device}, in GB")
+    dtype = Dtype.BFLOAT16 if args.dtype == Dtype.AUTO else Dtype(args.dtype)
+    sizing = Sizing(
+        ModelConfig.from_dir(args.model_dir),
+        Machine(name=args.device, memory_bytes=int(memory_gb * GB)),
+        TORCH_DTYPES[dtype],
+        None,
+        KVCacheDtype(args.kv_cache_dtype),
+    )
+    scheduler = scheduler_config(args, SchedulerConfig())
+    planned = planned_model(
+        sizing,
+        scheduler,
+        max_model_len=args.max_model_len,
+        block_size=args.block_size,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+    )
+    server = SimulatedServer(
+        planned.info, planned.step_model, scheduler, 0.0, args.max_num_queued_reqs
+    )
+    note = (
+        "step times come from the datasheet, and no measurement has confirmed them; the error bars "
+        "assume 20 %. The front end is not in the TTFT"
+    )
+    return Named(Path(args.model_dir).resolve().name, server, note)

@@ -1,0 +1,193 @@
+"""`simulate`: a workload through replicas behind a router, in virtual time.
+
+Each replica has a clock of its own. The one that is furthest behind steps next, and a request is
+routed when no replica that has work is behind its arrival; so a router sees what it would have
+seen, but for the steps under way.
+"""
+
+import gc
+import heapq
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.loadtest.report.report import Replay, RequestResult
+from penstock.loadtest.simulate.replica import Replica, SimulatedServer, StepRecord
+from penstock.loadtest.simulate.router import RouterPolicy, make_router
+from penstock.loadtest.workload.workload import TimedRequest
+from penstock.scheduler.stats import SchedulerStats, StepClass
+from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """num_replicas of one server, and how requests are spread over them. max_concurrency: as in
+    penstock bench. seed: of the spread of step times; None for none."""
+
+    server: SimulatedServer
+    num_replicas: int = 1
+    router: RouterPolicy = RouterPolicy.LEAST_LOADED
+    max_concurrency: int | None = None
+    seed: int | None = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """observed: as of a server that was measured. steps: of each replica. stats: at the end.
+    num_outside: steps outside of what the step model was checked on. cpu_s: of this process.
+    """
+
+    observed: Replay
+    steps: list[list[StepRecord]]
+    stats: list[SchedulerStats]
+    num_outside: int
+    cpu_s: float
+
+    @property
+    def num_steps(self) -> int:
+        return sum(map(len, self.steps))
+
+
+class _Arrival(NamedTuple):
+    """A request on its way from the client. Ordered by time, then by number."""
+
+    at_s: float
+    number: int
+
+
+def simulate(
+    plan: Plan,
+    requests: Sequence[TimedRequest],
+    *,
+    factors: dict[StepClass, float] | None = None,
+    on_progress: Callable[[int, int], None] = lambda num_done, num_steps: None,
+) -> Simulated:
+    """factors: what step times are multiplied by, by class. on_progress: called now and then.
+
+    The prompts of the requests must be token ids.
+    """
+    return _Run(plan, requests, factors or {}).run(on_progress)
+
+
+class _Run:
+    def __init__(
+        self, plan: Plan, requests: Sequence[TimedRequest], factors: dict[StepClass, float]
+    ) -> None:
+        self._plan = plan
+        self._requests = requests
+        self._router = make_router(plan.router)
+        self._results: dict[RequestId, RequestResult] = {}
+        self._done: list[RequestResult] = []
+        self._is_open_loop = plan.max_concurrency is None and any(r.arrival_s for r in requests)
+        num_first = plan.max_concurrency or len(requests)
+        self._unsent = iter(range(num_first, len(requests)))
+        self._arrivals = [_Arrival(r.arrival_s, i) for i, r in enumerate(requests[:num_first])]
+        heapq.heapify(self._arrivals)
+        self._replicas = [
+            Replica(
+                plan.server,
+                self._on_outputs,
+                self._on_refused,
+                factors=factors,
+                seed=None if plan.seed is None else plan.seed + number,
+            )
+            for number in range(plan.num_replicas)
+        ]
+
+    def run(self, on_progress: Callable[[int, int], None]) -> Simulated:
+        was_enabled = gc.isenabled()
+        gc.disable()  # nothing here is a cycle, and results that live long would be walked for ever
+        try:
+            return self._run(on_progress)
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    def _run(self, on_progress: Callable[[int, int], None]) -> Simulated:
+        begin_s = time.process_time()
+        num_steps = 0
+        replicas, arrivals = self._replicas, self._arrivals
+        while True:
+            behind = min(replicas, key=_next_s)
+            next_s = behind.next_s
+            arrival_s = arrivals[0].at_s if arrivals else math.inf
+            if arrivals and arrival_s <= next_s:
+                self._route(heapq.heappop(arrivals))
+            elif next_s < math.inf:
+                behind.step(arrival_s)
+                num_steps += 1
+                if num_steps % 256 == 0:
+                    on_progress(len(self._done), num_steps)
+            else:
+                break
+        return self._simulated(time.process_time() - begin_s)
+
+    def _simulated(self, cpu_s: float) -> Simulated:
+        start_s = min((each.sent_s for each in self._done), default=0.0)
+        end_s = max((each.ended_s for each in self._done), default=0.0)
+        return Simulated(
+            observed=Replay(
+                results=self._done, duration_s=max(end_s - start_s, 1e-9), client_cpu_share=0.0
+            ),
+            steps=[replica.steps for replica in self._replicas],
+            stats=[replica.stats for replica in self._replicas],
+            num_outside=sum(replica.num_outside for replica in self._replicas),
+            cpu_s=cpu_s,
+        )
+
+    def _route(self, arrival: _Arrival) -> None:
+        """The client sends a request."""
+        timed = self._requests[arrival.number]
+        assert isinstance(timed.prompt, list), "simulated prompts are token ids"
+        request = Request(
+            id=RequestId(str(timed.index)),
+            prompt_token_ids=tuple(timed.prompt),
+            sampling=SamplingParams(max_tokens=timed.max_tokens, temperature=0.0),
+            arrival_s=arrival.at_s + self._plan.server.front_end_s,
+        )
+        self._results[request.id] = RequestResult(
+            index=timed.index,
+            scheduled_s=timed.arrival_s,
+            sent_s=arrival.at_s,
+            ended_s=arrival.at_s,
+            num_prompt_tokens=timed.num_prompt_tokens,
+            num_output_tokens=0,
+            is_open_loop=self._is_open_loop,
+            status=200,
+        )
+        replica = self._replicas[self._router.choose(request.prompt_token_ids, self._replicas)]
+        if not replica.submit(request):
+            self._fail(request.id, "the queue is full", 429, arrival.at_s)
+
+    def _on_outputs(self, outputs: Sequence[RequestOutput], at_s: float) -> None:
+        results = self._results
+        for request_id, _, _, _, finish, num_cached, _ in outputs:
+            result = results[request_id]
+            result.arrivals_s.append(at_s)
+            if finish is not None:
+                result.num_output_tokens = len(result.arrivals_s)
+                result.num_cached_tokens = num_cached
+                self._end(request_id, at_s)
+
+    def _on_refused(self, request_id: RequestId, why: str) -> None:
+        self._fail(request_id, why, 400, self._results[request_id].sent_s)
+
+    def _fail(self, request_id: RequestId, why: str, status: int, at_s: float) -> None:
+        result = self._results[request_id]
+        result.error, result.status = why, status
+        self._end(request_id, at_s)
+
+    def _end(self, request_id: RequestId, at_s: float) -> None:
+        """Where concurrency is limited, the next request is sent."""
+        result = self._results.pop(request_id)
+        result.ended_s = at_s
+        self._done.append(result)
+        if (index := next(self._unsent, None)) is not None:
+            at_s = max(at_s, self._requests[index].arrival_s)
+            heapq.heappush(self._arrivals, _Arrival(at_s, index))
+
+
+def _next_s(replica: Replica) -> float:
+    return replica.next_s

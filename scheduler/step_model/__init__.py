@@ -1,0 +1,5 @@
+"""How long a step takes, from what it runs: fitted from steps that ran, or from a datasheet.
+
+`amounts` is what a step runs, `samples` keeps steps that ran, `fit` and `online` find the
+coefficients, `analytic` computes them, and `model` predicts and knows how far off it is.
+"""

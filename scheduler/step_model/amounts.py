@@ -1,0 +1,66 @@
+"""`Amounts`: what one step makes the device and the host do. The inputs of a step model."""
+
+from typing import NamedTuple
+
+
+class Amounts(NamedTuple):
+    """Of one step. Bytes and operations are the least that a correct step reads and computes.
+
+    tokens: through the linear layers, padding included. decode_kv_bytes, prefill_kv_bytes: keys and
+    values that decodes and that chunks read. attention_flops: of chunks, beyond one query a key.
+    chunks: sequences that run one. sampled: rows of the output layer. prefill_tokens: of chunks,
+    without padding.
+    """
+
+    tokens: int
+    weight_bytes: int
+    decode_kv_bytes: int
+    prefill_kv_bytes: int
+    attention_flops: int
+    sequences: int
+    chunks: int
+    sampled: int
+    prefill_tokens: int
+
+
+# What a second of the device, and of the host, is spent on. The order is that of the rows below.
+DEVICE_UNITS = (
+    "step",
+    "weight_byte",
+    "token_below_knee",
+    "token_above_knee",
+    "decode_kv_byte",
+    "prefill_kv_byte",
+    "attention_flop",
+    "sequence",
+    "chunk",
+    "sampled_row",
+)
+HOST_UNITS = ("step", "sequence", "chunk", "prefill_token")
+
+
+def device_row(amounts: Amounts, knee: int) -> tuple[int, ...]:
+    """How many of each of DEVICE_UNITS the step has.
+
+    knee: tokens from which on one more costs another time. A device first reads weights and then
+    multiplies, so that its time bends there: the roofline, in two lines.
+    """
+    tokens = amounts.tokens
+    below = tokens if tokens < knee else knee
+    return (
+        1,
+        amounts.weight_bytes,
+        below,
+        tokens - below,
+        amounts.decode_kv_bytes,
+        amounts.prefill_kv_bytes,
+        amounts.attention_flops,
+        amounts.sequences,
+        amounts.chunks,
+        amounts.sampled,
+    )
+
+
+def host_row(amounts: Amounts) -> tuple[int, ...]:
+    """How many of each of HOST_UNITS the step has."""
+    return (1, amounts.sequences, amounts.chunks, amounts.prefill_tokens)

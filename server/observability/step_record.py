@@ -1,0 +1,51 @@
+"""Steps that ran, for `penstock calibrate`, and how well they could have been predicted.
+
+A step costs some 20 us here and, however many there were, a few hundred are kept.
+"""
+
+from typing import Any
+
+from penstock.engine.client import ModelInfo, StepReport
+from penstock.scheduler.stats import class_of
+from penstock.scheduler.step_model.online import OnlineFit
+from penstock.scheduler.step_model.samples import StepSamples, sample_of
+
+# Where the time of tokens bends; a fit afterwards tries others.
+_KNEE = 16
+
+
+class StepRecord:
+    """Of one model. Reports come in the order of the steps."""
+
+    def __init__(self, model: ModelInfo) -> None:
+        self._model = model
+        self._samples = StepSamples()
+        self._online = OnlineFit(runs_ahead=model.runs_ahead, knee=_KNEE)
+        self._last_end_s = 0.0
+
+    def on_step(self, report: StepReport) -> None:
+        if not report.step:
+            return
+        was_idle = report.started_s > self._last_end_s
+        self._last_end_s = report.started_s + report.step_s
+        model = self._model
+        if model.runs_ahead and was_idle:
+            return  # nothing ran while it was launched, unlike in all steps after it
+        sample = sample_of(
+            report.step,
+            class_of(report.work),
+            model.amounts(report.work),
+            wait_s=report.wait_s,
+            host_s=report.host_s,
+            runs_ahead=model.runs_ahead,
+        )
+        self._samples.add(sample)
+        self._online.observe(sample)
+
+    def as_json(self) -> dict[str, Any]:
+        """prediction_error: by class, of the latest steps, relative. steps: those that are kept."""
+        return {
+            "model": self._model,
+            "prediction_error": self._online.errors,
+            "steps": self._samples.all(),
+        }

@@ -1,0 +1,229 @@
+"""The scheduler that serves and the one that is simulated decide the same, step by step.
+
+The serving side is the engine's loop on `ScriptedExecutor`, which computes through a real paged
+pool, on a clock that every step moves by the time that the step model says.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.executors import predicted
+from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
+from penstock.engine.loop import EngineLoop
+from penstock.engine.messages import FromEngine, StepReport, Submit, ToEngine
+from penstock.engine.model_info import AttentionGroup, ModelInfo
+from penstock.loadtest.simulate import replica
+from penstock.loadtest.simulate.replica import SimulatedServer
+from penstock.loadtest.simulate.simulation import Plan, simulate
+from penstock.loadtest.workload.workload import TimedRequest
+from penstock.scheduler.config import Batching, SchedulerConfig
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.stats import work_of
+from penstock.scheduler.types import (
+    Request,
+    RequestId,
+    SampledTokens,
+    SamplingParams,
+    ScheduledBatch,
+)
+from tests.support.made_up_steps import FLOPS_PER_PAIR, KV_BYTES, known_model
+
+FRONT_END_S = 0.003
+
+
+class TimedExecutor(ScriptedExecutor):
+    """Computes every token, in the time that the model says; notes what it was told to run."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        super().__init__(info, runs_ahead=info.runs_ahead, paranoid=True)
+        self.now_s = 0.0
+        self.host_s = 0.0
+        self.batches: list[ScheduledBatch] = []
+        self._free_s = 0.0
+        self._model = known_model(runs_ahead=info.runs_ahead)
+
+    def execute(self, batch: ScheduledBatch) -> "TimedStep":
+        self.batches.append(batch)
+        amounts = self.info.amounts(work_of(batch, self.info.windows))
+        device_s, host_s = self._model.time_of(amounts)
+        self._free_s = max(self._free_s, self.now_s) + device_s
+        return TimedStep(self, super().execute(batch).wait(), self._free_s, host_s)
+
+
+class TimedStep:
+    def __init__(
+        self, executor: TimedExecutor, sampled: SampledTokens, end_s: float, host_s: float
+    ) -> None:
+        self._executor, self._sampled = executor, sampled
+        self._end_s, self._host_s = end_s, host_s
+
+    def wait(self) -> SampledTokens:
+        self._executor.now_s = max(self._executor.now_s, self._end_s)
+        self._executor.host_s = self._host_s
+        return self._sampled
+
+
+class _AllServed(Exception):
+    pass
+
+
+class ArrivingRequests:
+    """An inbox to which requests come at their times."""
+
+    def __init__(self, executor: TimedExecutor, requests: list[Request]) -> None:
+        self._executor = executor
+        self._requests = requests
+
+    def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
+        now_s = self._executor.now_s
+        if timeout_s is None and not self._requests:
+            raise _AllServed
+        if timeout_s is None:
+            now_s = max(now_s, self._requests[0].arrival_s)
+        elif timeout_s:
+            next_s = self._requests[0].arrival_s if self._requests else now_s + timeout_s
+            now_s = max(now_s, min(now_s + timeout_s, next_s))
+        self._executor.now_s = now_s
+        while self._requests and self._requests[0].arrival_s <= now_s:
+            yield Submit(self._requests.pop(0))
+
+
+def served(
+    info: ModelInfo, config: SchedulerConfig, trace: list[TimedRequest]
+) -> tuple[list[ScheduledBatch], dict[str, list[float]]]:
+    """What was run, and when each request had its tokens."""
+    executor = TimedExecutor(info)
+    token_times: dict[str, list[float]] = {}
+
+    def send(message: FromEngine) -> None:
+        assert isinstance(message, StepReport)
+        executor.now_s += executor.host_s
+        for output in message.outputs:
+            token_times.setdefault(output.request_id, []).append(executor.now_s)
+
+    requests = [
+        Request(
+            id=RequestId(str(each.index)),
+            prompt_token_ids=tuple(each.prompt),  # type: ignore[arg-type]  # never text here
+            sampling=SamplingParams(max_tokens=each.max_tokens, temperature=0.0),
+            arrival_s=each.arrival_s + FRONT_END_S,
+        )
+        for each in trace
+    ]
+    scheduler = Scheduler(
+        config,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+    )
+    inbox = ArrivingRequests(executor, requests)
+    loop = EngineLoop(scheduler, executor, inbox, send, lambda: executor.now_s)
+    with pytest.raises(_AllServed):
+        loop.run()
+    return executor.batches, token_times
+
+
+def simulated(
+    info: ModelInfo, config: SchedulerConfig, trace: list[TimedRequest]
+) -> tuple[list[ScheduledBatch], dict[str, list[float]], int]:
+    batches: list[ScheduledBatch] = []
+
+    class Noting(predicted.PredictedExecutor):
+        def execute(self, batch: ScheduledBatch) -> predicted.PredictedStep:
+            batches.append(batch)
+            return super().execute(batch)
+
+    model = known_model(runs_ahead=info.runs_ahead)
+    plan = Plan(server=SimulatedServer(info, model, config, FRONT_END_S), seed=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica, "PredictedExecutor", Noting)
+        made = simulate(plan, trace)
+    assert not made.observed.failed
+    times = {str(each.index): each.arrivals_s for each in made.observed.results}
+    return batches, times, made.stats[0].preemptions_total
+
+
+def decisions(batch: ScheduledBatch) -> tuple[object, ...]:
+    """All that a batch says but for the ids of tokens, which nobody simulates."""
+    assignments = tuple(
+        (each.slot, len(each.token_ids), each.num_prompt_tokens, each.block_ids)
+        for each in batch.assignments
+    )
+    rows = (batch.slots, batch.starts, batch.num_tokens, batch.samples, batch.num_decodes)
+    return (batch.step, assignments, batch.table_updates, batch.copies, *rows)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[TimedRequest]:
+    """Requests of which some share the beginnings of their prompts, alone and in bursts."""
+    at_s, trace = 0.0, []
+    for index in range(draw(st.integers(1, 14))):
+        at_s += draw(st.sampled_from((0.0, 0.0, 0.001, 0.01, 0.3)))
+        shared = draw(st.integers(0, 2))
+        ids = [10 + shared] * draw(st.sampled_from((0, 4, 9, 24)))
+        ids += [100 + index] * draw(st.integers(1, 40))
+        trace.append(
+            TimedRequest(
+                index=index,
+                arrival_s=at_s,
+                prompt=ids,
+                num_prompt_tokens=len(ids),
+                max_tokens=draw(st.integers(1, 40)),
+            )
+        )
+    return trace
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    trace=traces(),
+    runs_ahead=st.booleans(),
+    batching=st.sampled_from(Batching),
+    budget=st.sampled_from((8, 20, 64)),
+    num_blocks=st.sampled_from((28, 40, 200)),
+    caches=st.booleans(),
+)
+def test_every_step_of_a_simulation_is_the_one_that_would_have_been_served(
+    trace: list[TimedRequest],
+    runs_ahead: bool,
+    batching: Batching,
+    budget: int,
+    num_blocks: int,
+    caches: bool,
+) -> None:
+    info = make_info(num_blocks, runs_ahead=runs_ahead)
+    config = SchedulerConfig(
+        max_num_seqs=6,
+        max_num_batched_tokens=budget,
+        batching=batching,
+        enable_prefix_caching=caches,
+    )
+    batches, times = served(info, config, trace)
+    of_simulation, simulated_times, _ = simulated(info, config, trace)
+    assert list(map(decisions, of_simulation)) == list(map(decisions, batches))
+    assert simulated_times == times
+
+
+def make_info(num_blocks: int, *, runs_ahead: bool) -> ModelInfo:
+    group = AttentionGroup(window=None, kv_bytes_per_token=KV_BYTES, flops_per_pair=FLOPS_PER_PAIR)
+    info = scripted_info(num_blocks=num_blocks, block_size=4, max_model_len=110)
+    return replace(info, attention=(group,), runs_ahead=runs_ahead)
+
+
+def test_the_traces_are_hard_enough_that_sequences_are_preempted() -> None:
+    prompts = [[100 + index] * 30 for index in range(8)]
+    trace = [
+        TimedRequest(index=index, arrival_s=0.0, prompt=ids, num_prompt_tokens=30, max_tokens=40)
+        for index, ids in enumerate(prompts)
+    ]
+    config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64)
+    for runs_ahead in (False, True):
+        info = make_info(40, runs_ahead=runs_ahead)
+        batches, _ = served(info, config, trace)
+        of_simulation, _, num_preemptions = simulated(info, config, trace)
+        assert num_preemptions > 0
+        assert list(map(decisions, of_simulation)) == list(map(decisions, batches))
