@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-models test-ops test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu kernel-table docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-models test-ops test-chaos test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu kernel-table docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -72,6 +72,11 @@ test-ops: .venv/installed-dev
 # other Pythons to do so with, whose dependencies are then downloaded.
 test-release: .venv/installed-dev
 	OMP_NUM_THREADS=1 TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.release $(PYTHONS)
+
+# Kills, stops and misleads engines of the demo model under mixed streams, and compares all answers with
+# undisturbed ones. Takes an hour on two cores; ARGS="--kills 20 --streams 16 --seed 7" changes it.
+test-chaos: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(ARGS)
 
 # Writes the version of pyproject.toml wherever else it stands.
 version: .venv/installed-dev

@@ -16,12 +16,18 @@ from penstock.engine.config import (
     LogFormat,
     Quantization,
 )
-from penstock.engine.errors import BadGrammar, EngineFailed, QueueFull, RequestRefused
+from penstock.engine.errors import (
+    BadGrammar,
+    EngineFailed,
+    QueueFull,
+    RequestEndedEngine,
+    RequestRefused,
+)
 from penstock.engine.gguf.file import is_gguf, model_name
 from penstock.engine.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.streams import OutputStream
-from penstock.engine.ipc.supervisor import EngineState
+from penstock.engine.ipc.supervisor import EndCause, EngineState
 from penstock.engine.log_writer import flush_all as flush_logs
 from penstock.engine.logs import CLEAR_LINE, is_terminal, printable, say
 from penstock.engine.logs import configure as configure_logs
@@ -42,7 +48,8 @@ if TYPE_CHECKING:
 __all__ = [  # noqa: RUF022  # in groups
     # The engine process and its requests.
     "EngineClient",  # starts the process, submits requests
-    "EngineState",  # starting, ready or dead
+    "EngineState",  # starting, ready, restarting or dead
+    "EndCause",  # what ended an engine process
     "new_request_id",  # from the HTTP request's id
     "OutputStream",  # the outputs of one request
     "ModelInfo",  # the loaded model: sizes, limits, device, peaks
@@ -68,6 +75,7 @@ __all__ = [  # noqa: RUF022  # in groups
     # Errors, whose messages are sentences for a client or an operator.
     "EngineFailed",  # the engine could not start, or ended
     "QueueFull",  # more answers are waiting than may; has the time to retry after
+    "RequestEndedEngine",  # the engine ended twice because of this request
     "RequestRefused",  # the engine did not accept this request
     "BadGrammar",  # a grammar does not compile
     # The model's files.

@@ -72,7 +72,7 @@ class AttentionBackend(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All settings of the engine process.
+    """All settings of the engine process, and of what watches it.
 
     model: a directory in Hugging Face's layout. None means a choice by model and device:
     max_model_len from config.json, block_size 16 on CPU and 64 on CUDA, kv_cache_memory_bytes a
@@ -81,6 +81,8 @@ class EngineConfig:
     quantized model with the unquantized one, and log the figures. gpu_memory_utilization: the share
     of a GPU's memory that may be used, by other processes too. enforce_eager: no CUDA graphs; the
     kernels of a step are launched one by one. log_level, log_format: of the engine process.
+    max_engine_restarts: how often within ten minutes a process that ended is replaced.
+    stall_timeout_s: see `penstock.engine.ipc.stall`.
     scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),
     at most one step every scripted_step_s.
     """
@@ -100,6 +102,8 @@ class EngineConfig:
     enforce_eager: bool = False
     num_threads: int | None = None
     max_num_queued_reqs: int = 1024
+    max_engine_restarts: int = 10
+    stall_timeout_s: float = 120.0
     scripted: bool = False
     scripted_step_s: float = 0.0
     log_level: str = "info"
@@ -111,6 +115,13 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidConfig(f"--{name.replace('_', '-')} must be at least 1")
+        if self.max_engine_restarts < 0:
+            raise InvalidConfig("--max-engine-restarts must not be negative; 0 is never")
+        if self.stall_timeout_s < 3:
+            raise InvalidConfig(
+                f"--engine-stall-timeout is {self.stall_timeout_s:g}; it must be at least 3 "
+                "seconds, since an engine that is well may show no sign of life for one"
+            )
         if self.quantization_report and self.quantization is None:
             raise InvalidConfig(
                 f"--quantization-report needs --quantization {'|'.join(Quantization)}"

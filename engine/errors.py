@@ -11,6 +11,15 @@ class RequestRefused(PenstockError):
     """The engine did not accept the request; the message says why."""
 
 
+class RequestEndedEngine(EngineFailed):
+    """The engine process ended twice with this request, the second time with no other."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"the engine ended while it ran this request, twice, so it is not run again: {why}"
+        )
+
+
 class QueueFull(PenstockError):
     """More answers are waiting than --max-num-queued-reqs allows."""
 

@@ -9,7 +9,13 @@ import msgspec
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import LoadProgress
 from penstock.scheduler.stats import SchedulerStats, StepWork
-from penstock.scheduler.types import Request, RequestId, RequestOutput, Started
+from penstock.scheduler.types import (
+    Request,
+    RequestId,
+    RequestOutput,
+    ResumedAnswer,
+    Started,
+)
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -22,6 +28,7 @@ class OtherPrompt(msgspec.Struct, array_like=True, frozen=True):
     id: RequestId
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
+    resumed: tuple[ResumedAnswer, ...] | None = None
 
 
 class SubmitAlike(msgspec.Struct, tag=True, frozen=True):
@@ -37,7 +44,11 @@ class SubmitAlike(msgspec.Struct, tag=True, frozen=True):
     def of(cls, requests: Sequence[Request]) -> Self:
         first, *others = requests
         return cls(
-            first, [OtherPrompt(r.id, r.prompt_token_ids, r.sampling.max_tokens) for r in others]
+            first,
+            [
+                OtherPrompt(r.id, r.prompt_token_ids, r.sampling.max_tokens, r.resumed)
+                for r in others
+            ],
         )
 
     def each(self) -> Iterator[Submit]:
@@ -48,8 +59,15 @@ class SubmitAlike(msgspec.Struct, tag=True, frozen=True):
             if sampling is None:
                 sampling = replace(first.sampling, max_tokens=other.max_tokens)
                 by_max_tokens[other.max_tokens] = sampling
-            ids = other.prompt_token_ids
-            yield Submit(replace(first, id=other.id, prompt_token_ids=ids, sampling=sampling))
+            yield Submit(
+                replace(
+                    first,
+                    id=other.id,
+                    prompt_token_ids=other.prompt_token_ids,
+                    sampling=sampling,
+                    resumed=other.resumed,
+                )
+            )
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

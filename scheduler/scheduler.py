@@ -30,6 +30,7 @@ from penstock.scheduler.types import (
     Request,
     RequestId,
     RequestOutput,
+    ResumedAnswer,
     SampledTokens,
     ScheduledBatch,
     SlotAssignment,
@@ -90,18 +91,16 @@ class Scheduler:
             raise ContextTooLong(num_prompt, max_tokens, self._max_model_len)
         if request.id in self._requests:
             raise DuplicateRequest(request.id)
-        sequences = []
-        for index in range(request.n):
-            sequences.append(Sequence(request, index, self._order, num_prompt + max_tokens))
-            self._order += 1
+        sequences = self._sequences_of(request)
         self._requests[request.id] = list(sequences)
-        first, *others = sequences
-        if others:
-            self._samples[request.id] = others
+        if sequences[0].index == 0 and len(sequences) > 1:
+            self._samples[request.id] = sequences[1:]
+            del sequences[1:]
         if is_ready:
-            self._waiting.push(first)
+            for sequence in sequences:
+                self._waiting.push(sequence)
         else:
-            self._unready[request.id] = [first]
+            self._unready[request.id] = sequences
 
     def make_ready(self, request_id: RequestId) -> None:
         """The request may run, if it has not ended."""
@@ -222,6 +221,22 @@ class Scheduler:
         """The answers that had their first step since the last call."""
         started, self._started = self._started, []
         return started
+
+    # How a sequence arrives.
+
+    def _sequences_of(self, request: Request) -> list[Sequence]:
+        answers = request.resumed
+        if answers is None:
+            answers = tuple(map(ResumedAnswer, range(request.n)))
+        assert answers, f"{request.id}: all its answers have ended"
+        max_length = len(request.prompt_token_ids) + request.sampling.max_tokens
+        sequences = []
+        for answer in answers:
+            sequence = Sequence(request, answer.index, self._order, max_length)
+            sequence.resume(answer)
+            sequences.append(sequence)
+            self._order += 1
+        return sequences
 
     # How a step is scheduled.
 

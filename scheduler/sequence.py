@@ -5,13 +5,20 @@
        +------preempt------+-----------preempt-----------+
 
 An abort finishes it from any status, and so does an end that is known only after a preemption.
+One that an earlier engine began is WAITING with its outputs, as after a preemption.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 from penstock.scheduler.blocks import BlockTable
-from penstock.scheduler.types import FinishReason, Pooling, PromptOutputRequest, Request
+from penstock.scheduler.types import (
+    FinishReason,
+    Pooling,
+    PromptOutputRequest,
+    Request,
+    ResumedAnswer,
+)
 
 # Samples of one request get seeds that are far apart: the golden ratio of 2^64, as splitmix64 does.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -49,7 +56,7 @@ class Sequence:
     # Of its full blocks; they survive a preemption.
     block_digests: list[bytes] = field(default_factory=list)
     num_computed: int = 0
-    num_ever_computed: int = 0  # the most that num_computed was before a preemption
+    num_ever_computed: int = 0  # the most that num_computed was before it lost its blocks
     num_in_flight: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -89,6 +96,16 @@ class Sequence:
     def num_to_compute(self) -> int:
         """Known tokens that no step has run yet."""
         return len(self.token_ids) - self.num_computed
+
+    def resume(self, answer: ResumedAnswer) -> None:
+        """Takes over what an earlier engine returned of it. Call it before anything else."""
+        assert self.status is Status.WAITING and answer.index == self.index
+        self.first_scheduled_s = answer.first_scheduled_s
+        self.num_cached_tokens = answer.num_cached_tokens
+        if answer.token_ids:
+            self.token_ids += answer.token_ids
+            self.num_ever_computed = len(self.token_ids) - 1
+            self.prompt_request = None  # returned with the first of them
 
     def admit(self, slot: int, num_computed: int, now: float) -> None:
         """Starts, or restarts, with the first num_computed tokens cached."""

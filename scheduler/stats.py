@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from penstock.scheduler.types import ScheduledBatch
 
@@ -24,6 +24,13 @@ class SchedulerStats(NamedTuple):
     preemptions_total: int
     recomputed_tokens_total: int
     invalid_logits_total: int = 0
+
+    def plus_counters(self, earlier: Self) -> Self:
+        """With the counters of a scheduler that another engine had before."""
+        names = [name for name in self._fields if name.endswith("_total")]
+        return self._replace(
+            **{name: getattr(self, name) + getattr(earlier, name) for name in names}
+        )
 
 
 class AttentionWork(NamedTuple):

@@ -74,6 +74,19 @@ class SamplingParams:
     grammar_to_the_end: bool = False
 
 
+class ResumedAnswer(NamedTuple):
+    """An answer that an earlier engine began, as far as its tokens have been returned.
+
+    token_ids: those of the answer alone. first_scheduled_s, num_cached_tokens: what the earlier
+    engine reported of its first step; None and 0 where it has not run.
+    """
+
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
+    token_ids: tuple[int, ...] = ()
+    first_scheduled_s: float | None = None
+    num_cached_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt, and `n` answers to it.
@@ -81,6 +94,8 @@ class Request:
     arrival_s is in the scheduler's clock. A lower priority runs earlier (vLLM's order), under the
     `priority` policy alone. adapter: the name of a LoRA adapter, None for the base model.
     Requests share cached prefixes only under an equal cache_salt and an equal adapter.
+    resumed: of a request that an earlier engine began, the answers that have not ended, by index;
+    None where all n start here.
     """
 
     id: RequestId
@@ -92,6 +107,7 @@ class Request:
     cache_salt: str = ""
     pooling: Pooling | None = None
     adapter: str | None = None
+    resumed: tuple[ResumedAnswer, ...] | None = None
 
 
 class PromptOutputRequest(NamedTuple):
@@ -104,7 +120,8 @@ class PromptOutputRequest(NamedTuple):
 class SlotAssignment(NamedTuple):
     """A sequence enters a slot: all that an executor needs to know before its first row runs.
 
-    token_ids: every id known so far, the prompt first and then, after a preemption, its outputs.
+    token_ids: every id known so far, the prompt first and then, after a preemption or in another
+    engine than it began in, its outputs.
     block_ids: its block table in logical order. seed: this sample's own. prompt_request: the
     outputs still missing of its prompt; its rows then begin at the first token, unless that is
     pooling LAST alone. adapter:

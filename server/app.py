@@ -132,23 +132,7 @@ def serve(config: ServeConfig) -> int:
 
 async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     service = Service(config)
-    server = _Server(
-        uvicorn.Config(
-            LastResort(build_app(service)),
-            http=HttpProtocol,
-            ws="none",
-            lifespan="on",
-            access_log=False,
-            server_header=False,
-            log_config=None,
-            log_level="error",  # malformed HTTP gets an answer, and no line in the log
-            ssl_keyfile=config.server.ssl_keyfile,
-            ssl_certfile=config.server.ssl_certfile,
-            backlog=_num_backlog(),
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-        )
-    )
+    server = http_server(service)
     draining: list[asyncio.Task[None]] = []
 
     def on_signal(number: int) -> None:
@@ -172,6 +156,27 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
         flush_logs()
         os._exit(code)  # else Python would wait for the loading thread, perhaps in a long download
     return code
+
+
+def http_server(service: Service) -> uvicorn.Server:
+    """To be given a listening socket. It ends when `should_exit` is set; signals do not end it."""
+    return _Server(
+        uvicorn.Config(
+            LastResort(build_app(service)),
+            http=HttpProtocol,
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            server_header=False,
+            log_config=None,
+            log_level="error",  # malformed HTTP gets an answer, and no line in the log
+            ssl_keyfile=service.config.server.ssl_keyfile,
+            ssl_certfile=service.config.server.ssl_certfile,
+            backlog=_num_backlog(),
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+        )
+    )
 
 
 class _Server(uvicorn.Server):

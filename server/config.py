@@ -4,6 +4,7 @@ It knows the settings and their limits, not the packages that use them.
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from penstock.engine.client import EngineConfig, LogFormat
@@ -32,6 +33,13 @@ class PoolerConfig:
     normalize: bool | None = None
 
 
+class DuringRestart(StrEnum):
+    """What becomes of requests that arrive while the engine restarts."""
+
+    REFUSE = "refuse"  # status 503, so that a load balancer asks another server
+    WAIT = "wait"  # they wait as in a full server, with the same limit
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Where the server listens, its names, and which requests it accepts.
@@ -57,6 +65,7 @@ class ServerConfig:
     request_timeout_s: float | None = None
     max_body_bytes: int = 16 * MIB
     shutdown_timeout_s: float = 30.0
+    during_restart: DuringRestart = DuringRestart.REFUSE
     sse_ping_interval_s: float = 15.0
     max_stored_responses: int = 4096
     max_stored_response_bytes: int = 256 * MIB

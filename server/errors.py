@@ -8,7 +8,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from penstock.engine.client import EngineFailed, QueueFull, RequestRefused
+from penstock.engine.client import EngineFailed, QueueFull, RequestEndedEngine, RequestRefused
 from penstock.scheduler.errors import PenstockError
 from penstock.server.observability.request_context import request_entry, request_id
 
@@ -180,11 +180,14 @@ class UnsupportedEncoding(PenstockError):
 
 
 class NotServing(PenstockError):
-    """The model is loading, or the server is shutting down."""
+    """The model is loading, the engine restarts, or the server is shutting down."""
 
-    def __init__(self, message: str, *, is_ending: bool) -> None:
+    def __init__(
+        self, message: str, *, is_ending: bool, retry_after_s: float = RETRY_SOON_S
+    ) -> None:
         super().__init__(message)
         self.is_ending = is_ending
+        self.retry_after_s = retry_after_s
 
 
 class ErrorReply(NamedTuple):
@@ -281,10 +284,13 @@ def reply_to(error: BaseException) -> ErrorReply:
             headers = _retry_after(RETRY_SOON_S)
             return ErrorReply(429, "rate_limit_error", message, None, "grammar_queue_full", headers)
         case NotServing():
-            headers = _retry_after(RETRY_SOON_S) + (_CLOSE if error.is_ending else ())
+            headers = _retry_after(error.retry_after_s) + (_CLOSE if error.is_ending else ())
             return ErrorReply(503, _UNAVAILABLE, message, None, None, headers)
         case InvalidLogits():
             return ErrorReply(500, "server_error", message, None, "invalid_logits")
+        case RequestEndedEngine():
+            code = "request_ended_engine"
+            return ErrorReply(500, "server_error", message, None, code, _NO_RETRY)
         case EngineFailed():
             return ErrorReply(500, "server_error", message, None, "engine_failed")
         case HTTPException():

@@ -20,7 +20,7 @@ from penstock.engine.client import (
 )
 from penstock.scheduler.config import Batching, Policy
 from penstock.scheduler.types import Pooling
-from penstock.server.config import MIB, PoolerConfig
+from penstock.server.config import MIB, DuringRestart, PoolerConfig
 from penstock.server.flag_values import Extend, kv_cache_dtype, size
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.output.reasoning import ReasoningFormat
@@ -279,6 +279,31 @@ def _add_scheduling_flags(group: "argparse._ArgumentGroup") -> None:
         metavar="N",
         default=1024,
         help="most answers that may wait; further ones get status 429 (default: %(default)s)",
+    )
+    flag(
+        "--max-engine-restarts",
+        type=int,
+        metavar="N",
+        default=10,
+        help="how often within ten minutes an engine process that ended or stalled is replaced, so "
+        "that open requests go on; after that the server ends with exit code 1 (default: "
+        "%(default)s; 0: never)",
+    )
+    flag(
+        "--engine-stall-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=120.0,
+        help="the engine process is replaced when it has done nothing for this long although there "
+        "is work, or for ten times the longest step that the hardware's speed explains, whichever "
+        "is longer (default: %(default)s)",
+    )
+    _add_choice(
+        group,
+        "--during-engine-restart",
+        DuringRestart,
+        "what becomes of new requests meanwhile: refuse answers 503 with Retry-After, wait lets "
+        "them wait",
     )
     flag(
         "--request-timeout",

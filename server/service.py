@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum
@@ -20,7 +19,7 @@ from penstock.engine.client import (
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request
 from penstock.server.announcement import announce_failure, announce_ready, url_of
-from penstock.server.config import ServeConfig
+from penstock.server.config import DuringRestart, ServeConfig
 from penstock.server.errors import NotServing
 from penstock.server.loading import (
     download_weights,
@@ -43,9 +42,6 @@ from penstock.server.prompt.model import ServedModel
 
 logger = logging.getLogger("penstock")
 
-# With open requests, a step longer than this counts as stuck. Long, because a large prompt on a CPU
-# takes minutes, and a server that is killed because its start is slow never serves.
-_STALL_S = 120.0
 # A process that shows no sign of life for this long gets no further traffic. It shows one a second.
 _UNHEARD_S = 10.0
 # Time for open requests to receive the error before the process ends too.
@@ -61,6 +57,7 @@ class State(StrEnum):
 
     STARTING = "starting"
     READY = "ready"
+    RESTARTING = "restarting"  # the engine does; open requests go on when it runs again
     DRAINING = "draining"
     DEAD = "dead"
 
@@ -81,16 +78,20 @@ class Service:
         endpoint = config.server.otlp_traces_endpoint
         self.request_log = RequestLog(is_at_info=config.server.log_requests)
         self.tracer = Tracer.to_endpoint(endpoint) if endpoint else None
-        self.state = State.STARTING
+        self._state = State.STARTING
         self._progress = Progress(config.server.log_format)
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._engine: EngineClient | None = None
         self._model: ServedModel | None = None
         self._steps: StepRecord | None = None
-        self._busy_since_s = 0.0
         self._num_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def state(self) -> State:
+        is_restarting = self._engine and self._engine.state is EngineState.RESTARTING
+        return State.RESTARTING if self._state is State.READY and is_restarting else self._state
 
     @property
     def model(self) -> ServedModel:
@@ -147,15 +148,15 @@ class Service:
 
         cause: for the log, why the server ends.
         """
-        if self.state in (State.DRAINING, State.DEAD):
+        if self._state in (State.DRAINING, State.DEAD):
             return
-        self.state = State.DRAINING
+        self._state = State.DRAINING
         try:
             await self._drain_requests(cause)
             await self.close()
             await self._until_idle(_LAST_WORDS_S)
         finally:
-            self._end(EXIT_DRAINED if self.state is State.DRAINING else EXIT_ENGINE_DIED)
+            self._end(EXIT_DRAINED if self._state is State.DRAINING else EXIT_ENGINE_DIED)
 
     async def _drain_requests(self, cause: str) -> None:
         num_open, timeout_s = self._num_requests, self.config.server.shutdown_timeout_s
@@ -198,6 +199,21 @@ class Service:
 
     def check_serving(self) -> None:
         """Raises NotServing unless new requests are accepted."""
+        if self.state is not State.RESTARTING:
+            self._check_open()
+        elif self.config.server.during_restart is DuringRestart.REFUSE:
+            raise self._not_ready_yet()
+
+    def _not_ready_yet(self) -> NotServing:
+        assert self._engine
+        retry_after_s = self._engine.ready_in_s
+        message = (
+            "the engine ended and is starting again; requests that were running go on then; try "
+            f"again in {retry_after_s} s"
+        )
+        return NotServing(message, is_ending=False, retry_after_s=retry_after_s)
+
+    def _check_open(self) -> None:
         if self.state is State.STARTING:
             raise NotServing(
                 f"the model is still loading{self._phases()}; try again soon", is_ending=False
@@ -210,17 +226,22 @@ class Service:
             )
 
     def check_ready(self) -> None:
-        """Raises NotServing unless new requests are accepted, and would be answered."""
-        self.check_serving()
+        """Raises NotServing unless new requests would be answered now."""
+        if self.state is State.RESTARTING:
+            raise self._not_ready_yet()
+        self._check_open()
         self._check_running(_UNHEARD_S)
 
     def check_health(self) -> None:
-        """Raises NotServing unless the engine is alive, and has stepped recently if it has work."""
+        """Raises NotServing unless the engine is alive, and has stepped recently if it has work, or
+        is being restarted: a server that was ended then would lose its open requests."""
         if self.state is State.STARTING or self._engine is None:
             raise NotServing(f"the model is still loading{self._phases()}", is_ending=False)
+        if self._engine.state is EngineState.RESTARTING:
+            return
         if self._engine.state is not EngineState.READY:
             raise NotServing("the engine is not running", is_ending=True)
-        self._check_running(_STALL_S)
+        self._check_running(self._engine.stall_limit_s)
 
     def _check_running(self, max_unheard_s: float) -> None:
         """Raises NotServing for a process that is stopped, or in whose steps something hangs."""
@@ -228,9 +249,9 @@ class Service:
         if self._engine.silence_s > max_unheard_s:
             message = f"the engine process has not run for {self._engine.silence_s:.0f} s"
             raise NotServing(message, is_ending=False)
-        silence_s = self._silence_s()
-        if silence_s > _STALL_S:
-            message = f"{self._engine.num_open} answers are open, no step for {silence_s:.0f} s"
+        age_s = self._engine.step_age_s
+        if age_s > self._engine.stall_limit_s:
+            message = f"{self._engine.num_open} answers are open, no step for {age_s:.0f} s"
             raise NotServing(message, is_ending=False)
 
     def check_room(self, num_answers: int) -> None:
@@ -241,8 +262,6 @@ class Service:
     def submit_generation(self, request: GenerationRequest) -> Generation:
         """Submits; raises QueueFull or EngineFailed. The caller closes the generation."""
         assert self._engine
-        if not self._engine.num_open:
-            self._busy_since_s = time.monotonic()
         vocabulary = self.model.encoder.vocabulary
         timeout_s = self.config.server.request_timeout_s
         generation = Generation(
@@ -275,8 +294,6 @@ class Service:
         """Straight to the engine; raises QueueFull or EngineFailed. The caller closes the stream,
         and reports to the metrics."""
         assert self._engine
-        if not self._engine.num_open:
-            self._busy_since_s = time.monotonic()
         return self._engine.submit(request)
 
     async def _load(self) -> EngineClient:
@@ -294,18 +311,18 @@ class Service:
             await prompt_files
             await download_weights(files.download, self._progress)
         engine = self._make_engine(replace(self.config.engine, model=str(directory)))
-        engine.on_step(self.metrics.on_step)
         engine.on_progress(self._progress.on_engine)
-        self.metrics.watch(lambda: engine.num_open, self._silence_s, lambda: engine.pid)
+        self.metrics.watch(engine)
         self._engine = engine
         self._model = await load_model(self.config, directory, prompt_files, engine, self._progress)
+        engine.on_progress(lambda _: None)  # of another start, which the log tells of
         self.metrics.on_ready(self._model.info)
         self._steps = StepRecord(self._model.info)
         engine.on_step(self._steps.on_step)
         gc.collect()
         gc.freeze()  # no collection has to walk loaded objects again while streams wait
         if self.state is State.STARTING:
-            self.state = State.READY
+            self._state = State.READY
         return engine
 
     def _phases(self) -> str:
@@ -313,22 +330,10 @@ class Service:
         text = self._progress.text()
         return f" ({text})" if text else ""
 
-    def _silence_s(self) -> float:
-        """With work open: since the engine last did something, or last had nothing to do."""
-        if not self._engine or not self._engine.num_open:
-            return 0.0
-        return max(0.0, time.monotonic() - self._last_sign_s())
-
-    def _last_sign_s(self) -> float:
-        """When the engine last did something, or last had nothing to do."""
-        report = self._engine.last_report if self._engine else None
-        last_step_s = report.started_s + report.step_s if report else 0.0
-        return max(last_step_s, self._busy_since_s)
-
     async def _fail(self, message: str, code: int) -> None:
         if self.state is State.DRAINING and code == EXIT_CANNOT_START:
             return  # a signal ended it before it could start
-        self.state = State.DEAD
+        self._state = State.DEAD
         try:
             announce_failure(self.config.server, message)
             await self._until_idle(_LAST_WORDS_S)

@@ -1,38 +1,75 @@
-"""`EngineClient`: an engine process and the streams of its requests, joined for the server."""
+"""`EngineClient`: an engine process, the streams of its requests, and what starts another process
+when the first has ended, joined for the server."""
 
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.errors import EngineFailed
+from penstock.engine.errors import EngineFailed, RequestRefused
+from penstock.engine.ipc.recovery import Recovery, RestartBudget
+from penstock.engine.ipc.stall import Silence, stall_limit_s
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
-from penstock.engine.ipc.supervisor import EngineProcess, EngineState
-from penstock.engine.messages import OnWire, Refused, StepReport
+from penstock.engine.ipc.supervisor import End, EndCause, EngineProcess, EngineState
+from penstock.engine.messages import Abort, OnWire, Refused, StepReport
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import LoadProgress
 from penstock.scheduler.types import Request, RequestId
 
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 0.5  # of the check for a stall
+
 
 class EngineClient:
-    """Starts the engine process, submits requests and returns their outputs. On one event loop."""
+    """Starts the engine process, submits requests and returns their outputs. On one event loop.
+
+    A process that ends after it was ready, or stalls, is replaced by another, and streams go on
+    (see `penstock.engine.ipc.recovery`).
+    """
 
     def __init__(self, config: EngineConfig, module: str = "penstock.engine.ipc.process") -> None:
         """module: see `EngineProcess`."""
-        self._process = EngineProcess(config, module, self._on_message, self._on_end)
+        self._config = config
+        self._module = module
+        self._process = self._new_process()
+        self._state = EngineState.STARTING
         self._streams = OpenStreams(
             config.scheduler.max_num_seqs, config.max_num_queued_reqs, self._send
         )
+        self._recovery = Recovery(self._streams, config.scheduler.max_num_seqs)
+        self._budget = RestartBudget(config.max_engine_restarts)
+        self._restarts: Counter[EndCause] = Counter()
+        self._info: ModelInfo | None = None
         self._on_step: list[Callable[[StepReport], None]] = []
         self._on_progress: Callable[[LoadProgress], None] = lambda _: None
+        self._on_restart: Callable[[], None] = lambda: None
         self._last_report: StepReport | None = None
+        self._is_up = False  # the process is ready, and has not ended
+        self._has_stepped = False  # this process has
+        self._last_message_s = 0.0
+        self._busy_since_s = 0.0  # since there was nothing to do, or since it was ready
+        self._ended_at_s = 0.0  # when the last process ended
+        self._start_s = 0.0  # how long the last start took
+        self._ready_at_s = 0.0  # about when the next process will be
+        self._ended: asyncio.Future[End] | None = None  # of this process
+        self._dead: asyncio.Future[str] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def state(self) -> EngineState:
-        return self._process.state
+        return self._state
 
     @property
     def info(self) -> ModelInfo:
         """Raises EngineFailed before the model is loaded."""
-        return self._process.info
+        if self._info is None:
+            raise EngineFailed("the model is still loading")
+        return self._info
 
     @property
     def pid(self) -> int | None:
@@ -50,8 +87,43 @@ class EngineClient:
         return self._streams.num_open
 
     @property
+    def step_age_s(self) -> float:
+        """With answers open: since the engine last did something, or last had nothing to do."""
+        return max(0.0, time.monotonic() - self._last_sign_s()) if self.num_open else 0.0
+
+    @property
+    def stall_limit_s(self) -> float:
+        """See `penstock.engine.ipc.stall`."""
+        config = self._config
+        # A process that replaces another one finds what that has compiled, but loads for long.
+        has_stepped = self._is_up and self._last_report is not None
+        return stall_limit_s(
+            config.stall_timeout_s, self.info, config.scheduler, has_stepped=has_stepped
+        )
+
+    @property
     def last_report(self) -> StepReport | None:
         return self._last_report
+
+    @property
+    def restarts(self) -> Counter[EndCause]:
+        """How many processes were replaced, by what ended them."""
+        return self._restarts
+
+    @property
+    def num_resumed(self) -> int:
+        """Requests that went on in another process."""
+        return self._recovery.num_resumed
+
+    @property
+    def num_quarantined(self) -> int:
+        """Requests that ended the engine twice."""
+        return self._recovery.num_quarantined
+
+    @property
+    def ready_in_s(self) -> int:
+        """While it restarts: about how long that takes, by how long the last start took."""
+        return max(1, math.ceil(self._ready_at_s - time.monotonic()))
 
     def on_step(self, callback: Callable[[StepReport], None]) -> None:
         """Calls back with every step's report, on the event loop: for metrics."""
@@ -61,16 +133,38 @@ class EngineClient:
         """Calls back when a phase of the start begins, and about how far it is."""
         self._on_progress = callback
 
+    def on_restart(self, callback: Callable[[], None]) -> None:
+        """Calls back when a process has ended that will be replaced."""
+        self._on_restart = callback
+
     async def start(self) -> ModelInfo:
         """Starts the process and returns when it is ready. Raises EngineFailed."""
-        return await self._process.start()
+        self._dead = asyncio.get_running_loop().create_future()
+        try:
+            await self._start_process()
+        except EngineFailed:
+            self._state = EngineState.DEAD
+            raise
+        # Another process must have room for what this one accepted.
+        self._config = replace(self._config, max_model_len=self.info.max_model_len)
+        self._state = EngineState.READY if self._is_up else EngineState.RESTARTING
+        self._tasks = [asyncio.create_task(self._supervise())]
+        if self._config.max_engine_restarts:
+            self._tasks.append(asyncio.create_task(self._look()))
+        return self.info
 
     async def wait_dead(self) -> str:
-        """Returns the reason when the engine process has ended without `close`."""
-        return await self._process.wait_dead()
+        """Returns the reason when the engine has ended without `close`, and is not replaced."""
+        assert self._dead, "call start() first"
+        return await self._dead
 
     async def close(self) -> None:
         """Ends the process. Requests that are still open get EngineFailed."""
+        self._state = EngineState.DEAD
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._streams.fail_all(EngineFailed("the server is shutting down"))
         await self._process.close()
 
     def kill(self) -> None:
@@ -87,8 +181,9 @@ class EngineClient:
 
         An item is all outputs that have arrived, so a slow reader gets few large items; the
         iteration ends after the last final output. Cancelling it, or `aclose`, aborts the request.
-        Raises QueueFull, EngineFailed, or RequestRefused for an n without room. While it runs,
-        the iterator raises EngineFailed if the engine dies, RequestRefused if the engine does not
+        While the engine restarts, the request waits. Raises QueueFull, EngineFailed, or
+        RequestRefused for an n without room. While it runs, the iterator raises EngineFailed if the
+        engine dies for good or because of this request, RequestRefused if the engine does not
         accept the request.
         """
         (stream,) = self.submit_alike([request])
@@ -97,28 +192,150 @@ class EngineClient:
     def submit_alike(self, requests: Sequence[Request]) -> list[OutputStream]:
         """The same of several, all or none, that differ in id, prompt and max_tokens alone: so what
         they share is sent once."""
-        if self.state is not EngineState.READY:
-            raise EngineFailed(f"the engine is {self.state}")
+        if self._state not in (EngineState.READY, EngineState.RESTARTING):
+            raise EngineFailed(f"the engine is {self._state}")
+        if not self.num_open:
+            self._busy_since_s = time.monotonic()
         return self._streams.submit_alike(requests)
 
     def abort(self, request_id: RequestId, index: int | None = None) -> None:
         """Ends a request, or only its answer `index`; no more outputs come for it."""
         self._streams.abort(request_id, index)
 
+    # A process, from its start to its end.
+
+    def _new_process(self) -> EngineProcess:
+        return EngineProcess(self._config, self._module, self._on_message, self._on_end)
+
+    async def _start_process(self) -> None:
+        """Raises EngineFailed."""
+        began_s = self._last_message_s = time.monotonic()
+        self._ended = asyncio.get_running_loop().create_future()
+        self._has_stepped = False
+        self._info = await self._process.start()
+        self._is_up = self._process.state is EngineState.READY  # it may have ended since
+        self._busy_since_s = time.monotonic()
+        self._start_s = self._busy_since_s - began_s
+
     def _send(self, message: OnWire) -> None:
-        self._process.send(message)
+        """What is not sent now is not lost: the next process gets all requests that are then open,
+        and has not heard of others."""
+        if self._state is EngineState.READY or (self._is_up and isinstance(message, Abort)):
+            self._process.send(message)
 
     def _on_message(self, message: LoadProgress | StepReport | Refused) -> None:
+        self._last_message_s = time.monotonic()
         if isinstance(message, LoadProgress):
             self._on_progress(message)
             return
         if isinstance(message, Refused):
-            self._streams.refuse(message.request_id, message.message)
+            self._recovery.refuse(message.request_id)
+            self._streams.fail(message.request_id, RequestRefused(message.message))
             return
         self._last_report = message
-        self._streams.push(message.outputs)
+        self._has_stepped = True
+        if message.started:
+            self._streams.start(message.started)
+        self._streams.push(self._recovery.take(message.outputs))
         for callback in self._on_step:
             callback(message)
 
-    def _on_end(self, why: str) -> None:
+    def _on_end(self, end: End) -> None:
+        if self._is_up:
+            self._is_up = False
+            self._ended_at_s = time.monotonic()
+            self._recovery.on_end(end)
+        if self._state is EngineState.READY:
+            self._state = EngineState.RESTARTING
+        if self._ended and not self._ended.done():
+            self._ended.set_result(end)
+
+    # From one process to the next.
+
+    async def _supervise(self) -> None:
+        """Replaces the process whenever it has ended, until it may not be replaced again."""
+        assert self._ended
+        try:
+            end = await self._ended
+            while await self._replace(end):
+                end = await self._resume()
+        except Exception as error:
+            logger.exception("the engine cannot be watched any more")
+            self._die(f"{type(error).__name__}: {error}")
+
+    async def _replace(self, end: End) -> bool:
+        """Starts processes until one is ready; false if that may not be tried again."""
+        has_worked = self._has_stepped
+        while True:
+            await self._process.close()
+            delay_s = self._budget.delay_s(time.monotonic(), has_worked=has_worked)
+            if delay_s is None:
+                self._die(self._budget.last_words(end.why))
+                return False
+            self._restarts[end.cause] += 1
+            self._ready_at_s = time.monotonic() + delay_s + self._start_s
+            self._on_restart()
+            logger.warning(
+                "%s; another starts %s, for which %s waiting",
+                end.why,
+                f"in {delay_s:g} s" if delay_s else "now",
+                "1 request is" if len(self._streams) == 1 else f"{len(self._streams)} requests are",
+            )
+            await asyncio.sleep(delay_s)
+            self._process = self._new_process()
+            try:
+                await self._start_process()
+                return True
+            except EngineFailed:
+                assert self._ended
+                end, has_worked = self._ended.result(), False
+
+    async def _resume(self) -> End:
+        """Gives the open requests to a process that is ready; returns when that has ended."""
+        assert self._ended
+        coming_back = asyncio.create_task(self._bring_back())
+        try:
+            await asyncio.wait((coming_back, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if coming_back.done():
+                coming_back.result()  # raises what it raised
+            return await self._ended
+        finally:
+            coming_back.cancel()
+
+    async def _bring_back(self) -> None:
+        await self._recovery.bring_back(self._process.send)
+        if self._is_up:
+            self._state = EngineState.READY
+            self._busy_since_s = time.monotonic()
+            pause_s = self._busy_since_s - self._ended_at_s
+            logger.warning(
+                "the engine runs again after %.1f s, and goes on with %d requests",
+                pause_s,
+                len(self._streams),
+            )
+
+    async def _look(self) -> None:
+        """Ends a process that has stalled, for `_supervise` to replace it."""
+        beats, steps = Silence(_LOOK_INTERVAL_S), Silence(_LOOK_INTERVAL_S)
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            now_s, process = time.monotonic(), self._process
+            unheard_s = beats.look(now_s, (process, process.last_beat_s))
+            is_idle = not self.num_open and self._state is EngineState.READY
+            sign_s = now_s if is_idle else self._last_sign_s()
+            stuck_s = max(unheard_s, steps.look(now_s, (process, sign_s)))
+            if process.state is EngineState.DEAD or stuck_s <= self._config.stall_timeout_s:
+                continue
+            if stuck_s > self.stall_limit_s or process.is_stopped:
+                process.end_stalled(stuck_s)
+
+    def _last_sign_s(self) -> float:
+        """When the engine last did something, or last had nothing to do."""
+        return max(self._last_message_s, self._busy_since_s)
+
+    def _die(self, why: str) -> None:
+        self._state = EngineState.DEAD
         self._streams.fail_all(EngineFailed(why))
+        assert self._dead
+        if not self._dead.done():
+            self._dead.set_result(why)

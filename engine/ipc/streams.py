@@ -1,19 +1,24 @@
 """`OpenStreams`: the requests that have not ended, their outputs, and how many may be open.
 
-It knows no process: it sends commands through a function and takes outputs in. So the streams can
-outlive an engine process that ends.
+It knows no process: it sends commands through a function and takes outputs in. So the streams
+outlive an engine process that ends: each keeps its request and the ids that have arrived, of which
+another engine can go on (`resumption`).
 """
 
 import asyncio
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Self
 
 from penstock.engine.errors import QueueFull, RequestRefused
 from penstock.engine.messages import Abort, OnWire, Submit, SubmitAlike
 from penstock.scheduler.errors import PenstockError
-from penstock.scheduler.types import Request, RequestId, RequestOutput
+from penstock.scheduler.types import Request, RequestId, RequestOutput, ResumedAnswer, Started
 
 # How many of the answers that ended last are used to estimate when the next one ends.
 _RATE_WINDOW = 64
@@ -26,10 +31,14 @@ class OutputStream:
     A reader of many streams may use `listen` and `take` instead, which need no task per stream.
     """
 
-    def __init__(self, streams: "OpenStreams", request: Request) -> None:
+    def __init__(self, streams: "OpenStreams", request: Request, first: RequestId) -> None:
+        """first: of the requests with which this one was submitted."""
+        self.request = request
+        self.first = first
         self._streams = streams
-        self._request_id = request.id
-        self._open = set(range(request.n))  # answers without a final output
+        # Of each answer without a final output, the ids that have arrived.
+        self._open = {index: array("i") for index in range(request.n)}
+        self._started: dict[int, Started] = {}
         self._waiting: list[RequestOutput] = []
         self._error: PenstockError | None = None
         self._is_scheduled = False  # a call of `notify` is
@@ -82,7 +91,7 @@ class OutputStream:
     async def aclose(self) -> None:
         """Aborts what has not ended. Call it where the iteration may stop early."""
         if self._open and not self._error:
-            self._streams.abort(self._request_id)
+            self._streams.abort(self.request.id)
 
     # Called by `OpenStreams`.
 
@@ -90,17 +99,39 @@ class OutputStream:
     def num_open(self) -> int:
         return len(self._open)
 
+    @property
+    def has_started(self) -> bool:
+        """Whether any of its answers is known to have run."""
+        return bool(self._started)
+
+    def start(self, started: Started) -> None:
+        self._started[started.index] = started
+
     def push(self, output: RequestOutput) -> None:
-        if output.index not in self._open:
+        ids = self._open.get(output.index)
+        if ids is None:
             return  # aborted while this was on its way
         self._waiting.append(output)
+        ids.fromlist(output.token_ids)  # a fifth of the time of extend
         if output.finish:
-            self._open.discard(output.index)
+            del self._open[output.index]
         self._schedule()
 
     def drop(self, index: int | None) -> None:
-        self._open = self._open - {index} if index is not None else set()
+        if index is None:
+            self._open.clear()
+        else:
+            self._open.pop(index, None)
         self._schedule()
+
+    def resumption(self) -> Request:
+        """The request for another engine, which goes on where the outputs that arrived end."""
+        answers = []
+        for index, ids in self._open.items():
+            started = self._started.get(index)
+            seen = (started.at_s, started.num_cached_tokens) if started else (None, 0)
+            answers.append(ResumedAnswer(index, tuple(ids), *seen))
+        return replace(self.request, resumed=tuple(answers))
 
     def fail(self, error: PenstockError) -> None:
         self._error = error
@@ -161,12 +192,34 @@ class OpenStreams:
         """Sends requests that differ as `SubmitAlike` says, all or none, and returns their streams.
         Raises as `check_room`."""
         self.check_room(sum(request.n for request in requests))
-        streams = [OutputStream(self, request) for request in requests]
+        streams = [OutputStream(self, request, requests[0].id) for request in requests]
         for stream, request in zip(streams, requests, strict=True):
             self._streams[request.id] = stream
             self._num_open += request.n
-        self._send(Submit(requests[0]) if len(requests) == 1 else SubmitAlike.of(requests))
+        self._send(_submission(requests))
         return streams
+
+    def get(self, request_id: RequestId) -> OutputStream | None:
+        """None where the request has ended."""
+        return self._streams.get(request_id)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[OutputStream]:
+        """Those of all open requests, in the order of their submission."""
+        return iter(self._streams.values())
+
+    def resumptions(self) -> list[OnWire]:
+        """What gives all open requests to another engine, as they were submitted."""
+        groups = groupby(self, key=attrgetter("first"))
+        return [_submission([stream.resumption() for stream in group]) for _, group in groups]
+
+    def start(self, started: Iterable[Started]) -> None:
+        """Notes the first steps that the engine reports."""
+        for each in started:
+            if stream := self._streams.get(each.request_id):
+                stream.start(each)
 
     def abort(self, request_id: RequestId, index: int | None = None) -> None:
         """Ends a request, or only its answer `index`; no more outputs come for it."""
@@ -190,12 +243,12 @@ class OpenStreams:
             if output.finish:
                 self._count_ended(output.request_id, stream, num_before)
 
-    def refuse(self, request_id: RequestId, message: str) -> None:
-        """Ends a request that the engine did not accept."""
+    def fail(self, request_id: RequestId, error: PenstockError) -> None:
+        """Ends a request that the engine did not accept, or must not run."""
         stream = self._streams.pop(request_id, None)
         if stream:
             self._num_open -= stream.num_open
-            stream.fail(RequestRefused(message))
+            stream.fail(error)
 
     def fail_all(self, error: PenstockError) -> None:
         """Ends every open request with this error; later ones can be submitted."""
@@ -234,3 +287,7 @@ class OpenStreams:
             return 1
         interval_s = (time.monotonic() - self._ended_at_s[0]) / len(self._ended_at_s)
         return max(1, min(_MAX_RETRY_AFTER_S, round(interval_s)))
+
+
+def _submission(requests: Sequence[Request]) -> OnWire:
+    return Submit(requests[0]) if len(requests) == 1 else SubmitAlike.of(requests)

@@ -14,6 +14,8 @@ import sys
 import time
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -39,14 +41,43 @@ logger = logging.getLogger(__name__)
 # up.
 _MAX_MESSAGES_AT_ONCE = 32
 _LAST_MESSAGE_S = 0.1  # from the end of the process to the arrival of what it sent before
+_LAST_LINES_S = 2.0  # from its last message to its end, in which it writes its log
+
+
+# What says more of who sent a signal than of the requests that ran.
+_SIGNALS_OF_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class EngineState(StrEnum):
-    """What the engine process is doing, as far as the server knows."""
+    """What the engine is doing, as far as the server knows."""
 
     STARTING = "starting"
     READY = "ready"
+    RESTARTING = "restarting"  # its process ended, and another takes over the open requests
     DEAD = "dead"
+
+
+class EndCause(StrEnum):
+    """What ended an engine process."""
+
+    CLOSED = "closed"  # the server is shutting down
+    KILLED = "killed"  # a signal of somebody else
+    STOPPED = "stopped"  # as SIGSTOP does, until the server ended it
+    FAILED = "failed"  # an error, or a signal of the processor's
+    STALLED = "stalled"  # no step ended, until the server ended it
+    OUT_OF_MEMORY = "out_of_memory"  # the kernel killed it
+
+    @property
+    def may_be_a_request(self) -> bool:
+        """Whether what it computed can have ended it."""
+        return self in (EndCause.FAILED, EndCause.STALLED, EndCause.OUT_OF_MEMORY)
+
+
+class End(NamedTuple):
+    """why: for people, with what to do about it."""
+
+    cause: EndCause
+    why: str
 
 
 class EngineProcess:
@@ -60,11 +91,11 @@ class EngineProcess:
         config: EngineConfig,
         module: str,
         on_message: Callable[[LoadProgress | StepReport | Refused], None],
-        on_end: Callable[[str], None],
+        on_end: Callable[[End], None],
     ) -> None:
         """module: what the process runs; it must use the protocol of `penstock.engine.ipc.process`.
 
-        on_end is called once, with the reason, however the process ends; no message comes after.
+        on_end is called once, however the process ends; no message comes after.
         """
         self._config = config
         self._module = module
@@ -75,9 +106,11 @@ class EngineProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._beats: int | None = None  # the pipe from which the process's heartbeat is read
-        self._last_beat_s = time.monotonic()
+        self.last_beat_s = time.monotonic()
+        self._socket: zmq.asyncio.Socket | None = None
         self._ready: asyncio.Future[ModelInfo] | None = None
-        self._dead: asyncio.Future[str] | None = None
+        self._is_ending = False  # it said so
+        self._num_oom_kills = 0  # of the machine, when the process started
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
 
@@ -103,12 +136,26 @@ class EngineProcess:
     def silence_s(self) -> float:
         """Since the process last showed that it runs, which it does every second, whatever its
         steps take: a process that is stopped, or gets no processor, does not."""
-        return time.monotonic() - self._last_beat_s
+        return time.monotonic() - self.last_beat_s
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process is, as by SIGSTOP or in a debugger."""
+        return self.pid is not None and _is_stopped(self.pid)
 
     async def start(self) -> ModelInfo:
-        """Starts the process and returns when it is ready. Raises EngineFailed."""
-        loop = asyncio.get_running_loop()
-        self._ready, self._dead = loop.create_future(), loop.create_future()
+        """Starts the process and returns when it is ready. Raises EngineFailed. To be called once,
+        and followed by `close` in any case."""
+        self._ready = asyncio.get_running_loop().create_future()
+        try:
+            await self._launch()
+        except (OSError, zmq.ZMQError) as error:
+            why = f"the engine process cannot be started: {error.strerror or error}"
+            self._end(End(EndCause.FAILED, why))
+        return await self._ready
+
+    async def _launch(self) -> None:
+        self._num_oom_kills = _num_oom_kills()
         # An abstract socket has no file that a killed process could leave behind.
         endpoint = f"ipc://@penstock-{secrets.token_hex(16)}"
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -117,7 +164,7 @@ class EngineProcess:
         # The same socket without asyncio, to read what has arrived at no further cost.
         self._arrived: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         self._beats, beats_of_engine = os.pipe()
-        loop.add_reader(self._beats, self._on_beat)
+        asyncio.get_running_loop().add_reader(self._beats, self._on_beat)
         try:
             self._process = await self._spawn(endpoint, beats_of_engine)
         finally:
@@ -128,7 +175,6 @@ class EngineProcess:
         assert self._process.stdin
         self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
-        return await self._ready
 
     async def _spawn(self, endpoint: str, beats: int) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -149,30 +195,44 @@ class EngineProcess:
 
     def send(self, message: OnWire) -> None:
         # No high-water mark, so this never blocks; the future is done when it returns.
+        assert self._socket, "call start() first"
         self._socket.send(self._encoder.encode(message))
-
-    async def wait_dead(self) -> str:
-        """Returns the reason when the process has ended without `close`."""
-        assert self._dead, "call start() first"
-        return await self._dead
 
     async def close(self) -> None:
         """Ends the process and closes its sockets."""
-        self._end("the server is shutting down", is_expected=True)
-        if not self._process:
-            return
+        self._end(End(EndCause.CLOSED, "the server is shutting down"))
         for task in self._tasks:
             task.cancel()
+        if self._process and self._is_ending:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _LAST_LINES_S)
         self.kill()
-        await self._process.wait()
-        self._socket.close()
+        if self._process:
+            await self._process.wait()
+        if self._socket:
+            self._socket.close()
         self._stop_beats()
 
     def kill(self) -> None:
         """Ends the process and those it started, now; it holds nothing that must be saved."""
         if self._process and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill_group()
+
+    def end_stalled(self, stall_s: float) -> None:
+        """Ends a process that has done nothing for this long. The caller closes it."""
+        why = f"the engine did nothing for {stall_s:.0f} s"
+        cause = EndCause.STALLED
+        if self.is_stopped:
+            why += ", because its process was stopped, as SIGSTOP or a debugger does"
+            cause = EndCause.STOPPED
+        self.kill()
+        self._end(End(cause, why))
+
+    def _kill_group(self) -> None:
+        assert self._process
+        # A group outlives its first process, and its number is not given away before its end.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _read(self) -> None:
         try:
@@ -180,10 +240,12 @@ class EngineProcess:
         except Exception as error:
             # Without its messages the process is of no use: it ends as one that failed.
             logger.exception("a message of the engine cannot be read")
-            self._end(f"a message of the engine cannot be read: {type(error).__name__}: {error}")
+            why = f"a message of the engine cannot be read: {type(error).__name__}: {error}"
+            self._end(End(EndCause.FAILED, why))
 
     async def _read_messages(self) -> None:
-        while True:
+        assert self._socket
+        while self._state is not EngineState.DEAD:
             self._receive(await self._socket.recv())
             with contextlib.suppress(zmq.Again):
                 for _ in range(_MAX_MESSAGES_AT_ONCE - 1):
@@ -192,20 +254,23 @@ class EngineProcess:
             await asyncio.sleep(0)
 
     def _receive(self, data: bytes) -> None:
+        if self._state is EngineState.DEAD:
+            return
         message = self._decoder.decode(data)
         if isinstance(message, Ready):
             self._info, self._state = message.info, EngineState.READY
             assert self._ready
             self._ready.set_result(message.info)
         elif isinstance(message, Failed):
-            self._end(message.message)
+            self._is_ending = True
+            self._end(End(EndCause.FAILED, message.message))
         else:
             self._on_message(message)
 
     def _on_beat(self) -> None:
         assert self._beats is not None
         if os.read(self._beats, 1 << 10):
-            self._last_beat_s = time.monotonic()
+            self.last_beat_s = time.monotonic()
         else:
             self._stop_beats()  # the process has ended
 
@@ -219,22 +284,46 @@ class EngineProcess:
         """The process may end without a `Failed` message: killed for memory, or by a signal."""
         assert self._process
         code = await self._process.wait()
+        self._kill_group()  # a compiler that it started, say
         await asyncio.sleep(_LAST_MESSAGE_S)
+        self._end(self._end_of(code))
+
+    def _end_of(self, code: int) -> End:
+        """code: negative for a signal."""
         why = f"the engine process ended with code {code} and no message"
+        if -code not in _SIGNALS_OF_OTHERS:
+            return End(EndCause.FAILED, why)
+        if code == -signal.SIGKILL and _num_oom_kills() > self._num_oom_kills:
+            why += "; the kernel killed it because memory ran out: lower --kv-cache-memory-bytes"
+            return End(EndCause.OUT_OF_MEMORY, why)
         if code == -signal.SIGKILL:
             why += (
                 "; unless somebody killed it, the kernel did because memory ran out, which dmesg "
                 "shows: lower --kv-cache-memory-bytes"
             )
-        self._end(why)
+        return End(EndCause.KILLED, why)
 
-    def _end(self, why: str, is_expected: bool = False) -> None:
+    def _end(self, end: End) -> None:
         """Reports the end, once, to everyone who waits for the engine."""
         if self._state is EngineState.DEAD:
             return
         self._state = EngineState.DEAD
-        self._on_end(why)
+        self._on_end(end)
         if self._ready and not self._ready.done():
-            self._ready.set_exception(EngineFailed(why))
-        if self._dead and not self._dead.done() and not is_expected:
-            self._dead.set_result(why)
+            self._ready.set_exception(EngineFailed(end.why))
+
+
+def _num_oom_kills() -> int:
+    """Processes that the kernel has killed for memory, since this machine started."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[0] in "Tt"
+    return False

@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -153,16 +153,19 @@ def _compiled(cache: Path, build: _Build) -> Path:
         cache,
     )
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache) as scratch:
+        # What a compiler that is killed leaves is then removed by the next one.
+        environment = {**os.environ, "TMPDIR": scratch}
 
         def compiled(source: Path) -> str:
             output = str(Path(scratch, source.stem + ".o"))
-            _run_compiler(compiler, *flags, "-c", str(source), "-o", output)
+            _run_compiler((compiler, *flags, "-c", str(source), "-o", output), environment)
             return output
 
         with ThreadPoolExecutor(num_cores()) as workers:
             objects = list(workers.map(compiled, build.sources()))
         linked = Path(scratch, "native.so")
-        _run_compiler(compiler, *flags, "-shared", "-pthread", *objects, "-o", str(linked))
+        command = (compiler, *flags, "-shared", "-pthread", *objects, "-o", str(linked))
+        _run_compiler(command, environment)
         linked.replace(library)  # atomic, so that another process sees all of it or nothing
     return library
 
@@ -175,10 +178,15 @@ def _remove_stale(cache: Path) -> None:
                 shutil.rmtree(scratch)
 
 
-def _run_compiler(*command: str) -> None:
+def _run_compiler(command: Sequence[str], environment: Mapping[str, str]) -> None:
     try:
         subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S
+            command,
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILER_TIMEOUT_S,
         )
     except OSError as error:
         raise subprocess.SubprocessError(str(error)) from None

@@ -6,7 +6,7 @@ one call and a token one append, with no lock and no label look-up.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
 
@@ -18,7 +18,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from penstock.engine.client import ModelInfo, StepReport
+from penstock.engine.client import EndCause, EngineClient, ModelInfo, StepReport
 from penstock.scheduler.stats import SchedulerStats, StepClass, class_of
 from penstock.scheduler.types import RequestId, Started
 from penstock.server.observability.exposition import Renderer
@@ -100,11 +100,10 @@ class Metrics:
         self._prefill_tokens = 0
         self._totals = {kind: Totals() for kind in StepClass}
         self._stats = _NO_STATS
+        self._earlier = _NO_STATS  # its counters are those of the engines that have ended
         self._has_stats = False
         self._recent = RecentSteps()
-        self._num_open: Callable[[], int] = lambda: 0
-        self._silence_s: Callable[[], float] = lambda: 0.0
-        self._engine_pid: Callable[[], int | None] = lambda: None
+        self._client: EngineClient | None = None
         self._histograms = self._own_histograms()
         if alias:
             self._histograms += histograms_renamed(self._histograms, alias, model_name)
@@ -114,22 +113,24 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         # The engine process. Before it starts there is none, and no process is called "none".
         ProcessCollector(
-            "penstock_engine", lambda: self._engine_pid() or "none", registry=self._registry
+            "penstock_engine",
+            lambda: (self._client and self._client.pid) or "none",
+            registry=self._registry,
         )
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
 
     # Recording.
 
-    def watch(
-        self,
-        num_open: Callable[[], int],
-        silence_s: Callable[[], float],
-        engine_pid: Callable[[], int | None],
-    ) -> None:
-        """num_open: answers that were submitted to the engine and have not ended. silence_s: time
-        since the engine's last step while it has work. engine_pid: None if it does not run."""
-        self._num_open, self._silence_s, self._engine_pid = num_open, silence_s, engine_pid
+    def watch(self, engine: EngineClient) -> None:
+        """Asks it at each scrape for what no step reports."""
+        self._client = engine
+        engine.on_step(self.on_step)
+        engine.on_restart(self._on_restart)
+
+    def _on_restart(self) -> None:
+        """The next engine counts from 0, and nothing runs until it is ready."""
+        self._earlier, self._stats, self._has_stats = self.stats, _NO_STATS, False
 
     def on_ready(self, model: ModelInfo) -> None:
         self.model = model
@@ -189,13 +190,14 @@ class Metrics:
 
     @property
     def stats(self) -> SchedulerStats:
-        """As of the last step."""
-        return self._stats
+        """As of the last step; counters since the first engine started."""
+        return self._stats.plus_counters(self._earlier)
 
     @property
     def num_waiting(self) -> int:
         """Answers in the queue, including those that the engine has not received yet."""
-        return max(self._stats.num_waiting, self._num_open() - self._stats.num_running)
+        num_open = self._client.num_open if self._client else 0
+        return max(self._stats.num_waiting, num_open - self._stats.num_running)
 
     @property
     def prefill_tokens(self) -> int:
@@ -241,6 +243,7 @@ class Metrics:
 
     def _own(self) -> Iterator[Metric]:
         yield from self._counters()
+        yield from self._restarts()
         yield from self._counters_by_class()
         yield from self._gauges()
         yield InfoMetricFamily("penstock_build", "The running build", value=build_info())
@@ -319,7 +322,7 @@ class Metrics:
         return [*families, step_time]
 
     def _counters(self) -> Iterator[Metric]:
-        stats = self._stats
+        stats = self.stats
         busy_s = sum(totals.step_s for totals in self._totals.values())
         totals: dict[str, tuple[float, str]] = {
             "prompt_tokens": (self._prompt_tokens, "Prompt tokens of accepted requests"),
@@ -330,7 +333,7 @@ class Metrics:
             "generated_tokens": (self._generated_tokens, "Tokens sampled"),
             "recomputed_tokens": (
                 stats.recomputed_tokens_total,
-                "Tokens computed a second time because of preemptions",
+                "Tokens computed a second time because of preemptions and engine restarts",
             ),
             "preemptions": (stats.preemptions_total, "Sequences preempted"),
             "invalid_logits": (
@@ -364,6 +367,29 @@ class Metrics:
         for status, count in by_status.items():
             responses.add_metric([str(status)], count)
         yield responses
+
+    def _restarts(self) -> Iterator[Metric]:
+        """What the engine's process has been through."""
+        client = self._client
+        restarts = CounterMetricFamily(
+            "penstock_engine_restarts",
+            "Engine processes that were replaced, by what ended them",
+            labels=["cause"],
+        )
+        for cause in EndCause:
+            if cause is not EndCause.CLOSED:
+                restarts.add_metric([cause], client.restarts[cause] if client else 0)
+        yield restarts
+        yield CounterMetricFamily(
+            "penstock_resumed_requests",
+            "Requests given to another engine process after the one before had ended",
+            value=client.num_resumed if client else 0,
+        )
+        yield CounterMetricFamily(
+            "penstock_quarantined_requests",
+            "Requests that ended with an error because the engine process ended twice with them",
+            value=client.num_quarantined if client else 0,
+        )
 
     def _counters_by_class(self) -> Iterator[Metric]:
         num_bytes = CounterMetricFamily(
@@ -416,7 +442,7 @@ class Metrics:
         yield GaugeMetricFamily(
             "penstock_engine_last_step_age_seconds",
             "Time since the engine's last step, or since work arrived if later; 0 without work",
-            value=self._silence_s(),
+            value=self._client.step_age_s if self._client else 0.0,
         )
         yield InfoMetricFamily(
             "penstock_model",

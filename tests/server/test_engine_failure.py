@@ -1,4 +1,5 @@
-"""What an error in a step ends: the engine process, its requests, and then the server."""
+"""What an error in a step ends where the engine is not replaced: its process, its requests, and
+then the server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +19,7 @@ from tests.support.scheduling import make_request
 from tests.support.serving import MODEL
 
 DEMO = ROOT / "engine" / "demo_model"
-CONFIG = EngineConfig(model=str(DEMO), scripted=True)
+CONFIG = EngineConfig(model=str(DEMO), scripted=True, max_engine_restarts=0)
 
 
 @pytest.fixture(autouse=True)

@@ -159,8 +159,10 @@ def test_a_server_that_downloads_its_model_ends_on_sigterm(
     assert "SIGTERM" in errors.splitlines()[-1]
 
 
-def test_a_dead_engine_fails_every_request_and_the_exit_code_is_not_zero() -> None:
-    with running_server() as server:
+def test_a_dead_engine_that_is_not_replaced_fails_every_request_and_the_exit_code_is_not_zero() -> (
+    None
+):
+    with running_server("--max-engine-restarts", "0") as server:
         answers: list[httpx.Response] = []
         plain = threading.Thread(target=lambda: answers.append(server.complete(**LONG)))
         plain.start()
@@ -181,8 +183,8 @@ def test_a_dead_engine_fails_every_request_and_the_exit_code_is_not_zero() -> No
         assert code == 1 and "engine" in errors and "Traceback" not in errors
 
 
-def test_an_engine_that_dies_during_a_drain_makes_the_exit_code_not_zero() -> None:
-    with running_server() as server:
+def test_an_engine_that_dies_for_good_in_a_drain_makes_the_exit_code_not_zero() -> None:
+    with running_server("--max-engine-restarts", "0") as server:
         body = LONG | {"stream": True}
         with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30) as response:
             parts = response.iter_text()
@@ -196,12 +198,28 @@ def test_an_engine_that_dies_during_a_drain_makes_the_exit_code_not_zero() -> No
         assert code == 1 and "the engine ended" in errors
 
 
+def test_a_drain_in_which_the_engine_dies_still_finishes_its_streams() -> None:
+    with running_server() as server:
+        body = LONG | {"max_tokens": 20_000, "stream": True}
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as response:
+            parts = response.iter_text()
+            next(parts)
+            engine = engine_pid(server)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: server.get("/ready").status_code == 503)
+            os.kill(engine, signal.SIGKILL)
+            rest = "".join(parts)
+        assert '"finish_reason":"length"' in rest and rest.endswith("data: [DONE]\n\n")
+        code, errors = server.exit_code()
+        assert code == 0, errors
+
+
 @pytest.mark.parametrize("victim", ["server", "engine"])
 def test_nothing_is_left_after_sigkill(
     victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with running_server() as server:
+    with running_server("--max-engine-restarts", "0") as server:
         engine = engine_pid(server)
         os.kill(engine if victim == "engine" else server.process.pid, signal.SIGKILL)
         server.process.wait(30)

@@ -65,7 +65,7 @@ _POINTERS = {
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 # Programs of the sampler's kernels: rows of a step, and chunks of a vocabulary.
 _SAMPLING = dict.fromkeys(("_scan", "_finish", "_coarse", "_gather", "_select"), ((2**13, 2**8),))
-# Tiles of outputs, then of at most 512 rows, and at most 16 parts of the columns.
+# Tiles of outputs, then of at most 512 rows, and at most 8 parts of the columns.
 _PROGRAMS = _SAMPLING | {"_tiled": ((2**16, 2**8),)}
 # Prefixes of instructions that read or write memory, except constants (LDC) and the thread's own
 # stack (LDL, STL).

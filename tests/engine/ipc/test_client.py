@@ -122,8 +122,8 @@ async def test_beyond_the_bounded_queue_a_request_is_refused_with_a_time_to_retr
     await engine.close()
 
 
-async def test_a_killed_engine_fails_every_open_request() -> None:
-    engine = EngineClient(config())
+async def test_a_killed_engine_that_is_not_replaced_fails_every_open_request() -> None:
+    engine = EngineClient(config(max_engine_restarts=0))
     await engine.start()
     task = asyncio.create_task(read(engine, make_request("a", 5, max_tokens=LONG)))
     await asyncio.sleep(0.05)

@@ -138,7 +138,7 @@ async def test_an_abort_is_sent_and_outputs_on_their_way_are_dropped() -> None:
 async def test_a_refused_request_raises_in_its_reader_and_gives_its_place_back() -> None:
     streams = Streams()
     stream = streams.submit(make_request("a", 3, n=2))
-    streams.refuse(RequestId("a"), "the prompt is too long")
+    streams.fail(RequestId("a"), RequestRefused("the prompt is too long"))
     assert streams.num_open == 0
     with pytest.raises(RequestRefused, match="too long"):
         await ids(stream)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import zmq
+import zmq.asyncio
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
-from penstock.engine.ipc.supervisor import EngineProcess, EngineState
+from penstock.engine.ipc.supervisor import End, EndCause, EngineProcess, EngineState
 from penstock.engine.messages import Refused, StepReport, Submit
 from penstock.engine.phases import LoadProgress
 from tests.support.paths import DEMO_MODEL
@@ -28,8 +29,19 @@ class Life:
         settings: dict[str, object] = {"model": str(DEMO_MODEL), "scripted": True}
         config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
         self.messages: asyncio.Queue[LoadProgress | StepReport | Refused] = asyncio.Queue()
-        self.ends: list[str] = []
-        self.process = EngineProcess(config, MODULE, self.messages.put_nowait, self.ends.append)
+        self.ends: list[End] = []
+        self.has_ended = asyncio.Event()
+        self.process = EngineProcess(config, MODULE, self.messages.put_nowait, self._end)
+
+    def _end(self, end: End) -> None:
+        self.ends.append(end)
+        self.has_ended.set()
+
+    async def end(self) -> End:
+        """The only one."""
+        await asyncio.wait_for(self.has_ended.wait(), 10)
+        (end,) = self.ends
+        return end
 
 
 async def test_it_reports_what_the_engine_sends_from_ready_to_closed() -> None:
@@ -48,7 +60,7 @@ async def test_it_reports_what_the_engine_sends_from_ready_to_closed() -> None:
     assert isinstance(refusal, Refused) and refusal.request_id == "b"
     await process.close()
     assert process.state is EngineState.DEAD and process.pid is None
-    assert life.ends == ["the server is shutting down"]
+    assert await life.end() == End(EndCause.CLOSED, "the server is shutting down")
 
 
 async def test_a_message_that_cannot_be_taken_ends_it_as_a_dead_process() -> None:
@@ -61,8 +73,8 @@ async def test_a_message_that_cannot_be_taken_ends_it_as_a_dead_process() -> Non
     process._on_message = fail
     await process.start()
     process.send(Submit(make_request("a", 5, max_tokens=1)))
-    why = await asyncio.wait_for(process.wait_dead(), 10)
-    assert "what is this?" in why and life.ends == [why]
+    end = await life.end()
+    assert "what is this?" in end.why and end.cause is EndCause.FAILED
     assert process.state is EngineState.DEAD
     await process.close()
 
@@ -72,10 +84,11 @@ async def test_a_killed_process_is_reported_once_with_its_code() -> None:
     await life.process.start()
     assert life.process.pid is not None
     os.kill(life.process.pid, signal.SIGKILL)
-    why = await asyncio.wait_for(life.process.wait_dead(), 10)
-    assert "code -9" in why and life.process.state is EngineState.DEAD
+    end = await life.end()
+    assert "code -9" in end.why and end.cause is EndCause.KILLED
+    assert life.process.state is EngineState.DEAD
     await life.process.close()
-    assert life.ends == [why]
+    assert life.ends == [end]
 
 
 async def test_a_process_that_cannot_start_is_reported_with_its_own_reason() -> None:
@@ -83,7 +96,7 @@ async def test_a_process_that_cannot_start_is_reported_with_its_own_reason() -> 
     with pytest.raises(EngineFailed, match="nowhere"):
         await life.process.start()
     await life.process.close()
-    assert len(life.ends) == 1 and "nowhere" in life.ends[0]
+    assert "nowhere" in (await life.end()).why
 
 
 async def test_another_process_starts_where_one_has_ended() -> None:
@@ -140,3 +153,51 @@ def _open_files() -> Iterator[str]:
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             yield str(link.readlink())
+
+
+async def test_a_process_that_cannot_be_made_is_one_sentence_and_leaves_no_file_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    zmq.asyncio.Context.instance().socket(zmq.DEALER).close()  # what it opens once stays
+    life = Life()
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    before = set(_open_files())
+    with pytest.raises(EngineFailed, match="cannot be started: No such file"):
+        await life.process.start()
+    await life.process.close()
+    await asyncio.sleep(0.1)  # the socket closes in its own thread
+    assert not set(_open_files()) - before
+    assert (await life.end()).cause is EndCause.FAILED
+
+
+async def test_a_compiler_that_the_process_started_ends_with_it(tmp_path: Path) -> None:
+    (tmp_path / "with_child.py").write_text(
+        "import subprocess, sys\n"
+        "subprocess.Popen(['sleep', '1000'])\n"
+        "from penstock.engine.ipc.process import main\n"
+        "main()\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        life = Life()
+        life.process._module = "with_child"
+        await life.process.start()
+    engine = life.process.pid
+    assert engine is not None
+    (child,) = _children(engine)
+    os.kill(engine, signal.SIGKILL)
+    await life.end()
+    await asyncio.wait_for(_until(lambda: _has_ended(child)), 10)
+    await life.process.close()
+
+
+def _children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+    return [int(child) for child in text.split()]
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

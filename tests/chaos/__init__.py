@@ -1,0 +1,1 @@
+"""Servers whose engines are killed, stopped and misled under load: `make test-chaos`."""

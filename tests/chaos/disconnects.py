@@ -1,0 +1,31 @@
+"""Clients that leave, all of them at other moments."""
+
+import asyncio
+import random
+
+from tests.chaos.load import asks
+from tests.chaos.server import Running
+
+_AT_ONCE = 64
+
+
+async def leave_early(running: Running, num_clients: int, seed: int) -> int:
+    """Each client leaves up to a third of a second after it asked. Returns the blocks in use when
+    all have left."""
+    rng = random.Random(seed)
+    places = asyncio.Semaphore(_AT_ONCE)
+    load = asks(0, max_tokens=400)
+
+    async def come_and_go() -> None:
+        ask, delay_s = rng.choice(load), rng.random() / 3
+        async with places:
+            asking = asyncio.create_task(running.client.post(ask.path, json=ask.body))
+            await asyncio.sleep(delay_s)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    await asyncio.gather(*(come_and_go() for _ in range(num_clients)))
+    async with asyncio.timeout(120):
+        while running.engine.num_open or running.service.metrics.stats.num_used_blocks:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return running.service.metrics.stats.num_used_blocks

@@ -1,0 +1,89 @@
+"""Kills an engine again and again under mixed streams, and compares them with undisturbed ones."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from penstock.engine.request_ids import caller_of
+from tests.chaos.load import Ask, answer, asks
+from tests.chaos.server import Killer, Running
+
+
+@dataclass
+class Outcome:
+    """num_streams: compared. different: kinds of those that were not as they should be."""
+
+    num_kills: int = 0
+    num_streams: int = 0
+    different: list[str] = field(default_factory=list)
+    pauses_s: list[float] = field(default_factory=list)
+
+
+async def kill_under_load(
+    running: Running,
+    *,
+    num_kills: int,
+    num_streams: int,
+    seed: int,
+    max_steps: int,
+    say: Callable[[str], None] = print,
+) -> Outcome:
+    """Runs the load until there were that many kills, each after 1 to max_steps steps of an
+    engine's life, and compares every answer of every round."""
+    load = _load(num_streams)
+    killer = Killer(running.engine, random.Random(seed), max_steps)
+    running.engine.on_step(killer.on_step)
+    expected = await asyncio.gather(*(answer(running.client, ask) for ask in load))
+    outcome = Outcome()
+    watching = asyncio.create_task(_watch_pauses(running, outcome.pauses_s))
+    try:
+        while killer.num_kills < num_kills:
+            running.engine.requests.clear()
+            killer.max_kills = num_kills
+            answers = await asyncio.gather(*(answer(running.client, ask) for ask in load))
+            kills, killer.max_kills = killer.num_kills, 0
+            for ask, wanted, got in zip(load, expected, answers, strict=True):
+                if not ask.is_seeded:
+                    wanted = await answer(running.client, _with_seed(running, ask))
+                outcome.num_streams += 1
+                if got != wanted:
+                    outcome.different.append(ask.kind)
+                    say(f"{ask.kind}: {got}\n  instead of {wanted}")
+            killer.num_kills = kills
+            say(f"{kills} kills, {len(outcome.different)} of {outcome.num_streams} different")
+    finally:
+        watching.cancel()
+    outcome.num_kills = killer.num_kills
+    return outcome
+
+
+def _load(num_streams: int) -> list[Ask]:
+    load: list[Ask] = []
+    while len(load) < num_streams:
+        load += asks(len(load))
+    return load[:num_streams]
+
+
+def _with_seed(running: Running, ask: Ask) -> Ask:
+    """The same request with the seed that the server drew for it."""
+    (request,) = (r for r in running.engine.requests if caller_of(r.id) == ask.name)
+    return replace(ask, body=ask.body | {"seed": request.sampling.seed})
+
+
+async def _watch_pauses(running: Running, pauses_s: list[float]) -> None:
+    """From the last step before a kill to the first after it."""
+    engine = running.engine
+    last_s, last_pid = time.monotonic(), engine.pid
+
+    def on_step(_: object) -> None:
+        nonlocal last_s, last_pid
+        now_s = time.monotonic()
+        if engine.pid != last_pid and engine.pid is not None:
+            pauses_s.append(now_s - last_s)
+            last_pid = engine.pid
+        last_s = now_s
+
+    engine.on_step(on_step)
+    await asyncio.Event().wait()

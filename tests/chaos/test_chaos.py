@@ -1,0 +1,35 @@
+"""The short form of `make test-chaos`, with scripted tokens, which start in a moment."""
+
+import pytest
+
+from tests.chaos.disconnects import leave_early
+from tests.chaos.kills import kill_under_load
+from tests.chaos.load import joined
+from tests.chaos.poison import poison_among_others
+from tests.chaos.server import running
+
+
+@pytest.mark.slow
+async def test_no_stream_of_any_kind_differs_after_kills_of_its_engine() -> None:
+    async with running(scripted=True) as server:
+        outcome = await kill_under_load(server, num_kills=4, num_streams=16, seed=1, max_steps=12)
+        assert not outcome.different and outcome.num_kills == 4
+        assert await leave_early(server, num_clients=50, seed=1) == 0
+        assert server.service.metrics.stats.num_running == 0
+
+
+@pytest.mark.slow
+async def test_a_request_that_raises_is_one_error_and_the_others_are_unharmed() -> None:
+    result = await poison_among_others("raises", num_others=16, scripted=True)
+    assert result.is_good and result.code == "request_ended_engine", result
+    assert result.num_quarantined == 1
+
+
+def test_the_comparison_sees_a_lost_and_a_doubled_token() -> None:
+    def chunks(*texts: str) -> list[object]:
+        return [{"choices": [{"index": 0, "text": text}]} for text in texts]
+
+    whole = list(joined(chunks("a", "b", "c")))
+    assert list(joined(chunks("ab", "c"))) == whole
+    assert list(joined(chunks("a", "c"))) != whole
+    assert list(joined(chunks("a", "b", "b", "c"))) != whole

@@ -1,0 +1,89 @@
+"""`python -m tests.support.troubled_engine`: an engine process that one request can end.
+
+A step that begins a prompt in which one of the ids below occurs raises, hangs or ends the process,
+each time that it is tried; or, of the last id, it says that the prompt's logits are NaN.
+"""
+
+import os
+import signal
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.executor import Executor, PendingTokens
+from penstock.engine.ipc.process import build_executor, main
+from penstock.engine.model_info import ModelInfo
+from penstock.engine.phases import Phases
+from penstock.scheduler.types import (
+    FinishReason,
+    Request,
+    RequestId,
+    SampledTokens,
+    ScheduledBatch,
+)
+
+# Ids of the demo model's tokenizer that no other prompt of a test has.
+RAISES, HANGS, CRASHES, NAN = 2001, 2002, 2003, 2004
+
+
+class Troubled:
+    """Another executor, until it is given such a prompt."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._with_nan: set[int] = set()  # slots
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._executor.info
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._executor.runs_ahead
+
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        return self._executor.prepare(request)
+
+    def release(self, request_id: RequestId) -> None:
+        self._executor.release(request_id)
+
+    def execute(self, batch: ScheduledBatch) -> PendingTokens:
+        for assignment in batch.assignments:
+            prompt = assignment.token_ids[: assignment.num_prompt_tokens]
+            if RAISES in prompt:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if HANGS in prompt:
+                time.sleep(3600)
+            if CRASHES in prompt:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if NAN in prompt:
+                self._with_nan.add(assignment.slot)
+            else:
+                self._with_nan.discard(assignment.slot)
+        pending = self._executor.execute(batch)
+        rows = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
+        failed = [row for row, slot in enumerate(rows) if slot in self._with_nan]
+        return _Failing(pending, failed) if failed else pending
+
+
+class _Failing:
+    """A step of which some rows had NaN logits."""
+
+    def __init__(self, pending: PendingTokens, rows: list[int]) -> None:
+        self._pending = pending
+        self._rows = rows
+
+    def wait(self) -> SampledTokens:
+        sampled = self._pending.wait()
+        failed = dict.fromkeys(self._rows, FinishReason.INVALID_LOGITS)
+        return replace(sampled, failed=sampled.failed | failed)
+
+
+def build(config: EngineConfig, phases: Phases) -> Executor:
+    return Troubled(build_executor(config, phases))
+
+
+if __name__ == "__main__":
+    main(build)
