@@ -34,7 +34,7 @@ def test_the_resources_are_of_the_kernels_as_they_are() -> None:
     assert known()["sources"] == sources(), "see the command in tests/bench/gpu/resources.py"
 
 
-@pytest.mark.parametrize("name", ["grids", "estimate"])
+@pytest.mark.parametrize("name", ["grids", pytest.param("estimate", marks=pytest.mark.slow)])
 def test_a_committed_table_is_what_the_launch_code_makes(name: str) -> None:
     text = {"grids": "GRIDS.md", "estimate": "ESTIMATE.md"}[name]
     committed = (_FOLDER / text).read_text(encoding="utf-8")

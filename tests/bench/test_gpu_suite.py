@@ -51,6 +51,7 @@ def test_steps_are_timed_and_points_that_do_not_fit_are_reported(
     assert all(row in skipped or row["tpot_ms"] > 0 for row in points)
 
 
+@pytest.mark.slow
 def test_the_points_that_goals_name_are_timed_alone_and_say_how_kernels_were_launched(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -60,6 +61,7 @@ def test_the_points_that_goals_name_are_timed_alone_and_say_how_kernels_were_lau
     assert rows[1]["ttft_ms"] > 0 and rows[2]["tpot_ms"] > 0
 
 
+@pytest.mark.slow
 def test_overlap_is_timed_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     rows = _bench(capsys, "steps", SMALL, "--points", "overlap")
     assert [row["part"] for row in rows] == ["load", "overlap"]

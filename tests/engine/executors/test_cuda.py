@@ -151,7 +151,8 @@ def _requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("chunk_sizes", [pytest.param((), marks=pytest.mark.slow), (6, 24, 32)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_sizes", [(), (6, 24, 32)])
 def test_one_step_ahead_it_gives_what_the_cpu_executor_gives(chunk_sizes: tuple[int, ...]) -> None:
     """chunk_sizes: steps with chunks are padded to these, or run as they are."""
     cpu = _cpu()

@@ -16,6 +16,10 @@ if not shutil.which("g++"):
 from tests.support.run_rehearsal import check_serving, rehearsal
 
 
+# The rehearsal takes 20 seconds.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     return rehearsal("1")

@@ -77,7 +77,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
-@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.HALF])
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, pytest.param(Dtype.HALF, marks=pytest.mark.slow)])
 def test_what_is_set_up_answers_as_the_cpu_executor_and_refuses_an_adapter(
     tiny: Path, dtype: Dtype
 ) -> None:

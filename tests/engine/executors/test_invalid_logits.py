@@ -62,13 +62,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# In Triton's interpreter, what runs many steps takes a minute.
-SLOW_ON_CUDA = pytest.mark.parametrize(
-    "executor", ["torch", "native", pytest.param("cuda", marks=pytest.mark.slow)], indirect=True
+# In Triton's interpreter a test takes ten seconds.
+@pytest.fixture(
+    params=["torch", "native", pytest.param("cuda", marks=pytest.mark.slow)], scope="module"
 )
-
-
-@pytest.fixture(params=["torch", "native", "cuda"], scope="module")
 def executor(request: pytest.FixtureRequest, model: Path) -> Executor:
     config = engine_config(model, **SETTINGS)
     if request.param == "cuda":
@@ -136,7 +133,6 @@ def request_of(name: str, sampling: SamplingParams, *, is_bad: bool, **fields: A
     )
 
 
-@SLOW_ON_CUDA
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter
 def test_requests_with_nan_logits_end_with_the_reason_and_the_others_are_as_without_them(
     executor: Executor,
@@ -192,7 +188,6 @@ def test_outputs_of_a_prompt_with_nan_are_not_returned(
     assert {o.request_id for o in ran.outputs if o.prompt} == {"good"}
 
 
-@SLOW_ON_CUDA
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_blocks_that_hold_nan_harm_no_sequence_that_gets_them_later(executor: Executor) -> None:
     good = [request_of(name, GREEDY, is_bad=False) for name in ("one", "two")]

@@ -33,7 +33,10 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=["plain", pytest.param("codes", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "codes")],
+)
 def compiled(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """The kernels of Qwen3-0.6B's steps: those of the other models, and QK-norm."""
     flags = ["--codes"] if request.param == "codes" else []

@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
+from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.native import library
 from penstock.engine.native.packing import FORMATS
@@ -208,7 +209,8 @@ def test_the_step_agrees_with_torchs_where_weights_are_in_blocks(
     processor: str, mixture: str, tmp_path: Path
 ) -> None:
     path = in_blocks(tmp_path, **MIXTURES[mixture])
-    made = [Harness(path, native=native, has_codes=True, kept=FORMATS) for native in (True, False)]
+    kept = AsStored(FORMATS)
+    made = [Harness(path, native=native, has_codes=True, kept=kept) for native in (True, False)]
     for harness in made:
         harness.token_table[0, :20] = torch.arange(20)
     for row in ((0, 0, 19), (0, 19, 1)):
