@@ -99,6 +99,27 @@ def test_counters_go_on_from_where_they_were(server: RunningServer) -> None:
     assert server.metric("prefix_query_tokens_total") > before
 
 
+def test_the_record_of_steps_goes_on_without_the_first_of_the_next_engine(
+    server: RunningServer,
+) -> None:
+    def decode_numbers() -> list[int]:
+        return [
+            number for number, kind, *_ in server.get("/steps").json()["steps"] if kind == "decode"
+        ]
+
+    server.complete(max_tokens=200)
+    before = decode_numbers()
+    assert before
+    kill_engine(server)
+    wait_until(lambda: server.get("/ready").status_code == 503)
+    assert decode_numbers() == before
+    wait_until(lambda: server.get("/ready").status_code == 200)
+    server.complete(max_tokens=200)
+    numbers = decode_numbers()
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] > before[-1]
+
+
 def test_a_deadline_goes_on_while_the_engine_restarts() -> None:
     with running_server("--request-timeout", "1.5", "--engine-stall-timeout", "60") as server:
         os.kill(engine_pid(server), signal.SIGSTOP)
