@@ -132,7 +132,9 @@ def write_openvino(model: Path, target: Path, environment: Path, weights: Iterab
         whole = Path(folder, target.name)
         _run(
             *(environment / "bin" / "optimum-cli", "export", "openvino", "--model", model),
-            *("--task", "text-generation-with-past", "--weight-format", *weights, whole),
+            *("--task", "text-generation-with-past", "--weight-format"),
+            *weights,
+            whole,
             HF_HUB_OFFLINE="1",
             DO_NOT_TRACK="1",
         )
