@@ -318,7 +318,7 @@ class Service:
         engine.on_progress(lambda _: None)  # of another start, which the log tells of
         self.metrics.on_ready(self._model.info)
         self._steps = StepRecord(self._model.info)
-        engine.on_step(self._steps.on_step)
+        self._steps.watch(engine)
         gc.collect()
         gc.freeze()  # no collection has to walk loaded objects again while streams wait
         if self.state is State.STARTING:

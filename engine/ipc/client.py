@@ -47,7 +47,7 @@ class EngineClient:
         self._info: ModelInfo | None = None
         self._on_step: list[Callable[[StepReport], None]] = []
         self._on_progress: Callable[[LoadProgress], None] = lambda _: None
-        self._on_restart: Callable[[], None] = lambda: None
+        self._on_restart: list[Callable[[], None]] = []
         self._last_report: StepReport | None = None
         self._is_up = False  # the process is ready, and has not ended
         self._has_stepped = False  # this process has
@@ -135,7 +135,7 @@ class EngineClient:
 
     def on_restart(self, callback: Callable[[], None]) -> None:
         """Calls back when a process has ended that will be replaced."""
-        self._on_restart = callback
+        self._on_restart.append(callback)
 
     async def start(self) -> ModelInfo:
         """Starts the process and returns when it is ready. Raises EngineFailed."""
@@ -274,7 +274,8 @@ class EngineClient:
                 return False
             self._restarts[end.cause] += 1
             self._ready_at_s = time.monotonic() + delay_s + self._start_s
-            self._on_restart()
+            for callback in self._on_restart:
+                callback()
             logger.warning(
                 "%s; another starts %s, for which %s waiting",
                 end.why,

@@ -15,7 +15,7 @@ from penstock.scheduler.step_model.amounts import Amounts
 _PER_BUCKET = 96
 # Of the steps that come when a bucket is full; each replaces one that is drawn.
 _KEPT_SHARE = 0.125
-# The first steps of a kind compile, allocate and fill caches.
+# The first steps of a kind in a process compile, allocate and fill caches.
 _NUM_WARM_UP = 2
 # Below this share of a cycle spent waiting for it, the device may have been idle meanwhile.
 _LEAST_WAIT = 0.1
@@ -24,8 +24,9 @@ _Bucket = tuple[StepClass, int, int]
 
 
 class StepSample(NamedTuple):
-    """A step that ran. number: of the step. device_s: None where it hid behind the host's time.
-    cycle_s: from the end of the step before to this one's, without idleness."""
+    """A step that ran. number: of the step, since the first engine started. device_s: None where it
+    hid behind the host's time. cycle_s: from the end of the step before to this one's, without
+    idleness."""
 
     number: int
     kind: StepClass
@@ -72,6 +73,10 @@ class StepSamples:
             kept.append(sample)
         elif self._random.random() < _KEPT_SHARE:
             kept[int(self._random.random() * _PER_BUCKET)] = sample
+
+    def warm_up(self) -> None:
+        """Leaves out the first steps of each kind again: another process runs those that follow."""
+        self._num_seen.clear()
 
     def all(self) -> list[StepSample]:
         """Those that are kept, in the order in which they ran."""

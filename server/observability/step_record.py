@@ -5,7 +5,7 @@ A step costs some 20 us here and, however many there were, a few hundred are kep
 
 from typing import Any
 
-from penstock.engine.client import ModelInfo, StepReport
+from penstock.engine.client import EngineClient, ModelInfo, StepReport
 from penstock.scheduler.stats import class_of
 from penstock.scheduler.step_model.online import OnlineFit
 from penstock.scheduler.step_model.samples import StepSamples, sample_of
@@ -15,24 +15,34 @@ _KNEE = 16
 
 
 class StepRecord:
-    """Of one model. Reports come in the order of the steps."""
+    """Of one model, in whatever processes it runs. Reports come in the order of the steps."""
 
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
         self._samples = StepSamples()
         self._online = OnlineFit(runs_ahead=model.runs_ahead, knee=_KNEE)
         self._last_end_s = 0.0
+        self._num_steps = 0  # of all engines: each counts its own from 1
+
+    def watch(self, engine: EngineClient) -> None:
+        engine.on_step(self.on_step)
+        engine.on_restart(self.on_restart)
+
+    def on_restart(self) -> None:
+        """The first steps of the next engine are left out, as those of this one were."""
+        self._samples.warm_up()
 
     def on_step(self, report: StepReport) -> None:
         if not report.step:
             return
+        self._num_steps += 1
         was_idle = report.started_s > self._last_end_s
         self._last_end_s = report.started_s + report.step_s
         model = self._model
         if model.runs_ahead and was_idle:
             return  # nothing ran while it was launched, unlike in all steps after it
         sample = sample_of(
-            report.step,
+            self._num_steps,
             class_of(report.work),
             model.amounts(report.work),
             wait_s=report.wait_s,

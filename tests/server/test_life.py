@@ -86,7 +86,7 @@ def test_a_stop_string_also_ends_the_work_of_the_engine(server: RunningServer) -
 def test_a_drain_finishes_running_requests_and_refuses_new_ones() -> None:
     with running_server() as server:
         body = LONG | {"max_tokens": 20_000, "stream": True}
-        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30) as response:
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as response:
             parts = response.iter_text()
             next(parts)
             server.process.send_signal(signal.SIGTERM)
@@ -106,7 +106,7 @@ def test_a_drain_finishes_running_requests_and_refuses_new_ones() -> None:
 def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event() -> None:
     with running_server("--shutdown-timeout", "0.2") as server:
         body = LONG | {"stream": True, "n": 4}
-        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30) as response:
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as response:
             parts = response.iter_text()
             next(parts)
             server.process.send_signal(signal.SIGTERM)
@@ -132,9 +132,9 @@ def test_a_second_signal_ends_the_server_at_once() -> None:
 
 
 def test_an_idle_server_drains_at_once() -> None:
-    with running_server() as server:
+    with running_server("--shutdown-timeout", "600") as server:
         server.process.send_signal(signal.SIGTERM)
-        code, errors = server.exit_code(timeout_s=20)  # of the 30 s that a drain may take
+        code, errors = server.exit_code()
         assert code == 0
         assert "SIGTERM: no request is open, so the server ends now" in errors.splitlines()[-1]
 
@@ -143,7 +143,7 @@ def test_a_server_that_downloads_its_model_ends_on_sigterm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hub:  # which never answers
-        hub.settimeout(30)
+        hub.settimeout(60)
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
         monkeypatch.setenv("HF_HOME", str(tmp_path))
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
@@ -186,7 +186,7 @@ def test_a_dead_engine_that_is_not_replaced_fails_every_request_and_the_exit_cod
 def test_an_engine_that_dies_for_good_in_a_drain_makes_the_exit_code_not_zero() -> None:
     with running_server("--max-engine-restarts", "0") as server:
         body = LONG | {"stream": True}
-        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30) as response:
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as response:
             parts = response.iter_text()
             next(parts)
             engine = engine_pid(server)
@@ -222,8 +222,8 @@ def test_nothing_is_left_after_sigkill(
     with running_server("--max-engine-restarts", "0") as server:
         engine = engine_pid(server)
         os.kill(engine if victim == "engine" else server.process.pid, signal.SIGKILL)
-        server.process.wait(30)
-        wait_until(lambda: not Path(f"/proc/{engine}").exists(), timeout_s=30)
+        server.process.wait(60)
+        wait_until(lambda: not Path(f"/proc/{engine}").exists())
         assert not list(tmp_path.iterdir())
 
 
@@ -231,11 +231,11 @@ def test_the_server_is_not_ready_while_the_engine_process_is_stopped() -> None:
     with running_server() as server:
         engine = engine_pid(server)
         os.kill(engine, signal.SIGSTOP)
-        wait_until(lambda: server.get("/ready").status_code == 503, timeout_s=30)
+        wait_until(lambda: server.get("/ready").status_code == 503)
         assert "has not run" in server.get("/ready").json()["error"]["message"]
         assert server.get("/health").status_code == 200  # a restart is not due yet
         os.kill(engine, signal.SIGCONT)
-        wait_until(lambda: server.get("/ready").status_code == 200, timeout_s=30)
+        wait_until(lambda: server.get("/ready").status_code == 200)
         assert server.complete().status_code == 200
 
 

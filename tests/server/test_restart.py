@@ -23,7 +23,11 @@ def server() -> Iterator[RunningServer]:
 
 
 def kill_engine(server: RunningServer) -> None:
+    """Returns when the server has noticed, however briefly it restarts."""
+    killed = 'engine_restarts_total{cause="killed"}'
+    before = server.metric(killed)
     os.kill(engine_pid(server), signal.SIGKILL)
+    wait_until(lambda: server.metric(killed) > before)
 
 
 def test_a_stream_pauses_with_keep_alives_and_goes_on_to_the_same_text(
@@ -67,12 +71,11 @@ def test_meanwhile_new_requests_get_503_with_the_time_and_health_is_good(
     server: RunningServer,
 ) -> None:
     kill_engine(server)
-    wait_until(lambda: server.get("/ready").status_code == 503)
     refused = server.complete()
-    # It may be ready again before each of these is asked.
+    # It may be ready again before this is asked.
     if refused.status_code == 503:
         assert refused.headers["x-penstock-state"] == "restarting"
-        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert int(refused.headers["retry-after"]) >= 1
         assert "starting again" in refused.json()["error"]["message"]
     assert server.get("/health").status_code == 200
     wait_until(lambda: server.get("/ready").status_code == 200)
@@ -83,7 +86,6 @@ def test_meanwhile_new_requests_get_503_with_the_time_and_health_is_good(
 def test_or_they_wait() -> None:
     with running_server("--during-engine-restart", "wait") as server:
         kill_engine(server)
-        wait_until(lambda: server.get("/ready").status_code == 503)
         assert server.complete().status_code == 200
 
 
@@ -92,11 +94,30 @@ def test_counters_go_on_from_where_they_were(server: RunningServer) -> None:
     before = server.metric("prefix_query_tokens_total")
     assert before
     kill_engine(server)
-    wait_until(lambda: server.get("/ready").status_code == 503)
     wait_until(lambda: server.get("/ready").status_code == 200)
     assert server.metric("prefix_query_tokens_total") == before
     server.complete()
     assert server.metric("prefix_query_tokens_total") > before
+
+
+def test_the_record_of_steps_goes_on_without_the_first_of_the_next_engine(
+    server: RunningServer,
+) -> None:
+    def decode_numbers() -> list[int]:
+        return [
+            number for number, kind, *_ in server.get("/steps").json()["steps"] if kind == "decode"
+        ]
+
+    server.complete(max_tokens=200)
+    before = decode_numbers()
+    assert before
+    kill_engine(server)
+    assert decode_numbers() == before
+    wait_until(lambda: server.get("/ready").status_code == 200)
+    server.complete(max_tokens=200)
+    numbers = decode_numbers()
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] > before[-1]
 
 
 def test_a_deadline_goes_on_while_the_engine_restarts() -> None:
@@ -105,23 +126,15 @@ def test_a_deadline_goes_on_while_the_engine_restarts() -> None:
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(server.complete(**BODY)))
         asking.start()
-        asking.join(30)
+        asking.join(60)
         assert [answer.status_code for answer in answers] == [504]
 
 
 def test_a_crash_loop_ends_the_server_with_one_sentence_and_a_code_that_is_not_zero() -> None:
     with running_server("--max-engine-restarts", "1") as server:
-        for _ in range(2):
-            wait_until(lambda: server.get("/ready").status_code == 200)
-            kill_engine(server)
-            wait_until(lambda: _is_not_ready(server))
+        kill_engine(server)
+        wait_until(lambda: server.get("/ready").status_code == 200)
+        os.kill(engine_pid(server), signal.SIGKILL)
         code, errors = server.exit_code()
         assert code == 1 and "Traceback" not in errors
         assert "--max-engine-restarts" in errors.splitlines()[-1]
-
-
-def _is_not_ready(server: RunningServer) -> bool:
-    try:
-        return server.get("/ready").status_code == 503
-    except httpx.TransportError:
-        return True

@@ -46,10 +46,10 @@ class RunningServer:
         )
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, **{"timeout": 30, **options})
+        return httpx.get(self.url + path, **{"timeout": 60, **options})
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=30, **options)
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
 
     def complete(self, **fields: Any) -> httpx.Response:
         """`POST /v1/completions` with a prompt and a seed unless others are given."""

@@ -57,7 +57,7 @@ async def until_idle(client: EngineClient) -> None:
     client.on_step(lambda report: None if report.stats.num_running else idle.set())
     # Its report may have come before this was called.
     if client.last_report is None or client.last_report.stats.num_running:
-        await asyncio.wait_for(idle.wait(), 10)
+        await asyncio.wait_for(idle.wait(), 60)
 
 
 async def test_a_server_that_fell_behind_gets_many_steps_at_one_look(client: EngineClient) -> None:
@@ -166,7 +166,7 @@ def test_the_engine_dies_with_a_parent_that_is_killed() -> None:
         "    client = EngineClient(EngineConfig(model=sys.argv[1], scripted=True))\n"
         "    await client.start()\n"
         "    print(client.pid, flush=True)\n"
-        "    await asyncio.sleep(60)\n"
+        "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
     with subprocess.Popen(
@@ -175,7 +175,7 @@ def test_the_engine_dies_with_a_parent_that_is_killed() -> None:
         assert parent.stdout
         engine_pid = int(parent.stdout.readline())
         parent.send_signal(signal.SIGKILL)
-    for _ in range(500):
+    for _ in range(6000):
         if not _is_alive(engine_pid):
             return
         time.sleep(0.01)
@@ -186,5 +186,5 @@ def _is_alive(pid: int) -> bool:
     """It exists, and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:
         return False

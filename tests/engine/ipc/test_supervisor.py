@@ -39,7 +39,7 @@ class Life:
 
     async def end(self) -> End:
         """The only one."""
-        await asyncio.wait_for(self.has_ended.wait(), 10)
+        await asyncio.wait_for(self.has_ended.wait(), 60)
         (end,) = self.ends
         return end
 
@@ -53,10 +53,10 @@ async def test_it_reports_what_the_engine_sends_from_ready_to_closed() -> None:
     info = await process.start()
     assert process.state.value == "ready" and process.info == info
     process.send(Submit(make_request("a", 5, max_tokens=1)))
-    report = await asyncio.wait_for(life.messages.get(), 10)
+    report = await asyncio.wait_for(life.messages.get(), 60)
     assert isinstance(report, StepReport) and report.outputs[0].request_id == "a"
     process.send(Submit(make_request("b", 90_000)))
-    refusal = await asyncio.wait_for(life.messages.get(), 10)
+    refusal = await asyncio.wait_for(life.messages.get(), 60)
     assert isinstance(refusal, Refused) and refusal.request_id == "b"
     await process.close()
     assert process.state is EngineState.DEAD and process.pid is None
@@ -112,9 +112,9 @@ async def test_a_stopped_process_falls_silent_and_is_heard_again_when_it_continu
     await life.process.start()
     assert life.process.pid is not None
     os.kill(life.process.pid, signal.SIGSTOP)
-    await asyncio.wait_for(_until(lambda: life.process.silence_s > 2.5), 30)
+    await asyncio.wait_for(_until(lambda: life.process.silence_s > 2.5), 60)
     os.kill(life.process.pid, signal.SIGCONT)
-    await asyncio.wait_for(_until(lambda: life.process.silence_s < 1), 30)
+    await asyncio.wait_for(_until(lambda: life.process.silence_s < 1), 60)
     await life.process.close()
 
 
@@ -165,8 +165,8 @@ async def test_a_process_that_cannot_be_made_is_one_sentence_and_leaves_no_file_
     with pytest.raises(EngineFailed, match="cannot be started: No such file"):
         await life.process.start()
     await life.process.close()
-    await asyncio.sleep(0.1)  # the socket closes in its own thread
-    assert not set(_open_files()) - before
+    # The socket closes in its own thread.
+    await asyncio.wait_for(_until(lambda: not set(_open_files()) - before), 60)
     assert (await life.end()).cause is EndCause.FAILED
 
 
@@ -187,7 +187,7 @@ async def test_a_compiler_that_the_process_started_ends_with_it(tmp_path: Path) 
     (child,) = _children(engine)
     os.kill(engine, signal.SIGKILL)
     await life.end()
-    await asyncio.wait_for(_until(lambda: _has_ended(child)), 10)
+    await asyncio.wait_for(_until(lambda: _has_ended(child)), 60)
     await life.process.close()
 
 

@@ -29,6 +29,10 @@ def test_the_first_steps_of_a_kind_are_left_out() -> None:
     for number in range(4):
         samples.add(one._replace(number=number))
     assert [s.number for s in samples.all()] == [2, 3]
+    samples.warm_up()
+    for number in range(4, 8):
+        samples.add(one._replace(number=number))
+    assert [s.number for s in samples.all()] == [2, 3, 6, 7]
 
 
 def test_a_device_that_was_hidden_behind_the_host_has_no_time() -> None:
