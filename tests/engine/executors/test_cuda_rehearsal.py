@@ -15,7 +15,6 @@ if not shutil.which("g++"):
 
 from tests.support.run_rehearsal import check_serving, rehearsal
 
-
 # The rehearsal takes 20 seconds.
 pytestmark = pytest.mark.slow
 
