@@ -99,7 +99,8 @@ def test_quantized_weights_stay_in_codes_and_are_counted_so(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "codes"
-    save(save_quantized(make_model("qwen3"), path, FORMATS[name]), tmp_path / "plain")
+    model = make_model("qwen3", intermediate_size=128)  # whole groups
+    save(save_quantized(model, path, FORMATS[name]), tmp_path / "plain")
     requests = [make_request("a", 5, max_tokens=2)]
     plain, config = interpreted(tmp_path / "plain"), interpreted(path)
     (expected,) = SteppedEngine(plain).run(requests)
@@ -107,10 +108,10 @@ def test_quantized_weights_stay_in_codes_and_are_counted_so(
     assert "stored as" not in caplog.text
     (found,) = SteppedEngine(config, executor).run(requests)
     assert ids_of(found) == ids_of(expected)
-    model = ModelConfig.from_dir(path)
+    served = ModelConfig.from_dir(path)
     kept = OnGpu(torch.device("cpu")).num_bytes
-    assert executor.info.weight_bytes == model.step_weight_bytes(4, kept)
-    assert executor.info.weight_bytes < model.step_weight_bytes(4, AsStored().num_bytes)
+    assert executor.info.weight_bytes == served.step_weight_bytes(4, kept)
+    assert executor.info.weight_bytes < served.step_weight_bytes(4, AsStored().num_bytes)
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
