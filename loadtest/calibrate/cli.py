@@ -22,8 +22,8 @@ from penstock.loadtest.calibrate.engine_flags import (
 )
 from penstock.loadtest.calibrate.running import PROBE_TOKENS, read_steps, ttft_when_idle
 from penstock.loadtest.calibrate.sweep import run_sweep
-from penstock.loadtest.exit_status import INTERRUPTED
-from penstock.scheduler.errors import InvalidConfig, PenstockError
+from penstock.loadtest.exit_status import exit_status
+from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import AttentionWork, StepWork
 from penstock.scheduler.step_model.amounts import DEVICE_UNITS, HOST_UNITS
 from penstock.scheduler.step_model.fit import fit
@@ -52,31 +52,23 @@ def make_parser() -> BenchParser:
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0, or 1 where the server had too little load, or 2 for flags."""
-    try:
-        args = make_parser().parse_args(argv)
-        check_writable("--output", args.output)
-        if not args.seconds > 0:
-            raise InvalidConfig(f"--seconds is {args.seconds:g}; it must be more than 0")
-        if args.base_url is not None:
-            if args.model is not None:
-                raise InvalidConfig("give either MODEL or --base-url, not both")
-            key = os.environ.get("OPENAI_API_KEY")
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            made = asyncio.run(calibrate_server(args.base_url, headers))
-        else:
-            made = _from_sweep(args)
-        made.write(args.output)
-    except InvalidConfig as error:
-        _say(str(error))
-        return 2
-    except PenstockError as error:
-        _say(str(error))
-        return 1
-    except SystemExit as ended:  # argparse has printed the help
-        return int(ended.code or 0)
-    except KeyboardInterrupt:
-        _say("interrupted; nothing is written")
-        return INTERRUPTED
+    return exit_status(lambda: _calibrate(argv), "penstock calibrate")
+
+
+def _calibrate(argv: list[str]) -> int:
+    args = make_parser().parse_args(argv)
+    check_writable("--output", args.output)
+    if not args.seconds > 0:
+        raise InvalidConfig(f"--seconds is {args.seconds:g}; it must be more than 0")
+    if args.base_url is not None:
+        if args.model is not None:
+            raise InvalidConfig("give either MODEL or --base-url, not both")
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        made = asyncio.run(calibrate_server(args.base_url, headers))
+    else:
+        made = _from_sweep(args)
+    made.write(args.output)
     print(describe(made))
     _say(f"written to {args.output}")
     return 0

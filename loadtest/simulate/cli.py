@@ -25,7 +25,7 @@ from penstock.loadtest.calibrate.engine_flags import (
     add_model_flags,
     add_scheduler_flags,
 )
-from penstock.loadtest.exit_status import INTERRUPTED
+from penstock.loadtest.exit_status import exit_status
 from penstock.loadtest.report.figures import Run
 from penstock.loadtest.report.plots import check_matplotlib
 from penstock.loadtest.report.report import Summary, details, render
@@ -41,7 +41,7 @@ from penstock.loadtest.simulate.simulation import Plan, Simulated, simulate
 from penstock.loadtest.workload.config import PromptFormat, WorkloadConfig
 from penstock.loadtest.workload.token_counter import estimate_tokens, tokenizer_counter
 from penstock.loadtest.workload.workload import TimedRequest, make_prompt, make_workload
-from penstock.scheduler.errors import InvalidConfig, PenstockError
+from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import StepClass
 
 _DESCRIPTION = """\
@@ -87,22 +87,13 @@ def make_parser() -> BenchParser:
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 if all requests completed, 1 if one was refused, 2 for flags."""
-    try:
+
+    def run() -> int:
         args = make_parser().parse_args(argv)
         config = _config(args)
-        named = simulated_server(args)
-        return _simulate(config, named)
-    except InvalidConfig as error:
-        _say(str(error))
-        return 2
-    except PenstockError as error:
-        _say(str(error))
-        return 1
-    except SystemExit as ended:  # argparse has printed the help
-        return int(ended.code or 0)
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return INTERRUPTED
+        return _simulate(config, simulated_server(args))
+
+    return exit_status(run, "penstock simulate")
 
 
 def _config(args: argparse.Namespace) -> BenchConfig:
