@@ -26,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 test: .venv/installed-dev
 	$(PYTEST) -m "not slow"
 
-# The rest: kernels in Triton's interpreter, and steps compiled for other processors; eight minutes.
+# The rest: kernels in Triton's interpreter, and steps compiled for other processors; ten minutes.
 test-slow: .venv/installed-dev
 	$(PYTEST) -m slow
 

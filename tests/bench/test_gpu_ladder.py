@@ -105,6 +105,7 @@ def test_a_failure_loses_nothing_but_its_rung(tmp_path: Path, name: str, kind: s
     assert climbed.way == AFTER[name]
 
 
+@pytest.mark.slow
 def test_a_rung_that_hangs_costs_its_limit_and_no_more(tmp_path: Path) -> None:
     climbed = Climbed(tmp_path, {"graph-pdl": "hang"}, patience=0.1)
     assert list(climbed.failures) == ["graph-pdl"]
@@ -161,6 +162,7 @@ def test_later_parts_run_in_the_way_that_the_probe_found_and_each_failure_is_nam
     assert "FAILED linear: it ended with 1" in printed
 
 
+@pytest.mark.slow
 def test_a_simulated_rung_leaves_the_tests_as_they_are(tmp_path: Path) -> None:
     out = ("--out", str(tmp_path / "out"), "--tiny", "--parts", "tests")
     assert main([*out, "--simulate", "graph=abort"]) == 0

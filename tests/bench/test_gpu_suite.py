@@ -17,6 +17,7 @@ from tests.bench.gpu.record import Record
 from tests.bench.gpu.suite import main
 
 
+@pytest.mark.slow
 def test_each_goal_is_reported_and_a_failing_part_ends_no_other(tmp_path: Path) -> None:
     out, missing = tmp_path / "results", tmp_path / "nothing"
     command = [sys.executable, "-m", "tests.bench.gpu.suite", "--tiny", "--out", str(out)]
@@ -41,6 +42,7 @@ def _bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str
     return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
 
 
+@pytest.mark.slow
 def test_steps_are_timed_and_points_that_do_not_fit_are_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

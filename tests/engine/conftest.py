@@ -30,7 +30,7 @@ if platform.machine() != "x86_64":
 
 
 # Each takes a compilation for every type of weights.
-_SLOW = ("vectors of 4", "AVX2", "AVX-512")
+_SLOW = ("vectors of 4", "AVX2", "AVX-512", "tiles")
 
 
 @pytest.fixture(

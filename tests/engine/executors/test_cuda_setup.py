@@ -76,8 +76,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # By the interpreter.
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
-@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, pytest.param(Dtype.HALF, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.HALF])
 def test_what_is_set_up_answers_as_the_cpu_executor_and_refuses_an_adapter(
     tiny: Path, dtype: Dtype
 ) -> None:
@@ -93,7 +94,7 @@ def test_what_is_set_up_answers_as_the_cpu_executor_and_refuses_an_adapter(
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
 @pytest.mark.parametrize(
-    "name", ["awq", "fp8-block", *(pytest.param(name, marks=SLOW) for name in OTHER_FORMATS)]
+    "name", ["awq", *(pytest.param(name, marks=SLOW) for name in OTHER_FORMATS)]
 )
 def test_quantized_weights_stay_in_codes_and_are_counted_so(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

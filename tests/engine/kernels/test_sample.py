@@ -212,6 +212,7 @@ def test_noise_draws_in_proportion_to_the_weights() -> None:
     assert float(parts[0].var()) == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.slow
 def test_ids_of_many_seeds_are_in_proportion_too() -> None:
     """The whole way, with filters and without; of 5 ids, top_k leaves 3."""
     weights = torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0])

@@ -283,6 +283,7 @@ def test_a_client_that_stalls_does_not_make_the_server_look_fast(
     assert "latencies count from when it was due" in captured.err
 
 
+@pytest.mark.slow
 def test_two_runs_send_other_prompts_unless_they_have_one_seed() -> None:
     def prompts(*flags: str) -> list[object]:
         with stub(answer_five) as server:

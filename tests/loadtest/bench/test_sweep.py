@@ -109,6 +109,7 @@ def test_a_paced_server_has_the_tpot_of_its_steps(
     assert summary["total_output_tokens"] == 80
 
 
+@pytest.mark.slow
 @retried_when_disturbed
 def test_a_sweep_finds_the_rate_that_the_servers_concurrency_allows(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

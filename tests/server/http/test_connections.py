@@ -48,6 +48,7 @@ def test_a_connection_beyond_the_limit_of_open_files_gets_a_503(cramped: Running
     wait_until(lambda: "allow it 512 or more" in cramped.log())
 
 
+@pytest.mark.slow
 def test_health_answers_while_more_clients_are_connected_than_files_may_be_open(
     cramped: RunningServer,
 ) -> None:

@@ -138,6 +138,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", ["", "and so on " * 400], ids=["short", "long"])
 def test_a_conversation_on_which_the_template_loops_is_refused_while_streams_go_on(
     server: RunningServer, padding: str

@@ -25,6 +25,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     running.stop()
 
 
+@pytest.mark.slow
 def test_answers_to_a_sample_of_the_many_schemas_validate(
     server: RunningServer,
 ) -> None:
