@@ -77,33 +77,43 @@ template <class Runs> class Attention {
         }
     };
 
-    // Brings the positions of a piece that come first into the caches.
-    void prefetch(const Keys &keys, const Rows &rows, int64_t piece) {
+    struct Positions {  // at most kKeys of one head
+        Keys keys;
+        int64_t start, count;
+    };
+    // Of a piece, those that are attended to first. Positions that this step stores are not in memory yet.
+    static Positions first_of(const Keys &keys, const Rows &rows, int64_t piece) {
         const int64_t oldest = rows.oldest(rows.first_position) / kKeys * kKeys;
-        keys.prefetch(std::max(piece * kPiece, oldest), rows.first_position);
+        const int64_t start = std::max(piece * kPiece, oldest);
+        return {keys, start, std::clamp<int64_t>(rows.first_position - start, 0, kKeys)};
     }
 
-    // Over all pieces, into gathered().
-    __attribute__((noinline)) void attend(const Keys &keys, const Rows &rows) {
+    // Over all pieces, into gathered(). Meanwhile, what is attended to next comes into the caches.
+    __attribute__((noinline)) void attend(const Keys &keys, const Rows &rows,
+                                          const Positions &next) {
         gathered_.clear(rows.count(), step_);
         for (int64_t piece = rows.oldest(rows.first_position) / kPiece;
              piece * kPiece <= rows.last(); ++piece) {
-            attend_piece(keys, rows, piece);
+            const bool is_last = (piece + 1) * kPiece > rows.last();
+            attend_piece(keys, rows, piece, is_last ? next : first_of(keys, rows, piece + 1));
             merge(gathered_, piece_, rows.count(), step_);
         }
     }
 
     // Over one, into piece().
     __attribute__((noinline)) void attend_piece(const Keys &keys, const Rows &rows,
-                                                int64_t piece) {
+                                                int64_t piece, const Positions &next) {
         const int64_t count = rows.count();
         piece_.clear(count, step_);
         const int64_t begin = std::max(piece * kPiece, rows.oldest(rows.first_position));
         const int64_t end = std::min((piece + 1) * kPiece, rows.last() + 1);
         for (int64_t start = begin / kKeys * kKeys; start < end; start += kKeys) {
             const int64_t known = std::min(kKeys, end - start);
-            keys.prefetch(start + kKeys, end);
             runs_.find(keys, start, known);
+            if (start + kKeys < end)
+                runs_.look_ahead(keys, start + kKeys, std::min(kKeys, end - start - kKeys));
+            else
+                runs_.look_ahead(next.keys, next.start, next.count);
             runs_.score(queries_.get(), count, scores_.get());
             soften(rows, start, runs_.width());
             runs_.mix(weights_.get(), count, known, piece_.mixed, step_);

@@ -54,11 +54,11 @@ struct CodedKV {
     static constexpr int64_t kMostCodes = 1024;  // of one head
 };
 
-// Scores of R queries with one run of keys.
+// Scores of R queries with one run of keys. `next` is as in score_tile.
 template <int R>
 inline void score_codes(const std::int8_t *queries, int64_t dim, const unsigned char *run,
                         const float *query_scales, const std::int32_t *sums,
-                        const float *key_scales, float *scores) {
+                        const float *key_scales, const unsigned char *next, float *scores) {
     constexpr int kEach = int(kRun) / kLanes;
     Ints dot[R][kEach];
     for (int i = 0; i < R; ++i)
@@ -69,7 +69,8 @@ inline void score_codes(const std::int8_t *queries, int64_t dim, const unsigned 
             dot[i][j] = every(sums + i) * -128;
 #endif
         }
-    for (int64_t k = 0; k < dim; k += 4, run += 4 * kRun)
+    for (int64_t k = 0; k < dim; k += 4, run += 4 * kRun) {
+        if (next) prefetch_line(next + k * kRun);
         for (int j = 0; j < kEach; ++j) {
             Words quads = keep(reinterpret_cast<const Words *>(run)[j]);
 #if defined(PENSTOCK_SIGNED_BYTES)
@@ -79,6 +80,7 @@ inline void score_codes(const std::int8_t *queries, int64_t dim, const unsigned 
             for (int i = 0; i < R; ++i)
                 dot[i][j] = add_quads(dot[i][j], quads, (Words)every(queries + i * dim + k));
         }
+    }
     for (int i = 0; i < R; ++i)
         for (int j = 0; j < kEach; ++j)
             store(scores + i * kKeys + j * kLanes,
@@ -111,16 +113,18 @@ struct CodedWeights {
 // Adds to R rows of `mixed` the values of some runs.
 template <int R>
 inline void mix_codes(const CodedWeights *weights, int64_t dim, const std::int8_t *const *runs,
-                      int64_t count, float *mixed, int64_t step) {
+                      int64_t count, const std::int8_t *const *next, float *mixed, int64_t step) {
     constexpr int V = 2;
     for (int64_t n = 0; n < dim; n += V * kLanes) {
         Ints high[R][V] = {}, low[R][V] = {};
         for (int64_t run = 0; run < count; ++run)
             for (int64_t k = 0; k < kRun; k += 4) {
                 Words values[V];
-                for (int j = 0; j < V; ++j)
-                    values[j] = keep(*reinterpret_cast<const Words *>(
-                        runs[run] + k * dim + (n + j * kLanes) * 4));
+                for (int j = 0; j < V; ++j) {
+                    const int64_t at = k * dim + (n + j * kLanes) * 4;
+                    if (next && j % kLineVectors == 0) prefetch_line(next[run] + at);
+                    values[j] = keep(*reinterpret_cast<const Words *>(runs[run] + at));
+                }
 #pragma GCC unroll 8
                 for (int i = 0; i < R; ++i) {
                     const Words high_weights = (Words)every(weights[i].high + run * kRun + k);
@@ -182,6 +186,18 @@ class CodedRuns {
         }
     }
 
+    // What products with these runs bring into the caches; scales at once.
+    void look_ahead(const Keys<CodedKV> &keys, int64_t start, int64_t known) {
+        has_next_ = known > 0 && keys.pool.places.is_packed();
+        if (!has_next_) return keys.prefetch(start, known);
+        next_.find(keys, start, known);
+        for (int64_t run = 0; run < known; run += kRun) {
+            const int64_t at = keys.pool.scale_at(keys.slot(start + run), keys.head);
+            prefetch_line(keys.pool.key_scales + at);
+            prefetch_line(keys.pool.value_scales + at);
+        }
+    }
+
     // Rounds the queries that the next scores are of.
     void take(const float *queries, int64_t rows) {
         if (rows > int64_t(query_scales_.size())) {
@@ -199,6 +215,7 @@ class CodedRuns {
             for_tiles<kScoreRows>(rows, [&]<int R>(int64_t row) {
                 score_codes<R>(&queries_[row * dim_], dim_, key_runs_[run], &query_scales_[row],
                                &sums_[row], key_scales_ + run * kRun,
+                               row || !has_next_ ? nullptr : next_.keys[run],
                                scores + row * kKeys + run * kRun);
             });
     }
@@ -208,7 +225,8 @@ class CodedRuns {
         for (int64_t row = 0; row < rows; ++row)
             weights_[row].take(weights + row * kKeys, value_scales_, known);
         for_tiles<kScoreRows>(rows, [&]<int R>(int64_t row) {
-            mix_codes<R>(&weights_[row], dim_, value_runs_, runs_, mixed + row * step, step);
+            mix_codes<R>(&weights_[row], dim_, value_runs_, runs_,
+                         row || !has_next_ ? nullptr : next_.values, mixed + row * step, step);
         });
     }
 
@@ -227,4 +245,6 @@ class CodedRuns {
     const unsigned char *key_runs_[kRuns];
     const std::int8_t *value_runs_[kRuns];
     float key_scales_[kKeys], value_scales_[kKeys];
+    bool has_next_ = false;
+    NextRuns<unsigned char, std::int8_t> next_;
 };

@@ -141,11 +141,7 @@ template <class T> class Run : public Job {
             const int64_t units = int64_t(units_.size()) * m_.kv_heads / heads_each_;
             phase++->run(own.thread, units, [&](int64_t unit) {
                 const int64_t first = unit * heads_each_;
-                for (int64_t i = first; i < first + heads_each_; ++i) {
-                    if (i == first) prefetch(own, layer, i);
-                    prefetch(own, layer, i + 1);
-                    attend(own, layer, units_[i / m_.kv_heads], i % m_.kv_heads);
-                }
+                for (int64_t i = first; i < first + heads_each_; ++i) attend(own, layer, i);
             });
             const auto add = [&](int64_t t, int64_t n, const float *y, int64_t count) {
                 float *to = residual_ + t * m_.hidden + n;
@@ -523,15 +519,19 @@ template <class T> class Run : public Job {
         return {s_.positions[unit.first], unit.tokens, group_, layer.window};
     }
 
-    // Brings the first positions that a head of a unit attends to into the caches.
-    void prefetch(Own &own, const Layer &layer, int64_t index) {
-        if (index >= int64_t(units_.size()) * m_.kv_heads) return;
-        const Unit &unit = units_[index / m_.kv_heads];
-        own.attention.prefetch(keys_of(layer, unit, index % m_.kv_heads), rows_of(layer, unit),
-                               std::max<int64_t>(unit.piece, 0));
+    // The positions that a head of a unit attends to first; none behind the last unit.
+    typename Attending::Positions first_positions(const Layer &layer, int64_t index) {
+        const bool is_one = index < int64_t(units_.size()) * m_.kv_heads;
+        const Unit &unit = units_[is_one ? index / m_.kv_heads : 0];
+        const typename Attending::Keys keys = keys_of(layer, unit, index % m_.kv_heads);
+        if (!is_one) return {keys, 0, 0};
+        return Attending::first_of(keys, rows_of(layer, unit), std::max<int64_t>(unit.piece, 0));
     }
 
-    KEEP_APART void attend(Own &own, const Layer &layer, const Unit &unit, int64_t kv_head) {
+    KEEP_APART void attend(Own &own, const Layer &layer, int64_t index) {
+        const Unit &unit = units_[index / m_.kv_heads];
+        const int64_t kv_head = index % m_.kv_heads;
+        const typename Attending::Positions next = first_positions(layer, index + 1);
         Attending &attention = own.attention;
         const int64_t d = m_.head_dim;
         const typename Attending::Keys keys = keys_of(layer, unit, kv_head);
@@ -545,7 +545,7 @@ template <class T> class Run : public Job {
         }
         attention.take(rows.count());
         if (unit.piece == kAll) {
-            attention.attend(keys, rows);
+            attention.attend(keys, rows, next);
             put_attended(attention.gathered(), unit, kv_head, layer);
             return;
         }
@@ -554,7 +554,7 @@ template <class T> class Run : public Job {
             float *memory = parts_ + (first + piece * m_.kv_heads) * part_floats_;
             return Gathered::at(memory, group_, step);
         };
-        attention.attend_piece(keys, rows, unit.piece);
+        attention.attend_piece(keys, rows, unit.piece, next);
         const Gathered own_part = part(unit.piece);
         own_part.clear(group_, step);
         merge(own_part, attention.piece(), group_, step);
