@@ -1,6 +1,6 @@
 """The linear layers of `FusedModel`, by weight format: few rows in one kernel, many by cuBLAS.
 
-Codes of weights are multiplied in one of three ways, by the number of rows: see `FusedCodedLinear`.
+Codes of weights are multiplied in one of four ways, by format and rows: see `FusedCodedLinear`.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.activation import silu_mul
+from penstock.engine.kernels.codes import scaled
 from penstock.engine.kernels.codes.dequantize import dequantize
 from penstock.engine.kernels.codes.skinny import skinny_grouped_linear
 from penstock.engine.kernels.codes.tiles import tiled_linear
@@ -99,8 +100,9 @@ class FusedPlainLinear(_FusedMatrix):
 
 
 class FusedCodedLinear(_FusedMatrix):
-    """Few rows: one kernel that reads codes. Up to MAX_TILED_ROWS: tiles of the matrix units, whose
-    weights are made of codes in registers. More: cuBLAS, of a dequantized copy of the weight.
+    """Few rows: one kernel that reads codes. More, of FP8 with a scale by row: the matrix units,
+    which multiply FP8 as it is. Of other codes, up to MAX_TILED_ROWS: tiles of the matrix units,
+    whose weights are made of codes in registers; else cuBLAS, of a dequantized copy of the weight.
 
     The copy is made in every call, slab by slab, in memory that all layers share: torch's allocator
     gives each of them the same. It costs the codes' bytes read, and the plain weight's written and
@@ -114,6 +116,9 @@ class FusedCodedLinear(_FusedMatrix):
         )
 
     def many(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if scaled.takes(self._weight, x.dtype):
+            product = scaled.scaled_linear(x, self._weight, self._bias)
+            return product if out is None else out.copy_(product)
         if out is None:
             out = x.new_empty(len(x), self.out_features)
         if len(x) <= MAX_TILED_ROWS:

@@ -10,7 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels.codes.scaled import takes
 from penstock.engine.kernels.linear import MAX_ROWS
+from penstock.engine.memory.kv_codes import decode, encode
 from penstock.engine.models.fused_linear import FUSED_LINEARS
 from penstock.engine.models.layers.coded import CodedLinear, OnGpu
 from penstock.engine.models.layers.linear import StoredLinear
@@ -67,7 +69,9 @@ def _case(
     def error() -> float:
         out.fill_(float("nan"))
         calls[0]()
-        return relative_error(out, x.double() @ plain.double().T)
+        is_rounded = rows > MAX_ROWS and takes(first.weight, x.dtype)
+        read = decode(*encode(x, torch.float8_e4m3fn)) if is_rounded else x
+        return relative_error(out, read.double() @ plain.double().T)
 
     return Case(
         kernel="a product with codes",

@@ -9,11 +9,11 @@ product of cuBLAS takes what others measured.
 from dataclasses import dataclass
 
 from tests.bench.gpu.cublas import Of, product_us
-from tests.bench.gpu.launches import CUBLAS
+from tests.bench.gpu.launches import CUBLAS, FP8_PRODUCT
 from tests.bench.gpu.work import Work
 from tests.support.compile_kernels import NUM_SMS
 
-_TORCH = (CUBLAS, "torch ")
+_TORCH = (CUBLAS, FP8_PRODUCT, "torch ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +116,9 @@ def timed(works: list[Work], given: Assumptions) -> list[Timed]:
 
 def _timed(work: Work, before: Timed | None, given: Assumptions) -> Timed:
     read_rate = given.copy * given.read_share / 1e6
-    if work.name.startswith(CUBLAS):
-        us = product_us(*work.product, given.cublas)
+    if work.name.startswith((CUBLAS, FP8_PRODUCT)):
+        is_fp8 = work.name.startswith(FP8_PRODUCT)
+        us = product_us(*work.product, given.cublas, is_fp8=is_fp8)
         return Timed(work, us, min(us, work.memory_bytes / read_rate))
     is_torch = work.name.startswith(_TORCH)
     was_torch = before is not None and before.work.name.startswith(_TORCH)

@@ -281,8 +281,9 @@ Wanted: 1.6 with int8 and 2.3 with int4 at batch 1; 1.2 at batch 64. int8, int4 
 `--quantization` makes; int4 in groups of 128, with a plain output layer, what most checkpoints
 have. The estimate rests on the bytes, the instructions in the loop that the compiler made
 (`issue_share`), the cache's rate for x, and from 17 rows on the matrix units (`tile_share`): up to
-512 rows are tiles. It says what is next: at batch 1, fewer instructions for levels; at 64, fewer to
-bring codes in the order that the matrix units take.
+512 rows are tiles; FP8 has products of its own, of which others' measurements are known. It says
+what is next: at batch 1, fewer instructions for levels; at 64, fewer to bring
+codes in the order that the matrix units take.
 """
 _OPENING = """\
 # What each goal should measure on an H200

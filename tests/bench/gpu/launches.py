@@ -42,7 +42,7 @@ from tests.support.compile_kernels import BLOCK_SIZE, META, NUM_SMS, Codes, Meta
 _CPU = torch.device("cpu")
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 _PLANS = ("_plan_decode", "_plan_prefill")
-CUBLAS = "cuBLAS"
+CUBLAS, FP8_PRODUCT = "cuBLAS", "FP8 by torch"
 _PRODUCTS = (torch.ops.aten.linear, torch.ops.aten.mm)
 
 
@@ -214,6 +214,9 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket in _PRODUCTS and out.is_meta:
             x, weight = args[:2]
             self._found.append(Launched(CUBLAS, {"x": x, "weight": weight, "out": out}))
+        elif func.overloadpacket is torch.ops.aten._scaled_mm and out.is_meta:
+            x, weight = args[:2]
+            self._found.append(Launched(FP8_PRODUCT, {"x": x, "weight": weight, "out": out}))
         elif func._schema.is_mutable and isinstance(out, Tensor) and out.is_meta:
             name = f"torch {func.overloadpacket.__name__}"
             self._found.append(Launched(name, {"out": out}))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.bench.gpu.launches import CUBLAS, Launched, Step
+from tests.bench.gpu.launches import CUBLAS, FP8_PRODUCT, Launched, Step
 from tests.bench.gpu.resources import known
 from tests.support.compile_kernels import NUM_SMS
 
@@ -67,8 +67,8 @@ class Workbench:
     def of(self, launched: Launched, step: Step) -> Work:
         """Raises KeyError for a kernel that is not in resources.json."""
         kernel, arguments = launched.kernel, launched.arguments
-        if kernel == CUBLAS:
-            return _product(arguments)
+        if kernel in (CUBLAS, FP8_PRODUCT):
+            return _product(kernel, arguments)
         if kernel.startswith("torch "):
             return Work(name=kernel, programs=0, fit=0, busy=0, cached_bytes=_size(arguments))
         fit = self._resources[launched.key]["fit"]
@@ -92,11 +92,11 @@ class Workbench:
         return Work(**base | _small(launched))
 
 
-def _product(arguments: dict[str, Tensor]) -> Work:
+def _product(kernel: str, arguments: dict[str, Tensor]) -> Work:
     x, weight, out = arguments["x"], arguments["weight"], arguments["out"]
     product = (len(x), out.shape[1], x.shape[1])
     return Work(
-        name=f"{CUBLAS} {' x '.join(map(str, product))}",
+        name=f"{kernel} {' x '.join(map(str, product))}",
         programs=0,
         fit=0,
         busy=0,
