@@ -53,8 +53,8 @@ class Sizes(NamedTuple):
     pauses: int
 
 
-FULL = Sizes(200, 64, 200, 5, 10, 32, 128, 1000, 500, 50_000, 5)
-SHORT = Sizes(4, 16, 6, 1, 2, 8, 48, 100, 50, 1000, 1)
+FULL = Sizes(200, 64, 200, 5, 10, 32, 64, 1000, 500, 50_000, 5)
+SHORT = Sizes(4, 16, 6, 1, 2, 8, 16, 100, 50, 1000, 1)
 
 
 async def kills(size: Sizes, seed: int) -> list[Row]:
@@ -135,7 +135,7 @@ async def crowd(size: Sizes, seed: int) -> list[Row]:
         f"{result.num_preemptions} preemptions"
     )
     row = _compared(what, result.outcome, result.num_left)
-    return [row._replace(is_good=row.is_good and result.times >= 1 and result.num_preemptions > 0)]
+    return [row._replace(is_good=row.is_good and result.times > 1)]
 
 
 async def disconnects(size: Sizes, seed: int) -> list[Row]:
@@ -156,8 +156,8 @@ async def loris(size: Sizes, seed: int) -> list[Row]:
 async def soaked(size: Sizes, seed: int) -> list[Row]:
     result = await soak(size.soak, seed, say)
     measured = (
-        f"{result.num_failed} failed, memory {result.growth:+.1%} of "
-        f"{result.before_bytes >> 20} MiB, {result.num_left} blocks in use after one second"
+        f"{result.num_failed} failed; memory {result.growth:+.1%} of "
+        f"{result.before_bytes >> 20} MiB; {result.num_left} blocks in use after one second"
     )
     return [
         Row(

@@ -80,11 +80,11 @@ async def compare(
             say(f"{ask.kind}: {got}\n  instead of {wanted}")
 
 
-def mixed(num_streams: int) -> list[Ask]:
+def mixed(num_streams: int, max_tokens: int = 48) -> list[Ask]:
     """Streams of all kinds."""
     load: list[Ask] = []
     while len(load) < num_streams:
-        load += asks(len(load))
+        load += asks(len(load), max_tokens)
     return load[:num_streams]
 
 

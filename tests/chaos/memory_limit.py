@@ -1,5 +1,6 @@
 """An engine that gets no more memory in the middle of its work, as at a limit of its process."""
 
+import asyncio
 import random
 import resource
 from collections.abc import Callable
@@ -7,7 +8,18 @@ from pathlib import Path
 
 from penstock.engine.client import StepReport
 from tests.chaos.kills import Outcome, answers_of, compare, mixed
+from tests.chaos.load import Ask, answer
 from tests.chaos.server import Running
+from tests.support.serving import MODEL
+
+# The logprobs of so long a prompt need memory that the engine has not had before.
+_LARGE = Ask(
+    "large",
+    "large",
+    "/v1/completions",
+    {"model": MODEL, "prompt": [5 + i % 1000 for i in range(1900)], "max_tokens": 4, "echo": True}
+    | {"logprobs": 2, "temperature": 0},
+)
 
 
 async def without_memory(
@@ -18,11 +30,12 @@ async def without_memory(
     seed: int,
     say: Callable[[str], None] = print,
 ) -> Outcome:
-    """In each round, at some step, the engine's address space may not grow any more. It goes on or
-    it ends; the one that replaces it has no limit."""
+    """In each round, at some step, the engine's address space may not grow any more, and then a
+    request comes that needs much. The engine goes on or it ends; the next one has no limit."""
     load, outcome, rng = mixed(num_streams), Outcome(), random.Random(seed)
     expected = await answers_of(running, load)
-    left = 0
+    expected_of_large = await answer(running.client, _LARGE)
+    left, limited = 0, asyncio.Event()
 
     def on_step(report: StepReport) -> None:
         nonlocal left
@@ -30,11 +43,19 @@ async def without_memory(
         if report.step and not left and running.engine.pid is not None:
             outcome.num_kills += 1
             _allow_no_more(running.engine.pid)
+            limited.set()
+
+    async def large() -> None:
+        await limited.wait()
+        outcome.num_streams += 1
+        if await answer(running.client, _LARGE) != expected_of_large:
+            outcome.different.append(_LARGE.kind)
 
     running.engine.on_step(on_step)
     for _ in range(num_rounds):
+        limited.clear()
         left = rng.randint(1, 20)
-        await compare(running, load, expected, outcome, say)
+        await asyncio.gather(large(), compare(running, load, expected, outcome, say))
         say(f"{outcome.num_kills} limits, {len(outcome.different)} different")
     return outcome
 

@@ -27,12 +27,13 @@ async def pauses_s(
             patch.setattr(engine_client, "make_descriptor", lambda: None)
         async with running("penstock.engine.ipc.process", **settings) as server:
             return [
-                await _pause_s(server, number, num_streams, num_prompt_tokens)
+                await pause_s(server, number, num_streams, num_prompt_tokens)
                 for number in range(num_kills)
             ]
 
 
-async def _pause_s(server: Running, number: int, num_streams: int, num_prompt_tokens: int) -> float:
+async def pause_s(server: Running, number: int, num_streams: int, num_prompt_tokens: int) -> float:
+    """number: prompts of another one have nothing in common."""
     first_id = 100 * number
     bodies = [
         {

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,14 @@ from tests.support.serving import MODEL, RunningServer
 
 _AT_ONCE = 32
 _WARM_UP = 0.1  # of the requests: pools, caches and allocators reach their size
+_SAMPLES = 100  # of the memory
 _LEAVES = 0.02  # of the clients do so before their answer ends
 
 
 @dataclass
 class Soak:
-    """growth: of the memory that the server's processes have to themselves, after the warm-up."""
+    """growth: of the memory that the server's processes have to themselves, from the tenth of the
+    requests after the warm-up to the last tenth, each a median."""
 
     num_requests: int
     num_failed: int
@@ -44,11 +47,11 @@ async def soak(num_requests: int, seed: int, say: Callable[[str], None] = print)
     try:
         await asyncio.to_thread(server.wait_until_ready)
         rng, num_failed, kinds = random.Random(seed), 0, len(asks(0))
-        numbers = iter(range(num_requests))
-        before_bytes = 0
+        numbers, every = iter(range(num_requests)), num_requests // _SAMPLES
+        sizes: list[int] = []
 
         async def work(client: httpx.AsyncClient) -> None:
-            nonlocal num_failed, before_bytes
+            nonlocal num_failed
             for number in numbers:
                 ask = asks(number // kinds, max_tokens=6)[number % kinds]
                 if rng.random() < _LEAVES:
@@ -57,16 +60,17 @@ async def soak(num_requests: int, seed: int, say: Callable[[str], None] = print)
                     continue
                 reply = await client.post(ask.path, json=ask.body)
                 num_failed += reply.status_code != 200
-                if number == int(_WARM_UP * num_requests):
-                    before_bytes = _own_bytes(server.process.pid)
-                if number and number % max(1, num_requests // 20) == 0:
-                    say(f"{number} requests, {_own_bytes(server.process.pid) >> 20} MiB")
+                if number // every == len(sizes):
+                    sizes.append(_own_bytes(server.process.pid))
+                    if len(sizes) % 10 == 0:
+                        say(f"{number} requests, {sizes[-1] >> 20} MiB")
 
         async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
             await asyncio.gather(*(work(client) for _ in range(_AT_ONCE)))
             await asyncio.sleep(1.0)
-            after_bytes = _own_bytes(server.process.pid)
-        growth = after_bytes / before_bytes - 1
+        first = int(_WARM_UP * len(sizes))
+        before_bytes = int(statistics.median(sizes[first : 2 * first]))
+        growth = statistics.median(sizes[-first:]) / before_bytes - 1
         num_left = await asyncio.to_thread(server.metric, "kv_used_blocks")
         return Soak(num_requests, num_failed, growth, before_bytes, int(num_left))
     finally:
