@@ -83,6 +83,8 @@ class EngineConfig:
     kernels of a step are launched one by one. log_level, log_format: of the engine process.
     max_engine_restarts: how often within ten minutes a process that ended is replaced.
     stall_timeout_s: see `penstock.engine.ipc.stall`.
+    kv_memory: the descriptor of memory for keys and values that outlives the engine process; the
+    server sets it (see `penstock.engine.memory.kept`).
     scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),
     at most one step every scripted_step_s.
     """
@@ -104,6 +106,7 @@ class EngineConfig:
     max_num_queued_reqs: int = 1024
     max_engine_restarts: int = 10
     stall_timeout_s: float = 120.0
+    kv_memory: int | None = None
     scripted: bool = False
     scripted_step_s: float = 0.0
     log_level: str = "info"

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from penstock.engine.errors import UnknownAdapter
 from penstock.engine.model_info import ModelInfo
+from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.types import (
     BlockCopy,
     Request,
@@ -42,6 +43,11 @@ class Executor(Protocol):
 
         It costs a step of delay, and gains where the device computes while the host schedules.
         """
+        ...
+
+    @property
+    def journal(self) -> BlockJournal | None:
+        """Of its blocks, where they outlive this process."""
         ...
 
     def prepare(self, request: Request) -> "Future[Any] | None":

@@ -5,6 +5,7 @@ none, but `prefix.py` can still find it by its content) or *free*. Every operati
 block.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 
@@ -22,10 +23,12 @@ class BlockTable:
 class BlockAllocator:
     """Reference counts and the free list."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, evictable: Container[int] = ()) -> None:
+        """evictable: blocks that are so from the beginning; all others are free."""
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # popped from the end: lowest ids first
+        # Popped from the end: lowest ids first.
+        self._free = [i for i in range(num_blocks - 1, -1, -1) if i not in evictable]
 
     @property
     def num_free(self) -> int:

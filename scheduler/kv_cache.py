@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from penstock.scheduler.blocks import BlockAllocator
-from penstock.scheduler.prefix import PrefixIndex, block_digest, root_digest
+from penstock.scheduler.journal import BlockJournal, StoredBlock
+from penstock.scheduler.prefix import PROCESS_KEY, PrefixIndex, block_digest, root_digest
 from penstock.scheduler.sequence import Sequence, Status
 from penstock.scheduler.types import BlockCopy
 
@@ -27,13 +28,32 @@ class Admission:
 
 class KVCache:
     """The blocks of every sequence. `num_available` counts those that can be taken: free and
-    evictable."""
+    evictable.
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    With a journal, blocks that an earlier engine computed are findable too, each once its content
+    has been verified.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        journal: BlockJournal | None = None,
+    ) -> None:
         self.block_size = block_size
-        self._allocator = BlockAllocator(num_blocks)
-        self._index = PrefixIndex()
         self._enable_prefix_caching = enable_prefix_caching
+        self._journal = journal if enable_prefix_caching else None
+        self._key = self._journal.key if self._journal else PROCESS_KEY
+        survivors = self._journal.survivors() if self._journal else ()
+        self._unverified = {block.block_id for block in survivors}
+        self._unrecorded: list[StoredBlock] = []  # of the step that runs
+        self._allocator = BlockAllocator(num_blocks, self._unverified)
+        self._index = PrefixIndex()
+        for block in survivors:
+            is_new = self._index.add(block.digest, block.block_id)
+            assert is_new, f"the journal has {block} twice"
+            self._index.make_evictable(block.block_id)
 
     @property
     def num_blocks(self) -> int:
@@ -87,6 +107,7 @@ class KVCache:
         if block_id is None:
             evicted = self._index.evict()
             assert evicted is not None, "no block is available; the scheduler must check before"
+            self._erase(evicted)
             self._allocator.free(evicted)
             block_id = self._allocator.take()
             assert block_id is not None
@@ -112,13 +133,28 @@ class KVCache:
             return
         digests = self._digests(sequence, num_full)
         for i in range(table.num_cached, num_full):
-            self._index.add(digests[i], table.block_ids[i])
+            if self._index.add(digests[i], table.block_ids[i]) and self._journal:
+                parent = digests[i - 1] if i else self._root(sequence)
+                self._unrecorded.append(StoredBlock(table.block_ids[i], digests[i], parent))
         table.num_cached = num_full
 
+    def record(self) -> None:
+        """The step that was launched last has completed, so its findable blocks may outlive this
+        engine. Those of sequences that failed are forgotten by now."""
+        if self._unrecorded:
+            assert self._journal
+            blocks, self._unrecorded = self._unrecorded, []
+            find = self._index.find
+            self._journal.record([b for b in blocks if find(b.digest) == b.block_id])
+
     def forget(self, sequence: Sequence) -> None:
-        """Makes its blocks unfindable: no other sequence shall use what they hold."""
+        """Makes its blocks unfindable, those too that it had before it was preempted: no other
+        sequence shall use what they hold."""
         for block_id in sequence.table.block_ids:
-            self._index.forget(block_id)
+            self._forget(block_id)
+        for digest in sequence.block_digests:
+            if (found := self._index.find(digest)) is not None:
+                self._forget(found)
 
     def release(self, sequence: Sequence) -> None:
         """Releases all its blocks, the last first. Cached ones become evictable, others free."""
@@ -162,10 +198,32 @@ class KVCache:
         found = []
         for digest in self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size):
             block_id = self._index.find(digest)
-            if block_id is None:
+            if block_id is None or (block_id in self._unverified and not self._verify(block_id)):
                 break
             found.append(block_id)
         return found
+
+    def _verify(self, block_id: int) -> bool:
+        """Whether a block of an earlier engine is what it was; if not, it becomes free."""
+        assert self._journal
+        self._unverified.remove(block_id)
+        is_intact = self._journal.is_intact(block_id)
+        if not is_intact:
+            self._forget(block_id)
+        return is_intact
+
+    def _forget(self, block_id: int) -> None:
+        if self._index.is_evictable(block_id):
+            self._allocator.free(block_id)
+        if self._index.is_cached(block_id):
+            self._index.forget(block_id)
+            self._erase(block_id)
+
+    def _erase(self, block_id: int) -> None:
+        """It was findable and is not any more."""
+        if self._journal:
+            self._unverified.discard(block_id)
+            self._journal.erase(block_id)
 
     def _admission(
         self, sequence: Sequence, shared: list[int], copied: int | None, num_computed: int
@@ -177,8 +235,12 @@ class KVCache:
 
     def _digests(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """The digests of its first blocks, each computed once in the sequence's life."""
-        digests, size, request = sequence.block_digests, self.block_size, sequence.request
+        digests, size = sequence.block_digests, self.block_size
         for i in range(len(digests), num_blocks):
-            parent = digests[-1] if digests else root_digest(request.cache_salt, request.adapter)
-            digests.append(block_digest(parent, sequence.token_ids[i * size : (i + 1) * size]))
+            parent = digests[-1] if digests else self._root(sequence)
+            token_ids = sequence.token_ids[i * size : (i + 1) * size]
+            digests.append(block_digest(parent, token_ids, self._key))
         return digests[:num_blocks]
+
+    def _root(self, sequence: Sequence) -> bytes:
+        return root_digest(sequence.request.cache_salt, sequence.request.adapter, self._key)

@@ -2,9 +2,9 @@
 
 A block's digest is chained over its tokens and its parent's digest, back to salt and adapter, so
 equal digests mean equal tokens at equal positions under an equal salt and adapter. It is a 128-bit
-BLAKE2 with a key that each process draws for itself: no client can prepare two prompts with equal
-digests, so a hit needs no comparison of tokens. (A 64-bit hash would: vLLM moved to SHA-256 for
-that reason.)
+BLAKE2 with a secret random key, which is the process's own, or the journal's where blocks outlive
+the process: no client can prepare two prompts with equal digests, so a hit needs no comparison of
+tokens. (A 64-bit hash would: vLLM moved to SHA-256 for that reason.)
 
 Evictable blocks are evicted in least-recently-used order. A sequence releases its last block first,
 so a block is always evicted before its parent, and every cached block can be found from the root.
@@ -16,21 +16,22 @@ from collections import OrderedDict
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
-_KEY = os.urandom(16)
+KEY_BYTES = 16
+PROCESS_KEY = os.urandom(KEY_BYTES)
 
 
-def root_digest(salt: str, adapter: str | None) -> bytes:
+def root_digest(salt: str, adapter: str | None, key: bytes = PROCESS_KEY) -> bytes:
     """The parent of first blocks. Different salts share nothing, nor do different adapters: theirs
     are other keys and values."""
     # The repr of a pair is never that of another pair, and has no lone surrogates.
     content = repr((salt, adapter)).encode()
-    return blake2b(content, digest_size=DIGEST_BYTES, key=_KEY).digest()
+    return blake2b(content, digest_size=DIGEST_BYTES, key=key).digest()
 
 
-def block_digest(parent: bytes, token_ids: list[int]) -> bytes:
+def block_digest(parent: bytes, token_ids: list[int], key: bytes = PROCESS_KEY) -> bytes:
     """The digest of a full block with these tokens, after the block whose digest is `parent`."""
     content = parent + array("q", token_ids).tobytes()
-    return blake2b(content, digest_size=DIGEST_BYTES, key=_KEY).digest()
+    return blake2b(content, digest_size=DIGEST_BYTES, key=key).digest()
 
 
 class PrefixIndex:
@@ -48,14 +49,16 @@ class PrefixIndex:
     def find(self, digest: bytes) -> int | None:
         return self._block_of.get(digest)
 
-    def add(self, digest: bytes, block_id: int) -> None:
-        """Makes a used block findable, unless another block has the same digest.
+    def add(self, digest: bytes, block_id: int) -> bool:
+        """Makes a used block findable, unless another block has the same digest; whether it did.
 
         A second block with the same content is not indexed, so block tables only ever grow.
         """
-        if digest not in self._block_of and block_id not in self._digest_of:
-            self._block_of[digest] = block_id
-            self._digest_of[block_id] = digest
+        if digest in self._block_of or block_id in self._digest_of:
+            return False
+        self._block_of[digest] = block_id
+        self._digest_of[block_id] = digest
+        return True
 
     def is_cached(self, block_id: int) -> bool:
         return block_id in self._digest_of
@@ -72,10 +75,11 @@ class PrefixIndex:
         self._evictable.pop(block_id, None)
 
     def forget(self, block_id: int) -> None:
-        """A used block is no longer findable, if it was."""
+        """A block is no longer findable, if it was, and so no longer evictable."""
         digest = self._digest_of.pop(block_id, None)
         if digest is not None:
             del self._block_of[digest]
+            self._evictable.pop(block_id, None)
 
     def evict(self) -> int | None:
         """The least recently used evictable block, no longer findable; None where there is none."""

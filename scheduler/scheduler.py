@@ -19,6 +19,7 @@ from penstock.scheduler.batch import Batch
 from penstock.scheduler.config import Batching, SchedulerConfig
 from penstock.scheduler.drafts import Drafts
 from penstock.scheduler.errors import ContextTooLong, DuplicateRequest, InvalidConfig, PromptTooLong
+from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.kv_cache import KVCache
 from penstock.scheduler.outputs import output_of, with_prompts
 from penstock.scheduler.policy import WaitingQueue, may_start_batch, victim
@@ -43,9 +44,18 @@ class Scheduler:
     """Owns every sequence and every block of one executor. One thread owns it."""
 
     def __init__(
-        self, config: SchedulerConfig, *, num_blocks: int, block_size: int, max_model_len: int
+        self,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        journal: BlockJournal | None = None,
     ) -> None:
-        """Raises InvalidConfig where one sequence of max_model_len would not fit the blocks."""
+        """journal: where the blocks outlive this process.
+
+        Raises InvalidConfig where one sequence of max_model_len would not fit the blocks.
+        """
         if num_blocks * block_size < max_model_len:
             raise InvalidConfig(
                 f"the KV cache holds {num_blocks * block_size} tokens, fewer than one sequence of "
@@ -54,7 +64,7 @@ class Scheduler:
             )
         self._config = config
         self._max_model_len = max_model_len
-        self._kv = KVCache(num_blocks, block_size, config.enable_prefix_caching)
+        self._kv = KVCache(num_blocks, block_size, config.enable_prefix_caching, journal)
         self._waiting = WaitingQueue(config.policy)
         self._prefilling: dict[Sequence, None] = {}  # dicts as ordered sets
         self._decoding: dict[Sequence, None] = {}
@@ -173,6 +183,7 @@ class Scheduler:
             outputs += self._end_prompt_only(sequence, reason)
         if batch.with_prompt_output:
             outputs = with_prompts(outputs, batch.with_prompt_output, sampled.prompts)
+        self._kv.record()
         return outputs
 
     # State to be read between the verbs.

@@ -21,7 +21,15 @@ from starlette.responses import Response
 
 from penstock.engine.client import configure_logs, flush_logs
 from penstock.scheduler.errors import InvalidConfig
-from penstock.server.api import health, models, openapi, openapi_page, page, tokenize
+from penstock.server.api import (
+    handover,
+    health,
+    models,
+    openapi,
+    openapi_page,
+    page,
+    tokenize,
+)
 from penstock.server.api.anthropic import routes as anthropic
 from penstock.server.api.embeddings import routes as embeddings
 from penstock.server.api.openai import routes as openai
@@ -78,6 +86,7 @@ def build_app(service: Service) -> FastAPI:
         anthropic,
         embeddings,
         tokenize,
+        handover,
         models,
         health,
         openapi,

@@ -117,6 +117,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             port=options.port,
             served_model_names=tuple(options.served_model_name or own_names),
             api_keys=_api_keys(options.api_key, options.api_key_file),
+            handover_key=_handover_key(options.handover_key_file),
             cors=CorsConfig(
                 allowed_origins=tuple(options.allowed_origins),
                 allowed_methods=tuple(options.allowed_methods),
@@ -209,16 +210,31 @@ def _parsers() -> tuple[FlagParser, FlagParser]:
     return parser, serve
 
 
+def _handover_key(file: Path | None) -> str | None:
+    """Raises InvalidConfig."""
+    if file is None:
+        return None
+    keys = _keys_in(file, "--handover-key-file")
+    if len(keys) > 1:
+        raise InvalidConfig(f"--handover-key-file {file} has {len(keys)} keys; write one")
+    return keys[0]
+
+
 def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
     """Keys of the command line and the file, or else of the environment. Raises InvalidConfig."""
     keys = list(given or ())
     if file:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidConfig(f"--api-key-file {file} cannot be read: {error}") from error
-        from_file = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
-        if not from_file:
-            raise InvalidConfig(f"--api-key-file {file} contains no key; write one per line")
-        keys += from_file
+        keys += _keys_in(file, "--api-key-file")
     return tuple(keys)
+
+
+def _keys_in(file: Path, flag: str) -> list[str]:
+    """At least one. Raises InvalidConfig."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{flag} {file} cannot be read: {error}") from error
+    keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
+    if not keys:
+        raise InvalidConfig(f"{flag} {file} contains no key; write one per line")
+    return keys

@@ -44,7 +44,8 @@ class DuringRestart(StrEnum):
 class ServerConfig:
     """Where the server listens, its names, and which requests it accepts.
 
-    api_keys empty: no key is needed. root_path: the path under which a proxy publishes the server.
+    api_keys empty: no key is needed. handover_key: with which a router resumes streams of another
+    server; None for nobody. root_path: the path under which a proxy publishes the server.
     allowed_hosts: more names by which clients may call this server. request_timeout_s None: no
     limit. chat_template None: the model's own. tool_call_parser, reasoning_parser: a name, "none",
     or None to detect it from the chat template. has_page: whether a page is served at `/`.
@@ -57,6 +58,7 @@ class ServerConfig:
     port: int = 8000
     served_model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
+    handover_key: str | None = None
     cors: CorsConfig = CorsConfig()
     allowed_hosts: tuple[str, ...] = ()
     root_path: str = ""

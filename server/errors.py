@@ -115,12 +115,10 @@ class ResponseNotFound(PenstockError):
 
 
 class InvalidApiKey(PenstockError):
-    def __init__(self, *, is_given: bool) -> None:
+    def __init__(self, *, is_given: bool, header: str = "Authorization: Bearer KEY") -> None:
         # OpenAI's words, by which LiteLLM recognizes it.
         what = "Incorrect API key provided" if is_given else "You didn't provide an API key"
-        super().__init__(
-            f"{what}; send the header 'Authorization: Bearer KEY' with the key of this server"
-        )
+        super().__init__(f"{what}; send the header '{header}' with the key of this server")
 
 
 class RequestTimedOut(PenstockError):

@@ -389,6 +389,13 @@ def _add_security_flags(group: "argparse._ArgumentGroup") -> None:
         "cannot see them in the list of processes (default: none)",
     )
     flag(
+        "--handover-key-file",
+        type=Path,
+        metavar="FILE",
+        help="a file with the key with which a router may resume, on /internal/resume, streams "
+        "that another server began (default: none, and nobody may)",
+    )
+    flag(
         "--allowed-hosts",
         nargs="+",
         action=Extend,

@@ -33,6 +33,7 @@ from penstock.engine.gguf.file import is_gguf
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
+from penstock.engine.memory.kept import KeptMemory, identity_of
 from penstock.engine.memory.kv_pool import KVPool, size_cpu_pool
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
 from penstock.engine.model_info import ModelInfo
@@ -59,6 +60,7 @@ from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import Sampler, argmax, failed_rows
 from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.types import PromptOutput, Request, RequestId, SampledTokens, ScheduledBatch
 
 logger = logging.getLogger(__name__)
@@ -97,12 +99,20 @@ class CpuExecutor:
             model, config.load_format, model_dir, self._dtype, kept=kept, plan=plan
         )
         block_bytes = block_size * model.kv_shape.bytes_per_token(kv_type.itemsize)
+        kept_kv = None
+        if config.kv_memory is not None:
+            # What decides the bytes of a block of the same tokens.
+            compiled = None if library is None else Path(library._name).name
+            formats = (self._dtype, kv_type, config.load_format, config.quantization)
+            identity = identity_of(model_dir, model, formats, block_size, compiled)
+            kept_kv = KeptMemory(config.kv_memory, identity)
         size = size_cpu_pool(
             config,
             weight_bytes=num_weight_bytes,
             max_model_len=model.max_model_len,
             block_size=block_size,
             block_bytes=block_bytes,
+            kept=kept_kv,
         )
         available = available_memory_bytes()
         quantized = None
@@ -138,7 +148,8 @@ class CpuExecutor:
         products = "torch"
         argmax_of: Callable[[Tensor], Tensor] = argmax
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
-            self._pool = KVPool(model.kv_shape, size.num_blocks, block_size, kv_type, _CPU)
+            shape = model.kv_shape
+            self._pool = KVPool(shape, size.num_blocks, block_size, kv_type, _CPU, kept_kv)
             if library is not None:
                 try:
                     self._model = native = NativeModel(library, llama, self._pool, num_threads)
@@ -195,6 +206,10 @@ class CpuExecutor:
     @property
     def runs_ahead(self) -> bool:
         return self._info.runs_ahead
+
+    @property
+    def journal(self) -> BlockJournal | None:
+        return self._pool.journal
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)

@@ -69,6 +69,10 @@ class PredictedExecutor:
     def runs_ahead(self) -> bool:
         return self._info.runs_ahead
 
+    @property
+    def journal(self) -> None:
+        return None
+
     def prepare(self, request: Request) -> "Future[Any] | None":
         """Raises InvalidConfig for what cannot be simulated."""
         check_no_adapter(request)

@@ -19,8 +19,10 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.engine.executor import PendingTokens, check_no_adapter, device_copies
+from penstock.engine.memory.kept import KeptMemory
 from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.engine.sampling.grammar_table import GrammarTable
+from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.types import (
     FinishReason,
     Pooling,
@@ -67,7 +69,7 @@ class ScriptedExecutor:
     token_at: (digest of seed and context, position of the new token) -> its id; by default spread
     over the vocabulary without the first three ids, where special tokens usually are. paranoid:
     read the whole context for every id and not only its end. step_s: the least time from step to
-    step. grammars: None for no structured output.
+    step. grammars: None for no structured output. kept: memory for the pool.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class ScriptedExecutor:
         step_s: float = 0.0,
         token_at: Callable[[int, int], int] | None = None,
         grammars: GrammarTable | None = None,
+        kept: KeptMemory | None = None,
     ) -> None:
         self._info = replace(info, runs_ahead=runs_ahead)
         self._paranoid = paranoid
@@ -88,8 +91,13 @@ class ScriptedExecutor:
         num_words = max(1, info.vocab_size - 3)
         self._token_at = token_at or (lambda digest, _: 3 % info.vocab_size + digest % num_words)
         num_positions = info.num_blocks * info.block_size
-        self._pool_ids = [-1] * num_positions
-        self._pool_digests = [0] * num_positions
+        self._pool_ids: Any = [-1] * num_positions
+        self._pool_digests: Any = [0] * num_positions
+        self._journal: BlockJournal | None = None
+        if kept:
+            block_bytes = 8 * info.block_size
+            views, self._journal = kept.map(info.num_blocks, [(1, block_bytes), (1, block_bytes)])
+            self._pool_ids, self._pool_digests = (view.cast("Q") for view in views)
         self._slots: dict[int, Slot] = {}
 
     @property
@@ -99,6 +107,10 @@ class ScriptedExecutor:
     @property
     def runs_ahead(self) -> bool:
         return self._info.runs_ahead
+
+    @property
+    def journal(self) -> BlockJournal | None:
+        return self._journal
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
@@ -193,7 +205,8 @@ class ScriptedExecutor:
     def _digest(self, slot: Slot, length: int) -> int:
         """Of its first `length` tokens, as the pool has them."""
         if not self._paranoid:
-            return self._pool_digests[self._place(slot, length - 1)]
+            written: int = self._pool_digests[self._place(slot, length - 1)]
+            return written
         digest = 0
         for position in range(length):
             digest = mix(digest, self._pool_ids[self._place(slot, position)] + 1)

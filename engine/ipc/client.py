@@ -4,6 +4,7 @@ when the first has ended, joined for the server."""
 import asyncio
 import logging
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from penstock.engine.ipc.recovery import Recovery, RestartBudget
 from penstock.engine.ipc.stall import Silence, stall_limit_s
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.ipc.supervisor import End, EndCause, EngineProcess, EngineState
+from penstock.engine.memory.kept import make_descriptor
 from penstock.engine.messages import Abort, OnWire, Refused, StepReport
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import LoadProgress
@@ -36,6 +38,7 @@ class EngineClient:
         """module: see `EngineProcess`."""
         self._config = config
         self._module = module
+        self._kv_memory: int | None = None
         self._process = self._new_process()
         self._state = EngineState.STARTING
         self._streams = OpenStreams(
@@ -140,6 +143,9 @@ class EngineClient:
     async def start(self) -> ModelInfo:
         """Starts the process and returns when it is ready. Raises EngineFailed."""
         self._dead = asyncio.get_running_loop().create_future()
+        if self._config.max_engine_restarts:
+            self._kv_memory = make_descriptor()
+            self._process = self._new_process()
         try:
             await self._start_process()
         except EngineFailed:
@@ -166,6 +172,7 @@ class EngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._streams.fail_all(EngineFailed("the server is shutting down"))
         await self._process.close()
+        self._drop_kv()
 
     def kill(self) -> None:
         """Ends the process now, as `close` does, without the rest of it."""
@@ -205,7 +212,15 @@ class EngineClient:
     # A process, from its start to its end.
 
     def _new_process(self) -> EngineProcess:
-        return EngineProcess(self._config, self._module, self._on_message, self._on_end)
+        return EngineProcess(
+            self._config, self._module, self._on_message, self._on_end, self._kv_memory
+        )
+
+    def _drop_kv(self) -> None:
+        """The next process, if there is one, begins without the keys and values of this one."""
+        if self._kv_memory is not None:
+            os.close(self._kv_memory)
+            self._kv_memory = None
 
     async def _start_process(self) -> None:
         """Raises EngineFailed."""
@@ -267,7 +282,11 @@ class EngineClient:
         """Starts processes until one is ready; false if that may not be tried again."""
         has_worked = self._has_stepped
         while True:
-            await self._process.close()
+            has_ended = await self._process.close()
+            if not has_ended or end.cause is EndCause.OUT_OF_MEMORY:
+                # A process that was left behind may write to it; or the memory is what it takes.
+                self._drop_kv()
+                self._kv_memory = make_descriptor()
             delay_s = self._budget.delay_s(time.monotonic(), has_worked=has_worked)
             if delay_s is None:
                 self._die(self._budget.last_words(end.why))

@@ -81,6 +81,7 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
     """The executor of this config, its model loaded. Raises PenstockError."""
     if config.scripted:
         from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
+        from penstock.engine.memory.kept import KeptMemory, identity_of
         from penstock.engine.models.config import ModelConfig
         from penstock.engine.sampling.grammar import Grammars
         from penstock.engine.sampling.grammar_table import GrammarTable
@@ -96,7 +97,10 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
             Path(config.model), info.vocab_size, info.eos_token_ids, config.load_format
         )
         table = GrammarTable(grammars, config.scheduler.max_num_seqs, info.vocab_size)
-        return ScriptedExecutor(info, grammars=table, step_s=config.scripted_step_s)
+        kept = None
+        if config.kv_memory is not None:
+            kept = KeptMemory(config.kv_memory, identity_of(Path(config.model), info.block_size))
+        return ScriptedExecutor(info, grammars=table, step_s=config.scripted_step_s, kept=kept)
     with phases.timed("import", "importing torch"):
         from penstock.engine.executors.loading import choose_device
 
@@ -119,6 +123,7 @@ def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
+        journal=executor.journal,
     )
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection during a step needs to visit it

@@ -37,7 +37,10 @@ class OutputStream:
         self.first = first
         self._streams = streams
         # Of each answer without a final output, the ids that have arrived.
-        self._open = {index: array("i") for index in range(request.n)}
+        answers = request.resumed
+        if answers is None:
+            answers = tuple(map(ResumedAnswer, range(request.n)))
+        self._open = {answer.index: array("i", answer.token_ids) for answer in answers}
         self._started: dict[int, Started] = {}
         self._waiting: list[RequestOutput] = []
         self._error: PenstockError | None = None
@@ -195,7 +198,7 @@ class OpenStreams:
         streams = [OutputStream(self, request, requests[0].id) for request in requests]
         for stream, request in zip(streams, requests, strict=True):
             self._streams[request.id] = stream
-            self._num_open += request.n
+            self._num_open += stream.num_open
         self._send(_submission(requests))
         return streams
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,9 @@ logger = logging.getLogger(__name__)
 _MAX_MESSAGES_AT_ONCE = 32
 _LAST_MESSAGE_S = 0.1  # from the end of the process to the arrival of what it sent before
 _LAST_LINES_S = 2.0  # from its last message to its end, in which it writes its log
+# From SIGKILL to the end of the process. It gives back its memory first, which for a large pool or
+# a GPU takes seconds.
+_END_S = 30.0
 
 
 # What says more of who sent a signal than of the requests that ran.
@@ -92,12 +96,14 @@ class EngineProcess:
         module: str,
         on_message: Callable[[LoadProgress | StepReport | Refused], None],
         on_end: Callable[[End], None],
+        kv_memory: int | None = None,
     ) -> None:
         """module: what the process runs; it must use the protocol of `penstock.engine.ipc.process`.
+        kv_memory: see `EngineConfig`; it stays open.
 
         on_end is called once, however the process ends; no message comes after.
         """
-        self._config = config
+        self._config = replace(config, kv_memory=kv_memory)
         self._module = module
         self._on_message = on_message
         self._on_end = on_end
@@ -177,6 +183,7 @@ class EngineProcess:
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     async def _spawn(self, endpoint: str, beats: int) -> asyncio.subprocess.Process:
+        kv_memory = self._config.kv_memory
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # a folder named engine where the server was started must not be taken for ours
@@ -188,7 +195,7 @@ class EngineProcess:
             # A group of its own: a terminal's Ctrl-C does not reach it, and it can be ended with
             # the compiler that it may have started.
             start_new_session=True,
-            pass_fds=(beats,),
+            pass_fds=(beats,) if kv_memory is None else (beats, kv_memory),
             # Threads that spin while they wait take the core that the server needs.
             env={"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ),
         )
@@ -198,8 +205,9 @@ class EngineProcess:
         assert self._socket, "call start() first"
         self._socket.send(self._encoder.encode(message))
 
-    async def close(self) -> None:
-        """Ends the process and closes its sockets."""
+    async def close(self) -> bool:
+        """Ends the process and closes its sockets. Whether it has ended: one that waits for a
+        device cannot, until that answers."""
         self._end(End(EndCause.CLOSED, "the server is shutting down"))
         for task in self._tasks:
             task.cancel()
@@ -207,11 +215,22 @@ class EngineProcess:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _LAST_LINES_S)
         self.kill()
+        has_ended = True
         if self._process:
-            await self._process.wait()
+            try:
+                await asyncio.wait_for(self._process.wait(), _END_S)
+            except TimeoutError:
+                has_ended = False
+                logger.error(
+                    "process %d was killed %g s ago and has not ended, as it waits for a device or "
+                    "a file system; it is left behind",
+                    self._process.pid,
+                    _END_S,
+                )
         if self._socket:
             self._socket.close()
         self._stop_beats()
+        return has_ended
 
     def kill(self) -> None:
         """Ends the process and those it started, now; it holds nothing that must be saved."""

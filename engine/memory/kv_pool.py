@@ -2,19 +2,23 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.memory.host import zeros_on_touch
+from penstock.engine.memory.journal import Journal
+from penstock.engine.memory.kept import KeptMemory
 from penstock.engine.memory.kv_codes import LIMITS, Codes, KVPages
 from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.memory.machine import available_memory_bytes
 from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
+
+_Shape = tuple[tuple[int, ...], torch.dtype]
 
 _SPARE = 256
 
@@ -36,16 +40,25 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        kept: KeptMemory | None = None,
     ) -> None:
-        shape = (kv.num_layers, num_blocks, block_size, kv.num_kv_heads, kv.head_dim)
-        self.keys = _zeros(shape, dtype, device)
-        self.values = _zeros(shape, dtype, device)
+        """kept: where it is, for a pool in the host's memory; what is in there stays."""
+        of_codes = (kv.num_layers, num_blocks, block_size, kv.num_kv_heads, kv.head_dim)
+        of_scales = (kv.num_layers, num_blocks, kv.num_kv_heads, block_size)
+        shapes: list[_Shape] = [(of_codes, dtype)] * 2
+        if dtype in LIMITS:
+            shapes += [(of_scales, torch.float32)] * 2
+        self.journal: Journal | None = None
+        """Of its blocks, where it outlives this process."""
+        if kept is None:
+            tensors = [_zeros(*each, device) for each in shapes]
+        else:
+            tensors, self.journal = _kept(kept, shapes)
+        self.keys, self.values, *scales = tensors
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
-        if dtype in LIMITS:
-            of_scales = (kv.num_layers, num_blocks, kv.num_kv_heads, block_size)
-            self.key_scales = _zeros(of_scales, torch.float32, device)
-            self.value_scales = _zeros(of_scales, torch.float32, device)
+        if scales:
+            self.key_scales, self.value_scales = scales
 
     def layer(self, index: int) -> tuple[KVPages, KVPages]:
         """The keys and the values of one layer."""
@@ -83,12 +96,16 @@ def size_cpu_pool(
     max_model_len: int,
     block_size: int,
     block_bytes: int,
+    kept: KeptMemory | None = None,
 ) -> PoolSize:
     """`size_pool` with --kv-cache-memory-bytes, or else a quarter of the memory that the weights
     leave free. Never more than max_num_seqs sequences of the full length can fill.
 
-    max_model_len: the model's own limit.
+    max_model_len: the model's own limit. kept: a pool that is there already keeps its size, as its
+    memory is no longer free.
     """
+    if kept and kept.num_blocks:
+        engine = replace(engine, kv_cache_memory_bytes=kept.num_blocks * block_bytes)
     free = max(0, available_memory_bytes() - weight_bytes)
     budget = engine.kv_cache_memory_bytes or int(_DEFAULT_FRACTION * free)
     max_len = resolve_max_model_len(engine.max_model_len, max_model_len)
@@ -155,3 +172,19 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     # end behind it.
     count = torch.Size(shape).numel()
     return zeros_on_touch((count + _SPARE,), dtype)[:count].view(shape)
+
+
+def _kept(kept: KeptMemory, shapes: list[_Shape]) -> tuple[list[Tensor], Journal]:
+    num_blocks = shapes[0][0][1]
+    block_bytes = [
+        (shape[0], torch.Size(shape[2:]).numel() * dtype.itemsize) for shape, dtype in shapes
+    ]
+    buffers, journal = kept.map(num_blocks, block_bytes)
+    # Not all types can be made of a buffer.
+    tensors = [
+        torch.frombuffer(buffer, dtype=torch.uint8)[: torch.Size(shape).numel() * dtype.itemsize]
+        .view(dtype)
+        .view(shape)
+        for buffer, (shape, dtype) in zip(buffers, shapes, strict=True)
+    ]
+    return tensors, journal

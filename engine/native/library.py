@@ -18,10 +18,11 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -158,14 +159,16 @@ def _compiled(cache: Path, build: _Build) -> Path:
 
         def compiled(source: Path) -> str:
             output = str(Path(scratch, source.stem + ".o"))
-            _run_compiler((compiler, *flags, "-c", str(source), "-o", output), environment)
+            command = (compiler, *flags, "-c", str(source), "-o", output)
+            _run_compiler(command, environment, group)
             return output
 
-        with ThreadPoolExecutor(num_cores()) as workers:
-            objects = list(workers.map(compiled, build.sources()))
-        linked = Path(scratch, "native.so")
-        command = (compiler, *flags, "-shared", "-pthread", *objects, "-o", str(linked))
-        _run_compiler(command, environment)
+        with _group_of_compilers() as group:
+            with ThreadPoolExecutor(num_cores()) as workers:
+                objects = list(workers.map(compiled, build.sources()))
+            linked = Path(scratch, "native.so")
+            command = (compiler, *flags, "-shared", "-pthread", *objects, "-o", str(linked))
+            _run_compiler(command, environment, group)
         linked.replace(library)  # atomic, so that another process sees all of it or nothing
     return library
 
@@ -178,11 +181,34 @@ def _remove_stale(cache: Path) -> None:
                 shutil.rmtree(scratch)
 
 
-def _run_compiler(command: Sequence[str], environment: Mapping[str, str]) -> None:
+@contextlib.contextmanager
+def _group_of_compilers() -> Iterator[int]:
+    """The number of a process group that ends with this process, whatever ends that.
+
+    Its first process reads a pipe of which this process alone holds the other end: that closes
+    with it, also after SIGKILL. PR_SET_PDEATHSIG would end the compiler's first process alone, and
+    not those that it has started.
+    """
+    command = ("/bin/sh", "-c", "read -r line || kill -9 0")
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0
+    ) as watchdog:
+        try:
+            yield watchdog.pid
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(watchdog.pid, signal.SIGKILL)
+            raise
+        assert watchdog.stdin
+        watchdog.stdin.write(b"all have ended\n")
+
+
+def _run_compiler(command: Sequence[str], environment: Mapping[str, str], group: int) -> None:
     try:
         subprocess.run(
             command,
             env=environment,
+            process_group=group,
             check=True,
             capture_output=True,
             text=True,

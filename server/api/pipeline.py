@@ -5,6 +5,7 @@ Read `answer_request` and `TextResponse` first: they are the whole trip, for eve
 
 import asyncio
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -23,7 +24,7 @@ from penstock.server.http.sse import EventStream, EventWriter
 from penstock.server.observability.request_context import note_client_gone
 from penstock.server.output.delta import OutputDelta
 from penstock.server.output.generation import Generation, collected
-from penstock.server.output.generation_request import GenerationRequest
+from penstock.server.output.generation_request import Begun, GenerationRequest
 from penstock.server.prompt.constraints import constrain
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts
@@ -104,10 +105,17 @@ async def prepare(
 class TextResponse(Response):
     """Prepares, submits, and streams or collects; all of it ends when the client disconnects."""
 
-    def __init__(self, api: TextApi[AnswerFields], received: Received[AnswerFields]) -> None:
+    def __init__(
+        self,
+        api: TextApi[AnswerFields],
+        received: Received[AnswerFields],
+        begun: Begun | None = None,
+    ) -> None:
+        """begun: of a stream that goes on here."""
         super().__init__()
         self._api = api
         self._received = received
+        self._begun = begun
         self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,6 +130,8 @@ class TextResponse(Response):
         api, received, service = self._api, self._received, self._received.service
         service.check_room(received.fields.num_answers)
         fields, request = await prepare(api, received)
+        if self._begun:
+            request = replace(request, begun=self._begun)
         generation = service.submit_generation(request)
         try:
             writer = api.writer(received, fields, generation)

@@ -41,6 +41,7 @@ _API_PATHS = frozenset(
     (
         *("/score", "/rerank", "/v2/rerank", "/tokenize", "/detokenize"),
         *("/completions", "/chat/completions", "/embeddings", "/models"),  # llama.cpp's
+        "/internal/resume",
     )
 )
 

@@ -7,16 +7,17 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 from penstock.engine.client import EngineClient, OutputStream
-from penstock.scheduler.types import PromptOutput, RequestOutput
-from penstock.server.errors import RequestTimedOut
+from penstock.scheduler.types import PromptOutput, RequestOutput, ResumedAnswer
+from penstock.server.errors import InvalidRequest, RequestTimedOut
 from penstock.server.observability.ended_request import EndedRequest
 from penstock.server.observability.metrics import Metrics, RequestTimes
 from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta, Usage, coalesced, joined
 from penstock.server.output.detokenizer import StopScanner, TextDecoder, Vocabulary
-from penstock.server.output.generation_request import GenerationRequest
+from penstock.server.output.generation_request import Begun, GenerationRequest
 from penstock.server.output.logprobs import echoed_tokens
 
 
@@ -45,6 +46,8 @@ class Generation:
         self._vocabulary = vocabulary
         self.choices: list[Choice] = []
         self.prompts: dict[int, PromptOutput] = {}  # outputs of each prompt, as they arrive
+        self.replayed: list[OutputDelta] = []
+        """What another server has sent of the answers that go on here."""
         self._num_open = 0
         self._time_is_up = False
         self._timer: asyncio.TimerHandle | None = None
@@ -54,7 +57,11 @@ class Generation:
     def submit(self) -> None:
         """Submits all prompts to the engine, or none. Raises QueueFull, EngineFailed, or, for more
         answers than the server can ever hold, RequestRefused."""
-        self._streams = self._engine.submit_alike(self.request.requests)
+        begun = self.request.begun
+        if begun is None:
+            self._streams = self._engine.submit_alike(self.request.requests)
+        else:
+            self._resume(begun)
         for i, (request, is_whole) in enumerate(
             zip(self.request.requests, self.request.are_whole, strict=True)
         ):
@@ -65,9 +72,38 @@ class Generation:
             )
             self._metrics.answers_per_prompt.observe(request.n)
             self._metrics.max_tokens.observe(request.sampling.max_tokens)
-            for _ in range(request.n):
-                self.choices.append(self._choice(is_whole, echo))
-        self._num_open = len(self.choices)
+            if begun is None:
+                for _ in range(request.n):
+                    self.choices.append(self._choice(is_whole, echo))
+        self._num_open = sum(choice.finish_reason is None for choice in self.choices)
+
+    def _resume(self, begun: Begun) -> None:
+        """Submits what is left to do of a request that another server began, after its answers have
+        become what they were there. Raises InvalidRequest if that is not possible."""
+        (request,), (is_whole,) = self.request.requests, self.request.are_whole
+        now_s = time.monotonic()
+        for index in range(request.n):
+            # No echo: it has been sent.
+            choice = self._choice(is_whole, "")
+            self.choices.append(choice)
+            ids = list(begun.token_ids[index])
+            reason = begun.ended.get(index)
+            delta = choice.take(RequestOutput(request.id, index, ids, None, None, 0))
+            if reason is None and (choice.finish_reason or len(ids) >= request.sampling.max_tokens):
+                message = f"answer {index} ends with its token_ids; give its finish_reason"
+                raise InvalidRequest(message, param="answers")
+            if reason is not None:
+                choice.finish_reason = reason
+            elif delta:
+                self.replayed.append(delta)
+            choice.first_token_s = choice.last_token_s = now_s
+            self.usage.num_completion += choice.num_tokens
+        resumed = tuple(
+            ResumedAnswer(index, ids, now_s)
+            for index, ids in begun.token_ids.items()
+            if index not in begun.ended
+        )
+        self._streams = self._engine.submit_alike([replace(request, resumed=resumed)])
 
     def listen(self, on_news: Callable[[], None]) -> None:
         """Calls back, on the event loop, when `take` may have news. It must not raise."""

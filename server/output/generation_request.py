@@ -2,10 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.scheduler.types import Request
 from penstock.server.output.detokenizer import StopStrings
 from penstock.server.output.parts import AnswerReader
+
+
+class Begun(NamedTuple):
+    """What another server has sent of the answers to a prompt, by index.
+
+    token_ids: of each, as far as the client has them. ended: why, of those that have.
+    """
+
+    token_ids: Mapping[int, tuple[int, ...]]
+    ended: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +30,7 @@ class GenerationRequest:
     appear in the text, by name.
     make_reader: makes a reader for each answer; None if all of it is plain text. markup: the
     special tokens that the reader must see, id -> text.
+    begun: of a request with one prompt that goes on here; None for one that starts here.
     Choices are numbered prompt by prompt: choice = prompt * n + sample.
     """
 
@@ -36,6 +48,7 @@ class GenerationRequest:
     wants_token_ids: bool = False
     make_reader: Callable[[], AnswerReader] | None = None
     markup: Mapping[int, str] = field(default_factory=dict)
+    begun: Begun | None = None
 
     @property
     def prompt_token_ids(self) -> list[tuple[int, ...]]:

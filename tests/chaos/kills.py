@@ -2,9 +2,11 @@
 
 import asyncio
 import random
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from penstock.engine.request_ids import caller_of
 from tests.chaos.load import Ask, answer, asks
@@ -28,41 +30,61 @@ async def kill_under_load(
     num_streams: int,
     seed: int,
     max_steps: int,
+    signal_number: signal.Signals = signal.SIGKILL,
     say: Callable[[str], None] = print,
 ) -> Outcome:
     """Runs the load until there were that many kills, each after 1 to max_steps steps of an
     engine's life, and compares every answer of every round."""
-    load = _load(num_streams)
-    killer = Killer(running.engine, random.Random(seed), max_steps)
+    load, outcome = mixed(num_streams), Outcome()
+    expected = await answers_of(running, load)
+    killer = Killer(running.engine, random.Random(seed), max_steps, signal_number)
     running.engine.on_step(killer.on_step)
-    expected = await asyncio.gather(*(answer(running.client, ask) for ask in load))
-    outcome = Outcome()
-    watching = asyncio.create_task(_watch_pauses(running, outcome.pauses_s))
+    watching = asyncio.create_task(watch_pauses(running, outcome.pauses_s))
     try:
         while killer.num_kills < num_kills:
-            running.engine.requests.clear()
             killer.max_kills = num_kills
-            answers = await asyncio.gather(*(answer(running.client, ask) for ask in load))
-            kills, killer.max_kills = killer.num_kills, 0
-            for ask, wanted, got in zip(load, expected, answers, strict=True):
-                if not ask.is_seeded:
-                    wanted = await answer(running.client, _with_seed(running, ask))
-                outcome.num_streams += 1
-                if got != wanted:
-                    outcome.different.append(ask.kind)
-                    say(f"{ask.kind}: {got}\n  instead of {wanted}")
-            killer.num_kills = kills
-            say(f"{kills} kills, {len(outcome.different)} of {outcome.num_streams} different")
+            await compare(running, load, expected, outcome, say, killer.rest)
+            say(
+                f"{killer.num_kills} times, {len(outcome.different)} of {outcome.num_streams} "
+                "different"
+            )
     finally:
+        killer.rest()
         watching.cancel()
     outcome.num_kills = killer.num_kills
     return outcome
 
 
-def _load(num_streams: int) -> list[Ask]:
+async def answers_of(running: Running, load: list[Ask]) -> list[Any]:
+    return await asyncio.gather(*(answer(running.client, ask) for ask in load))
+
+
+async def compare(
+    running: Running,
+    load: list[Ask],
+    expected: list[Any],
+    outcome: Outcome,
+    say: Callable[[str], None],
+    on_answered: Callable[[], None] = lambda: None,
+) -> None:
+    """Sends the load once more. on_answered: called when all of it has been answered."""
+    running.engine.requests.clear()
+    answers = await answers_of(running, load)
+    on_answered()
+    for ask, wanted, got in zip(load, expected, answers, strict=True):
+        if not ask.is_seeded:
+            wanted = await answer(running.client, _with_seed(running, ask))
+        outcome.num_streams += 1
+        if got != wanted:
+            outcome.different.append(ask.kind)
+            say(f"{ask.kind}: {got}\n  instead of {wanted}")
+
+
+def mixed(num_streams: int, max_tokens: int = 48) -> list[Ask]:
+    """Streams of all kinds."""
     load: list[Ask] = []
     while len(load) < num_streams:
-        load += asks(len(load))
+        load += asks(len(load), max_tokens)
     return load[:num_streams]
 
 
@@ -72,7 +94,7 @@ def _with_seed(running: Running, ask: Ask) -> Ask:
     return replace(ask, body=ask.body | {"seed": request.sampling.seed})
 
 
-async def _watch_pauses(running: Running, pauses_s: list[float]) -> None:
+async def watch_pauses(running: Running, pauses_s: list[float]) -> None:
     """From the last step before a kill to the first after it."""
     engine = running.engine
     last_s, last_pid = time.monotonic(), engine.pid

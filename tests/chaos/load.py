@@ -48,6 +48,7 @@ def asks(number: int, max_tokens: int = 48) -> list[Ask]:
     hot = {"temperature": 1.0, "seed": number}
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     penalties = {"frequency_penalty": 0.7, "presence_penalty": 0.4, "repetition_penalty": 1.2}
+    penalties["min_tokens"] = min(20, max_tokens)
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     completions, chats = "/v1/completions", "/v1/chat/completions"
     kinds: list[tuple[str, str, dict[str, Any]]] = [
@@ -56,7 +57,11 @@ def asks(number: int, max_tokens: int = 48) -> list[Ask]:
         ("unseeded", completions, plain | usage | {"temperature": 1.0}),
         ("logprobs", completions, plain | usage | hot | {"logprobs": 3}),
         ("prompt logprobs", completions, plain | usage | hot | {"echo": True, "logprobs": 2}),
-        ("penalties", completions, plain | usage | hot | penalties | {"min_tokens": 20}),
+        (
+            "penalties",
+            completions,
+            plain | usage | hot | penalties,
+        ),
         ("stop strings", completions, plain | usage | hot | {"stop": ["q", "zz", "\n\n\n"]}),
         ("regex", completions, plain | usage | hot | {"guided_regex": "[a-z ]{30}[0-9]+"}),
         ("two prompts", completions, plain | hot | {"prompt": [prompt, "A dog"]}),
@@ -121,7 +126,8 @@ def joined(events: Iterable[Any]) -> Iterator[Any]:
         is_delta = isinstance(event, dict) and str(event.get("type")).endswith("delta")
         if is_delta and last is not None and last["type"] == event["type"]:
             last["delta"] = _merged(last["delta"], event["delta"])
-            last["logprobs"] = (last.get("logprobs") or []) + (event.get("logprobs") or [])
+            if "logprobs" in last or "logprobs" in event:
+                last["logprobs"] = (last.get("logprobs") or []) + (event.get("logprobs") or [])
             continue
         if last is not None:
             yield last

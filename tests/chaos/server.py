@@ -12,7 +12,7 @@ from functools import partial
 
 import httpx
 
-from penstock.engine.client import EngineClient, OutputStream, StepReport
+from penstock.engine.client import EngineClient, EngineState, OutputStream, StepReport
 from penstock.engine.config import EngineConfig
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request
@@ -48,6 +48,10 @@ class Killer:
     _victim: int | None = None
     _left: int = 0
 
+    def rest(self) -> None:
+        """Until `max_kills` is set again."""
+        self.max_kills = 0
+
     def on_step(self, report: StepReport) -> None:
         pid = self.engine.pid
         if self.num_kills >= self.max_kills or pid is None or not report.step:
@@ -65,6 +69,20 @@ class Running:
     service: Service
     engine: WatchedEngine
     client: httpx.AsyncClient
+    port: int
+
+    async def until_ready(self) -> None:
+        async with asyncio.timeout(120):
+            while self.engine.state is not EngineState.READY:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def blocks_in_use(self, after_s: float = 1.0) -> int:
+        """So long after the last answer has ended."""
+        async with asyncio.timeout(600):
+            while self.engine.num_open:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(after_s)
+        return self.service.metrics.stats.num_used_blocks
 
 
 @contextlib.asynccontextmanager
@@ -96,10 +114,11 @@ async def running(
                     await asyncio.sleep(0.02)
             engine = service._engine
             assert isinstance(engine, WatchedEngine)
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            port = listener.getsockname()[1]
+            url = f"http://127.0.0.1:{port}"
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(base_url=url, timeout=1800, limits=limits) as client:
-                yield Running(service, engine, client)
+                yield Running(service, engine, client, port)
         finally:
             await service.drain("the end of the test")
             server.should_exit = True

@@ -3,10 +3,28 @@
 import pytest
 
 from tests.chaos.disconnects import leave_early
+from tests.chaos.every_step import kill_at_every_step
 from tests.chaos.kills import kill_under_load
 from tests.chaos.load import joined
+from tests.chaos.pause import pause_s
 from tests.chaos.poison import poison_among_others
 from tests.chaos.server import running
+
+
+async def test_no_stream_of_any_kind_differs_after_a_kill_at_any_of_the_first_steps() -> None:
+    async with running(scripted=True) as server:
+        outcome = await kill_at_every_step(server, num_streams=16, max_steps=3)
+        assert not outcome.different and outcome.num_kills == 3
+        assert await server.blocks_in_use() == 0
+
+
+@pytest.mark.slow
+async def test_an_engine_that_replaces_another_computes_no_prompt_again() -> None:
+    async with running() as server:
+        assert await pause_s(server, 1, num_streams=4, num_prompt_tokens=1000) > 0
+        assert server.engine.num_resumed == 4
+        # Of each stream the block that it was writing to, and the step that was lost.
+        assert 0 < server.service.metrics.stats.recomputed_tokens_total <= 4 * (16 + 2)
 
 
 @pytest.mark.slow

@@ -391,3 +391,17 @@ def test_ids_are_the_same_with_and_without_chunks_preemption_and_other_rows(
         for index in range(n):
             key = (request.id, index)
             assert driver.tokens[key] == tokens_alone(request)[key]
+
+
+def test_a_sequence_that_failed_after_its_preemption_leaves_no_findable_block() -> None:
+    driver = Driver()
+    driver.scheduler.add(make_request("a", 30))
+    driver.launch()
+    (sequence,) = driver.scheduler._decoding
+    driver.scheduler._preempt(sequence)
+    assert driver.kv.num_evictable == 7
+    sampled = driver.launched.popleft().wait()
+    sampled.failed[0] = FinishReason.INVALID_LOGITS
+    driver.record(driver.scheduler.update(sampled))
+    assert driver.finishes["a", 0][0].reason is FinishReason.INVALID_LOGITS
+    assert driver.kv.num_free == driver.kv.num_blocks

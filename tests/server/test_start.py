@@ -104,6 +104,15 @@ def test_a_signal_while_the_step_is_compiled_ends_the_compiler_too(
     wait_until(lambda: not any(is_running(pid) for pid in pids), timeout_s=10)
 
 
+def test_no_compiler_outlives_a_server_that_is_killed(endless: dict[str, str]) -> None:
+    server = RunningServer("--num-threads", "1", env=endless)
+    try:
+        pids = compiler_pids(endless)
+    finally:
+        server.stop()
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
 def test_a_terminal_shows_a_line_that_moves_and_is_gone_at_the_end(
     endless: dict[str, str],
 ) -> None:

@@ -11,6 +11,7 @@ from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.ipc.process import build_executor, main
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import Phases
+from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.types import Request, RequestId, SampledTokens, ScheduledBatch
 
 MESSAGE = "CUDA error: an illegal memory access was encountered"
@@ -35,6 +36,10 @@ class FailsInItsThirdStep:
     @property
     def runs_ahead(self) -> bool:
         return True
+
+    @property
+    def journal(self) -> BlockJournal | None:
+        return None  # it runs ahead
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         return self._executor.prepare(request)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.scripted import ScriptedExecutor, Slot, mix, scripted_info
+from penstock.engine.memory.kept import KeptMemory
 from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.kv_cache import KVCache
@@ -150,20 +151,27 @@ class Driver:
         config: SchedulerConfig | None = None,
         vocab_size: int = 512,
         drafts: bool = False,
+        kept: KeptMemory | None = None,
     ) -> None:
-        """drafts: on a `DraftingExecutor`."""
+        """drafts: on a `DraftingExecutor`. kept: where the pool is, else."""
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
         self.config = config
-        self.scheduler = Scheduler(
-            config, num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len
-        )
         info = scripted_info(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             block_size=block_size,
             num_blocks=num_blocks,
         )
-        self.executor = DraftingExecutor(info) if drafts else ScriptedExecutor(info, paranoid=True)
+        self.executor: ScriptedExecutor = (
+            DraftingExecutor(info) if drafts else ScriptedExecutor(info, paranoid=True, kept=kept)
+        )
+        self.scheduler = Scheduler(
+            config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            journal=self.executor.journal,
+        )
         self.launched: deque[PendingTokens] = deque()
         self.batches: list[ScheduledBatch] = []
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)

@@ -16,6 +16,7 @@ from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.ipc.process import build_executor, main
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import Phases
+from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.types import (
     FinishReason,
     Request,
@@ -42,6 +43,10 @@ class Troubled:
     @property
     def runs_ahead(self) -> bool:
         return self._executor.runs_ahead
+
+    @property
+    def journal(self) -> BlockJournal | None:
+        return self._executor.journal
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         return self._executor.prepare(request)

@@ -148,6 +148,10 @@ class CudaExecutor:
     def runs_ahead(self) -> bool:
         return self._info.runs_ahead
 
+    @property
+    def journal(self) -> None:
+        return None
+
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
         return self._grammars.prepare(request)
