@@ -58,6 +58,10 @@ def _run(arguments: list[str]) -> int:
             from penstock.loadtest.simulate.cli import main as simulate
 
             return simulate(arguments[1:])
+        case ["plan"]:
+            from penstock.loadtest.plan.cli import main as plan
+
+            return plan(arguments[1:])
         case ["top"]:
             from penstock.loadtest.top.cli import main as top
 
@@ -201,6 +205,9 @@ def _parsers() -> tuple[FlagParser, FlagParser]:
     commands.add_parser("bench", help="measure a server under load; see penstock bench --help")
     commands.add_parser("calibrate", help="fit a model of step times to a server, for simulate")
     commands.add_parser("simulate", help="what a load would do to servers that need not exist")
+    commands.add_parser(
+        "plan", help="how many devices a load takes, with which flags, at what cost"
+    )
     commands.add_parser("top", help="watch a server in the terminal; see penstock top --help")
     commands.add_parser(
         "models", help="list the models on this machine; see penstock models --help"

@@ -11,6 +11,7 @@ import shtab
 from penstock.loadtest.bench.flags import make_parser as make_bench_parser
 from penstock.loadtest.calibrate.cli import make_parser as make_calibrate_parser
 from penstock.loadtest.chat.cli import make_parser as make_chat_parser
+from penstock.loadtest.plan.cli import make_parser as make_plan_parser
 from penstock.loadtest.simulate.cli import make_parser as make_simulate_parser
 from penstock.loadtest.top.cli import make_parser as make_top_parser
 from penstock.server.flag_values import FlagParser
@@ -56,6 +57,7 @@ def whole(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     commands.choices["completion"] = make_parser()
     commands.choices["health"] = make_health_parser()
     commands.choices["models"] = make_models_parser()
+    commands.choices["plan"] = make_plan_parser()
     commands.choices["simulate"] = make_simulate_parser()
     commands.choices["top"] = make_top_parser()
     for command in commands.choices.values():

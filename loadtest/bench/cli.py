@@ -17,6 +17,7 @@ from penstock.loadtest.bench.config import (
     ignores_eos,
 )
 from penstock.loadtest.bench.config import base_url as url_of
+from penstock.loadtest.bench.expectation import check, check_summary, check_table
 from penstock.loadtest.bench.flags import MAX_SERVER_COUNTS, make_parser
 from penstock.loadtest.bench.http1 import HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
@@ -46,7 +47,7 @@ from penstock.scheduler.errors import InvalidConfig, PenstockError
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 if all requests succeeded, 1 if one did not, 2 for wrong flags.
 
-    With --sweep, 0 if a rate met the SLO.
+    With --sweep, 0 if a rate met the SLO. With --check, 1 if the plan is refuted.
     """
     if argv[:1] == ["compare"]:
         return compare(argv[1:])
@@ -182,13 +183,18 @@ def _report(
     for line in notes:
         say(line)
     summary = settings | summarize(observed, config.report)
+    checked = check(config.expected, observed) if config.expected else []
+    if checked:
+        summary |= check_summary(checked)
     document = summary | details(observed) if config.args.save_detailed else summary
     text = render(summary, config.report)
+    if checked:
+        text += f"\n{check_table(checked)}"
     show(config.args, summary, text)
     write(config.args, document, Run(summary=summary, observed=observed), [], text, notes)
     if observed.is_interrupted:
         return INTERRUPTED
-    return 1 if summary["failed"] else 0
+    return 1 if summary["failed"] or summary.get("is_refuted") else 0
 
 
 async def _sweep(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.loadtest.bench.expectation import Expectation, check_load, read_expectation
 from penstock.loadtest.bench.flags import (
     BACKENDS,
     CHAT,
@@ -30,7 +31,8 @@ _TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"  # a header's name: RFC 9110, 5.6.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
-    """The settings of one run. sweep: None to measure one workload. count: --tokenizer's."""
+    """The settings of one run. sweep: None to measure one workload. count: --tokenizer's. expected:
+    of the plan that --check names."""
 
     args: argparse.Namespace
     headers: dict[str, str]
@@ -38,6 +40,7 @@ class BenchConfig:
     workload: WorkloadConfig
     report: ReportConfig
     sweep: SweepConfig | None
+    expected: Expectation | None = None
 
 
 def bench_config(args: argparse.Namespace, api_key: str | None) -> BenchConfig:
@@ -58,7 +61,20 @@ def bench_config(args: argparse.Namespace, api_key: str | None) -> BenchConfig:
         workload=workload,
         report=report,
         sweep=sweep,
+        expected=_expectation(args, workload),
     )
+
+
+def _expectation(args: argparse.Namespace, workload: WorkloadConfig) -> Expectation | None:
+    """Raises InvalidConfig where the plan is of another load."""
+    if args.check is None:
+        return None
+    if args.sweep or args.max_concurrency is not None:
+        flag = "--sweep" if args.sweep else "--max-concurrency"
+        raise InvalidConfig(f"--check cannot be combined with {flag}: a plan is of one load")
+    expected = read_expectation(args.check)
+    check_load(expected, workload)
+    return expected
 
 
 def parse_pairs(flag: str, texts: list[str] | None) -> dict[str, str]:

@@ -51,7 +51,7 @@ _COMMON = frozenset(
         *("--base-url", "--model", "--backend", "--num-prompts", "--request-rate"),
         *("--max-concurrency", "--dataset-name", "--dataset-path", "--random-input-len"),
         *("--random-output-len", "--seed", "--goodput", "--save-result", "--result-filename"),
-        *("--report", "--json", "--sweep"),
+        *("--report", "--json", "--sweep", "--check"),
     }
 )
 _USAGE = """\
@@ -81,6 +81,7 @@ def make_parser() -> BenchParser:
     _add_request(parser)
     add_result(parser)
     _add_sweep(parser)
+    _add_check(parser)
     parser.hide_uncommon()
     return parser
 
@@ -332,6 +333,16 @@ def add_result(parser: BenchParser) -> None:
         help="shown besides mean and median",
     )
     add("--disable-tqdm", action="store_true", help="no progress bar")
+
+
+def _add_check(parser: BenchParser) -> None:
+    parser.add_argument_group("check").add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="a plan of penstock plan: compare what it expects with what happened, and exit with 1 "
+        "where a figure is outside of its error bar",
+    )
 
 
 def _add_sweep(parser: BenchParser) -> None:

@@ -37,10 +37,10 @@ from penstock.loadtest.simulate.outcome import (
 )
 from penstock.loadtest.simulate.router import RouterPolicy
 from penstock.loadtest.simulate.server import Named, simulated_server
-from penstock.loadtest.simulate.simulation import Plan, Simulated, simulate
-from penstock.loadtest.workload.config import PromptFormat, WorkloadConfig
+from penstock.loadtest.simulate.simulation import Plan, Simulated, as_ids, simulate
+from penstock.loadtest.workload.config import PromptFormat
 from penstock.loadtest.workload.token_counter import estimate_tokens, tokenizer_counter
-from penstock.loadtest.workload.workload import TimedRequest, make_prompt, make_workload
+from penstock.loadtest.workload.workload import TimedRequest, make_workload
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import StepClass
 
@@ -123,7 +123,7 @@ def _simulate(config: BenchConfig, named: Named) -> int:
     args, server = config.args, named.server
     limited = replace(config.workload, max_model_len=server.info.max_model_len)
     workload = make_workload(limited, config.count or estimate_tokens)
-    requests = _as_ids(workload.requests, limited)
+    requests = as_ids(workload.requests, limited)
     plan = Plan(
         server=server,
         num_replicas=args.replicas,
@@ -179,21 +179,6 @@ def _settings(config: BenchConfig, named: Named, plan: Plan, simulated: Simulate
         | {"num_prompts": len(simulated.observed.results)}
         | summary_of(plan, simulated, config.report)
     )
-
-
-def _as_ids(requests: list[TimedRequest], config: WorkloadConfig) -> list[TimedRequest]:
-    """Texts become as many ids as they have tokens, and equal texts equal ids."""
-    return [
-        request
-        if isinstance(request.prompt, list)
-        else replace(
-            request,
-            prompt=make_prompt(
-                f"{request.prompt}{request.messages}", request.num_prompt_tokens, config.vocab_size
-            ),
-        )
-        for request in requests
-    ]
 
 
 def _progress(total: int, *, is_shown: bool) -> Callable[[int, int], None]:

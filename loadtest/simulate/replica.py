@@ -62,13 +62,13 @@ class _Inbox:
 
 
 class Replica:
-    """on_outputs: called with the new tokens of a step, and the time when clients have them.
-    on_refused: with a request and why."""
+    """on_outputs: called with the new tokens of a step, and the time when clients have them;
+    returns how many requests have ended. on_refused: with a request and why."""
 
     def __init__(
         self,
         server: SimulatedServer,
-        on_outputs: Callable[[Sequence[RequestOutput], float], None],
+        on_outputs: Callable[[Sequence[RequestOutput], float], int],
         on_refused: Callable[[RequestId, str], None],
         *,
         factors: dict[StepClass, float],
@@ -135,8 +135,7 @@ class Replica:
         clock = self.clock
         end_s = clock.now_s
         clock.now_s = end_s + self._executor.host_s
-        self.num_open -= sum(output.finish is not None for output in message.outputs)
-        self._on_outputs(message.outputs, clock.now_s)
+        self.num_open -= self._on_outputs(message.outputs, clock.now_s)
         stats = message.stats
         self.steps.append(
             StepRecord(

@@ -27,10 +27,11 @@ def simulated_server(args: argparse.Namespace) -> Named:
             "give either --calibration, a file of penstock calibrate, or a model's directory and "
             "--device; see penstock simulate --help"
         )
-    return _planned(args) if args.calibration is None else _calibrated(args)
+    return _planned(args) if args.calibration is None else calibrated_server(args)
 
 
-def _calibrated(args: argparse.Namespace) -> Named:
+def calibrated_server(args: argparse.Namespace) -> Named:
+    """That of args.calibration, with the flags that were given. Raises InvalidConfig."""
     for flag in ("device", "memory_gb"):
         if getattr(args, flag) is not None:
             raise InvalidConfig(
@@ -61,27 +62,39 @@ def _calibrated(args: argparse.Namespace) -> Named:
 
 
 def _planned(args: argparse.Namespace) -> Named:
+    if args.device is None:
+        raise InvalidConfig("give the --device on which the model would run, such as H200")
+    scheduler = scheduler_config(args, SchedulerConfig())
+    return planned_server(args, args.device, args.memory_gb, None, scheduler)
+
+
+def planned_server(
+    args: argparse.Namespace,
+    device: str,
+    memory_gb: float | None,
+    quantization: str | None,
+    scheduler: SchedulerConfig,
+) -> Named:
+    """args.model_dir on one device, by its datasheet. quantization: as the server's flag. Raises
+    InvalidConfig, and InvalidModel for a directory that is none."""
     # Not at the top: they import torch, and a calibrated server does not need it.
-    from penstock.engine.config import Dtype, KVCacheDtype
+    from penstock.engine.config import Dtype, KVCacheDtype, Quantization
     from penstock.engine.memory.dtypes import TORCH_DTYPES
     from penstock.engine.models.config import ModelConfig
     from penstock.engine.planned_model import planned_model
     from penstock.engine.sizing import DEVICES, GB, Machine, Sizing
 
-    if args.device is None:
-        raise InvalidConfig("give the --device on which the model would run, such as H200")
-    memory_gb = args.memory_gb or dict(DEVICES).get(args.device)
+    memory_gb = memory_gb or dict(DEVICES).get(device)
     if memory_gb is None or memory_gb <= 0:
-        raise InvalidConfig(f"give --memory-gb, the memory of a {args.device}, in GB")
+        raise InvalidConfig(f"give --memory-gb, the memory of a {device}, in GB")
     dtype = Dtype.BFLOAT16 if args.dtype == Dtype.AUTO else Dtype(args.dtype)
     sizing = Sizing(
         ModelConfig.from_dir(args.model_dir),
-        Machine(name=args.device, memory_bytes=int(memory_gb * GB)),
+        Machine(name=device, memory_bytes=int(memory_gb * GB)),
         TORCH_DTYPES[dtype],
-        None,
+        None if quantization is None else Quantization(quantization),
         KVCacheDtype(args.kv_cache_dtype),
     )
-    scheduler = scheduler_config(args, SchedulerConfig())
     planned = planned_model(
         sizing,
         scheduler,

@@ -9,16 +9,20 @@ import gc
 import heapq
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 from penstock.loadtest.report.report import Replay, RequestResult
 from penstock.loadtest.simulate.replica import Replica, SimulatedServer, StepRecord
 from penstock.loadtest.simulate.router import RouterPolicy, make_router
-from penstock.loadtest.workload.workload import TimedRequest
+from penstock.loadtest.workload.config import WorkloadConfig
+from penstock.loadtest.workload.workload import TimedRequest, make_prompt
 from penstock.scheduler.stats import SchedulerStats, StepClass
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
+
+# Steps from one question to the judge to the next.
+_JUDGED_EVERY = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,18 @@ class Simulated:
         return sum(map(len, self.steps))
 
 
+class Judge(Protocol):
+    """Who may end a simulation early, when what it is to tell is certain."""
+
+    def on_end(self, result: RequestResult) -> None:
+        """Of every request."""
+        ...
+
+    def is_over(self, open_results: Iterable[RequestResult], now_s: float) -> bool:
+        """Asked now and then. open_results: of requests that were sent and have not ended."""
+        ...
+
+
 class _Arrival(NamedTuple):
     """A request on its way from the client. Ordered by time, then by number."""
 
@@ -63,22 +79,46 @@ def simulate(
     *,
     factors: dict[StepClass, float] | None = None,
     on_progress: Callable[[int, int], None] = lambda num_done, num_steps: None,
+    judge: Judge | None = None,
 ) -> Simulated:
     """factors: what step times are multiplied by, by class. on_progress: called now and then.
 
-    The prompts of the requests must be token ids.
+    The prompts of the requests must be token ids. Where the judge ends it, what was observed is
+    marked as interrupted, and has only the requests that had ended.
     """
-    return _Run(plan, requests, factors or {}).run(on_progress)
+    return _Run(plan, requests, factors or {}, judge).run(on_progress)
+
+
+def as_ids(requests: list[TimedRequest], config: WorkloadConfig) -> list[TimedRequest]:
+    """Texts become as many ids as they have tokens, and equal texts equal ids."""
+    return [
+        request
+        if isinstance(request.prompt, list)
+        else replace(
+            request,
+            prompt=make_prompt(
+                f"{request.prompt}{request.messages}", request.num_prompt_tokens, config.vocab_size
+            ),
+        )
+        for request in requests
+    ]
 
 
 class _Run:
     def __init__(
-        self, plan: Plan, requests: Sequence[TimedRequest], factors: dict[StepClass, float]
+        self,
+        plan: Plan,
+        requests: Sequence[TimedRequest],
+        factors: dict[StepClass, float],
+        judge: Judge | None,
     ) -> None:
         self._plan = plan
+        self._judge = judge
         self._requests = requests
         self._router = make_router(plan.router)
         self._results: dict[RequestId, RequestResult] = {}
+        # Of each open request: called for every token, so that it is looked up once.
+        self._note_arrival: dict[RequestId, Callable[[float], None]] = {}
         self._done: list[RequestResult] = []
         self._is_open_loop = plan.max_concurrency is None and any(r.arrival_s for r in requests)
         num_first = plan.max_concurrency or len(requests)
@@ -107,8 +147,8 @@ class _Run:
 
     def _run(self, on_progress: Callable[[int, int], None]) -> Simulated:
         begin_s = time.process_time()
-        num_steps = 0
-        replicas, arrivals = self._replicas, self._arrivals
+        num_steps, is_over = 0, False
+        replicas, arrivals, judge = self._replicas, self._arrivals, self._judge
         while True:
             behind = min(replicas, key=_next_s)
             next_s = behind.next_s
@@ -120,16 +160,23 @@ class _Run:
                 num_steps += 1
                 if num_steps % 256 == 0:
                     on_progress(len(self._done), num_steps)
+                if judge and num_steps % _JUDGED_EVERY == 0:
+                    is_over = judge.is_over(self._results.values(), next_s)
+                    if is_over:
+                        break
             else:
                 break
-        return self._simulated(time.process_time() - begin_s)
+        return self._simulated(time.process_time() - begin_s, is_over)
 
-    def _simulated(self, cpu_s: float) -> Simulated:
+    def _simulated(self, cpu_s: float, is_over: bool) -> Simulated:
         start_s = min((each.sent_s for each in self._done), default=0.0)
         end_s = max((each.ended_s for each in self._done), default=0.0)
         return Simulated(
             observed=Replay(
-                results=self._done, duration_s=max(end_s - start_s, 1e-9), client_cpu_share=0.0
+                results=self._done,
+                duration_s=max(end_s - start_s, 1e-9),
+                client_cpu_share=0.0,
+                is_interrupted=is_over,
             ),
             steps=[replica.steps for replica in self._replicas],
             stats=[replica.stats for replica in self._replicas],
@@ -147,7 +194,7 @@ class _Run:
             sampling=SamplingParams(max_tokens=timed.max_tokens, temperature=0.0),
             arrival_s=arrival.at_s + self._plan.server.front_end_s,
         )
-        self._results[request.id] = RequestResult(
+        self._results[request.id] = result = RequestResult(
             index=timed.index,
             scheduled_s=timed.arrival_s,
             sent_s=arrival.at_s,
@@ -157,19 +204,24 @@ class _Run:
             is_open_loop=self._is_open_loop,
             status=200,
         )
+        self._note_arrival[request.id] = result.arrivals_s.append
         replica = self._replicas[self._router.choose(request.prompt_token_ids, self._replicas)]
         if not replica.submit(request):
             self._fail(request.id, "the queue is full", 429, arrival.at_s)
 
-    def _on_outputs(self, outputs: Sequence[RequestOutput], at_s: float) -> None:
-        results = self._results
+    def _on_outputs(self, outputs: Sequence[RequestOutput], at_s: float) -> int:
+        """Returns how many requests have ended."""
+        note_arrival = self._note_arrival
+        num_ended = 0
         for request_id, _, _, _, finish, num_cached, _ in outputs:
-            result = results[request_id]
-            result.arrivals_s.append(at_s)
+            note_arrival[request_id](at_s)
             if finish is not None:
+                num_ended += 1
+                result = self._results[request_id]
                 result.num_output_tokens = len(result.arrivals_s)
                 result.num_cached_tokens = num_cached
                 self._end(request_id, at_s)
+        return num_ended
 
     def _on_refused(self, request_id: RequestId, why: str) -> None:
         self._fail(request_id, why, 400, self._results[request_id].sent_s)
@@ -182,8 +234,11 @@ class _Run:
     def _end(self, request_id: RequestId, at_s: float) -> None:
         """Where concurrency is limited, the next request is sent."""
         result = self._results.pop(request_id)
+        del self._note_arrival[request_id]
         result.ended_s = at_s
         self._done.append(result)
+        if self._judge:
+            self._judge.on_end(result)
         if (index := next(self._unsent, None)) is not None:
             at_s = max(at_s, self._requests[index].arrival_s)
             heapq.heappush(self._arrivals, _Arrival(at_s, index))

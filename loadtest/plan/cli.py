@@ -1,0 +1,289 @@
+"""`penstock plan`: its flags, and the order of a plan."""
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from penstock.engine.config import Quantization
+from penstock.loadtest.bench.config import check_writable, report_config, workload_config
+from penstock.loadtest.bench.flags import add_dataset
+from penstock.loadtest.bench.parser import BenchParser
+from penstock.loadtest.bench.results import show_text, writing
+from penstock.loadtest.calibrate.engine_flags import add_memory_flags, add_model_flags
+from penstock.loadtest.exit_status import exit_status
+from penstock.loadtest.plan.candidates import (
+    NO_QUANTIZATION,
+    Candidate,
+    Candidates,
+    make_candidates,
+)
+from penstock.loadtest.plan.choice import choose, front, sized
+from penstock.loadtest.plan.document import ONE_DEVICE, Made, as_csv, document
+from penstock.loadtest.plan.load import Load
+from penstock.loadtest.plan.page import plan_page
+from penstock.loadtest.plan.refutation import (
+    bench_command,
+    check_config,
+    expectation,
+    serve_command,
+)
+from penstock.loadtest.plan.search import Searched
+from penstock.loadtest.plan.table import render_plan
+from penstock.loadtest.plan.targets import Targets
+from penstock.loadtest.plan.workers import Task, in_order, search_all
+from penstock.loadtest.workload.config import PromptFormat, WorkloadConfig
+from penstock.loadtest.workload.token_counter import estimate_tokens, tokenizer_counter
+from penstock.scheduler.errors import InvalidConfig
+
+_DESCRIPTION = """\
+How many devices does a load take, with which flags, at what cost? The real
+scheduler is simulated with each candidate, at rates that close in on the
+highest one that meets the targets. The plan ends with the command that would
+refute it.
+
+  penstock plan configs/models/Llama-3.1-8B --device H200 --price-per-gpu-hour 3.5 \\
+    --request-rate 60 --goodput ttft:2000 tpot:50 --report plan.html
+  penstock plan --calibration here.json --goodput ttft:200 tpot:20 --max-num-seqs 16 64"""
+
+_NOTABLE_UNCHECKED = 0.05
+
+
+def make_parser() -> BenchParser:
+    parser = BenchParser(prog="penstock plan", description=_DESCRIPTION)
+    _add_servers(parser)
+    add_model_flags(parser)
+    add_memory_flags(parser)
+    _add_load(parser)
+    add_dataset(parser)
+    _add_result(parser)
+    # What of a measured load has no meaning here.
+    parser.set_defaults(
+        num_prompts=1, max_concurrency=None, ramp_up_strategy=None, ramp_up_start_rps=None,
+        ramp_up_end_rps=None, endpoint=None, backend=None, policy=None, batching=None,
+        percentile_metrics="ttft", metric_percentiles="99",
+    )  # fmt: skip
+    return parser
+
+
+def _add_servers(parser: BenchParser) -> None:
+    add = parser.add_argument_group(
+        "the servers: one value each, or several to compare"
+    ).add_argument
+    add("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="a directory with config.json")
+    add("--calibration", type=Path, metavar="FILE", help="of penstock calibrate, in place of it")
+    add("--device", dest="devices", nargs="+", metavar="NAME",
+        help="as in configs/hardware.toml, such as H200")  # fmt: skip
+    add("--price-per-gpu-hour", type=float, nargs="+", metavar="PRICE",
+        help="of each --device, in any currency")  # fmt: skip
+    add("--memory-gb", type=float, metavar="GB", help="default: of an H100 80, of an H200 141")
+    add("--quantization", nargs="+", choices=[NO_QUANTIZATION, *Quantization],
+        help="of weights, as penstock serve; none: as they are; default: none int8")  # fmt: skip
+    add("--max-num-seqs", dest="seqs", type=int, nargs="+", metavar="N",
+        help="as penstock serve; default: 128 256 512, or the calibrated value")  # fmt: skip
+    add("--max-num-batched-tokens", dest="tokens", type=int, nargs="+", metavar="TOKENS",
+        help="as penstock serve; default: 1024 2048 8192, or the calibrated value")  # fmt: skip
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction,
+        help="as penstock serve")  # fmt: skip
+    add("--max-num-queued-reqs", type=int, default=1024, metavar="N", help="as penstock serve")
+
+
+def _add_load(parser: BenchParser) -> None:
+    add = parser.add_argument_group("load and targets").add_argument
+    add("--request-rate", type=float, metavar="R", default=math.inf,
+        help="requests per second to carry; inf is what one device carries, or a trace's own "
+        "rate")  # fmt: skip
+    add("--burstiness", type=float, metavar="B", default=1.0,
+        help="1 is a Poisson process, less comes in bursts, more comes evenly")  # fmt: skip
+    add("--goodput", nargs="+", metavar="METRIC:MS", required=True,
+        help="the targets of the 99th percentile, such as ttft:2000 tpot:50")  # fmt: skip
+
+
+def _add_result(parser: BenchParser) -> None:
+    add = parser.add_argument_group("search and results").add_argument
+    add("--seconds", type=float, default=600.0, metavar="S", help="simulated at each rate")
+    add("--precision", type=float, default=0.05, metavar="R",
+        help="to which the highest rate is found")  # fmt: skip
+    add("--check-seconds", type=float, default=60.0, metavar="S",
+        help="of the measurement that would refute the plan")  # fmt: skip
+    add("--jobs", type=int, metavar="N", help="processes; default: one for each core")
+    add("--tokenizer", type=Path, metavar="PATH", help="counts the tokens of a file's texts; "
+        "default: an estimate")  # fmt: skip
+    add("--output", type=Path, default=Path("plan.json"), metavar="FILE", help="the plan, as JSON")
+    add("--csv", type=Path, metavar="FILE", help="write every point as a row")
+    add("--report", type=Path, metavar="FILE", help="write a self-contained HTML page")
+    add("--json", action="store_true", help="print the plan as one line of JSON, not as text")
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status: 0, or 1 where no candidate meets the targets, or 2 for flags."""
+    return exit_status(lambda: _plan(argv), "penstock plan")
+
+
+def _plan(argv: list[str]) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    workload, targets = _checked(args)
+    candidates = make_candidates(args)
+    longest = min(each.server.info.max_model_len for each in candidates.all)
+    task = Task(
+        workload=replace(workload, max_model_len=longest),
+        seconds=args.seconds,
+        tokenizer=args.tokenizer,
+        targets=targets,
+        precision=args.precision,
+    )
+    load = task.load()
+    rate = None if math.isinf(args.request_rate) else args.request_rate
+    own_rate = load.own_rate() if load.follows_trace else 1.0
+    if load.follows_trace:
+        rate = own_rate
+    for line in (candidates.note, *candidates.left_out):
+        _say(line)
+    if args.seed is None:
+        _say(f"seed {workload.seed}; --seed with it makes the same plan again")
+    searched = _search(task, candidates.all, load, args.jobs or os.cpu_count() or 1)
+    made = _made(parser, args, candidates, searched, task, load, rate, own_rate)
+    text = render_plan(made)
+    show_text(msgspec.json.encode(document(made)).decode() if args.json else text)
+    for line in made.notes[1:]:
+        _say(line)
+    _write(args, made, text)
+    return 0 if made.choice and made.choice.is_confirmed else 1
+
+
+def _checked(args: argparse.Namespace) -> tuple[WorkloadConfig, Targets]:
+    """Raises InvalidConfig."""
+    if args.prompt_format == PromptFormat.TEXT:
+        raise InvalidConfig("--prompt-format text says nothing here: prompts are simulated as ids")
+    for flag, value in (("--seconds", args.seconds), ("--check-seconds", args.check_seconds)):
+        if not 0 < value < math.inf:
+            raise InvalidConfig(f"{flag} is {value:g}; it must be more than 0")
+    if not 0.001 <= args.precision < 1:
+        raise InvalidConfig(f"--precision is {args.precision:g}; it must be in [0.001, 1)")
+    if args.jobs is not None and args.jobs < 1:
+        raise InvalidConfig(f"--jobs is {args.jobs}; it must be at least 1")
+    for name, path in (("--output", args.output), ("--csv", args.csv), ("--report", args.report)):
+        if path is not None:
+            check_writable(name, path)
+    limits_ms = report_config(args).goodput_ms
+    assert limits_ms  # the flag is required
+    return workload_config(args), Targets(limits_ms)
+
+
+def _search(
+    task: Task, candidates: list[Candidate], load: Load, num_processes: int
+) -> list[Searched]:
+    num_processes = min(num_processes, len(candidates))
+    processes = f"{num_processes} processes" if num_processes > 1 else "1 process"
+    _say(f"{len(candidates)} candidates, {task.seconds:g} s a probe, {processes}")
+    progress = _progress(len(candidates))
+    return in_order(candidates, search_all(task, candidates, load, num_processes), progress)
+
+
+def _progress(total: int) -> Callable[[int, Searched], None]:
+    start_s = time.monotonic()
+
+    def progress(num_done: int, searched: Searched) -> None:
+        elapsed_s = time.monotonic() - start_s
+        found = (
+            "meets the targets at no rate"
+            if searched.limit is None
+            else f"{searched.limit:.2f} requests/s"
+        )
+        left = f"; {elapsed_s / num_done * (total - num_done):.0f} s left" * (num_done < total)
+        num_steps = sum(point.num_steps for point in searched.points)
+        cpu_s = sum(point.cpu_s for point in searched.points)
+        _say(
+            f"{num_done} of {total}: {searched.candidate}: {found}; {len(searched.points)} probes, "
+            f"{cpu_s:.1f} s of CPU, {cpu_s / max(1, num_steps) * 1e6:.0f} us a step{left}"
+        )
+
+    return progress
+
+
+def _made(
+    parser: BenchParser,
+    args: argparse.Namespace,
+    candidates: Candidates,
+    searched: list[Searched],
+    task: Task,
+    load: Load,
+    rate: float | None,
+    own_rate: float,
+) -> Made:
+    ranked = sized(searched, rate)
+    choice = expected = None
+    serve = bench = ""
+    notes = [candidates.note, ONE_DEVICE, *candidates.left_out]
+    if ranked:
+        best = ranked[0]
+        assert best.searched.limit is not None
+        choice = choose(best, load, task.targets, best.searched.limit if rate is None else rate)
+        share = choice.point.rate / choice.num_devices
+        config = check_config(task.workload, share, args.check_seconds, own_rate)
+        config = replace(config, max_model_len=None)
+        count = tokenizer_counter(args.tokenizer) if args.tokenizer else estimate_tokens
+        expected = expectation(best.candidate, config, task.targets, count)
+        serve = serve_command(best.candidate, args, candidates.name)
+        bench = bench_command(parser, args, config)
+        unchecked = choice.point.unchecked_step_ratio or 0.0
+        if args.calibration is not None and unchecked > _NOTABLE_UNCHECKED:
+            notes.append(
+                f"{unchecked:.0%} of the steps are outside of what the calibration saw; calibrate "
+                "with a load like this one"
+            )
+        if choice.num_devices != best.num_devices:
+            notes.append(
+                f"behind a router {choice.num_devices} replicas are needed, where the highest rate "
+                f"of one says {best.num_devices}"
+            )
+        if best.candidate.quantization and args.calibration is None:
+            plain = next((each for each in ranked if each.candidate.quantization is None), None)
+            notes.append(
+                f"{best.candidate.quantization} weights change the answers; docs/quantized.md says "
+                "by how much. With weights as they are: "
+                + (f"{plain.num_devices} x {plain.candidate.device}" if plain else "no plan")
+            )
+    return Made(
+        name=candidates.name,
+        date=f"{datetime.now():%Y%m%d-%H%M%S}",
+        version=metadata.version("penstock"),
+        rate=rate,
+        targets=task.targets,
+        searched=searched,
+        ranked=ranked,
+        choice=choice,
+        front=front(searched),
+        expectation=expected,
+        serve=serve,
+        bench=bench,
+        notes=notes,
+    )
+
+
+def _write(args: argparse.Namespace, made: Made, text: str) -> None:
+    data = msgspec.json.format(msgspec.json.encode(document(made))) + b"\n"
+    files = [(args.output, data)]
+    if args.csv is not None:
+        files.append((args.csv, as_csv(made).encode()))
+    if args.report is not None:
+        files.append((args.report, plan_page(made, text).encode()))
+    for path, content in files:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        _say(f"written to {path}")
+
+
+def _say(text: str) -> None:
+    """On stderr: stdout has the plan alone."""
+    print(f"penstock plan: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,144 @@
+"""`Point`: one candidate at one rate, simulated."""
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from penstock.loadtest.plan.targets import TargetJudge, Targets, mean_tpot_s
+from penstock.loadtest.report.report import is_good
+from penstock.loadtest.simulate.outcome import run_class
+from penstock.loadtest.simulate.replica import SimulatedServer
+from penstock.loadtest.simulate.simulation import Plan, Simulated, simulate
+from penstock.loadtest.workload.workload import TimedRequest
+from penstock.scheduler.stats import AttentionWork, StepWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """rate: requests per second of all replicas together. is_met: whether all targets are. The
+    figures of a probe that was ended early, as it had missed them, are None. All rates, of tokens
+    and of good requests, are of all replicas together.
+
+    user_tokens_per_s: of one stream, from its mean TPOT. input_share: of the time in which a
+    device computes, what it takes to compute prompts. unchecked_step_ratio: of the steps, those
+    outside of what the step model was checked on.
+    """
+
+    rate: float
+    num_replicas: int
+    is_met: bool
+    num_requests: int
+    num_steps: int
+    cpu_s: float
+    goodput: float | None = None
+    input_tokens_per_s: float | None = None
+    output_tokens_per_s: float | None = None
+    user_tokens_per_s: float | None = None
+    ttft_p50_ms: float | None = None
+    ttft_p99_ms: float | None = None
+    tpot_p50_ms: float | None = None
+    tpot_p99_ms: float | None = None
+    kv_peak: float | None = None
+    preemptions: int | None = None
+    prefix_hit_ratio: float | None = None
+    input_share: float | None = None
+    unchecked_step_ratio: float | None = None
+    run_class: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.output_tokens_per_s is not None
+
+    @property
+    def device_tokens_per_s(self) -> float:
+        """Output tokens of each device."""
+        return (self.output_tokens_per_s or 0.0) / self.num_replicas
+
+
+def probe(
+    server: SimulatedServer,
+    requests: list[TimedRequest],
+    rate: float,
+    targets: Targets,
+    *,
+    num_replicas: int = 1,
+    seed: int = 0,
+) -> Point:
+    """requests: those of the rate. Ended early where the targets cannot be met any more."""
+    plan = Plan(server=server, num_replicas=num_replicas, seed=seed)
+    simulated = simulate(plan, requests, judge=TargetJudge(targets, len(requests)))
+    return point_of(plan, simulated, rate, targets)
+
+
+def point_of(plan: Plan, simulated: Simulated, rate: float, targets: Targets) -> Point:
+    observed, info = simulated.observed, plan.server.info
+    point = {
+        "rate": rate,
+        "num_replicas": plan.num_replicas,
+        "num_requests": len(observed.results),
+        "num_steps": simulated.num_steps,
+        "cpu_s": simulated.cpu_s,
+    }
+    if observed.is_interrupted:
+        return Point(**point, is_met=False)  # type: ignore[arg-type]
+    done, duration_s = observed.completed, observed.duration_s
+    tpot_s = mean_tpot_s(observed)
+    num_good = sum(is_good(result, targets.limits_ms) for result in done)
+    stats = simulated.stats
+    num_queried = sum(each.prefix_query_tokens_total for each in stats)
+    num_hit = sum(each.prefix_hit_tokens_total for each in stats)
+    used = (step.num_used_blocks for steps in simulated.steps for step in steps)
+    return Point(
+        **point,  # type: ignore[arg-type]
+        is_met=targets.are_met(observed),
+        goodput=num_good / duration_s,
+        input_tokens_per_s=sum(each.num_prompt_tokens for each in done) / duration_s,
+        output_tokens_per_s=sum(each.num_output_tokens for each in done) / duration_s,
+        user_tokens_per_s=1 / tpot_s if tpot_s else None,
+        ttft_p50_ms=targets.percentile_ms(observed, "ttft", 50),
+        ttft_p99_ms=targets.percentile_ms(observed, "ttft"),
+        tpot_p50_ms=targets.percentile_ms(observed, "tpot", 50),
+        tpot_p99_ms=targets.percentile_ms(observed, "tpot"),
+        kv_peak=max(used, default=0) / info.num_blocks,
+        preemptions=sum(each.preemptions_total for each in stats),
+        prefix_hit_ratio=num_hit / num_queried if num_queried else 0.0,
+        input_share=_input_share(plan.server, simulated),
+        unchecked_step_ratio=simulated.num_outside / max(1, simulated.num_steps),
+        run_class=run_class(simulated),
+    )
+
+
+def _input_share(server: SimulatedServer, simulated: Simulated) -> float:
+    """What chunks add to steps of the mean number of decodes, over the time of all steps."""
+    steps = [step for of_replica in simulated.steps for step in of_replica]
+    done = simulated.observed.completed
+    num_chunk_tokens = sum(each.num_prompt_tokens - each.num_cached_tokens for each in done)
+    if not steps or not num_chunk_tokens:
+        return 0.0
+    prompt = fmean(each.num_prompt_tokens for each in done)
+    context = int(prompt + fmean(each.num_output_tokens for each in done) / 2)
+    decodes = max(1, round(fmean(step.num_running for step in steps)))
+    room = max(1, server.scheduler.max_num_batched_tokens - decodes)
+    chunk = max(1, min(room, round(num_chunk_tokens / len(done))))
+    added_s = _step_s(server, decodes, context, chunk) - _step_s(server, decodes, context, 0)
+    busy_s = sum(step.step_s for step in steps)
+    return max(0.0, min(1.0, added_s * num_chunk_tokens / chunk / busy_s))
+
+
+def _step_s(server: SimulatedServer, decodes: int, context: int, chunk: int) -> float:
+    """A step of so many decodes and one chunk of so many tokens."""
+    keys = decodes * context
+    attention = []
+    for window in server.info.windows:
+        seen = min(keys, decodes * (window or context))
+        pairs = chunk * (chunk + 1) // 2
+        attention.append(AttentionWork(seen + chunk, seen + pairs, seen))
+    work = StepWork(
+        num_prefill_tokens=chunk,
+        num_decode_tokens=decodes,
+        num_sequences=decodes + (chunk > 0),
+        num_sampled=decodes,
+        num_scored=0,
+        attention=tuple(attention),
+        num_chunks=int(chunk > 0),
+    )
+    return server.step_model.cycle_s(server.step_model.time_of(server.info.amounts(work)))

@@ -1,0 +1,139 @@
+"""What would refute a plan: a load for one server, what is expected of it, and the commands."""
+
+import argparse
+import math
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.loadtest.bench.expectation import (
+    FIGURES,
+    REPORT,
+    Expectation,
+    ExpectedFigure,
+    load_of,
+)
+from penstock.loadtest.bench.parser import BenchParser
+from penstock.loadtest.plan.candidates import Candidate
+from penstock.loadtest.plan.load import MIN_REQUESTS
+from penstock.loadtest.plan.targets import Targets
+from penstock.loadtest.report.report import Summary, summarize
+from penstock.loadtest.simulate.simulation import Plan, as_ids, simulate
+from penstock.loadtest.workload.config import WorkloadConfig
+from penstock.loadtest.workload.token_counter import TokenCounter
+from penstock.loadtest.workload.workload import make_requests
+from penstock.scheduler.stats import StepClass
+
+# Of the spread of step times: a measurement is one draw of many.
+_NUM_DRAWS = 4
+DEMO_NAMES = ("penstock-demo", "demo_model")
+
+
+def check_config(config: WorkloadConfig, rate: float, seconds: float, own_rate: float
+                 ) -> WorkloadConfig:  # fmt: skip
+    """The load of one server at that mean rate. own_rate: of a trace's own arrivals."""
+    num = max(MIN_REQUESTS, math.ceil(rate * seconds))
+    if config.follows_trace:
+        speedup = float(f"{rate / own_rate * config.trace_speedup:.4g}")
+        return replace(config, num_prompts=num, trace_speedup=speedup)
+    return replace(config, num_prompts=num, request_rate=float(f"{rate:.4g}"))
+
+
+def expectation(
+    candidate: Candidate, config: WorkloadConfig, targets: Targets, count: TokenCounter
+) -> Expectation:
+    """The bar of a figure is from the least to the most of simulations in which all steps are as
+    much shorter or longer as the step model may be off, each with several draws of the spread of
+    step times; and what the front end and the client may add: the shares of FIGURES."""
+    server = candidate.server
+    limited = replace(config, max_model_len=server.info.max_model_len)
+    requests = as_ids(make_requests(limited, count), limited)
+    errors = server.step_model.errors
+    bias = {kind: min(errors[kind].bias, 0.9) if kind in errors else 0.0 for kind in StepClass}
+    runs: list[Summary] = []
+    for sign in (0, -1, 1):
+        for seed in range(_NUM_DRAWS):
+            factors = {kind: 1 + sign * bias[kind] for kind in StepClass}
+            plan = Plan(server=server, seed=seed)
+            runs.append(summarize(simulate(plan, requests, factors=factors).observed, REPORT))
+    return Expectation(
+        load=load_of(config), targets_ms=targets.limits_ms, figures=list(_figures(runs))
+    )
+
+
+def _figures(runs: Sequence[Summary]) -> Iterable[ExpectedFigure]:
+    for figure, key, share in FIGURES:
+        values = [run[key] for run in runs if run[key] is not None]
+        if values:
+            low, high = min(values) * (1 - share), max(values) * (1 + share)
+            middle = sum(values[:_NUM_DRAWS]) / _NUM_DRAWS
+            yield ExpectedFigure(figure=figure, key=key, value=middle, low=low, high=high)
+
+
+def serve_command(candidate: Candidate, args: argparse.Namespace, name: str) -> str:
+    """The server that is planned. Of a calibrated one, its other flags are not known here."""
+    config = candidate.server.scheduler
+    words = ["penstock", "serve"]
+    if args.calibration is None:
+        words += [str(args.model_dir)]
+        if not any(args.model_dir.glob("*.safetensors")):
+            words += ["--load-format", "dummy"]  # random weights take the same time
+    elif name not in DEMO_NAMES:
+        words += [name]
+    words += [
+        *("--max-num-seqs", str(config.max_num_seqs)),
+        *("--max-num-batched-tokens", str(config.max_num_batched_tokens)),
+    ]
+    if args.calibration is None and candidate.quantization:
+        words += ["--quantization", candidate.quantization]
+    if not config.enable_prefix_caching:
+        words.append("--no-enable-prefix-caching")
+    for flag in ("dtype", "kv_cache_dtype", "max_model_len", "block_size", "kv_cache_memory_bytes"):
+        value = getattr(args, flag)
+        if value not in (None, "auto"):
+            words += [f"--{flag.replace('_', '-')}", str(value)]
+    return shlex.join(words)
+
+
+def bench_command(parser: BenchParser, args: argparse.Namespace, config: WorkloadConfig) -> str:
+    """config: of `check_config`."""
+    words = ["penstock", "bench", "--num-prompts", str(config.num_prompts)]
+    if config.follows_trace:
+        words += ["--trace-speedup", f"{config.trace_speedup:g}"]
+    else:
+        words += ["--request-rate", f"{config.request_rate:g}"]
+    if config.burstiness != 1.0:
+        words += ["--burstiness", f"{config.burstiness:g}"]
+    words += ["--seed", str(config.seed)]
+    words += _given(parser, args, without=("seed", "trace_speedup"))
+    limits = [f"{metric}:{limit:g}" for metric, limit in _limits(args).items()]
+    return shlex.join([*words, "--goodput", *limits, "--check", str(args.output)])
+
+
+def _limits(args: argparse.Namespace) -> dict[str, float]:
+    return {limit.partition(":")[0]: float(limit.partition(":")[2]) for limit in args.goodput}
+
+
+def _given(parser: BenchParser, args: argparse.Namespace, without: Iterable[str]) -> list[str]:
+    """The flags of prompts that were typed, as they are typed."""
+    words: list[str] = []
+    # Private, but argparse has no other way to tell which flag is in which group.
+    (group,) = (each for each in parser._action_groups if each.title == "prompts")
+    for action in group._group_actions:
+        value = getattr(args, action.dest)
+        if action.dest in without or value == action.default or value is None:
+            continue
+        words.append(action.option_strings[0])
+        if action.nargs != 0:
+            words.append(_typed(value))
+    return words
+
+
+def _typed(value: Any) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    inputs, outputs = value
+    if inputs == outputs:
+        return f"{inputs:g}"
+    return f'{{"input": {inputs:g}, "output": {outputs:g}}}'

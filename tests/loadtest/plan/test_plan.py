@@ -1,0 +1,257 @@
+"""`penstock plan`: the choice, the costs and the front, and the command from flags to files."""
+
+import csv
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.loadtest.bench.config import bench_config
+from penstock.loadtest.bench.flags import make_parser as make_bench_parser
+from penstock.loadtest.calibrate.calibration import Calibration
+from penstock.loadtest.plan.choice import cost_of, front, sized
+from penstock.loadtest.plan.cli import main
+from penstock.loadtest.plan.load import Load
+from penstock.loadtest.plan.probe import Point, probe
+from penstock.loadtest.plan.search import Searched
+from penstock.loadtest.plan.targets import Targets
+from penstock.loadtest.simulate.replica import SimulatedServer
+from penstock.loadtest.workload.config import WorkloadConfig
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.stats import StepClass
+from penstock.scheduler.step_model.model import ClassError
+from tests.loadtest.plan.test_search import candidate_of, one_at_a_time
+from tests.loadtest.simulate.test_same_decisions import make_info
+from tests.support.made_up_steps import known_model
+from tests.support.paths import ROOT
+
+LLAMA = str(ROOT / "configs" / "models" / "Llama-3.1-8B")
+
+
+def point(rate: float, device: float, user: float, *, is_met: bool = True) -> Point:
+    return Point(
+        rate=rate, num_replicas=1, is_met=is_met, num_requests=1, num_steps=1, cpu_s=0.0,
+        input_tokens_per_s=4 * device, output_tokens_per_s=device, user_tokens_per_s=user,
+        input_share=0.25,
+    )  # fmt: skip
+
+
+def searched(
+    limit: float | None, *points: Point, price: float | None = 2.0, rounds: bool = False
+) -> Searched:
+    made = replace(
+        candidate_of(one_at_a_time()), price=price, quantization="int8" if rounds else None
+    )
+    return Searched(candidate=made, points=list(points), limit=limit)
+
+
+def test_the_cheapest_candidate_that_carries_the_load_is_first() -> None:
+    small, large = searched(3.0, price=2.0), searched(11.0, price=7.0)
+    best, other = sized([large, small], 10.0)
+    assert (best.searched, best.num_devices, best.price) == (large, 1, 7.0)
+    assert (other.num_devices, other.price) == (4, 8.0)
+    assert sized([large, small], 6.0)[0].searched is small
+    assert sized([searched(None)], 1.0) == []
+
+
+def test_weights_are_rounded_only_where_that_saves_a_device() -> None:
+    plain, rounded = searched(10.0), searched(15.0, rounds=True)
+    assert sized([rounded, plain], 9.0)[0].searched is plain
+    assert sized([rounded, plain], 14.0)[0].searched is rounded
+
+
+def test_a_load_that_the_limit_just_carries_takes_no_device_more() -> None:
+    assert sized([searched(0.1)], 0.3)[0].num_devices == 3
+
+
+def test_the_costs_of_input_and_output_add_up_to_the_price() -> None:
+    made = point(1.0, 50.0, 20.0)
+    cost = cost_of(7.2, made)
+    assert cost is not None and made.input_tokens_per_s and made.output_tokens_per_s
+    an_hour = (
+        3600 / 1e6 * (cost.input * made.input_tokens_per_s + cost.output * made.output_tokens_per_s)
+    )
+    assert an_hour == pytest.approx(7.2)
+    assert cost.output == pytest.approx(0.75 * 7.2 / (3600 * 50) * 1e6)
+    assert cost_of(None, made) is None
+
+
+def test_the_front_has_what_no_other_point_beats_in_both() -> None:
+    slow, middle, fast = point(3, 90, 10), point(2, 60, 30), point(1, 20, 50)
+    beaten, missed = point(2, 50, 25), point(9, 99, 99, is_met=False)
+    made = front([searched(3.0, fast, beaten, slow), searched(2.0, missed, middle)])
+    assert [each for _, each in made] == [slow, middle, fast]
+
+
+def known_server() -> SimulatedServer:
+    """Whose coefficients are known, with an error of 5 %."""
+    errors = {kind: ClassError(num_steps=100, mape=0.08, bias=0.05) for kind in StepClass}
+    model = replace(known_model(runs_ahead=False), errors=errors)
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
+    return SimulatedServer(make_info(200, runs_ahead=False), model, config)
+
+
+def test_input_takes_the_share_of_the_time_that_prompts_are_computed() -> None:
+    """Known coefficients, so that a load of prompts alone and one of answers alone are clear."""
+    server, targets = known_server(), Targets({"ttft": 1e6})
+    shares = {}
+    for name, input_len, output_len in (("prompts", 60, 1), ("answers", 2, 90)):
+        config = WorkloadConfig(seed=1, input_len=input_len, output_len=output_len)
+        shares[name] = probe(server, Load(config, 2.0).at(30.0), 30.0, targets).input_share
+    assert shares["prompts"] is not None and shares["answers"] is not None
+    assert shares["prompts"] > 0.1 > shares["answers"]
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> Path:
+    server = known_server()
+    path = tmp_path / "calibration.json"
+    Calibration(
+        name="tiny", source="made-up steps", date="20260101-000000", version="0",
+        model=server.info, scheduler=server.scheduler, step_model=server.step_model,
+        front_end_s=0.001,
+    ).write(path)  # fmt: skip
+    return path
+
+
+LENGTHS = ["--random-input-len", "20", "--random-output-len", "10", "--random-range-ratio", "0.5"]
+FLAGS = [*LENGTHS, "--seed", "7", "--seconds", "1", "--check-seconds", "1", "--jobs", "1"]
+FLAGS += ["--goodput", "ttft:60", "tpot:20", "--precision", "0.2"]
+
+
+def test_a_plan_is_a_table_json_csv_and_a_page(
+    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: tmp_path / name for name in ("plan.json", "plan.csv", "plan.html")}
+    flags = ["--calibration", str(calibration), "--price-per-gpu-hour", "3", "--max-num-seqs", "2",
+             "8", "--request-rate", "400", "--output", str(files["plan.json"]), "--csv",
+             str(files["plan.csv"]), "--report", str(files["plan.html"])]  # fmt: skip
+    assert main([*FLAGS, *flags]) == 0
+    shown = capsys.readouterr()
+    for words in ("Cost per million output tokens:", "Candidates, the best first",
+                  "Throughput against speed", "What would refute it",
+                  "penstock bench --num-prompts"):  # fmt: skip
+        assert words in shown.out
+    assert "2 of 2: " in shown.err and "us a step" in shown.err
+    made = json.loads(files["plan.json"].read_text())
+    plan = made["plan"]
+    assert (plan["tensor_parallel_size"], plan["pipeline_parallel_size"]) == (1, 1)
+    assert plan["is_confirmed"] and plan["price_per_hour"] == 3 * plan["num_devices"]
+    assert plan["num_devices"] * plan["max_request_rate_per_device"] >= 400 * 0.9
+    assert plan["max_num_seqs"] == 8  # two at a time carry less
+    assert 0 < plan["figures"]["goodput"] <= 1.2 * 400
+    rows = list(csv.DictReader(files["plan.csv"].read_text().splitlines()))
+    assert len(rows) >= len(made["front"]) > 1
+    assert {row["max_num_seqs"] for row in rows} == {"2", "8"}
+    page = files["plan.html"].read_text()
+    assert "Pareto front" in page and "tiny: plan of" in page
+
+
+def test_the_command_that_a_plan_ends_with_is_of_the_load_that_it_expects(
+    calibration: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "plan.json"
+    flags = ["--calibration", str(calibration), "--output", str(output)]
+    assert main([*FLAGS, *flags]) == 0
+    made = json.loads(output.read_text())
+    words = shlex.split(made["bench"])
+    assert words[:2] == ["penstock", "bench"] and words[-2:] == ["--check", str(output)]
+    # Raises where the load is another.
+    config = bench_config(make_bench_parser().parse_args(words[2:]), None)
+    assert config.expected is not None
+    for each in config.expected.figures:
+        assert each.low < each.value < each.high
+    assert made["serve"] == "penstock serve tiny --max-num-seqs 8 --max-num-batched-tokens 64"
+
+
+def test_what_a_plan_expects_is_what_a_simulation_of_its_command_finds(
+    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from penstock.loadtest.simulate.cli import main as simulate
+
+    output = tmp_path / "plan.json"
+    assert main([*FLAGS, "--calibration", str(calibration), "--output", str(output)]) == 0
+    made = json.loads(output.read_text())
+    words = shlex.split(made["bench"])[2:-2]
+    capsys.readouterr()
+    flags = ["--calibration", str(calibration), "--metric-percentiles", "50,99", "--json"]
+    assert simulate([*words, *flags, "--disable-tqdm"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    for each in made["expectation"]["figures"]:
+        assert each["low"] <= result[each["key"]] <= each["high"]
+
+
+def test_targets_that_no_rate_meets_are_no_plan(
+    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "plan.json"
+    flags = [*FLAGS, "--calibration", str(calibration), "--output", str(output)]
+    assert main([*flags, "--goodput", "tpot:0.001"]) == 1
+    assert "no candidate meets the targets at any rate" in capsys.readouterr().out
+    assert json.loads(output.read_text())["plan"] is None
+
+
+def test_a_trace_is_planned_for_at_its_own_arrivals(
+    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording = tmp_path / "recording.json"
+    num = 400
+    lengths = {"input_lens": [20] * num, "output_lens": [5] * num}
+    # Bursts of ten.
+    starts = [0.5 * (index // 10) for index in range(num)]
+    recording.write_text(json.dumps(lengths | {"start_times": starts}))
+    output = tmp_path / "plan.json"
+    flags = ["--calibration", str(calibration), "--dataset-name", "recording", "--dataset-path",
+             str(recording), "--output", str(output)]  # fmt: skip
+    assert main([*FLAGS[len(LENGTHS) :], *flags]) == 0
+    made = json.loads(output.read_text())
+    assert made["request_rate"] == pytest.approx(20.5, rel=0.01)
+    assert "--trace-speedup" in made["bench"] and "--request-rate" not in made["bench"]
+
+
+def test_rounded_weights_are_an_answer_and_what_does_not_fit_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [LLAMA, "--device", "H200", "--memory-gb", "20", "--max-model-len", "2048", "--seconds",
+             "3", "--check-seconds", "3", "--seed", "1", "--goodput", "ttft:3000", "tpot:100",
+             "--max-num-seqs", "8", "--max-num-batched-tokens", "512", "--precision", "0.5",
+             "--random-input-len", "64", "--random-output-len", "8", "--jobs", "1",
+             "--output", str(tmp_path / "plan.json")]  # fmt: skip
+    assert main(flags) == 0
+    shown = capsys.readouterr()
+    assert "none weights" in shown.err and "leaves no room" in shown.err
+    assert "int8 weights change the answers" in shown.err
+    made = json.loads((tmp_path / "plan.json").read_text())
+    assert made["plan"]["quantization"] == "int8"
+    assert "--load-format dummy" in made["serve"] and "--quantization int8" in made["serve"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ([], "give either --calibration"),
+        ([LLAMA], "give the --device on which the model would run"),
+        ([LLAMA, "--device", "H200", "H100"], "give --price-per-gpu-hour, one for each"),
+        ([LLAMA, "--device", "H200", "--price-per-gpu-hour", "0"], "must have 1 positive number,"),
+        ([LLAMA, "--device", "H200", "--memory-gb", "9"], "tensor or pipeline parallelism"),
+        (["--calibration", "x", "--device", "H200"], "--device is that of --calibration"),
+        (["--calibration", "/nowhere"], "--calibration /nowhere cannot be read"),
+        (["--calibration", "x", "--seconds", "0"], "--seconds is 0"),
+        (["--calibration", "x", "--precision", "2"], "--precision is 2"),
+        (["--calibration", "x", "--jobs", "0"], "--jobs is 0"),
+        (["--calibration", "x", "--prompt-format", "text"], "--prompt-format text says nothing"),
+    ],
+)
+def test_wrong_flags_are_one_sentence(
+    flags: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*flags, "--goodput", "ttft:100"]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_targets_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--calibration", "x"]) == 2
+    assert "--goodput" in capsys.readouterr().err
