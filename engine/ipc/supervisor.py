@@ -24,6 +24,7 @@ import zmq.asyncio
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
 from penstock.engine.messages import (
+    Accepted,
     Failed,
     FromEngine,
     OnWire,
@@ -90,7 +91,7 @@ class EngineProcess:
         self,
         config: EngineConfig,
         module: str,
-        on_message: Callable[[LoadProgress | StepReport | Refused], None],
+        on_message: Callable[[LoadProgress | StepReport | Refused | Accepted], None],
         on_end: Callable[[End], None],
     ) -> None:
         """module: what the process runs; it must use the protocol of `penstock.engine.ipc.process`.
