@@ -81,6 +81,7 @@ class EngineConfig:
     quantized model with the unquantized one, and log the figures. gpu_memory_utilization: the share
     of a GPU's memory that may be used, by other processes too. enforce_eager: no CUDA graphs; the
     kernels of a step are launched one by one. log_level, log_format: of the engine process.
+    calibration: a file of penstock calibrate, from which steps are predicted until enough have run.
     max_engine_restarts: how often within ten minutes a process that ended is replaced.
     stall_timeout_s: see `penstock.engine.ipc.stall`.
     kv_memory: the descriptor of memory for keys and values that outlives the engine process; the
@@ -103,6 +104,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     num_threads: int | None = None
+    calibration: str | None = None
     max_num_queued_reqs: int = 1024
     max_engine_restarts: int = 10
     stall_timeout_s: float = 120.0

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.engine import logs
 from penstock.engine.executor import Executor, PendingTokens
-from penstock.engine.messages import Abort, Refused, StepReport, ToEngine
+from penstock.engine.messages import Abort, Accepted, Late, Refused, StepReport, ToEngine
 from penstock.engine.request_ids import caller_of
-from penstock.scheduler.errors import PenstockError
+from penstock.scheduler.errors import PenstockError, TargetOutOfReach
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.stats import NO_WORK, StepWork, work_of
+from penstock.scheduler.stats import NO_WORK, StepWork, class_of, work_of
+from penstock.scheduler.step_model.amounts import Amounts
+from penstock.scheduler.step_model.live import LiveStepModel
+from penstock.scheduler.step_model.samples import sample_of
 from penstock.scheduler.types import Request, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -35,11 +38,14 @@ class Inbox(Protocol):
 
 
 class _Launched(NamedTuple):
-    """A step whose ids have not been collected. executed_s: in `execute`, where that computes."""
+    """A step whose ids have not been collected. executed_s: in `execute`, where that computes.
+    predicted_s: see `StepReport`."""
 
     step: int
     pending: PendingTokens
     work: StepWork
+    amounts: Amounts
+    predicted_s: float | None
     started_s: float
     executed_s: float
 
@@ -52,9 +58,12 @@ class EngineLoop:
         scheduler: Scheduler,
         executor: Executor,
         inbox: Inbox,
-        send: Callable[[StepReport | Refused], None],
+        send: Callable[[StepReport | Refused | Accepted], None],
         clock: Callable[[], float] = time.monotonic,
+        step_model: LiveStepModel | None = None,
     ) -> None:
+        """step_model: learns from every step, and predicts it."""
+        self._step_model = step_model
         self._scheduler = scheduler
         self._executor = executor
         self._inbox = inbox
@@ -109,11 +118,13 @@ class EngineLoop:
     def _add(self, request: Request) -> None:
         """It runs now or, where the executor has to prepare for it, later."""
         try:
-            self._scheduler.add(request, is_ready=False)
+            self._scheduler.add(request, is_ready=False, now=self._clock())
         except PenstockError as error:
             self._send_refusal(request.id, error)
             return
         _log(logging.DEBUG, request.id, "accepted")
+        if request.ttft_target_s is not None:
+            self._send(Accepted(request.id))
         try:
             future = self._executor.prepare(request)
         except PenstockError as error:
@@ -144,7 +155,10 @@ class EngineLoop:
 
     def _send_refusal(self, request_id: RequestId, error: PenstockError) -> None:
         _log(logging.DEBUG, request_id, "refused")
-        self._send(Refused(request_id, str(error)))
+        late = None
+        if isinstance(error, TargetOutOfReach):
+            late = Late(error.predicted_s, error.target_s)
+        self._send(Refused(request_id, str(error), late))
 
     def _release_ended(self, outputs: list[RequestOutput]) -> None:
         """What was prepared for requests that end with these outputs may go."""
@@ -168,7 +182,10 @@ class EngineLoop:
         pending = self._executor.execute(batch)
         executed_s = 0.0 if self._executor.runs_ahead else self._clock() - executing_s
         work = work_of(batch, self._windows, self._graph_sizes)
-        return _Launched(batch.step, pending, work, started_s, executed_s)
+        amounts = self._executor.info.amounts(work)
+        model = self._step_model
+        predicted_s = model.predict(amounts, class_of(work)) if model else None
+        return _Launched(batch.step, pending, work, amounts, predicted_s, started_s, executed_s)
 
     def _collect(self, launched: _Launched) -> None:
         """Waits for a step's ids and sends the outputs of its requests."""
@@ -177,6 +194,7 @@ class EngineLoop:
         end_s = self._clock()
         wait_s = end_s - waiting_s + launched.executed_s
         host_s = end_s - self._busy_since_s - wait_s
+        was_idle = launched.started_s > self._last_end_s
         started_s = max(launched.started_s, self._last_end_s)
         self._last_end_s = self._busy_since_s = end_s
         outputs = self._scheduler.update(sampled)
@@ -194,6 +212,24 @@ class EngineLoop:
                 started=self._scheduler.take_started(),
                 wait_s=wait_s,
                 host_s=host_s,
+                predicted_s=launched.predicted_s,
+            )
+        )
+        self._learn(launched, wait_s, host_s, was_idle=was_idle)
+
+    def _learn(self, launched: _Launched, wait_s: float, host_s: float, *, was_idle: bool) -> None:
+        """After the report, so that nobody waits for it."""
+        runs_ahead = self._executor.runs_ahead
+        if self._step_model is None or (runs_ahead and was_idle):
+            return  # nothing ran while it was launched, unlike in the steps after it
+        self._step_model.observe(
+            sample_of(
+                launched.step,
+                class_of(launched.work),
+                launched.amounts,
+                wait_s=wait_s,
+                host_s=host_s,
+                runs_ahead=runs_ahead,
             )
         )
 

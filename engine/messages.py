@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -89,11 +89,28 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
+class Late(NamedTuple):
+    """When a first token is expected after its request's arrival, and when it is due; seconds."""
+
+    predicted_s: float
+    target_s: float
+
+
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """Engine to server: this request was not accepted, and why. It gets no outputs."""
+    """Engine to server: this request was not accepted, and why. It gets no outputs.
+
+    late: where the same request may be accepted later, since its target is what refused it.
+    """
 
     request_id: RequestId
     message: str
+    late: Late | None = None
+
+
+class Accepted(msgspec.Struct, tag=True, frozen=True):
+    """Engine to server: this request, which has a target for its first token, will run."""
+
+    request_id: RequestId
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
@@ -104,7 +121,9 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     that the step had to read and compute. started: answers that had their first step since the last
     report. wait_s: how long the loop waited for the device since the last step's end; where the
     executor computes within `execute`, that is the computation. host_s: the rest of the time since
-    then, without waiting for commands: scheduling, launching, reporting.
+    then, without waiting for commands: scheduling, launching, reporting. predicted_s: what
+    wait_s and host_s together were expected to be when the step was launched; None as long as
+    nothing was known of such steps.
     A report of step 0 stands for no step: it carries the final outputs of aborted answers.
     """
 
@@ -119,8 +138,9 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     started: list[Started] = []
     wait_s: float = 0.0
     host_s: float = 0.0
+    predicted_s: float | None = None
 
 
 ToEngine = Submit | Abort
 OnWire = ToEngine | SubmitAlike
-FromEngine = LoadProgress | Ready | Failed | Refused | StepReport
+FromEngine = LoadProgress | Ready | Failed | Refused | Accepted | StepReport

@@ -1,5 +1,6 @@
 """The scheduler's settings, under vLLM's names where the thing is the same."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -7,10 +8,12 @@ from penstock.scheduler.errors import InvalidConfig
 
 
 class Policy(StrEnum):
-    """The order of admission: first come first served, or the lowest `priority` first."""
+    """The order of admission: first come first served, the lowest `priority` first, or the tenant
+    that was served least first."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
+    FAIR = "fair"
 
 
 class Batching(StrEnum):
@@ -26,7 +29,9 @@ class SchedulerConfig:
     """The limits of a step, inclusive, and the order of admission.
 
     max_num_seqs: sequences that run together. max_num_batched_tokens: tokens of one step, prefill
-    chunks and decodes together.
+    chunks and decodes together. itl_target_s: a step with decodes runs no more of prompts than lets
+    it end within this time. ttft_target_s: a request whose first token is expected later than this
+    after its arrival is refused. A request may have its own of both.
     """
 
     max_num_seqs: int = 256
@@ -34,10 +39,17 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     policy: Policy = Policy.FCFS
     batching: Batching = Batching.CONTINUOUS
+    itl_target_s: float | None = None
+    ttft_target_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
             raise InvalidConfig("--max-num-seqs must be at least 1")
+        for flag, target_s in (("itl", self.itl_target_s), ("ttft", self.ttft_target_s)):
+            if target_s is not None and not 0 < target_s < math.inf:
+                raise InvalidConfig(
+                    f"--{flag}-target-ms is {target_s * 1e3:g}; it must be more than 0, and finite"
+                )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, but each of "

@@ -1,5 +1,7 @@
 """Errors that callers may cause. Each message is a sentence for the person who caused it."""
 
+import math
+
 
 class PenstockError(Exception):
     """The base of every error that a client or an operator can cause and correct."""
@@ -33,6 +35,18 @@ class DuplicateRequest(PenstockError):
     def __init__(self, request_id: str) -> None:
         super().__init__(
             f"a request with the id {request_id!r} is already running; ids must differ"
+        )
+
+
+class TargetOutOfReach(PenstockError):
+    """The first token would come later than the request, or the server, allows."""
+
+    def __init__(self, predicted_s: float, target_s: float) -> None:
+        self.predicted_s, self.target_s = predicted_s, target_s
+        self.retry_after_s = predicted_s - target_s
+        super().__init__(
+            f"the first token is expected after {predicted_s:.2f} s, and the target is "
+            f"{target_s:g} s; try again in {math.ceil(self.retry_after_s)} s"
         )
 
 

@@ -13,18 +13,36 @@ Time is an argument; nothing here reads a clock, and a simulation runs this very
 """
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import chain
 
 from penstock.scheduler.batch import Batch
 from penstock.scheduler.config import Batching, SchedulerConfig
 from penstock.scheduler.drafts import Drafts
-from penstock.scheduler.errors import ContextTooLong, DuplicateRequest, InvalidConfig, PromptTooLong
+from penstock.scheduler.errors import (
+    ContextTooLong,
+    DuplicateRequest,
+    InvalidConfig,
+    PromptTooLong,
+    TargetOutOfReach,
+)
+from penstock.scheduler.fairness import (
+    CACHED_TOKEN,
+    OUTPUT_TOKEN,
+    PROMPT_TOKEN,
+    FairQueue,
+    queue_for,
+)
+from penstock.scheduler.forecast import Ahead
 from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.kv_cache import KVCache
 from penstock.scheduler.outputs import output_of, with_prompts
-from penstock.scheduler.policy import WaitingQueue, may_start_batch, victim
+from penstock.scheduler.policy import may_start_batch, victim
 from penstock.scheduler.sequence import Sequence, Status
 from penstock.scheduler.stats import SchedulerStats
+from penstock.scheduler.step_model.chunk_budget import ChunkBudget
+from penstock.scheduler.step_model.live import LiveStepModel
+from penstock.scheduler.targets import Targets
 from penstock.scheduler.types import (
     Finish,
     FinishReason,
@@ -50,9 +68,11 @@ class Scheduler:
         num_blocks: int,
         block_size: int,
         max_model_len: int,
+        step_model: LiveStepModel | None = None,
         journal: BlockJournal | None = None,
     ) -> None:
-        """journal: where the blocks outlive this process.
+        """step_model: without it targets have no effect. journal: where the blocks outlive this
+        process.
 
         Raises InvalidConfig where one sequence of max_model_len would not fit the blocks.
         """
@@ -65,7 +85,9 @@ class Scheduler:
         self._config = config
         self._max_model_len = max_model_len
         self._kv = KVCache(num_blocks, block_size, config.enable_prefix_caching, journal)
-        self._waiting = WaitingQueue(config.policy)
+        self._targets = Targets(config, step_model)
+        self._waiting = queue_for(config.policy)
+        self._fair = self._waiting if isinstance(self._waiting, FairQueue) else None
         self._prefilling: dict[Sequence, None] = {}  # dicts as ordered sets
         self._decoding: dict[Sequence, None] = {}
         self._requests: dict[RequestId, list[Sequence]] = {}  # those that have not ended
@@ -86,12 +108,14 @@ class Scheduler:
 
     # The four verbs.
 
-    def add(self, request: Request, *, is_ready: bool = True) -> None:
+    def add(self, request: Request, *, is_ready: bool = True, now: float | None = None) -> None:
         """Accepts a request; each of its `n` answers will end with exactly one final output.
 
-        is_ready: whether it may run; else it waits outside of the queue until `make_ready`.
+        is_ready: whether it may run; else it waits outside of the queue until `make_ready`. now:
+        None where the request has just arrived.
 
-        Raises PromptTooLong, ContextTooLong, DuplicateRequest, and has then changed nothing.
+        Raises PromptTooLong, ContextTooLong, DuplicateRequest, TargetOutOfReach; the request is
+        then not accepted.
         """
         num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
         assert num_prompt and max_tokens >= 0 and request.n > 0, f"not validated: {request}"
@@ -102,6 +126,14 @@ class Scheduler:
         if request.id in self._requests:
             raise DuplicateRequest(request.id)
         sequences = self._sequences_of(request)
+        if self._fair is not None:
+            self._fair.open(request.tenant, len(sequences))
+        try:
+            self._check_target(sequences[0], request.arrival_s if now is None else now)
+        except TargetOutOfReach:
+            if self._fair is not None:
+                self._fair.close(request.tenant, len(sequences))
+            raise
         self._requests[request.id] = list(sequences)
         if sequences[0].index == 0 and len(sequences) > 1:
             self._samples[request.id] = sequences[1:]
@@ -129,12 +161,19 @@ class Scheduler:
     def schedule(self, now: float) -> ScheduledBatch | None:
         """The next step's work, or None where no sequence can run now."""
         batch = Batch()
+        if self._fair is not None:
+            self._fair.look(now)
+            self._make_place(self._fair)
         self._schedule_decodes(batch)
         num_tokens = batch.num_decodes + sum(batch.num_drafts.values())
-        budget = self._config.max_num_batched_tokens - num_tokens
-        for sequence in self._prefilling:
-            budget -= self._schedule_chunk(batch, sequence, budget)
-        self._admit_waiting(batch, budget, now)
+        num_left = self._config.max_num_batched_tokens - num_tokens
+        budget = self._targets.chunk_budget(batch, num_left, self.num_running)
+        if self._fair is not None:
+            self._schedule_fairly(self._fair, batch, budget, now)
+        else:
+            for sequence in self._prefilling:
+                self._schedule_chunk(batch, sequence, budget)
+            self._admit_waiting(batch, budget, now)
         if not batch.slots:
             return None
         self._start_decodes()
@@ -176,6 +215,8 @@ class Scheduler:
                     sequence.request.id, sequence.index, [token_id], logprobs, finish, cached
                 )
             )
+        if self._fair is not None:
+            self._charge_outputs(self._fair, batch, sampled)
         for row, num in sampled.num_drafts.items():
             self._drafts.announce(batch.sampling[row], num)
         for sequence in batch.prompt_only:
@@ -226,6 +267,8 @@ class Scheduler:
             preemptions_total=self._preemptions,
             recomputed_tokens_total=self._recomputed_tokens,
             invalid_logits_total=self._invalid_logits,
+            out_of_reach_total=self._targets.num_out_of_reach,
+            fairness_index=self._fair.index if self._fair is not None else None,
         )
 
     def take_started(self) -> list[Started]:
@@ -249,7 +292,63 @@ class Scheduler:
             self._order += 1
         return sequences
 
+    def _check_target(self, sequence: Sequence, now: float) -> None:
+        """Raises TargetOutOfReach where its first token is expected too late."""
+        request = sequence.request
+        if self._targets.applies_to(request):
+            ahead = self._ahead_of(sequence)
+            self._targets.check(sequence, ahead, self.num_running, now - request.arrival_s)
+
+    def _ahead_of(self, sequence: Sequence) -> Ahead:
+        """What a sequence that arrives finds."""
+        admission = self._kv.plan(sequence)
+        sequence.num_cached_at_arrival = admission.num_computed
+        waiting = list(self._waiting.are_ahead(sequence))
+        prefilling: Iterable[Sequence] = self._prefilling
+        if self._fair is not None:  # chunks of other tenants make room for it
+            own = sequence.request.tenant
+            prefilling = [each for each in prefilling if each.request.tenant == own]
+        chunks = [(each.num_computed, each.num_to_compute) for each in prefilling]
+        for each in waiting:
+            num_cached = each.num_cached_at_arrival
+            chunks.append((num_cached, each.num_to_compute - num_cached))
+        num_blocks = sum(-(-each.num_to_compute // self._kv.block_size) for each in waiting)
+        return Ahead(
+            decoding=self._decoding,
+            prompt_tokens=sum(num for _, num in chunks),
+            prompt_positions=sum(num * (start + num // 2) for start, num in chunks),
+            num_waiting=len(waiting),
+            num_blocks=num_blocks + admission.num_claimed + self.num_running,
+            num_slots=len(self._free_slots),
+            num_free_blocks=self._kv.num_available,
+            has_prefills=bool(self._prefilling),
+        )
+
     # How a step is scheduled.
+
+    def _make_place(self, fair: FairQueue) -> None:
+        """Preempts one a step while the next tenant has less than an equal share of what runs."""
+        waiting = fair.peek()
+        if waiting and not (self._free_slots and self._has_blocks(waiting)):
+            loser = fair.in_place_of([*self._decoding, *self._prefilling], waiting)
+            if loser:
+                self._preempt(loser)
+
+    def _schedule_fairly(
+        self, fair: FairQueue, batch: Batch, budget: ChunkBudget, now: float
+    ) -> None:
+        """Chunks of running prompts and waiting sequences in one order, that of their tenants: a
+        prompt of one that was served much waits for a newcomer's."""
+        for sequence in fair.in_order(self._prefilling):
+            self._admit_waiting(batch, budget, now, below=fair.counter_of(sequence))
+            self._schedule_chunk(batch, sequence, budget)
+        self._admit_waiting(batch, budget, now)
+
+    def _charge_outputs(self, fair: FairQueue, batch: Batch, sampled: SampledTokens) -> None:
+        for row, sequence in enumerate(batch.sampling):
+            if sequence.status is not Status.FINISHED:
+                num_drafts = len(sampled.accepted.get(row, ()))
+                fair.tenant_of(sequence).charge(OUTPUT_TOKEN * (1 + num_drafts))
 
     def _schedule_decodes(self, batch: Batch) -> None:
         """One token for each decoding sequence that may have more than the one in flight."""
@@ -279,19 +378,27 @@ class Scheduler:
             num_needed = sum(sequence.num_computed % block_size == 0 for sequence in ready)
             if num_needed <= self._kv.num_available:
                 return ready
-            loser = victim([*self._decoding, *self._prefilling], self._config.policy)
+            running = [*self._decoding, *self._prefilling]
+            fair = self._fair
+            if fair is not None:
+                loser = fair.victim(running)
+            else:
+                loser = victim(running, self._config.policy)
             self._preempt(loser)
             ready = [sequence for sequence in ready if sequence is not loser]
 
-    def _schedule_chunk(self, batch: Batch, sequence: Sequence, budget: int) -> int:
-        """A row with as much of the prompt as the budget allows; returns the tokens spent."""
-        num_tokens = min(sequence.num_to_compute, budget)
+    def _schedule_chunk(self, batch: Batch, sequence: Sequence, budget: ChunkBudget) -> None:
+        """A row with as much of the prompt as the budget allows."""
+        num_tokens = budget.take(sequence.num_computed, sequence.num_to_compute)
         if num_tokens == 0:
-            return 0
+            return
         batch.slots.append(sequence.slot)
         batch.starts.append(sequence.num_computed)
         batch.num_tokens.append(num_tokens)
-        self._recomputed_tokens += sequence.run_chunk(num_tokens)
+        num_again = sequence.run_chunk(num_tokens)
+        self._recomputed_tokens += num_again
+        if self._fair is not None:
+            self._fair.tenant_of(sequence).charge(PROMPT_TOKEN * (num_tokens - num_again))
         is_last = sequence.num_to_compute == 0
         samples = is_last and len(sequence.token_ids) < sequence.max_length
         batch.samples.append(samples)
@@ -300,7 +407,6 @@ class Scheduler:
         if is_last:
             sequence.num_in_flight += 1
             (batch.sampling if samples else batch.prompt_only).append(sequence)
-        return num_tokens
 
     def _schedule_prompt_request(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
         """The last num_tokens scheduled are of a prompt that has outputs."""
@@ -311,23 +417,36 @@ class Scheduler:
             # What follows the prompt's last token is no longer of the prompt.
             batch.num_scored += num_tokens - is_last
 
-    def _admit_waiting(self, batch: Batch, budget: int, now: float) -> None:
+    def _admit_waiting(
+        self, batch: Batch, budget: ChunkBudget, now: float, *, below: float | None = None
+    ) -> None:
         """Admits in policy order until slots, blocks or budget run out; none overtakes another.
 
         Static and dynamic batching admit the whole batch, whatever the budget: those that it does
-        not reach start in a later step.
+        not reach start in a later step. below: of the fair policy, only those of tenants whose
+        counter is less.
         """
         may_start = self._may_start_batch(now)
         is_closed = self._config.batching is not Batching.CONTINUOUS
-        while self._free_slots and (budget > 0 or is_closed):
+        while self._free_slots and (is_closed or not budget.is_spent):
             sequence = self._waiting.peek()
             if sequence is None or sequence.num_in_flight:
                 return  # a preempted one waits for the results of its last step
             if not (may_start or _belongs_to_batch(sequence)):
                 return
+            if below is not None and self._counter_of(sequence) >= below:
+                return
             if not self._admit(batch, sequence, now):
                 return
-            budget -= self._schedule_chunk(batch, sequence, budget)
+            self._schedule_chunk(batch, sequence, budget)
+
+    def _counter_of(self, sequence: Sequence) -> float:
+        return 0.0 if self._fair is None else self._fair.counter_of(sequence)
+
+    def _has_blocks(self, sequence: Sequence) -> bool:
+        """Whether it could be admitted, as far as blocks are concerned."""
+        num_claimed = self._kv.plan(sequence).num_claimed
+        return num_claimed + self.num_running <= self._kv.num_available
 
     def _admit(self, batch: Batch, sequence: Sequence, now: float) -> bool:
         """Gives it a slot and blocks for all its known tokens; false where too few are free.
@@ -344,10 +463,22 @@ class Scheduler:
                 self._prefix_query_tokens += sequence.num_prompt_tokens
                 self._prefix_hit_tokens += admission.num_computed
             self._started.append(
-                Started(sequence.request.id, sequence.index, now, admission.num_computed)
+                Started(
+                    sequence.request.id,
+                    sequence.index,
+                    now,
+                    admission.num_computed,
+                    sequence.predicted_ttft_s,
+                )
             )
+            if self._fair is not None:
+                service = CACHED_TOKEN * admission.num_computed
+                self._fair.tenant_of(sequence).charge(service)
         batch.copies.extend(self._kv.admit(sequence, admission))
         sequence.admit(self._free_slots.pop(), admission.num_computed, now)
+        if self._fair is not None:
+            self._fair.tenant_of(sequence).num_running += 1
+        self._targets.on_run(sequence)
         self._prefilling[sequence] = None
         batch.assignments.append(
             SlotAssignment(
@@ -437,7 +568,10 @@ class Scheduler:
         elif sequence in self._unready.get(request_id, ()):
             self._unready[request_id].remove(sequence)
         else:
-            self._waiting.discard()
+            self._waiting.remove(sequence)
+        self._targets.on_end(sequence, reason)
+        if self._fair is not None:
+            self._fair.close(sequence.request.tenant)
         sequence.finish(reason)
         self._release_samples(sequence)
         sequence.fork_parent = None  # no chain of dead sequences
@@ -460,6 +594,9 @@ class Scheduler:
             del self._decoding[sequence]
         else:
             del self._prefilling[sequence]
+        if self._fair is not None:
+            self._fair.tenant_of(sequence).num_running -= 1
+        self._targets.on_leave(sequence)
         self._drafts.forget(sequence)
         self._kv.release(sequence)
         self._free_slots.append(sequence.slot)

@@ -62,6 +62,9 @@ class Sequence:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     first_scheduled_s: float | None = None
+    is_overdue: bool = False  # it was admitted because it had waited longest, whatever its priority
+    num_cached_at_arrival: int = 0  # where a forecast has looked
+    predicted_ttft_s: float | None = None
     fork_parent: "Sequence | None" = None  # the answer 0 whose computed prompt it may share
 
     def __post_init__(self) -> None:

@@ -3,15 +3,15 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import NamedTuple, Self
-
-from penstock.scheduler.types import ScheduledBatch
+from typing import NamedTuple, Protocol, Self
 
 
 class SchedulerStats(NamedTuple):
     """The scheduler after a step. Gauges are current values; counters count since the start.
 
     A block is used (by a sequence), evictable (used by none, but findable) or free.
+    out_of_reach_total: requests refused because of their targets. fairness_index: None unless the
+    policy is fair; see `FairQueue.look`.
     """
 
     num_running: int
@@ -24,6 +24,8 @@ class SchedulerStats(NamedTuple):
     preemptions_total: int
     recomputed_tokens_total: int
     invalid_logits_total: int = 0
+    out_of_reach_total: int = 0
+    fairness_index: float | None = None
 
     def plus_counters(self, earlier: Self) -> Self:
         """With the counters of a scheduler that another engine had before."""
@@ -103,8 +105,25 @@ def class_of(work: StepWork) -> StepClass:
     return StepClass.MIXED if work.num_decode_tokens else StepClass.PREFILL
 
 
+class Rows(Protocol):
+    """A `ScheduledBatch`, or one that is being planned, as far as its work is concerned."""
+
+    @property
+    def slots(self) -> Sequence[int]: ...
+    @property
+    def starts(self) -> Sequence[int]: ...
+    @property
+    def num_tokens(self) -> Sequence[int]: ...
+    @property
+    def samples(self) -> Sequence[bool]: ...
+    @property
+    def num_decodes(self) -> int: ...
+    @property
+    def num_scored(self) -> int: ...
+
+
 def work_of(
-    batch: ScheduledBatch, windows: Iterable[int | None], graph_sizes: GraphSizes = NO_GRAPHS
+    batch: Rows, windows: Iterable[int | None], graph_sizes: GraphSizes = NO_GRAPHS
 ) -> StepWork:
     """windows: those that the model's layers have, each once; None for a layer without one."""
     num_decodes = batch.num_decodes

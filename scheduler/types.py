@@ -92,7 +92,9 @@ class Request:
     """One prompt, and `n` answers to it.
 
     arrival_s is in the scheduler's clock. A lower priority runs earlier (vLLM's order), under the
-    `priority` policy alone. adapter: the name of a LoRA adapter, None for the base model.
+    `priority` policy alone. tenant: who shares with whom under the `fair` policy. ttft_target_s,
+    itl_target_s: its own targets, in place of the server's (see SchedulerConfig). adapter: the name
+    of a LoRA adapter, None for the base model.
     Requests share cached prefixes only under an equal cache_salt and an equal adapter.
     resumed: of a request that an earlier engine began, the answers that have not ended, by index;
     None where all n start here.
@@ -104,6 +106,9 @@ class Request:
     arrival_s: float
     n: int = 1
     priority: int = 0
+    tenant: str = ""
+    ttft_target_s: float | None = None
+    itl_target_s: float | None = None
     cache_salt: str = ""
     pooling: Pooling | None = None
     adapter: str | None = None
@@ -271,12 +276,14 @@ class Started(NamedTuple):
     """Answer `index` of a request is in its first step, scheduled at at_s in the scheduler's clock.
 
     num_cached_tokens: prompt tokens found in the prefix cache, or computed by answer 0 for it.
+    predicted_ttft_s: of a request with a target for it, what was expected at its arrival.
     """
 
     request_id: RequestId
     index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     at_s: float
     num_cached_tokens: int
+    predicted_ttft_s: float | None = None
 
 
 class RequestOutput(NamedTuple):

@@ -166,6 +166,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             gpu_memory_utilization=options.gpu_memory_utilization,
             enforce_eager=options.enforce_eager,
             num_threads=options.num_threads,
+            calibration=str(options.calibration) if options.calibration else None,
             max_num_queued_reqs=options.max_num_queued_reqs,
             max_engine_restarts=options.max_engine_restarts,
             stall_timeout_s=options.engine_stall_timeout,
@@ -179,9 +180,15 @@ def _config(options: argparse.Namespace) -> ServeConfig:
                 enable_prefix_caching=options.enable_prefix_caching,
                 policy=Policy(options.scheduling_policy),
                 batching=Batching(options.batching),
+                itl_target_s=_seconds(options.itl_target_ms),
+                ttft_target_s=_seconds(options.ttft_target_ms),
             ),
         ),
     )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _config_file(arguments: list[str]) -> Path | None:

@@ -1,6 +1,7 @@
 """The table from exceptions to status and body, which every route uses for every error."""
 
 import math
+import random
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from penstock.engine.client import EngineFailed, QueueFull, RequestEndedEngine, RequestRefused
-from penstock.scheduler.errors import PenstockError
+from penstock.scheduler.errors import PenstockError, TargetOutOfReach
 from penstock.server.observability.request_context import request_entry, request_id
 
 # Retry-After where nothing better is known: while the model loads, or while the server drains.
@@ -278,6 +279,13 @@ def reply_to(error: BaseException) -> ErrorReply:
         case QueueFull():
             headers = _retry_after(error.retry_after_s)
             return ErrorReply(429, "rate_limit_error", message, None, "queue_full", headers)
+        case TargetOutOfReach():
+            # Not all at the same time again, those that were refused together.
+            seconds = error.retry_after_s * random.uniform(1.0, 1.25)
+            headers = _retry_after(max(1.0, seconds))
+            return ErrorReply(
+                429, "rate_limit_error", message, None, "target_out_of_reach", headers
+            )
         case GrammarQueueFull():
             headers = _retry_after(RETRY_SOON_S)
             return ErrorReply(429, "rate_limit_error", message, None, "grammar_queue_full", headers)

@@ -316,7 +316,30 @@ def _add_scheduling_flags(group: "argparse._ArgumentGroup") -> None:
         group,
         "--scheduling-policy",
         Policy,
-        "which request is next: the first to arrive, or the one with the lowest `priority` field",
+        "which request is next: the first to arrive; the one with the lowest `priority` field, and "
+        "of every 8 one that has waited longest; or the one of the API key, or without keys of the "
+        "address, for which least was computed",
+    )
+    flag(
+        "--itl-target-ms",
+        type=float,
+        metavar="MS",
+        help="a step runs no more of prompts than lets it end within this time, but 64 tokens at "
+        "least; a request's header x-slo-tpot-ms asks for slower steps (default: none)",
+    )
+    flag(
+        "--ttft-target-ms",
+        type=float,
+        metavar="MS",
+        help="a request whose first token is expected later than this after its arrival gets "
+        "status 429; its own header x-slo-ttft-ms overrides it (default: none)",
+    )
+    flag(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="of penstock calibrate: how long steps take, until enough of this server have run "
+        "(default: by the device's peaks)",
     )
     _add_choice(
         group,

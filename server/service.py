@@ -317,7 +317,7 @@ class Service:
         self._model = await load_model(self.config, directory, prompt_files, engine, self._progress)
         engine.on_progress(lambda _: None)  # of another start, which the log tells of
         self.metrics.on_ready(self._model.info)
-        self._steps = StepRecord(self._model.info)
+        self._steps = StepRecord(self._model.info, self.metrics.predictions)
         self._steps.watch(engine)
         gc.collect()
         gc.freeze()  # no collection has to walk loaded objects again while streams wait

@@ -17,9 +17,10 @@ from penstock.engine.ipc.stall import Silence, stall_limit_s
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.ipc.supervisor import End, EndCause, EngineProcess, EngineState
 from penstock.engine.memory.kept import make_descriptor
-from penstock.engine.messages import Abort, OnWire, Refused, StepReport
+from penstock.engine.messages import Abort, Accepted, OnWire, Refused, StepReport
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import LoadProgress
+from penstock.scheduler.errors import TargetOutOfReach
 from penstock.scheduler.types import Request, RequestId
 
 logger = logging.getLogger(__name__)
@@ -238,14 +239,18 @@ class EngineClient:
         if self._state is EngineState.READY or (self._is_up and isinstance(message, Abort)):
             self._process.send(message)
 
-    def _on_message(self, message: LoadProgress | StepReport | Refused) -> None:
+    def _on_message(self, message: LoadProgress | StepReport | Refused | Accepted) -> None:
         self._last_message_s = time.monotonic()
         if isinstance(message, LoadProgress):
             self._on_progress(message)
             return
         if isinstance(message, Refused):
             self._recovery.refuse(message.request_id)
-            self._streams.fail(message.request_id, RequestRefused(message.message))
+            error = TargetOutOfReach(*message.late) if message.late else None
+            self._streams.fail(message.request_id, error or RequestRefused(message.message))
+            return
+        if isinstance(message, Accepted):
+            self._streams.accept(message.request_id)
             return
         self._last_report = message
         self._has_stepped = True

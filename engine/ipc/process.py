@@ -29,8 +29,10 @@ from penstock.engine.log_writer import flush_all
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Failed, FromEngine, OnWire, Ready, SubmitAlike, ToEngine
 from penstock.engine.phases import Phases
+from penstock.engine.step_times import first_step_model
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.step_model.live import LiveStepModel
 
 logger = logging.getLogger(__name__)
 
@@ -118,17 +120,19 @@ def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
     """Loads, sends `Ready`, and steps until the process is ended from outside or by an error."""
     executor = build(config, Phases(pipe.send))
     info = executor.info
+    step_model = LiveStepModel(info, first_step_model(config, info))
     scheduler = Scheduler(
         config.scheduler,
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         journal=executor.journal,
+        step_model=step_model,
     )
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection during a step needs to visit it
     pipe.send(Ready(info))
-    EngineLoop(scheduler, executor, pipe, pipe.send).run()
+    EngineLoop(scheduler, executor, pipe, pipe.send, step_model=step_model).run()
 
 
 def main(build: BuildExecutor = build_executor) -> None:

@@ -49,6 +49,10 @@ class OutputStream:
         # A bare future: an asyncio.Event looks up the loop, and so the process id, every time.
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
+        # Of a request with a target, by which the engine may refuse it.
+        self._accepted: asyncio.Future[None] | None = None
+        if request.ttft_target_s is not None:
+            self._accepted = self._loop.create_future()
 
     def __aiter__(self) -> Self:
         return self
@@ -81,6 +85,14 @@ class OutputStream:
         if self._error:
             self._schedule()  # one notification announced these outputs and the error
         return outputs
+
+    async def accepted(self) -> None:
+        """Returns when the engine has accepted the request; at once where it has no target by which
+        it may be refused. Raises what `take` raises."""
+        if self._accepted:
+            await asyncio.shield(self._accepted)
+        if self._error:
+            raise self._error
 
     @property
     def num_waiting(self) -> int:
@@ -138,7 +150,12 @@ class OutputStream:
 
     def fail(self, error: PenstockError) -> None:
         self._error = error
+        self.accept()
         self._schedule()
+
+    def accept(self) -> None:
+        if self._accepted and not self._accepted.done():
+            self._accepted.set_result(None)
 
     def notify(self) -> None:
         self._is_scheduled = False
@@ -223,6 +240,11 @@ class OpenStreams:
         for each in started:
             if stream := self._streams.get(each.request_id):
                 stream.start(each)
+
+    def accept(self, request_id: RequestId) -> None:
+        """The engine has accepted a request."""
+        if stream := self._streams.get(request_id):
+            stream.accept()
 
     def abort(self, request_id: RequestId, index: int | None = None) -> None:
         """Ends a request, or only its answer `index`; no more outputs come for it."""

@@ -25,6 +25,7 @@ import zmq.asyncio
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
 from penstock.engine.messages import (
+    Accepted,
     Failed,
     FromEngine,
     OnWire,
@@ -94,7 +95,7 @@ class EngineProcess:
         self,
         config: EngineConfig,
         module: str,
-        on_message: Callable[[LoadProgress | StepReport | Refused], None],
+        on_message: Callable[[LoadProgress | StepReport | Refused | Accepted], None],
         on_end: Callable[[End], None],
         kv_memory: int | None = None,
     ) -> None:

@@ -40,6 +40,8 @@ def add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
         choices=[each.value for each in Batching],
         help="when waiting requests may join",
     )
+    add("--itl-target-ms", type=float, metavar="MS", help="most time of a step with decodes")
+    add("--ttft-target-ms", type=float, metavar="MS", help="refuse what would start later")
 
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +81,9 @@ def scheduler_config(args: argparse.Namespace, default: SchedulerConfig) -> Sche
         changes["policy"] = Policy(args.policy)
     if args.batching is not None:
         changes["batching"] = Batching(args.batching)
+    for name in ("itl", "ttft"):
+        if (milliseconds := getattr(args, f"{name}_target_ms")) is not None:
+            changes[f"{name}_target_s"] = milliseconds / 1e3
     return replace(default, **changes)
 
 

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from penstock.engine.executors.predicted import PredictedExecutor, VirtualClock
 from penstock.engine.loop import EngineLoop
-from penstock.engine.messages import Refused, StepReport, Submit, ToEngine
+from penstock.engine.messages import Accepted, Refused, StepReport, Submit, ToEngine
 from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import SchedulerStats, StepClass
+from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.step_model.model import StepModel
-from penstock.scheduler.types import Request, RequestId, RequestOutput
+from penstock.scheduler.types import Request, RequestOutput
 
 
 class SimulatedServer(NamedTuple):
@@ -63,13 +64,13 @@ class _Inbox:
 
 class Replica:
     """on_outputs: called with the new tokens of a step, and the time when clients have them;
-    returns how many requests have ended. on_refused: with a request and why."""
+    returns how many requests have ended. on_refused: with a request and why, and when."""
 
     def __init__(
         self,
         server: SimulatedServer,
         on_outputs: Callable[[Sequence[RequestOutput], float], int],
-        on_refused: Callable[[RequestId, str], None],
+        on_refused: Callable[[Refused, float], None],
         *,
         factors: dict[StepClass, float],
         seed: int | None,
@@ -79,15 +80,19 @@ class Replica:
         self._executor = PredictedExecutor(
             info, server.step_model, self.clock, factors=factors, seed=seed
         )
+        targets = (server.scheduler.itl_target_s, server.scheduler.ttft_target_s)
+        # Learning takes as long as a simulated step, and serves targets alone.
+        live = None if targets == (None, None) else LiveStepModel(info, server.step_model)
         self._scheduler = Scheduler(
             server.scheduler,
             num_blocks=info.num_blocks,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
+            step_model=live,
         )
         self._inbox = _Inbox(self.clock)
         self._loop = EngineLoop(
-            self._scheduler, self._executor, self._inbox, self._send, self.clock
+            self._scheduler, self._executor, self._inbox, self._send, self.clock, live
         )
         self._front_end_s = server.front_end_s
         self._max_open = server.scheduler.max_num_seqs + server.max_num_queued_reqs
@@ -127,10 +132,12 @@ class Replica:
         self._inbox.known_until_s = known_until_s + self._front_end_s
         self._loop.step()
 
-    def _send(self, message: StepReport | Refused) -> None:
+    def _send(self, message: StepReport | Refused | Accepted) -> None:
+        if isinstance(message, Accepted):
+            return
         if isinstance(message, Refused):
             self.num_open -= 1
-            self._on_refused(message.request_id, message.message)
+            self._on_refused(message, self.clock.now_s)
             return
         clock = self.clock
         end_s = clock.now_s

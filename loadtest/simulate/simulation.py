@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from penstock.engine.messages import Refused
 from penstock.loadtest.report.report import Replay, RequestResult
 from penstock.loadtest.simulate.replica import Replica, SimulatedServer, StepRecord
 from penstock.loadtest.simulate.router import RouterPolicy, make_router
@@ -193,6 +194,8 @@ class _Run:
             prompt_token_ids=tuple(timed.prompt),
             sampling=SamplingParams(max_tokens=timed.max_tokens, temperature=0.0),
             arrival_s=arrival.at_s + self._plan.server.front_end_s,
+            priority=timed.priority,
+            tenant=timed.tenant,
         )
         self._results[request.id] = result = RequestResult(
             index=timed.index,
@@ -223,8 +226,8 @@ class _Run:
                 self._end(request_id, at_s)
         return num_ended
 
-    def _on_refused(self, request_id: RequestId, why: str) -> None:
-        self._fail(request_id, why, 400, self._results[request_id].sent_s)
+    def _on_refused(self, refused: Refused, at_s: float) -> None:
+        self._fail(refused.request_id, refused.message, 429 if refused.late else 400, at_s)
 
     def _fail(self, request_id: RequestId, why: str, status: int, at_s: float) -> None:
         result = self._results[request_id]

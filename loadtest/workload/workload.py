@@ -66,7 +66,8 @@ class TimedRequest:
     """One request of a workload. arrival_s counts from the start of the replay.
 
     num_prompt_tokens is exact for token ids; for text it is the number of synthetic words, or the
-    counter's result for a file's text. messages, for chat, replace the prompt.
+    counter's result for a file's text. messages, for chat, replace the prompt. tenant, priority: of
+    a recording, which the simulation follows; see `penstock.scheduler.types.Request`.
     """
 
     index: int
@@ -75,6 +76,8 @@ class TimedRequest:
     num_prompt_tokens: int
     max_tokens: int
     messages: list[dict[str, Any]] | None = None
+    tenant: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

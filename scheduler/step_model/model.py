@@ -83,16 +83,22 @@ class StepModel:
     covered: dict[StepClass, dict[str, Range]] = field(default_factory=dict)
 
     def time_of(self, amounts: Amounts) -> StepTime:
-        device = sum(map(mul, self.device, device_row(amounts, self.knee)))
+        device_s, host_s = self.sums_of(amounts)
         if self.corrections:
-            device *= self._correction(amounts)
+            device_s *= self.correction(class_of_amounts(amounts), amounts.tokens)
+        return StepTime(device_s, host_s)
+
+    def sums_of(self, amounts: Amounts) -> StepTime:
+        """Without corrections."""
+        device = sum(map(mul, self.device, device_row(amounts, self.knee)))
         return StepTime(device, sum(map(mul, self.host, host_row(amounts))))
 
-    def _correction(self, amounts: Amounts) -> float:
-        factors = self.corrections.get(class_of_amounts(amounts))
+    def correction(self, kind: StepClass, num_tokens: int) -> float:
+        """The factor of the device's time of a step of this class, padding included."""
+        factors = self.corrections.get(kind)
         if not factors:
             return 1.0
-        at = log2(max(1, amounts.tokens))
+        at = log2(max(1, num_tokens))
         low = int(at)
         if low >= len(factors) - 1:
             return factors[-1]

@@ -4,9 +4,6 @@ Each step adds one sample to the sums, in which older ones fade, and moves the c
 towards the solution. Nothing grows.
 """
 
-from operator import mul
-
-from penstock.scheduler.stats import StepClass
 from penstock.scheduler.step_model.amounts import (
     DEVICE_UNITS,
     HOST_UNITS,
@@ -20,13 +17,10 @@ from penstock.scheduler.step_model.samples import StepSample
 # Half of what is known is of the last 7,000 steps: minutes of a busy server.
 _MEMORY = 0.9999
 _FADE_EVERY = 64
-# Of the mean error, each new step is this share.
-_NEW_SHARE = 0.02
 
 
 class OnlineFit:
-    """errors: by class, the mean relative error of the latest predictions, each made before its
-    step was learned from."""
+    """knee: see `device_row`; nothing here finds another."""
 
     def __init__(self, *, runs_ahead: bool, knee: int) -> None:
         self._runs_ahead = runs_ahead
@@ -36,23 +30,17 @@ class OnlineFit:
         self._device_sums = NormalEquations(len(DEVICE_UNITS))
         self._host_sums = NormalEquations(len(HOST_UNITS))
         self._num_steps = 0
-        self.errors: dict[StepClass, float] = {}
 
     def observe(self, sample: StepSample) -> None:
+        """Learns from a step. O(1)."""
         amounts = sample.amounts
-        row, of_host = device_row(amounts, self._knee), host_row(amounts)
-        device_s = sum(map(mul, self._device, row))
-        host_s = sum(map(mul, self._host, of_host))
-        predicted = max(device_s, host_s) if self._runs_ahead else device_s + host_s
-        error = abs(predicted / max(sample.cycle_s, 1e-9) - 1.0)
-        before = self.errors.get(sample.kind, error)
-        self.errors[sample.kind] = before + _NEW_SHARE * (error - before)
         self._num_steps += 1
         if sample.device_s:
+            row = device_row(amounts, self._knee)
             self._device_sums.add(row, sample.device_s, sample.device_s**-2)
             self._device_sums.sweep(self._device)
         if sample.host_s > 0:
-            self._host_sums.add(of_host, sample.host_s, sample.host_s**-2)
+            self._host_sums.add(host_row(amounts), sample.host_s, sample.host_s**-2)
             self._host_sums.sweep(self._host)
         if self._num_steps % _FADE_EVERY == 0:
             self._device_sums.fade(_MEMORY**_FADE_EVERY)

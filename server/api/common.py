@@ -11,6 +11,7 @@ import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
+from penstock.server.api.targets import RequestTargets, targets_of
 from penstock.server.errors import ModelNotFound
 from penstock.server.http.access import TENANT
 from penstock.server.http.body import read_body
@@ -40,7 +41,8 @@ Fields_co = TypeVar("Fields_co", bound=NamesModel, covariant=True)
 class Received(Generic[Fields_co]):
     """A request that was read, parsed and checked. tenant: whose cache and stored responses it may
     use. client: with whom it shares what is scarce; see `client_of`.
-    arrival_s: in time.monotonic(). http_id: its X-Request-Id."""
+    arrival_s: in time.monotonic(). http_id: its X-Request-Id. targets: its own and the
+    server's."""
 
     service: Service
     model: ServedModel
@@ -49,6 +51,7 @@ class Received(Generic[Fields_co]):
     client: str
     arrival_s: float
     http_id: str
+    targets: RequestTargets
 
 
 async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[Fields]:
@@ -70,6 +73,7 @@ async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[F
         client=client_of(http),
         arrival_s=arrival_s,
         http_id=request_id.get() or "",
+        targets=targets_of(http.headers, service.config.engine.scheduler),
     )
 
 

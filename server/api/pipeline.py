@@ -97,6 +97,10 @@ async def prepare(
             tenant=received.tenant,
             arrival_s=received.arrival_s,
             http_id=received.http_id,
+            client=received.client,
+            ttft_target_s=received.targets.ttft_s,
+            tpot_target_s=received.targets.tpot_s,
+            own_itl_target_s=received.targets.own_itl_s,
         )
         request = await off_loop(build, fields, fields.num_bad_word_chars)
     return fields, request
@@ -134,6 +138,7 @@ class TextResponse(Response):
             request = replace(request, begun=self._begun)
         generation = service.submit_generation(request)
         try:
+            await generation.accepted()
             writer = api.writer(received, fields, generation)
             if fields.stream:
                 self._has_started = True

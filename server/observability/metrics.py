@@ -33,6 +33,7 @@ from penstock.server.observability.histograms import (
     HistogramFamily,
 )
 from penstock.server.observability.metrics_alias import MetricsAlias
+from penstock.server.observability.predictions import Predictions
 from penstock.server.observability.step_window import WINDOW_S, RecentSteps, Totals
 from penstock.server.observability.version import build_info
 from penstock.server.observability.vllm_names import (
@@ -43,7 +44,7 @@ from penstock.server.observability.vllm_names import (
 )
 
 _NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
-_OUTCOMES = ("stop", "length", "abandoned", "failed")
+_OUTCOMES = ("stop", "length", "abandoned", "failed", "refused")
 _token_ids_of = attrgetter("token_ids")
 NO_HANDLER = "none"
 # A client may invent other methods, and each would become a series of its own.
@@ -53,14 +54,15 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 class RequestTimes:
     """When a prompt arrived, and when each of its answers started: its first step, or None before.
 
-    Times are in time.monotonic().
+    Times are in time.monotonic(). predicted_ttft_s: of a request with a target for it, if known.
     """
 
-    __slots__ = ("arrival_s", "num_prompt_tokens", "started_s")
+    __slots__ = ("arrival_s", "num_prompt_tokens", "predicted_ttft_s", "started_s")
 
     def __init__(self, arrival_s: float, n: int, num_prompt_tokens: int) -> None:
         self.arrival_s = arrival_s
         self.num_prompt_tokens = num_prompt_tokens
+        self.predicted_ttft_s: float | None = None
         self.started_s: list[float | None] = [None] * n
 
 
@@ -85,6 +87,7 @@ class Metrics:
         self._computed_lengths = Histogram(LENGTHS)
         self.answer_lengths = Histogram(LENGTHS)
         self.outcomes: Counter[str] = Counter()
+        self.predictions = Predictions()
         self._responses: Counter[HttpResponses] = Counter()
         self.model: ModelInfo | None = None
         self._model_name = model_name
@@ -184,6 +187,7 @@ class Metrics:
             times.started_s[started.index] = started.at_s
             self.queue_time.observe(max(0.0, started.at_s - times.arrival_s))
             if started.index == 0:
+                times.predicted_ttft_s = started.predicted_ttft_s
                 self._computed_lengths.observe(times.num_prompt_tokens - started.num_cached_tokens)
 
     # Reading.
@@ -245,6 +249,7 @@ class Metrics:
         yield from self._counters()
         yield from self._restarts()
         yield from self._counters_by_class()
+        yield from self.predictions.metrics()
         yield from self._gauges()
         yield InfoMetricFamily("penstock_build", "The running build", value=build_info())
         if self.model:
@@ -319,7 +324,7 @@ class Metrics:
             "Time of one step, by what it ran: decode, prefill, or both (mixed)",
             [({"class": kind}, histogram) for kind, histogram in self._step_time.items()],
         )
-        return [*families, step_time]
+        return [*families, step_time, *self.predictions.histograms()]
 
     def _counters(self) -> Iterator[Metric]:
         stats = self.stats
@@ -353,7 +358,9 @@ class Metrics:
         for name, (value, help_text) in totals.items():
             yield CounterMetricFamily(f"penstock_{name}", help_text, value=value)
         requests = CounterMetricFamily(
-            "penstock_requests", "Accepted requests that have ended, by outcome", labels=["outcome"]
+            "penstock_requests",
+            "Requests that the engine got and that have ended, by outcome",
+            labels=["outcome"],
         )
         for outcome in _OUTCOMES:
             requests.add_metric([outcome], self.outcomes[outcome])
@@ -426,6 +433,12 @@ class Metrics:
         }
         for name, (value, help_text) in gauges.items():
             yield GaugeMetricFamily(f"penstock_{name}", help_text, value=value)
+        if stats.fairness_index is not None:
+            yield GaugeMetricFamily(
+                "penstock_fairness_jain_index",
+                "Jain's index of what was computed lately for keys that have to wait: 1 is equal",
+                value=stats.fairness_index,
+            )
 
     def _engine(self, model: ModelInfo) -> Iterator[Metric]:
         """Metrics that exist once the model is loaded."""

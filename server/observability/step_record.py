@@ -1,26 +1,23 @@
-"""Steps that ran, for `penstock calibrate`, and how well they could have been predicted.
+"""Steps that ran, for `penstock calibrate`, and how well they were predicted.
 
-A step costs some 20 us here and, however many there were, a few hundred are kept.
+A step costs some microseconds here and, however many there were, a few hundred are kept.
 """
 
 from typing import Any
 
 from penstock.engine.client import EngineClient, ModelInfo, StepReport
 from penstock.scheduler.stats import class_of
-from penstock.scheduler.step_model.online import OnlineFit
 from penstock.scheduler.step_model.samples import StepSamples, sample_of
-
-# Where the time of tokens bends; a fit afterwards tries others.
-_KNEE = 16
+from penstock.server.observability.predictions import Predictions
 
 
 class StepRecord:
     """Of one model, in whatever processes it runs. Reports come in the order of the steps."""
 
-    def __init__(self, model: ModelInfo) -> None:
+    def __init__(self, model: ModelInfo, predictions: Predictions) -> None:
         self._model = model
+        self._predictions = predictions
         self._samples = StepSamples()
-        self._online = OnlineFit(runs_ahead=model.runs_ahead, knee=_KNEE)
         self._last_end_s = 0.0
         self._num_steps = 0  # of all engines: each counts its own from 1
 
@@ -41,21 +38,24 @@ class StepRecord:
         model = self._model
         if model.runs_ahead and was_idle:
             return  # nothing ran while it was launched, unlike in all steps after it
-        sample = sample_of(
-            self._num_steps,
-            class_of(report.work),
-            model.amounts(report.work),
-            wait_s=report.wait_s,
-            host_s=report.host_s,
-            runs_ahead=model.runs_ahead,
+        kind = class_of(report.work)
+        self._samples.add(
+            sample_of(
+                self._num_steps,
+                kind,
+                model.amounts(report.work),
+                wait_s=report.wait_s,
+                host_s=report.host_s,
+                runs_ahead=model.runs_ahead,
+            )
         )
-        self._samples.add(sample)
-        self._online.observe(sample)
+        if report.predicted_s is not None:
+            self._predictions.on_step(kind, report.predicted_s, report.wait_s + report.host_s)
 
     def as_json(self) -> dict[str, Any]:
         """prediction_error: by class, of the latest steps, relative. steps: those that are kept."""
         return {
             "model": self._model,
-            "prediction_error": self._online.errors,
+            "prediction_error": self._predictions.step_errors,
             "steps": self._samples.all(),
         }

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from penstock.engine.client import EngineClient, OutputStream
+from penstock.scheduler.errors import TargetOutOfReach
 from penstock.scheduler.types import PromptOutput, RequestOutput, ResumedAnswer
 from penstock.server.errors import InvalidRequest, RequestTimedOut
 from penstock.server.observability.ended_request import EndedRequest
@@ -104,6 +105,17 @@ class Generation:
             if index not in begun.ended
         )
         self._streams = self._engine.submit_alike([replace(request, resumed=resumed)])
+
+    async def accepted(self) -> None:
+        """Returns when the engine has accepted all requests that have a target by which it may
+        refuse them. Raises TargetOutOfReach, and what `take` raises."""
+        try:
+            for stream in self._streams:
+                await stream.accepted()
+        except TargetOutOfReach:
+            self._outcome = "refused"
+            self._metrics.predictions.on_refused()
+            raise
 
     def listen(self, on_news: Callable[[], None]) -> None:
         """Calls back, on the event loop, when `take` may have news. It must not raise."""
@@ -279,7 +291,10 @@ class Generation:
             self._engine.abort(output.request_id, output.index)
         if choice.num_tokens > 1:
             span_s = choice.last_token_s - choice.first_token_s
-            self._metrics.tpot.observe(span_s / (choice.num_tokens - 1))
+            tpot_s = span_s / (choice.num_tokens - 1)
+            self._metrics.tpot.observe(tpot_s)
+            if (target_s := self.request.tpot_target_s) is not None:
+                self._metrics.predictions.on_target("tpot", is_met=tpot_s <= target_s)
         if choice.num_tokens:
             self._metrics.decode_time.observe(choice.last_token_s - choice.first_token_s)
             self._metrics.answer_lengths.observe(choice.num_tokens)
@@ -298,9 +313,21 @@ class Generation:
 
     def _observe_first(self, choice: Choice) -> None:
         now_s = time.monotonic()  # later than gaps.now_s, after the streams before it
-        self._metrics.ttft.observe(now_s - self.request.arrival_s)
+        ttft_s = now_s - self.request.arrival_s
+        self._metrics.ttft.observe(ttft_s)
+        self._hold_to_target(choice, ttft_s)
         if (started_s := self.started_s(choice)) is not None:
             self._metrics.prefill_time.observe(now_s - started_s)
+
+    def _hold_to_target(self, choice: Choice, ttft_s: float) -> None:
+        prompt, index = divmod(choice.index, self.request.n)
+        target_s = self.request.requests[prompt].ttft_target_s
+        if target_s is None or index:
+            return
+        predictions = self._metrics.predictions
+        predictions.on_target("ttft", is_met=ttft_s <= target_s)
+        if (predicted_s := self._times[prompt].predicted_ttft_s) is not None:
+            predictions.on_first_token(predicted_s, ttft_s)
 
 
 async def collected(generation: Generation) -> list[OutputDelta]:

@@ -26,6 +26,7 @@ class GenerationRequest:
     are_whole: for each prompt, whether its answers are texts of their own (see `TextDecoder`).
     echoes: for each prompt, the text that its answers begin with; empty for none.
     echoes_logprobs: their logprobs begin with the prompt's too.
+    tpot_target_s: what the TPOT of its answers is held against.
     min_tokens: a stop string is looked for only after this many. shows_special: special tokens
     appear in the text, by name.
     make_reader: makes a reader for each answer; None if all of it is plain text. markup: the
@@ -41,6 +42,7 @@ class GenerationRequest:
     stops: StopStrings | None
     includes_stop: bool
     arrival_s: float
+    tpot_target_s: float | None = None
     echoes: tuple[str, ...] = ()
     echoes_logprobs: bool = False
     min_tokens: int = 0

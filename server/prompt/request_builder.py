@@ -33,8 +33,14 @@ def build_generation_request(
     tenant: str,
     arrival_s: float,
     http_id: str,
+    client: str = "",
+    ttft_target_s: float | None = None,
+    tpot_target_s: float | None = None,
+    own_itl_target_s: float | None = None,
 ) -> GenerationRequest:
-    """http_id: of the HTTP request.
+    """http_id: of the HTTP request. client: see `Received`. tpot_target_s: what its answers are
+    held against. own_itl_target_s: what steps are fitted to while they run, where that is not the
+    server's.
 
     Raises InvalidRequest for bad_words and allowed_token_ids that the model cannot follow.
     """
@@ -49,6 +55,9 @@ def build_generation_request(
             arrival_s=arrival_s,
             n=fields.num_sampled,
             priority=fields.priority or 0,
+            tenant=client,
+            ttft_target_s=ttft_target_s if max_tokens else None,
+            itl_target_s=own_itl_target_s,
             cache_salt=cache_salt,
         )
         for token_ids, max_tokens in zip(prompts.token_ids, prompts.max_tokens, strict=True)
@@ -61,6 +70,7 @@ def build_generation_request(
         stops=StopStrings(fields.stops) if fields.stops else None,
         includes_stop=bool(fields.include_stop_str_in_output),
         arrival_s=arrival_s,
+        tpot_target_s=tpot_target_s,
         echoes=prompts.echoes,
         echoes_logprobs=isinstance(fields, CompletionRequest) and fields.echoes_logprobs,
         min_tokens=fields.min_tokens or 0,

@@ -61,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pooling=st.sampled_from([None, None, *Pooling]),
         n=st.integers(1, 3),
         priority=st.integers(0, 2),
+        tenant=st.sampled_from("abc"),
         temperature=st.sampled_from([0.0, 1.0]),
         salt=st.sampled_from(["", "x"]),
         is_ready=st.sampled_from([True, True, False]),
@@ -73,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pooling: Pooling | None,
         n: int,
         priority: int,
+        tenant: str,
         temperature: float,
         salt: str,
         is_ready: bool,
@@ -84,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             n=n,
             priority=priority,
+            tenant=tenant,
             temperature=temperature,
             seed=len(name),
             arrival_s=self.driver.now,
@@ -154,6 +157,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         slots = [sequence.slot for sequence in running] + scheduler._free_slots
         assert sorted(slots) == list(range(self.driver.config.max_num_seqs))
         assert all(sequence.status is Status.DECODING for sequence in scheduler._decoding)
+
+    @invariant()
+    def tenants_hold_what_is_theirs(self) -> None:
+        if not hasattr(self, "driver") or self.driver.scheduler._fair is None:
+            return
+        scheduler, fair = self.driver.scheduler, self.driver.scheduler._fair
+        is_open, is_running = Counter[str](), Counter[str]()
+        for sequences in scheduler._requests.values():
+            for sequence in sequences:
+                is_open[sequence.request.tenant] += 1
+                is_running[sequence.request.tenant] += sequence.is_running
+        held = {name: tenant.num_open for name, tenant in fair._active.items()}
+        assert held == dict(is_open)
+        assert all(fair._active[name].num_running == is_running[name] for name in held)
 
     @invariant()
     def only_requests_that_are_ready_run(self) -> None:

@@ -1,9 +1,12 @@
 """Steps of a device whose coefficients are known, for tests of step models."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from random import Random
 
-from penstock.scheduler.stats import StepClass
+from penstock.engine.executors.scripted import scripted_info
+from penstock.engine.model_info import AttentionGroup, ModelInfo
+from penstock.scheduler.stats import NO_GRAPHS, GraphSizes, StepClass
 from penstock.scheduler.step_model.amounts import Amounts
 from penstock.scheduler.step_model.model import StepModel
 from penstock.scheduler.step_model.samples import StepSample, sample_of
@@ -59,3 +62,20 @@ def made_up_steps(
         device_s, host_s = (seconds * noise(random) for seconds in model.time_of(amounts))
         wait_s = max(0.0, device_s - host_s) if runs_ahead else device_s
         yield sample_of(number, kind, amounts, wait_s=wait_s, host_s=host_s, runs_ahead=runs_ahead)
+
+
+def served_model(
+    *, runs_ahead: bool = False, window: int | None = None, graph_sizes: GraphSizes = NO_GRAPHS
+) -> ModelInfo:
+    """The model whose steps these are; its attention reaches back `window` positions."""
+    group = AttentionGroup(
+        window=window, kv_bytes_per_token=KV_BYTES, flops_per_pair=FLOPS_PER_PAIR
+    )
+    info = scripted_info(num_blocks=4096, max_model_len=32_768)
+    return replace(
+        info,
+        attention=(group,),
+        weight_bytes=10_000_000,
+        runs_ahead=runs_ahead,
+        graph_sizes=graph_sizes,
+    )

@@ -314,6 +314,7 @@ async def _requests(
             sampling=_NO_ANSWER,
             arrival_s=received.arrival_s,
             priority=fields.priority or 0,
+            tenant=received.client,
             cache_salt=salted(received.tenant, fields.cache_salt),
             pooling=model.pooler.pooling,
         )

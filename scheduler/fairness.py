@@ -1,0 +1,197 @@
+"""`FairQueue`: the tenant that was served least is next, so that a flood of one delays no other.
+
+Each tenant has a counter of what was computed for it, and the waiting sequence of the least counter
+is admitted (the virtual token counter of Sheng et al. 2024, arXiv:2401.00588). An output token
+counts as two prompt tokens, since it takes a step of its own; a cached one as next to nothing. What
+is computed again after a preemption is not charged. A tenant that comes back after a pause has at
+least the least counter of those that stayed: nobody saves up service.
+"""
+
+import heapq
+from collections.abc import Iterable
+
+from penstock.scheduler.config import Policy
+from penstock.scheduler.policy import OrderedQueue, PriorityQueue, WaitingQueue
+from penstock.scheduler.sequence import Sequence
+
+PROMPT_TOKEN = 1.0
+OUTPUT_TOKEN = 2.0
+CACHED_TOKEN = 0.1
+
+# Tenants without requests whose counters are remembered. Those with the least are forgotten first:
+# they would be lifted the furthest.
+_MAX_IDLE = 4096
+_INDEX_EVERY_S = 1.0
+_HALF_LIFE_S = 60.0  # of the service that the fairness index is about
+
+
+class Tenant:
+    """Those requests that share one counter. recent: the service of the last minute or so."""
+
+    __slots__ = ("counter", "name", "num_open", "num_running", "recent", "waiting", "was_waiting")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counter = self.recent = 0.0
+        self.num_open = self.num_running = 0
+        self.waiting = OrderedQueue(lambda _: 0)
+        self.was_waiting = False
+
+    def charge(self, service: float) -> None:
+        self.counter += service
+        self.recent += service
+
+
+class FairQueue(WaitingQueue):
+    """Waiting sequences, and the counters of their tenants."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        self._active: dict[str, Tenant] = {}  # those with open requests
+        # The counter when the entry was made, which is at most what it is now.
+        self._heap: list[tuple[float, int, Tenant]] = []
+        self._num_entries = 0
+        self._num_waiting = 0
+        self._last_counter = 0.0  # of the tenant that left last
+        self._looked_s: float | None = None
+        self.index = 1.0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def tenant_of(self, sequence: Sequence) -> Tenant:
+        return self._active[sequence.request.tenant]
+
+    def counter_of(self, sequence: Sequence) -> float:
+        return self._active[sequence.request.tenant].counter
+
+    # How requests come and go.
+
+    def open(self, name: str, num_sequences: int) -> None:
+        """A request of this tenant arrives."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = Tenant(name)
+        if not tenant.num_open:
+            least = min((each.counter for each in self._active.values()), default=None)
+            lifted_to = self._last_counter if least is None else least
+            tenant.counter = max(tenant.counter, lifted_to)
+            self._active[name] = tenant
+        tenant.num_open += num_sequences
+
+    def close(self, name: str, num_sequences: int = 1) -> None:
+        """Sequences of this tenant have ended."""
+        tenant = self._active[name]
+        tenant.num_open -= num_sequences
+        if not tenant.num_open:
+            del self._active[name]
+            self._last_counter = tenant.counter
+            if len(self._tenants) - len(self._active) > _MAX_IDLE:
+                self._forget()
+
+    def _forget(self) -> None:
+        idle = [each for each in self._tenants.values() if each.name not in self._active]
+        idle.sort(key=lambda each: each.counter)
+        for tenant in idle[: len(idle) // 2]:
+            del self._tenants[tenant.name]
+
+    # The queue.
+
+    def push(self, sequence: Sequence) -> None:
+        tenant = self.tenant_of(sequence)
+        tenant.waiting.push(sequence)
+        self._num_waiting += 1
+        self._enter(tenant)
+
+    def peek(self) -> Sequence | None:
+        heap = self._heap
+        while heap:
+            counter, _, tenant = heap[0]
+            first = tenant.waiting.peek()
+            if first is not None and counter == tenant.counter:
+                return first
+            heapq.heappop(heap)
+            if first is not None:
+                self._enter(tenant)
+        return None
+
+    def remove(self, sequence: Sequence) -> None:
+        self.tenant_of(sequence).waiting.remove(sequence)
+        self._num_waiting -= 1
+
+    def are_ahead(self, sequence: Sequence) -> Iterable[Sequence]:
+        """Those of the same tenant that are older, and of every other as many as will be served
+        meanwhile: as many as those, if all ask for alike."""
+        own = self.tenant_of(sequence)
+        ahead = list(own.waiting.are_ahead(sequence))
+        yield from ahead
+        for tenant in self._active.values():
+            if tenant is not own:
+                of_other = sorted(tenant.waiting, key=lambda each: each.order)
+                lead = tenant.counter < own.counter
+                yield from of_other[: len(ahead) + lead]
+
+    def _enter(self, tenant: Tenant) -> None:
+        self._num_entries += 1
+        heapq.heappush(self._heap, (tenant.counter, self._num_entries, tenant))
+        if len(self._heap) > 2 * self._num_waiting + 64:
+            self._heap = []
+            for each in self._active.values():
+                if len(each.waiting):
+                    self._num_entries += 1
+                    heapq.heappush(self._heap, (each.counter, self._num_entries, each))
+
+    # Running sequences.
+
+    def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Those of the tenant that was served least first."""
+        return sorted(running, key=self.counter_of)
+
+    def victim(self, running: Iterable[Sequence]) -> Sequence:
+        """The sequence to preempt: of the tenant that was served most, the cheapest to recompute.
+
+        The last to be preempted is the one with most computed tokens of the tenant that was served
+        least, so it always continues."""
+        return min(running, key=lambda seq: (-self.counter_of(seq), seq.num_computed, -seq.order))
+
+    def in_place_of(self, running: Iterable[Sequence], sequence: Sequence) -> Sequence | None:
+        """One that must leave for this one to be admitted, since its tenant holds more than an
+        equal share of what runs, and this one's would still hold no more than that. None where
+        there is none."""
+        every = list(running)
+        share = len(every) / len(self._active)
+        if self.tenant_of(sequence).num_running + 1 > share:
+            return None
+        greedy = [each for each in every if self.tenant_of(each).num_running > share]
+        return self.victim(greedy) if greedy else None
+
+    # The fairness index.
+
+    def look(self, now: float) -> None:
+        """Renews the index, once a second: Jain's (1984), of the recent service of the tenants that
+        had to wait. 1 is equal service, 1 / n is all for one of n."""
+        if self._looked_s is not None and now - self._looked_s < _INDEX_EVERY_S:
+            return
+        elapsed_s = 0.0 if self._looked_s is None else now - self._looked_s
+        self._looked_s = now
+        fade = 0.5 ** (elapsed_s / _HALF_LIFE_S)
+        waited = []
+        for tenant in self._active.values():
+            tenant.recent *= fade
+            is_waiting = len(tenant.waiting) > 0
+            if is_waiting and tenant.was_waiting:
+                waited.append(tenant.recent)
+            tenant.was_waiting = is_waiting
+        squares = len(waited) * sum(each**2 for each in waited)
+        self.index = sum(waited) ** 2 / squares if squares else 1.0
+
+
+def queue_for(policy: Policy) -> WaitingQueue:
+    """The queue of a policy."""
+    match policy:
+        case Policy.FCFS:
+            return WaitingQueue()
+        case Policy.PRIORITY:
+            return PriorityQueue()
+        case Policy.FAIR:
+            return FairQueue()

@@ -1,0 +1,153 @@
+"""The fair policy: tenants that ask for more than there is get equal shares."""
+
+from collections import Counter
+
+from penstock.scheduler.config import Policy, SchedulerConfig
+from penstock.scheduler.fairness import FairQueue
+from penstock.scheduler.types import FinishReason
+from tests.support.scheduling import Driver, make_request
+
+
+def make_driver(*, num_blocks: int = 400, max_num_seqs: int = 4, budget: int = 32) -> Driver:
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        policy=Policy.FAIR,
+        enable_prefix_caching=False,
+    )
+    return Driver(num_blocks=num_blocks, block_size=4, max_model_len=100, config=config)
+
+
+def flood(driver: Driver, tenant: str, num: int, *, prompt: int = 20, max_tokens: int = 10) -> None:
+    for index in range(num):
+        name = f"{tenant}{index}"
+        driver.scheduler.add(make_request(name, prompt, max_tokens=max_tokens, tenant=tenant))
+
+
+def fair(driver: Driver) -> FairQueue:
+    assert driver.scheduler._fair is not None
+    return driver.scheduler._fair
+
+
+def num_ended(driver: Driver) -> Counter[str]:
+    return Counter(name[0] for name, _ in driver.finishes)
+
+
+def test_two_floods_get_equal_shares_whoever_came_first() -> None:
+    driver = make_driver()
+    flood(driver, "a", 60)
+    flood(driver, "b", 60)
+    for _ in range(120):
+        driver.step()
+    ended = num_ended(driver)
+    assert ended["a"] >= 10 and abs(ended["a"] - ended["b"]) <= 3
+    counters = [tenant.counter for tenant in fair(driver)._active.values()]
+    # Sheng et al. 2024, theorem 4.8, of tenants that always have something waiting.
+    assert abs(counters[0] - counters[1]) <= 2 * max(20, 2 * 4 * 10)
+
+
+def test_an_output_token_counts_as_two_prompt_tokens() -> None:
+    """So that prompts alone get more of them than answers do."""
+    driver = make_driver(max_num_seqs=8)
+    flood(driver, "p", 300, prompt=39, max_tokens=1)
+    flood(driver, "o", 300, prompt=1, max_tokens=40)
+    for _ in range(150):
+        driver.step()
+    counters = {name: tenant.counter for name, tenant in fair(driver)._active.items()}
+    assert abs(counters["p"] - counters["o"]) < 0.2 * counters["p"]
+
+
+def test_a_newcomer_is_admitted_before_what_a_flood_has_waiting() -> None:
+    driver = make_driver()
+    flood(driver, "a", 50)
+    for _ in range(10):
+        driver.step()
+    flood(driver, "b", 1, prompt=8, max_tokens=3)
+    for _ in range(6):
+        driver.step()
+    assert num_ended(driver)["b"] == 1
+    assert driver.scheduler.num_waiting > 30
+
+
+def test_a_newcomers_prompt_is_computed_before_the_rest_of_long_ones() -> None:
+    driver = make_driver(budget=8)
+    flood(driver, "a", 3, prompt=80)
+    driver.step()
+    flood(driver, "b", 1, prompt=8, max_tokens=1)
+    for _ in range(2):
+        driver.step()
+    assert num_ended(driver)["b"] == 1
+
+
+def test_a_newcomer_takes_a_slot_from_one_who_holds_more_than_an_equal_share() -> None:
+    driver = make_driver(max_num_seqs=4)
+    flood(driver, "a", 8, max_tokens=70)
+    for _ in range(5):
+        driver.step()
+    flood(driver, "b", 4, prompt=8, max_tokens=60)
+    for _ in range(8):
+        driver.step()
+    running = {name: tenant.num_running for name, tenant in fair(driver)._active.items()}
+    assert running == {"a": 2, "b": 2}
+    assert driver.scheduler.stats().preemptions_total == 2
+    for _ in range(20):
+        driver.step()
+    assert driver.scheduler.stats().preemptions_total == 2  # nobody is above its share
+
+
+def test_one_who_comes_back_has_saved_nothing_up() -> None:
+    driver = make_driver()
+    flood(driver, "a", 1)
+    driver.run()
+    flood(driver, "b", 40)
+    for _ in range(80):
+        driver.step()
+    served = fair(driver)._active["b"].counter
+    driver.scheduler.add(make_request("again", 20, tenant="a"))
+    assert fair(driver)._active["a"].counter == served > 100
+
+
+def test_what_is_computed_again_is_not_charged() -> None:
+    driver = make_driver(num_blocks=26, max_num_seqs=4)
+    flood(driver, "a", 6, prompt=20, max_tokens=20)
+    driver.run()
+    assert driver.scheduler.stats().recomputed_tokens_total > 0
+    # A prompt's first output is of its last chunk, and so is one after a preemption.
+    num_preemptions = driver.scheduler.stats().preemptions_total
+    computed = 6 * (20 + 2 * 20)
+    assert computed - 12 <= fair(driver)._tenants["a"].counter <= computed + num_preemptions
+
+
+def test_tokens_that_an_aborted_answer_did_not_have_are_not_charged() -> None:
+    driver = make_driver()
+    flood(driver, "a", 1, prompt=20, max_tokens=50)
+    for _ in range(6):
+        driver.step()
+    driver.record(driver.scheduler.abort(make_request("a0", 1).id))
+    assert driver.finishes["a0", 0][0].reason is FinishReason.ABORT
+    assert fair(driver)._tenants["a"].counter < 20 + 2 * 8
+
+
+def test_the_index_tells_a_share_of_all_from_an_equal_one() -> None:
+    queue = FairQueue()
+    for name in "ab":
+        queue.open(name, 1)
+    driver = make_driver(max_num_seqs=1)
+    flood(driver, "a", 50)
+    flood(driver, "b", 50)
+    for _ in range(300):
+        driver.step()
+        driver.now += 0.05
+    assert driver.scheduler.stats().fairness_index is not None
+    assert 0.9 < fair(driver).index <= 1.0
+    fair(driver)._active["a"].recent *= 50
+    fair(driver).look(driver.now + 2)
+    assert fair(driver).index < 0.6
+
+
+def test_many_keys_that_came_once_are_forgotten() -> None:
+    queue = FairQueue()
+    for index in range(20_000):
+        queue.open(str(index), 1)
+        queue.close(str(index))
+    assert len(queue._tenants) < 5000 and not queue._active
