@@ -78,9 +78,10 @@ class EngineConfig:
     max_model_len from config.json, block_size 16 on CPU and 64 on CUDA, kv_cache_memory_bytes a
     quarter of the free memory on CPU and what gpu_memory_utilization leaves on CUDA, num_threads
     all cores; and weights as they are stored for quantization. quantization_report: compare the
-    quantized model with the unquantized one, and log the figures. gpu_memory_utilization: the share
-    of a GPU's memory that may be used, by other processes too. enforce_eager: no CUDA graphs; the
-    kernels of a step are launched one by one. log_level, log_format: of the engine process.
+    quantized model with the unquantized one, and log the figures. language_model_only: it is known
+    that of a model of text and images only the text model is served. gpu_memory_utilization: the
+    share of a GPU's memory that may be used, by other processes too. enforce_eager: no CUDA graphs;
+    the kernels of a step are launched one by one. log_level, log_format: of the engine process.
     calibration: a file of penstock calibrate, from which steps are predicted until enough have run.
     max_engine_restarts: how often within ten minutes a process that ended is replaced.
     stall_timeout_s: see `penstock.engine.ipc.stall`.
@@ -97,6 +98,7 @@ class EngineConfig:
     load_format: LoadFormat = LoadFormat.AUTO
     quantization: Quantization | None = None
     quantization_report: bool = False
+    language_model_only: bool = False
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     max_model_len: int | None = None
     block_size: int | None = None

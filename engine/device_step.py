@@ -42,7 +42,10 @@ class DeviceStep:
 class Rotation:
     """What turns a layer's projection into queries, keys and values.
 
-    cos, sin: (max_positions, head_dim / 2) float32. query_norm, key_norm: (head_dim,), or None.
+    cos, sin: (max_positions, head_dim / 2) float32, of which one row may stand for all. query_norm,
+    key_norm: (head_dim,), or None. query_factors: (max_positions,) float32, what queries are
+    multiplied by, or None. rotary_dim: of a head's dimensions, those that are rotated, the first;
+    None for all.
     """
 
     cos: Tensor
@@ -50,3 +53,5 @@ class Rotation:
     query_norm: Tensor | None
     key_norm: Tensor | None
     eps: float
+    query_factors: Tensor | None = None
+    rotary_dim: int | None = None

@@ -159,6 +159,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             load_format=LoadFormat(options.load_format),
             quantization=options.quantization,
             quantization_report=options.quantization_report,
+            language_model_only=options.language_model_only,
             attention_backend=AttentionBackend(options.attention_backend),
             max_model_len=options.max_model_len,
             block_size=options.block_size,

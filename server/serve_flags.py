@@ -185,6 +185,12 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         "start, and log the figures; else those of the start that rounded the weights count "
         "(default: off)",
     )
+    flag(
+        "--language-model-only",
+        action="store_true",
+        help="of a model of text and images, serve the text model, as in vLLM; without it the same "
+        "is done with a warning, as encoders of images are not supported (default: off)",
+    )
     _add_choice(
         group,
         "--attention-backend",

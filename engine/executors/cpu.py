@@ -24,6 +24,7 @@ from penstock.engine.executors.loading import (
     check_quantization,
     choose_dtype,
     describe,
+    log_text_only,
     log_widening,
     reading,
     weight_bytes,
@@ -92,6 +93,7 @@ class CpuExecutor:
 
         make_linear = cpu_linear(self._dtype) if library is None else PlainLinear
         kept = AsStored(() if library is None else FORMATS)
+        log_text_only(config, model)
         log_widening(model, self._dtype, kept)
         # Before the weights are read, so that a model that does not fit is reported at once.
         plan = quantization_plan(config.quantization, model, self._dtype)

@@ -101,6 +101,17 @@ def weight_source(
     return Counted(Widened(source, empty, make_linear, kept), phases)
 
 
+def log_text_only(config: EngineConfig, model: ModelConfig) -> None:
+    """Says that images are refused, to those who may expect otherwise."""
+    if model.is_wrapped and not config.language_model_only:
+        logger.warning(
+            "%s is a model of text and images, of which the text model alone is served: its "
+            "encoders are not loaded, and requests with images get 400; --language-model-only says "
+            "that this is wanted",
+            config.model,
+        )
+
+
 def log_widening(model: ModelConfig, dtype: torch.dtype, kept: Kept) -> None:
     """Says what it costs that layers which are not kept are made plain."""
     if model.quantization is not None and model.has_widened(kept.num_bytes):

@@ -1,4 +1,4 @@
-"""SiLU(gate) * up, the gated activation of the feed-forward layer."""
+"""activation(gate) * up of the feed-forward layer, where the activation is SiLU or GELU."""
 
 import triton
 import triton.language as tl
@@ -10,14 +10,14 @@ from penstock.engine.kernels.sizes import ceil_div
 _BLOCK = 1024
 
 
-def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+def silu_mul(gate_up: Tensor, out: Tensor, *, is_gelu: bool = False) -> None:
     """out = silu(gate) * up, of gate_up (T, 2 * mlp) with the gate first: (T, mlp).
 
-    Source: Shazeer 2020, SwiGLU (arXiv:2002.05202).
+    is_gelu: GELU by tanh in its place. Source: Shazeer 2020, SwiGLU and GEGLU (arXiv:2002.05202).
     """
     num_tokens, mlp = out.shape
     grid = (num_tokens, ceil_div(mlp, _BLOCK))
-    _silu_mul[grid](gate_up, out, mlp, BLOCK=_BLOCK, num_warps=4, **overlapped())
+    _silu_mul[grid](gate_up, out, mlp, IS_GELU=is_gelu, BLOCK=_BLOCK, num_warps=4, **overlapped())
 
 
 @triton.jit
@@ -26,7 +26,13 @@ def silu(x):
 
 
 @triton.jit
-def _silu_mul(gate_up, out, mlp, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gelu(x):
+    """By tanh: x times a sigmoid too, as (1 + tanh(y / 2)) / 2 = 1 / (1 + exp(-y))."""
+    return x / (1.0 + tl.exp(-x * (1.5957691216057308 + 0.07135481627159544 * x * x)))
+
+
+@triton.jit
+def _silu_mul(gate_up, out, mlp, IS_GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -35,5 +41,6 @@ def _silu_mul(gate_up, out, mlp, BLOCK: tl.constexpr, PDL: tl.constexpr):
     up = tl.load(gate_up + row * 2 * mlp + mlp + column, mask=mask, other=0.0)
     kind = out.dtype.element_ty
     # Rounded in between, as two separate operators would.
-    active = silu(gate).to(kind).to(tl.float32) * up.to(tl.float32)
+    activated = _gelu(gate) if IS_GELU else silu(gate)
+    active = activated.to(kind).to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * mlp + column, active.to(kind), mask=mask)

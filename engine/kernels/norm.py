@@ -8,33 +8,43 @@ from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import next_power_of_2
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, normed: Tensor) -> None:
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    normed: Tensor,
+    *,
+    post: Tensor | None = None,
+) -> None:
     """residual += x; normed = residual / rms(residual) * weight. All (T, hidden) but weight.
 
-    The sum is rounded to the residual's type before the norm, as with two separate operators.
-    Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+    weight: None leaves normed as it is. post: of a norm of x itself, before it is added; None where
+    there is none. The sum is rounded to the residual's type before the norm, as with two separate
+    operators. Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
     num_tokens, hidden = residual.shape
     _add_rms_norm[(num_tokens,)](
-        x, residual, weight, normed, eps, hidden,
+        x, residual, post, weight, normed, eps, hidden,
         SIZE=next_power_of_2(hidden), num_warps=_num_warps(hidden), **overlapped(),
     )  # fmt: skip
 
 
-def embed(token_ids: Tensor, embedding: Tensor, residual: Tensor) -> None:
-    """residual[i] = embedding[token_ids[i]]: (T, hidden)."""
+def embed(token_ids: Tensor, embedding: Tensor, residual: Tensor, multiplier: float = 1.0) -> None:
+    """residual[i] = embedding[token_ids[i]] * multiplier: (T, hidden)."""
     num_tokens, hidden = residual.shape
     _embed[(num_tokens,)](
-        token_ids, embedding, residual, hidden,
+        token_ids, embedding, residual, hidden, None if multiplier == 1 else multiplier,
         SIZE=next_power_of_2(hidden), num_warps=_num_warps(hidden), **overlapped(),
     )  # fmt: skip
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, normed: Tensor) -> None:
-    """normed = x / rms(x) * weight: (T, hidden)."""
+    """normed = x / rms(x) * weight: (T, hidden), or columns of wider tensors; they may be the
+    same."""
     num_tokens, hidden = x.shape
     _rms_norm[(num_tokens,)](
-        x, weight, normed, eps, hidden,
+        x, weight, normed, eps, hidden, x.stride(0), normed.stride(0),
         SIZE=next_power_of_2(hidden), num_warps=_num_warps(hidden), **overlapped(),
     )  # fmt: skip
 
@@ -52,40 +62,52 @@ def _normed(x, weight, eps, hidden):
 
 
 @triton.jit
-def _add_rms_norm(x, residual, weight, normed, eps, hidden, SIZE: tl.constexpr, PDL: tl.constexpr):
+def _add_rms_norm(
+    x, residual, post, weight, normed, eps, hidden, SIZE: tl.constexpr, PDL: tl.constexpr
+):
     wait_for_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, SIZE)
     mask = column < hidden
     kind = residual.dtype.element_ty
     total = tl.load(residual + row + column, mask=mask, other=0.0).to(tl.float32)
-    total += tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
+    change = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
+    if post is not None:
+        p = tl.load(post + column, mask=mask, other=0.0)
+        change = _normed(change, p, eps, hidden).to(kind).to(tl.float32)
+    total += change
     total = total.to(kind)
     tl.store(residual + row + column, total, mask=mask)
-    w = tl.load(weight + column, mask=mask, other=0.0)
-    tl.store(
-        normed + row + column, _normed(total.to(tl.float32), w, eps, hidden).to(kind), mask=mask
-    )
+    if weight is not None:
+        w = tl.load(weight + column, mask=mask, other=0.0)
+        result = _normed(total.to(tl.float32), w, eps, hidden).to(kind)
+        tl.store(normed + row + column, result, mask=mask)
 
 
 @triton.jit
-def _rms_norm(x, weight, normed, eps, hidden, SIZE: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm(
+    x, weight, normed, eps, hidden, x_stride, stride, SIZE: tl.constexpr, PDL: tl.constexpr
+):
     wait_for_kernels_before(PDL)
-    row = tl.program_id(0).to(tl.int64) * hidden
+    row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)
     mask = column < hidden
     kind = normed.dtype.element_ty
-    values = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(weight + column, mask=mask, other=0.0)
-    tl.store(normed + row + column, _normed(values, w, eps, hidden).to(kind), mask=mask)
+    tl.store(normed + row * stride + column, _normed(values, w, eps, hidden).to(kind), mask=mask)
 
 
 @triton.jit
-def _embed(token_ids, embedding, residual, hidden, SIZE: tl.constexpr, PDL: tl.constexpr):
+def _embed(
+    token_ids, embedding, residual, hidden, multiplier, SIZE: tl.constexpr, PDL: tl.constexpr
+):
     wait_for_kernels_before(PDL)
     token = tl.program_id(0)
     column = tl.arange(0, SIZE)
     mask = column < hidden
     token_id = tl.load(token_ids + token).to(tl.int64)
     values = tl.load(embedding + token_id * hidden + column, mask=mask)
+    if multiplier is not None:
+        values = (values.to(tl.float32) * multiplier).to(residual.dtype.element_ty)
     tl.store(residual + token.to(tl.int64) * hidden + column, values, mask=mask)

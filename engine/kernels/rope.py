@@ -31,14 +31,15 @@ def rotate_and_store(
     keys: KVPages,
     values: KVPages,
     query: Tensor,
+    query_factors: Tensor | None = None,
+    rotary_dim: int | None = None,
 ) -> None:
     """Writes each token's rotated query, and its key and value to their slots in the pool.
 
     qkv: (T, (num_heads + 2 * num_kv_heads) * head_dim). positions: (T,) int32; kv_slots: (T,)
-    int64, as in `ModelInput`. cos, sin: (max_positions, head_dim / 2) float32. query_norm,
-    key_norm: (head_dim,) or None. keys, values: one layer of the pool, written. query: (T,
-    num_heads, head_dim), written. Source: Su et al. 2021 (arXiv:2104.09864), in pairs (i, i +
-    head_dim / 2).
+    int64, as in `ModelInput`. cos, sin, query_norm, key_norm, query_factors, rotary_dim: as in
+    `Rotation`. keys, values: one layer of the pool, written. query: (T, num_heads, head_dim),
+    written. Source: Su et al. 2021 (arXiv:2104.09864), in pairs (i, i + rotary_dim / 2).
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[2]
@@ -58,12 +59,15 @@ def rotate_and_store(
         key_scales,
         value_scales,
         query,
+        query_factors,
         eps,
+        cos.stride(0),
         HAS_NORM=has_norm,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=keys.shape[1],
         HEAD_DIM=head_dim,
+        ROTARY_DIM=rotary_dim or head_dim,
         HALF=next_power_of_2(head_dim // 2),
         HEADS=_HEADS,
         num_warps=1,
@@ -85,12 +89,15 @@ def _rotate_and_store(
     key_scales,
     value_scales,
     query,
+    query_factors,
     eps,
+    angles_stride,
     HAS_NORM: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     PDL: tl.constexpr,
@@ -102,11 +109,17 @@ def _rotate_and_store(
     is_pair = pair < HEAD_DIM // 2
     is_there = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_pair[None, :]
     kind = query.dtype.element_ty
+    # The dimensions of a pair. Those that are not rotated make pairs too, whose angle is 0.
+    first = pair
+    second = pair + HEAD_DIM // 2
+    if ROTARY_DIM < HEAD_DIM:
+        is_rotated = pair < ROTARY_DIM // 2
+        first = tl.where(is_rotated, pair, pair + ROTARY_DIM // 2)
+        second = tl.where(is_rotated, pair + ROTARY_DIM // 2, second)
 
     source = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * HEAD_DIM
-    source = source + pair[None, :]
-    left = tl.load(source, mask=is_there, other=0.0).to(tl.float32)
-    right = tl.load(source + HEAD_DIM // 2, mask=is_there, other=0.0).to(tl.float32)
+    left = tl.load(source + first[None, :], mask=is_there, other=0.0).to(tl.float32)
+    right = tl.load(source + second[None, :], mask=is_there, other=0.0).to(tl.float32)
     is_query = (head < NUM_HEADS)[:, None]
     is_key = (head >= NUM_HEADS)[:, None] & (head < NUM_HEADS + NUM_KV_HEADS)[:, None]
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
@@ -116,29 +129,36 @@ def _rotate_and_store(
     if HAS_NORM:
         square = tl.sum(left * left, 1) + tl.sum(right * right, 1)
         scale = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
-        q_left = tl.load(query_norm + pair, mask=is_pair, other=0.0).to(tl.float32)
-        q_right = tl.load(query_norm + HEAD_DIM // 2 + pair, mask=is_pair, other=0.0).to(tl.float32)
-        k_left = tl.load(key_norm + pair, mask=is_pair, other=0.0).to(tl.float32)
-        k_right = tl.load(key_norm + HEAD_DIM // 2 + pair, mask=is_pair, other=0.0).to(tl.float32)
-        left = (left * scale).to(kind).to(tl.float32)
-        right = (right * scale).to(kind).to(tl.float32)
+        q_left = tl.load(query_norm + first, mask=is_pair, other=0.0).to(tl.float32)
+        q_right = tl.load(query_norm + second, mask=is_pair, other=0.0).to(tl.float32)
+        k_left = tl.load(key_norm + first, mask=is_pair, other=0.0).to(tl.float32)
+        k_right = tl.load(key_norm + second, mask=is_pair, other=0.0).to(tl.float32)
+        left = (left * scale).to(query_norm.dtype.element_ty).to(tl.float32)
+        right = (right * scale).to(query_norm.dtype.element_ty).to(tl.float32)
         left = (left * tl.where(is_query, q_left[None, :], k_left[None, :])).to(kind).to(tl.float32)
         right = (right * tl.where(is_query, q_right[None, :], k_right[None, :])).to(kind)
         right = right.to(tl.float32)
 
-    angle = tl.load(positions + token).to(tl.int64) * (HEAD_DIM // 2) + pair
+    position = tl.load(positions + token).to(tl.int64)
+    angle = position * angles_stride + pair
     c = tl.load(cos + angle, mask=is_pair, other=0.0)[None, :]
     s = tl.load(sin + angle, mask=is_pair, other=0.0)[None, :]
-    rotated_left = (left * c - right * s).to(kind)
-    rotated_right = (right * c + left * s).to(kind)
+    left_turned = left * c - right * s
+    right_turned = right * c + left * s
+    if query_factors is not None:
+        factor = tl.where(is_query, tl.load(query_factors + position), 1.0)
+        left_turned *= factor
+        right_turned *= factor
+    rotated_left = left_turned.to(kind)
+    rotated_right = right_turned.to(kind)
     if kind == tl.float16:
         # NaN for what it cannot hold, as in penstock.engine.models.layers.rotary.
         rotated_left += rotated_left - rotated_left
         rotated_right += rotated_right - rotated_right
 
-    target = query + (token * NUM_HEADS + head)[:, None] * HEAD_DIM + pair[None, :]
-    tl.store(target, rotated_left, mask=is_there & is_query)
-    tl.store(target + HEAD_DIM // 2, rotated_right, mask=is_there & is_query)
+    target = query + (token * NUM_HEADS + head)[:, None] * HEAD_DIM
+    tl.store(target + first[None, :], rotated_left, mask=is_there & is_query)
+    tl.store(target + second[None, :], rotated_right, mask=is_there & is_query)
     slot = tl.load(kv_slots + token)
     row = slot * NUM_KV_HEADS
     key_left = rotated_left
@@ -166,9 +186,9 @@ def _rotate_and_store(
         place = scale_offsets(slot, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
         of_value = (kv_head >= 0) & (kv_head < NUM_KV_HEADS)
         tl.store(value_scales + place, size, mask=of_value)
-    target = keys + (row + head - NUM_HEADS)[:, None] * HEAD_DIM + pair[None, :]
-    tl.store(target, key_left, mask=is_there & is_key)
-    tl.store(target + HEAD_DIM // 2, key_right, mask=is_there & is_key)
-    target = values + (row + head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_DIM + pair[None, :]
-    tl.store(target, value_left, mask=is_there & is_value)
-    tl.store(target + HEAD_DIM // 2, value_right, mask=is_there & is_value)
+    target = keys + (row + head - NUM_HEADS)[:, None] * HEAD_DIM
+    tl.store(target + first[None, :], key_left, mask=is_there & is_key)
+    tl.store(target + second[None, :], key_right, mask=is_there & is_key)
+    target = values + (row + head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_DIM
+    tl.store(target + first[None, :], value_left, mask=is_there & is_value)
+    tl.store(target + second[None, :], value_right, mask=is_there & is_value)

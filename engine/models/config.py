@@ -1,60 +1,49 @@
 """A model's config.json in one form for all families. Imports no tensors."""
 
 import dataclasses
-import json
 import logging
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
-from penstock.engine.models.formats import EXPERTS, unsupported_family
-from penstock.engine.models.json_file import Fields, read_object, shown, shown_json
+from penstock.engine.models.families import FAMILIES, Head, find_family
+from penstock.engine.models.json_file import Fields, is_number, read_object, shown
+from penstock.engine.models.keys import check_keys
 from penstock.engine.models.quantization.config import QuantizationConfig
 from penstock.engine.models.quantization.parse import read_quantization
 from penstock.engine.models.quantization.schemes import KeptBytes, Scheme
+from penstock.engine.models.rope import RopeConfig, check_neutral, longest_sequence
+from penstock.engine.models.tensor_names import tensor_names, text_model_name
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding: the base, and how its frequencies are scaled.
-
-    kind `default` uses theta alone. `linear` divides every frequency by factor. `llama3` divides
-    only the low ones, with a ramp between the two wavelengths that low_freq_factor and
-    high_freq_factor set. `yarn` uses a ramp over the dimensions instead (its ends are integers if
-    truncate), and multiplies cosines and sines by attention_factor. `longrope` divides each
-    frequency by its own of `divisors`.
-    """
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_positions: int = 0
-    attention_factor: float = 1.0
-    truncate: bool = True
-    divisors: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer like Llama: RMSNorm, rotary positions, gated SiLU.
+    """A decoder-only transformer like Llama: RMSNorm, rotary positions, a gated MLP.
 
-    windows: for each layer, how many positions a token attends to, its own included, or None for
-    all before it. quantization: None where all weights are plain. Fields with a default are
-    `features`, in which families differ; a path that computes the layers itself names those that it
-    knows, and refuses models with others.
+    is_wrapped: whether it is the text model of a model of text and images. has_fused_names: see
+    `Family`. windows: for each layer, how many positions a token attends to, its own included, or
+    None for all before it. quantization: None where all weights are plain.
+
+    Fields with a default are `features`, in which families differ; a path that computes the layers
+    itself names those that it knows, and refuses models with others.
+
+    qk_norm: of each head of queries and keys; of all heads together with whole_qk_norm. pre_norms,
+    post_norms: of what attention and the MLP read, and of what they give before it is added.
+    norm_offset: added to a norm's weight, which is then, as with wide_norms, multiplied in float32.
+    layer_ropes: of each layer, None for one without rotary positions, where not all have `rope`.
+    rotary_dim: how many dimensions of a head are rotated, where not all are. query_scaling: see
+    `RopeSettings`. attention_scale: of scores, where it is not head_dim ** -0.5.
     """
 
     family: str
+    is_wrapped: bool
+    has_fused_names: bool
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -73,6 +62,18 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False
+    pre_norms: bool = True
+    post_norms: bool = False
+    wide_norms: bool = False
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    rotary_dim: int | None = None
+    query_scaling: tuple[float, int] | None = None
+    attention_scale: float | None = None
+    embedding_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
 
     @property
     def features(self) -> frozenset[str]:
@@ -113,6 +114,13 @@ class ModelConfig:
         """(out_features, in_features) of one layer's matrices, by their names in a checkpoint."""
         hidden, mlp = self.hidden_size, self.intermediate_size
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if self.has_fused_names:
+            return {
+                "self_attn.qkv_proj": (query + 2 * key, hidden),
+                "self_attn.o_proj": (hidden, query),
+                "mlp.gate_up_proj": (2 * mlp, hidden),
+                "mlp.down_proj": (hidden, mlp),
+            }
         return {
             "self_attn.q_proj": (query, hidden),
             "self_attn.k_proj": (key, hidden),
@@ -131,10 +139,12 @@ class ModelConfig:
     @property
     def num_layer_vectors(self) -> int:
         """Elements of one layer's norms and biases."""
-        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        num_heads = self.num_heads + self.num_kv_heads
+        qkv = (num_heads + self.num_kv_heads) * self.head_dim
+        of_heads = (num_heads if self.whole_qk_norm else 2) * self.head_dim * self.qk_norm
         return (
-            2 * self.hidden_size
-            + 2 * self.head_dim * self.qk_norm
+            2 * self.hidden_size * (self.pre_norms + self.post_norms)
+            + of_heads
             + qkv * self.qkv_bias
             + self.hidden_size * self.output_bias
             + (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
@@ -202,14 +212,15 @@ class ModelConfig:
 
         model_dir: or a GGUF file.
         """
-        fields = Fields.read(model_dir / "config.json")
-        family = _family(fields)
-        quantization = read_quantization(fields, model_dir)
-        for name in ("hidden_act", "hidden_activation"):
-            if fields.text(name) not in ("silu", "swish", None):
-                raise InvalidModel(
-                    f"{fields.path} has {name} {shown(fields.get(name))}; only 'silu' is supported"
-                )
+        outer = Fields.read(model_dir / "config.json")
+        name, text = find_family(outer)
+        family = FAMILIES[name]
+        is_wrapped = text is not outer
+        fields = text.with_defaults(family.defaults)
+        quantization = read_quantization(outer, model_dir)
+        if is_wrapped and quantization is not None:
+            quantization = quantization.renamed(text_model_name)
+        _check_activation(fields, family.activation)
         if not fields.flag("is_causal", default=True):
             raise InvalidModel(
                 f"{fields.path} has is_causal: false, so tokens also attend to later ones, which "
@@ -219,15 +230,8 @@ class ModelConfig:
         num_heads = fields.count("num_attention_heads", most=_MAX_HEADS)
         num_kv_heads = fields.count("num_key_value_heads", default=num_heads, most=_MAX_HEADS)
         hidden_size = fields.count("hidden_size", most=_MAX_WIDTH)
-        # Qwen3's heads are wider than hidden_size / num_heads: 128 by default.
-        head_dim = fields.count(
-            "head_dim",
-            default=128 if family == "qwen3" else hidden_size // num_heads,
-            most=_MAX_HEAD_DIM,
-        )
-        _check_neutral(fields, family, head_dim)
-        rope = _rope(fields, head_dim)
-        attention_bias = fields.flag("attention_bias")
+        head_dim = fields.count("head_dim", default=hidden_size // num_heads, most=_MAX_HEAD_DIM)
+        check_neutral(fields, family.computes)
         vocab_size = fields.count("vocab_size", most=_MAX_VOCABULARY)
         if num_heads % num_kv_heads:
             raise InvalidModel(
@@ -239,8 +243,19 @@ class ModelConfig:
                 f"{fields.path}: head_dim is {head_dim}; it must be even, because rotary positions "
                 "rotate pairs of dimensions"
             )
-        return cls(
-            family=family,
+        windows = family.windows(fields, num_layers)
+        flags = {
+            "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+            "activation": family.activation,
+            **family.ropes(fields, Head(head_dim, windows)),
+            **family.flags(fields),
+        }
+        if is_number(flags.get("attention_scale"), head_dim**-0.5):
+            del flags["attention_scale"]
+        config = cls(
+            family=name,
+            is_wrapped=is_wrapped,
+            has_fused_names=family.has_fused_names,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=fields.count("intermediate_size", most=_MAX_WIDTH),
@@ -248,212 +263,42 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_model_len=_max_model_len(fields, rope),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=rope,
-            windows=_FAMILIES[family].windows(fields, num_layers),
-            tied_embeddings=fields.flag("tie_word_embeddings"),
-            qkv_bias=attention_bias or family == "qwen2",
-            output_bias=attention_bias and family != "qwen2",
-            mlp_bias=fields.flag("mlp_bias"),
-            qk_norm=family == "qwen3",
-            eos_token_ids=_eos_token_ids(fields, model_dir / "generation_config.json", vocab_size),
+            max_model_len=longest_sequence(fields, flags["rope"]),
+            windows=windows,
+            tied_embeddings=_has_tied_embeddings(outer, fields, model_dir)
+            if is_wrapped
+            else fields.flag("tie_word_embeddings"),
+            eos_token_ids=_eos_token_ids(
+                fields if outer.get("eos_token_id") is None else outer,
+                model_dir / "generation_config.json",
+                vocab_size,
+            ),
             quantization=quantization,
+            **flags,
         )
+        check_keys(fields, family.without_effect, head_dim=head_dim, has_encoders=False)
+        if is_wrapped:
+            check_keys(outer, family.without_effect, head_dim=head_dim, has_encoders=True)
+        return config
 
 
-def _family(fields: Fields) -> str:
-    architectures = fields.names("architectures") or []
-    model_type = fields.text("model_type")
-    family_of = {family.architecture: name for name, family in _FAMILIES.items()}
-    for name in architectures:
-        if name in family_of:
-            return family_of[name]
-    if not architectures and model_type in _FAMILIES:
-        return str(model_type)
-    raise unsupported_family(fields, architectures, model_type, list(family_of))
-
-
-def _check_neutral(fields: Fields, family: str, head_dim: int) -> None:
-    """Refuses a key that is not understood and is not at a value that changes nothing.
-
-    transformers ignores most of these keys in our architectures; but a checkpoint that sets one was
-    trained with it.
-    """
-    neutral = _NEUTRAL | {
-        "attention_multiplier": (head_dim**-0.5,),
-        "query_pre_attn_scalar": (head_dim,),
-    }
-    for name, allowed in neutral.items():
-        value = None if name in _FAMILIES[family].understood else fields.get(name)
-        if value is not None and not any(_equals(value, each) for each in allowed):
+def _check_activation(fields: Fields, activation: str) -> None:
+    for name in ("hidden_act", "hidden_activation"):
+        if fields.text(name) not in (*_ACTIVATIONS[activation], None):
             raise InvalidModel(
-                f"{fields.path} has {name}: {shown_json(value)}, which changes what the model "
-                f"computes and is not supported; only "
-                f"{' or '.join(map(json.dumps, (None, *allowed)))} is"
+                f"{fields.path} has {name} {shown(fields.get(name))}; only "
+                f"{_ACTIVATIONS[activation][0]!r} is supported for this architecture"
             )
-    no_rope = fields.get("no_rope_layers")  # of each layer: 1 for rotary positions, 0 for none
-    if no_rope is not None and not (isinstance(no_rope, list) and all(n == 1 for n in no_rope)):
-        raise InvalidModel(
-            f"{fields.path} has no_rope_layers: {shown_json(no_rope)}, and layers without rotary "
-            "positions are not supported"
-        )
 
 
-def _equals(value: object, neutral: float) -> bool:
-    try:
-        return isinstance(value, int | float) and math.isclose(value, neutral, rel_tol=1e-6)
-    except OverflowError:  # an integer that no float can hold
-        return False
-
-
-def _rope(fields: Fields, head_dim: int) -> RopeConfig:
-    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    key, content = "rope_scaling", fields.mapping("rope_scaling")
-    if newer := fields.mapping("rope_parameters"):
-        key, content = "rope_parameters", newer
-    if any(isinstance(value, dict) for value in content.values()):
-        raise InvalidModel(
-            f"{fields.path} has rotary positions that differ between layers, which is not "
-            "supported; use a model with one rope_parameters for all layers"
-        )
-    scaling = Fields(f"{fields.path}: {key}", content)
-    theta = scaling.number("rope_theta", fields.number("rope_theta", 10_000.0))
-    if theta <= 1:  # the frequencies would not fall
-        raise InvalidModel(f"{fields.path}: 'rope_theta' must be more than 1, not {theta:g}")
-    kind = scaling.text("rope_type") or scaling.text("type") or "default"
-    for name, neutral in _NEUTRAL_ROPE.items():
-        value = scaling.get(name)
-        if value is not None and not _equals(value, neutral):
-            raise InvalidModel(
-                f"{fields.path} has rotary positions with {name}: {shown_json(value)}, which is "
-                f"not supported; only {json.dumps(neutral)} is"
-            )
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=scaling.number("factor"))
-    if kind == "llama3":
-        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-        if high <= low:
-            raise InvalidModel(
-                f"{scaling.path}: 'high_freq_factor' ({high:g}) must be more than "
-                f"'low_freq_factor' ({low:g})"
-            )
-        return RopeConfig(
-            theta=theta,
-            kind=kind,
-            factor=scaling.number("factor"),
-            low_freq_factor=low,
-            high_freq_factor=high,
-            original_max_positions=scaling.count("original_max_position_embeddings"),
-        )
-    if kind == "yarn":
-        return _yarn(fields, theta, scaling)
-    # As a GGUF file has llama3's: with factors that are the same for all lengths.
-    factors = scaling.get("long_factor")
-    if kind == "longrope" and factors and factors == scaling.get("short_factor"):
-        return _longrope(theta, scaling, head_dim)
-    raise InvalidModel(
-        f"{fields.path} has {shown(kind)} rope scaling; "
-        "supported are 'default', 'linear', 'llama3' and 'yarn'"
-    )
-
-
-def _longrope(theta: float, scaling: Fields, head_dim: int) -> RopeConfig:
-    factors = scaling.get("long_factor")
-    if (
-        not isinstance(factors, list)
-        or len(factors) != head_dim // 2
-        or not all(isinstance(each, float) and 1e-6 < each < 1e6 for each in factors)
-    ):
-        raise scaling.wrong("long_factor", f"{head_dim // 2} positive numbers", factors)
-    return RopeConfig(
-        theta=theta,
-        kind="longrope",
-        divisors=tuple(factors),
-        attention_factor=scaling.number("attention_factor"),
-    )
-
-
-def _yarn(fields: Fields, theta: float, scaling: Fields) -> RopeConfig:
-    """The defaults are those of transformers and of Peng et al. 2023 (arXiv:2309.00071)."""
-    factor = scaling.number("factor")
-    mscale, mscale_all_dim = 1.0, 0.0
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        mscale, mscale_all_dim = scaling.number("mscale"), scaling.number("mscale_all_dim")
-    growth = 0.1 * math.log(max(factor, 1.0))
-    trained = fields.count(
-        "original_max_position_embeddings", default=fields.count("max_position_embeddings")
-    )
-    return RopeConfig(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        low_freq_factor=scaling.number("beta_slow", 1.0) if scaling.get("beta_slow") else 1.0,
-        high_freq_factor=scaling.number("beta_fast", 32.0) if scaling.get("beta_fast") else 32.0,
-        original_max_positions=scaling.count("original_max_position_embeddings", default=trained),
-        attention_factor=scaling.number(
-            "attention_factor", (1 + mscale * growth) / (1 + mscale_all_dim * growth)
-        ),
-        truncate=scaling.flag("truncate", default=True),
-    )
-
-
-def _max_model_len(fields: Fields, rope: RopeConfig) -> int:
-    """With YaRN, max_position_embeddings is mostly still the length that was trained on."""
-    trained = fields.count("max_position_embeddings")
-    if rope.kind != "yarn":
-        return trained
-    longest = rope.original_max_positions * rope.factor
-    if longest > _MAX_POSITIONS:
-        raise InvalidModel(
-            f"{fields.path} has yarn rope scaling to {longest:.3g} positions; at most "
-            f"{_MAX_POSITIONS:,} are supported: lower its factor"
-        )
-    return max(trained, int(longest))
-
-
-def _all_or_none(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral: one window for every layer, or null for none. The default is that of transformers,
-    4,096 as in the first Mistral."""
-    window = 4096 if "sliding_window" not in fields else fields.get("sliding_window")
-    if window is not None:
-        window = fields.count("sliding_window", default=window)
-    _check_layer_types(fields, "full_attention" if window is None else "sliding_attention")
-    return (window,) * num_layers
-
-
-def _by_layer(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen: none unless use_sliding_window, and then in the layers that layer_types names."""
-    window = fields.get("sliding_window") if fields.flag("use_sliding_window") else None
-    if window is not None:
-        window = fields.count("sliding_window")
-    first = fields.count("max_window_layers", default=28, least=0)
-    kinds = fields.names("layer_types") or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
-    ]
-    if len(kinds) != num_layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise InvalidModel(
-            f"{fields.path}: layer_types must be 'full_attention' or 'sliding_attention' for each "
-            f"of {num_layers} layers; other kinds are not supported"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _no_window(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    _check_layer_types(fields, "full_attention")
-    return (None,) * num_layers
-
-
-def _check_layer_types(fields: Fields, kind: str) -> None:
-    """For a family whose layers are all of one kind."""
-    kinds = fields.names("layer_types")
-    if kinds is not None and not set(kinds) <= {kind}:
-        raise InvalidModel(
-            f"{fields.path} has layer_types other than {kind!r}, which is not supported for "
-            "this architecture"
-        )
+def _has_tied_embeddings(outer: Fields, text: Fields, model_dir: Path) -> bool:
+    """Of a model of text and images, whose two parts of config.json often contradict each other:
+    the weights decide, where they are there."""
+    default = outer.flag("tie_word_embeddings", default=text.flag("tie_word_embeddings"))
+    names = tensor_names(model_dir)
+    if names is None:
+        return default
+    return not any(name.endswith("lm_head.weight") for name in names)
 
 
 def _eos_token_ids(config: Fields, path: Path, vocab_size: int) -> tuple[int, ...]:
@@ -484,54 +329,11 @@ def _token_ids(fields: Fields) -> list[int] | None:
     return each
 
 
-class _Family(NamedTuple):
-    """architecture: its name in transformers. understood: the keys of `_NEUTRAL` that it reads, or
-    that have no effect on it."""
-
-    architecture: str
-    windows: Callable[[Fields, int], tuple[int | None, ...]] = _no_window
-    understood: tuple[str, ...] = ()
-
-
-# By model_type.
-_FAMILIES = {
-    "llama": _Family("LlamaForCausalLM"),
-    "mistral": _Family("MistralForCausalLM", _all_or_none),
-    "qwen2": _Family("Qwen2ForCausalLM", _by_layer),
-    "qwen3": _Family("Qwen3ForCausalLM", _by_layer, understood=("use_qk_norm", "qk_layernorm")),
-}
-
 # Far more than any model has: absurd sizes are refused before anything is allocated for them.
 _MAX_LAYERS = 10_000
 _MAX_HEADS = 2**16
 _MAX_HEAD_DIM = 2**16
 _MAX_WIDTH = 2**22
 _MAX_VOCABULARY = 2**24
-_MAX_POSITIONS = 2**31 - 1
-
-_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap")
-_MULTIPLIERS = (
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-    "logit_scale",
-    "lm_head_multiplier",
-    "scale_emb",
-)
-# Keys of other architectures (mixtures of experts, Gemma 2, Granite, Cohere, MiniCPM, Llama 4, ...)
-# which change the answer, and the values, besides null, at which they do not.
-_NEUTRAL: dict[str, tuple[float, ...]] = {
-    **dict.fromkeys(EXPERTS, (0, 1)),
-    **dict.fromkeys(_SOFTCAPS, (0,)),
-    **dict.fromkeys(_MULTIPLIERS, (1,)),
-    "use_qk_norm": (False,),
-    "qk_layernorm": (False,),
-    "clip_qkv": (),
-    "attention_chunk_size": (),
-    "attn_temperature_tuning": (False,),
-    "alibi": (False,),
-    "rope_interleaved": (False,),
-    "partial_rotary_factor": (1,),
-}
-# Neutral values within rope_parameters and rope_scaling, null aside.
-_NEUTRAL_ROPE = {"partial_rotary_factor": 1, "llama_4_scaling_beta": 0}
+# The names that config.json has for each.
+_ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_tanh")}

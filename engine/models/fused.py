@@ -3,7 +3,9 @@
 A layer is computed in one of two ways. With few tokens (`skinny_linear`): five launches, each
 matrix product fused with what surrounds it, since at batch 1 launches cost as much as reading the
 weights. With more tokens: cuBLAS for the products, and one kernel for everything between two of
-them. In both, a step of decodes alone leaves the rotation to an attention that does it itself.
+them; so too, but without cuBLAS, are few tokens computed in families that have more between two
+products than Llama. In both, a step of decodes alone leaves the rotation to an attention that does
+it itself.
 """
 
 from typing import NamedTuple
@@ -19,10 +21,17 @@ from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.models.fused_linear import FUSED_LINEARS, FUSED_PATH, FusedLinear
-from penstock.engine.models.llama import Layer, LlamaModel
+from penstock.engine.models.llama import Layer, LlamaModel, embedding_multiplier
 
 # Of ModelConfig.
-_FEATURES = {"tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
+FEATURES = {
+    *("tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm"),
+    *("pre_norms", "post_norms", "wide_norms", "norm_offset", "activation", "layer_ropes"),
+    *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
+    "logit_multiplier",
+}
+# Of these, those that come between the products that a step of few tokens fuses.
+_BETWEEN_PRODUCTS = {"pre_norms", "post_norms", "activation", "whole_qk_norm"}
 
 
 class _Linears(NamedTuple):
@@ -44,7 +53,7 @@ class FusedModel:
 
         Raises UnsupportedFeature or UnsupportedWeightFormat.
         """
-        model.config.check_features(FUSED_PATH, _FEATURES)
+        model.config.check_features(FUSED_PATH, FEATURES)
         self._model = model
         self._pool = pool
         self._attention = attention
@@ -53,6 +62,8 @@ class FusedModel:
             for layer in model.layers
         ]
         self._lm_head = FUSED_LINEARS.of(model.lm_head)
+        self._fuses = not model.config.features & _BETWEEN_PRODUCTS
+        self._multiplier = embedding_multiplier(model.config, model.embedding.dtype)
         # One buffer for the logits of all steps: a buffer for each graph would take gigabytes.
         vocab_size, embedding = model.config.vocab_size, model.embedding
         self._logits = embedding.new_empty(max_rows, vocab_size)
@@ -75,8 +86,8 @@ class FusedModel:
         self._attention.plan(step)
         residual = model.embedding.new_empty(num_tokens, config.hidden_size)
         mixed = self._mixed(step, residual)
-        embed(step.token_ids, model.embedding, residual)
-        run = self._few_tokens if num_tokens <= MAX_ROWS else self._many_tokens
+        embed(step.token_ids, model.embedding, residual, self._multiplier)
+        run = self._fused if self._fuses and num_tokens <= MAX_ROWS else self._one_by_one
         run(step, residual, mixed)
         return residual
 
@@ -89,12 +100,17 @@ class FusedModel:
         if num_rows <= MAX_ROWS:
             out = self._few_logits[:num_rows]
             self._lm_head.few(states, out, norm=model.norm, eps=eps)
-            return out
-        return self._lm_head.many(self.normed(states), self._logits[:num_rows])
+        else:
+            out = self._lm_head.many(self.normed(states), self._logits[:num_rows])
+        return self._scaled(out)
 
     def logits_of_normed(self, states: Tensor) -> Tensor:
         """Of states after the final norm: (S, vocab_size) float32."""
-        return self._lm_head.many(states).float()
+        return self._scaled(self._lm_head.many(states).float())
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        multiplier = self._model.config.logit_multiplier
+        return logits if multiplier == 1 else logits.mul_(multiplier)
 
     def normed(self, states: Tensor) -> Tensor:
         """After the final norm."""
@@ -113,7 +129,7 @@ class FusedModel:
         shape = (len(residual), config.num_heads, config.head_dim)
         return residual.new_empty(shape) if step.decode_lens is None else residual.new_zeros(shape)
 
-    def _few_tokens(self, step: DeviceStep, residual: Tensor, mixed: Tensor) -> None:
+    def _fused(self, step: DeviceStep, residual: Tensor, mixed: Tensor) -> None:
         config = self._model.config
         eps = config.rms_norm_eps
         active = residual.new_empty(len(residual), config.intermediate_size)
@@ -127,19 +143,27 @@ class FusedModel:
             linears.gate_up.few_gated(residual, active, norm=layer.mlp_norm, eps=eps)
             linears.down.few(active, residual, residual=residual)
 
-    def _many_tokens(self, step: DeviceStep, residual: Tensor, mixed: Tensor) -> None:
-        model, eps = self._model, self._model.config.rms_norm_eps
-        normed = torch.empty_like(residual)
-        active = residual.new_empty(len(residual), model.config.intermediate_size)
+    def _one_by_one(self, step: DeviceStep, residual: Tensor, mixed: Tensor) -> None:
+        model, config = self._model, self._model.config
+        eps, is_gelu = config.rms_norm_eps, config.activation == "gelu_tanh"
+        # What the products read: without norms before them, the residual stream.
+        normed = torch.empty_like(residual) if config.pre_norms else residual
+        active = residual.new_empty(len(residual), config.intermediate_size)
         flat = mixed.flatten(1)
-        rms_norm(residual, model.layers[0].input_norm, eps, normed)
+        if (first := model.layers[0].input_norm) is not None:
+            rms_norm(residual, first, eps, normed)
         for index, (layer, linears) in enumerate(zip(model.layers, self._linears, strict=True)):
-            self._attend(index, layer, linears.qkv.many(normed), step, mixed)
-            add_rms_norm(linears.output.many(flat), residual, layer.mlp_norm, eps, normed)
-            silu_mul(linears.gate_up.many(normed), active)
-            change = linears.down.many(active)
+            projected = _product(linears.qkv, normed)
+            self._attend(index, layer, projected, step, mixed)
+            change, post = _product(linears.output, flat), layer.attended_norm
+            add_rms_norm(change, residual, layer.mlp_norm, eps, normed, post=post)
+            silu_mul(_product(linears.gate_up, normed), active, is_gelu=is_gelu)
+            change, post = _product(linears.down, active), layer.active_norm
             if index + 1 < len(model.layers):
-                add_rms_norm(change, residual, model.layers[index + 1].input_norm, eps, normed)
+                following = model.layers[index + 1].input_norm
+                add_rms_norm(change, residual, following, eps, normed, post=post)
+            elif post is not None:
+                add_rms_norm(change, residual, None, eps, normed, post=post)
             else:
                 residual += change
 
@@ -147,14 +171,25 @@ class FusedModel:
         self, index: int, layer: Layer, projected: Tensor, step: DeviceStep, mixed: Tensor
     ) -> None:
         """Writes attention's output before the output layer to `mixed`."""
-        model = self._model
+        config, angles = self._model.config, self._model.rotary.layers[index]
         keys, values = self._pool.layer(index)
+        query_norm, key_norm = layer.query_norm, layer.key_norm
+        if config.whole_qk_norm and query_norm is not None and key_norm is not None:
+            for weight, part in (
+                (query_norm, projected),
+                (key_norm, projected[:, len(query_norm) :]),
+            ):
+                columns = part[:, : len(weight)]
+                rms_norm(columns, weight, config.rms_norm_eps, columns)
+            query_norm = key_norm = None
         rotation = Rotation(
-            cos=model.cos,
-            sin=model.sin,
-            query_norm=layer.query_norm,
-            key_norm=layer.key_norm,
-            eps=model.config.rms_norm_eps,
+            cos=angles.cos,
+            sin=angles.sin,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            eps=config.rms_norm_eps,
+            query_factors=angles.query_factors,
+            rotary_dim=angles.rotary_dim,
         )
         if step.chunk_starts is None and isinstance(self._attention, RotatingAttention):
             self._attention.rotated(projected, rotation, keys, values, step, layer.window, mixed)
@@ -172,5 +207,15 @@ class FusedModel:
             keys,
             values,
             query,
+            rotation.query_factors,
+            rotation.rotary_dim,
         )
         self._attention(query, keys, values, step, layer.window, mixed)
+
+
+def _product(linear: FusedLinear, x: Tensor) -> Tensor:
+    if len(x) > MAX_ROWS:
+        return linear.many(x)
+    out = x.new_empty(len(x), linear.out_features)
+    linear.few(x, out)
+    return out

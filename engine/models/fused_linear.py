@@ -48,8 +48,8 @@ class FusedLinear(Protocol):
         """As `skinny_linear`: out = x' W^T + b + residual, x' being x or its RMSNorm."""
         ...
 
-    def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor, eps: float) -> None:
-        """out = silu(gate) * up of the RMSNorm of x, where the layer stacks gate and up."""
+    def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor | None, eps: float) -> None:
+        """out = silu(gate) * up of x or its RMSNorm, where the layer stacks gate and up."""
         ...
 
     def many(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -76,7 +76,7 @@ class _FusedMatrix:
     ) -> None:
         self._skinny(x, out=out, norm=norm, eps=eps, bias=self._bias, residual=residual)
 
-    def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor, eps: float) -> None:
+    def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor | None, eps: float) -> None:
         if self._bias is None:
             self._skinny(x, out=out, norm=norm, eps=eps, is_gated=True)
             return
@@ -164,7 +164,7 @@ class FusedStackedLinear:
         for part, columns, added in zip(self._parts, outs, residuals, strict=True):
             part.few(x, columns, norm=norm, eps=eps, residual=added)
 
-    def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor, eps: float) -> None:
+    def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor | None, eps: float) -> None:
         both = x.new_empty(len(x), self.out_features)
         self.few(x, both, norm=norm, eps=eps)
         silu_mul(both, out)

@@ -5,7 +5,9 @@ which is a model without a directory, its metadata is read as those files.
 """
 
 import json
+import math
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,14 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
+def is_number(value: object, number: float) -> bool:
+    """Whether it is this number, but for rounding."""
+    try:
+        return isinstance(value, int | float) and math.isclose(value, number, rel_tol=1e-6)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
 class Fields:
     """An object's fields. In all of them null counts as absent, as transformers writes it."""
 
@@ -93,6 +103,7 @@ class Fields:
         """path: names the object in error messages."""
         self.path = path
         self._content = content
+        self._read: set[str] = set()
 
     @classmethod
     def read(cls, path: Path) -> "Fields":
@@ -108,14 +119,29 @@ class Fields:
 
     def get(self, name: str, default: Any = None) -> Any:
         """As it is, of any type."""
+        self._read.add(name)
         return self._content.get(name, default)
 
     def __contains__(self, name: str) -> bool:
         return name in self._content
 
+    @property
+    def asked(self) -> frozenset[str]:
+        """The names of all fields that something has asked for, whether they are there or not."""
+        return frozenset(self._read)
+
+    def unread(self) -> list[str]:
+        """The fields that nothing has asked for yet, and that are not off: null, false, 0, or
+        empty."""
+        return [name for name, value in self._content.items() if value and name not in self._read]
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
+        """A copy; `defaults` are for fields that are absent."""
+        return Fields(self.path, {**defaults, **self._content})
+
     def mapping(self, name: str) -> dict[str, Any]:
         """Empty if it is absent."""
-        value = self._content.get(name)
+        value = self.get(name)
         if value is None:
             return {}
         if not isinstance(value, dict):
@@ -126,7 +152,7 @@ class Fields:
         self, name: str, default: int | None = None, *, least: int = 1, most: int = _MAX_COUNT
     ) -> int:
         """An integer within these bounds."""
-        value = self._content.get(name)
+        value = self.get(name)
         if value is None:
             value = default
         if value is None:
@@ -140,7 +166,7 @@ class Fields:
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number, of which arithmetic with others is neither 0 nor infinite."""
-        value = self._content.get(name)
+        value = self.get(name)
         if value is None:
             value = default
         if value is None:
@@ -152,7 +178,7 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        value = self._content.get(name)
+        value = self.get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -161,7 +187,7 @@ class Fields:
 
     def names(self, name: str) -> list[str] | None:
         """A list of strings."""
-        value = self._content.get(name)
+        value = self.get(name)
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
@@ -169,7 +195,7 @@ class Fields:
         return value
 
     def text(self, name: str) -> str | None:
-        value = self._content.get(name)
+        value = self.get(name)
         if value is not None and not isinstance(value, str):
             raise self.wrong(name, "a string", value)
         return value

@@ -1,12 +1,14 @@
-"""Llama, Mistral, Qwen2 and Qwen3: one architecture, whose families differ by flags of ModelConfig.
+"""Llama and the families like it: one architecture, in which they differ by flags of ModelConfig.
 
 All tokens of a step are one (T, hidden_size) tensor, whichever sequences they belong to; only
 attention distinguishes them. The output layer gets only the rows that sample, and those of prompts
 whose logprobs were requested.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,7 +21,7 @@ from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import Linear, MakeLinear, read_linear, tensor_bytes
-from penstock.engine.models.layers.rotary import rotary_table, rotate
+from penstock.engine.models.layers.rotary import Angles, RotaryTables, rotate
 from penstock.engine.models.weights import WeightSource
 
 
@@ -44,22 +46,29 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer's weights; qkv and gate_up are stacked, so that each is one matrix product."""
+    """One layer's weights; qkv and gate_up are stacked, so that each is one matrix product.
 
-    input_norm: Tensor
+    Norms are None where the family has none. input_norm and mlp_norm are of what attention and the
+    MLP read; attended_norm and active_norm of what they give, before it is added.
+    """
+
+    input_norm: Tensor | None
     qkv: Linear
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: Linear
-    mlp_norm: Tensor
+    attended_norm: Tensor | None
+    mlp_norm: Tensor | None
     gate_up: Linear
     down: Linear
+    active_norm: Tensor | None
     window: int | None
 
     @property
     def num_bytes(self) -> int:
         linears = (self.qkv, self.output, self.gate_up, self.down)
-        norms = (self.input_norm, self.query_norm, self.key_norm, self.mlp_norm)
+        of_heads = (self.query_norm, self.key_norm)
+        norms = (self.input_norm, self.attended_norm, self.mlp_norm, self.active_norm, *of_heads)
         return sum(linear.num_bytes for linear in linears) + tensor_bytes(*norms)
 
 
@@ -87,7 +96,7 @@ class LlamaModel:
                 range(config.num_layers),
             )
             self.layers = list(layers)
-        self.norm = weights.read((hidden,), "model.norm.weight")
+        self.norm = read_norm(config, weights, hidden, "model.norm.weight")
         # An output layer that is packed and tied to the embedding is in memory twice: the gather of
         # input rows needs the plain matrix.
         self.lm_head = (
@@ -98,25 +107,42 @@ class LlamaModel:
         layer_bytes = sum(layer.num_bytes for layer in self.layers)
         # As `ModelInfo.weight_bytes`: only the output layer reads a tied embedding.
         self.step_weight_bytes = layer_bytes + self.norm.nbytes + self.lm_head.num_bytes
-        self.cos, self.sin = rotary_table(config.rope, config.head_dim, max_model_len, device)
+        self.rotary = RotaryTables(config, max_model_len, device)
 
     def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
         return self.logits(self.states(step, pool, step.sample_rows))
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.lm_head(states).float()
+        return scaled_logits(self.config, self.lm_head(states))
 
     def states(self, step: ModelInput, pool: KVPool, rows: Tensor) -> Tensor:
-        eps = self.config.rms_norm_eps
-        cos = self.cos[step.positions].unsqueeze(1)
-        sin = self.sin[step.positions].unsqueeze(1)
-        residual = functional.embedding(step.token_ids, self.embedding)
+        residual = embed(self.config, self.embedding, step.token_ids)
+        angles = self.rotary.at(step.positions)
         for index, layer in enumerate(self.layers):
             keys, values = pool.layer(index)
             residual = run_layer(
-                self.config, layer, self._attention, residual, cos, sin, keys, values, step
+                self.config, layer, self._attention, residual, angles[index], keys, values, step
             )
-        return rms_norm(residual[rows], self.norm, eps)
+        return rms_norm(residual[rows], self.norm, self.config.rms_norm_eps)
+
+
+def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:
+    """The states before the first layer: (T, hidden_size)."""
+    states = functional.embedding(token_ids, embedding)
+    if config.embedding_multiplier == 1:
+        return states
+    return states * embedding_multiplier(config, embedding.dtype)
+
+
+def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
+    """Rounded to the type of the states, as Gemma was trained."""
+    return float(torch.tensor(config.embedding_multiplier, dtype=dtype))
+
+
+def scaled_logits(config: ModelConfig, logits: Tensor) -> Tensor:
+    """Of what the output layer gives: float32."""
+    logits = logits.float()
+    return logits if config.logit_multiplier == 1 else logits * config.logit_multiplier
 
 
 def run_layer(
@@ -124,22 +150,30 @@ def run_layer(
     layer: Layer,
     attention: Attention,
     residual: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    angles: Angles,
     keys: KVPages,
     values: KVPages,
     step: ModelInput,
 ) -> Tensor:
     """What a layer makes of the states before it, (T, hidden_size).
 
-    cos, sin: of the step's positions, (T, 1, head_dim / 2). keys, values: the layer's own part of
-    the pool; the step's are written to them.
+    angles: of the step's positions. keys, values: the layer's own part of the pool; the step's are
+    written to them.
     """
-    x = rms_norm(residual, layer.input_norm, config.rms_norm_eps)
-    residual = residual + _attend(config, layer, attention, x, cos, sin, keys, values, step)
-    x = rms_norm(residual, layer.mlp_norm, config.rms_norm_eps)
+    eps = config.rms_norm_eps
+    x = _normed(residual, layer.input_norm, eps)
+    attended = _attend(config, layer, attention, x, angles, keys, values, step)
+    residual = residual + _normed(attended, layer.attended_norm, eps)
+    x = _normed(residual, layer.mlp_norm, eps)
     gate, up = layer.gate_up(x).chunk(2, dim=-1)
-    return residual + layer.down(functional.silu(gate) * up)
+    active = layer.down(_ACTIVATIONS[config.activation](gate) * up)
+    return residual + _normed(active, layer.active_norm, eps)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 def _attend(
@@ -147,27 +181,43 @@ def _attend(
     layer: Layer,
     attention: Attention,
     x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    angles: Angles,
     keys: KVPages,
     values: KVPages,
     step: ModelInput,
 ) -> Tensor:
-    heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-    projected = layer.qkv(x).view(len(x), -1, config.head_dim)
-    query, key, value = torch.split(projected, heads, dim=1)
-    if layer.query_norm is not None and layer.key_norm is not None:
-        query = rms_norm(query, layer.query_norm, config.rms_norm_eps)
-        key = rms_norm(key, layer.key_norm, config.rms_norm_eps)
-    store(keys, step.kv_slots, rotate(key, cos, sin))
+    sizes = [num * config.head_dim for num in (config.num_heads, *[config.num_kv_heads] * 2)]
+    query, key, value = torch.split(layer.qkv(x), sizes, dim=1)
+    if config.whole_qk_norm:
+        query = _normed(query, layer.query_norm, config.rms_norm_eps)
+        key = _normed(key, layer.key_norm, config.rms_norm_eps)
+    query, key, value = (each.view(len(x), -1, config.head_dim) for each in (query, key, value))
+    if not config.whole_qk_norm:
+        query = _normed(query, layer.query_norm, config.rms_norm_eps)
+        key = _normed(key, layer.key_norm, config.rms_norm_eps)
+    cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
+    store(keys, step.kv_slots, rotate(key, cos, sin, angles.rotary_dim))
     store(values, step.kv_slots, value)
-    query = rotate(query, cos, sin)
+    query = rotate(query, cos, sin, angles.rotary_dim)
+    if angles.query_factors is not None:
+        query = (query.float() * angles.query_factors.view(-1, 1, 1)).to(query.dtype)
     mixed = attention(query, keys, values, step, layer.window)
     return layer.output(mixed.flatten(1))
 
 
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else rms_norm(x, weight, eps)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if weight.dtype is not x.dtype:  # see `ModelConfig.wide_norms`
+        return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def read_norm(config: ModelConfig, weights: WeightSource, size: int, name: str) -> Tensor:
+    weight = weights.read((size,), name)
+    return weight.float() + config.norm_offset if config.wide_norms else weight
 
 
 def read_layer(
@@ -177,22 +227,33 @@ def read_layer(
     hidden, head_dim, mlp = config.hidden_size, config.head_dim, config.intermediate_size
     query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
 
-    def vector(size: int, name: str) -> Tensor:
-        return weights.read((size,), prefix + name)
+    def norm(is_there: bool, size: int, name: str) -> Tensor | None:
+        return read_norm(config, weights, size, f"{prefix}{name}.weight") if is_there else None
 
     def linear(rows: int, columns: int, has_bias: bool, *names: str) -> Linear:
         full_names = (prefix + name for name in names)
         return read_linear(weights, make_linear, rows, columns, *full_names, has_bias=has_bias)
 
-    qkv_names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up_names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    if config.has_fused_names:
+        qkv_names, gate_up_names = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
+    # With norms after the layers' parts, the first of these keeps the name of Llama's second.
+    mlp_norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+    pre, post, of_heads = config.pre_norms, config.post_norms, config.qk_norm
     return Layer(
-        input_norm=vector(hidden, "input_layernorm.weight"),
+        input_norm=norm(pre, hidden, "input_layernorm"),
         qkv=linear(query_size + 2 * kv_size, hidden, config.qkv_bias, *qkv_names),
-        query_norm=vector(head_dim, "self_attn.q_norm.weight") if config.qk_norm else None,
-        key_norm=vector(head_dim, "self_attn.k_norm.weight") if config.qk_norm else None,
+        query_norm=norm(of_heads, query_size if config.whole_qk_norm else head_dim, _QUERY_NORM),
+        key_norm=norm(of_heads, kv_size if config.whole_qk_norm else head_dim, _KEY_NORM),
         output=linear(hidden, query_size, config.output_bias, "self_attn.o_proj"),
-        mlp_norm=vector(hidden, "post_attention_layernorm.weight"),
-        gate_up=linear(2 * mlp, hidden, config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
+        attended_norm=norm(post, hidden, "post_attention_layernorm"),
+        mlp_norm=norm(pre, hidden, mlp_norm),
+        gate_up=linear(2 * mlp, hidden, config.mlp_bias, *gate_up_names),
         down=linear(hidden, mlp, config.mlp_bias, "mlp.down_proj"),
+        active_norm=norm(post, hidden, "post_feedforward_layernorm"),
         window=config.windows[index],
     )
+
+
+_QUERY_NORM, _KEY_NORM = "self_attn.q_norm", "self_attn.k_norm"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.engine.models.check import INDEX, SINGLE, open_safetensors, read_weight_map
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.tensor_names import stored_name
 
 # Of plain weights. Others are codes, which mean nothing without the scales that are beside them.
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -74,8 +75,7 @@ class TensorFiles:
         )
 
     def _stored(self, name: str) -> str:
-        # Embedding models, saved without an output layer, omit the prefix "model.".
-        return name if name in self._file_of else name.removeprefix("model.")
+        return stored_name(name, self._file_of)
 
     def _open(self, name: str) -> None:
         path = self.directory / name

@@ -13,7 +13,7 @@ from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.layers.linear import Linear, PlainLinear
-from penstock.engine.models.llama import LlamaModel
+from penstock.engine.models.llama import LlamaModel, embedding_multiplier
 from penstock.engine.native.packing import (
     PATH,
     NativeLinear,
@@ -24,7 +24,13 @@ from penstock.engine.native.packing import (
 )
 
 # Of ModelConfig.
-_FEATURES = {"tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
+FEATURES = {
+    *("tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm"),
+    *("pre_norms", "post_norms", "wide_norms", "norm_offset", "activation", "layer_ropes"),
+    *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
+    "logit_multiplier",
+}
+_ACTIVATIONS = ("silu", "gelu_tanh")
 # structs.h has room for so many layers that are stacked.
 _MAX_STACKED = 3
 # coded_runs.h has room for so many codes of a head.
@@ -36,7 +42,9 @@ class _Layer(Structure):
         ("input_norm", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
+        ("attended_norm", c_void_p),
         ("mlp_norm", c_void_p),
+        ("active_norm", c_void_p),
         ("qkv", NativeLinear * _MAX_STACKED),
         ("output", NativeLinear),
         ("gate", NativeLinear),
@@ -47,6 +55,9 @@ class _Layer(Structure):
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
         ("window", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("angles_step", c_int64),
     )
 
 
@@ -65,8 +76,13 @@ class _Model(Structure):
         ("norm", c_void_p),
         ("embedding_in_bands", c_int64),
         ("lm_head", NativeLinear),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
+        ("rotary_dim", c_int64),
+        ("query_factors", c_void_p),
+        ("whole_qk_norm", c_int64),
+        ("has_post_norms", c_int64),
+        ("is_gelu", c_int64),
+        ("embedding_multiplier", c_double),
+        ("logit_multiplier", c_double),
     )
 
 
@@ -116,18 +132,24 @@ class NativeModel:
         def of_layer(scales: Tensor | None, index: int) -> int | None:
             return None if scales is None else packer.address(scales[index])
 
+        def norm(weight: Tensor | None) -> int | None:
+            return None if weight is None else packer.address(weight.float())
+
         def native_layer(index: int) -> _Layer:
-            layer = model.layers[index]
+            layer, angles = model.layers[index], model.rotary.layers[index]
+            num_rows = len(angles.cos) if angles.cos.stride(0) else 1
             [output], [gate, up], [down] = (
                 pack(layer.output),
                 pack(layer.gate_up, mlp, mlp),
                 pack(layer.down),
             )
             return _Layer(
-                input_norm=packer.address(layer.input_norm),
-                query_norm=packer.address(layer.query_norm),
-                key_norm=packer.address(layer.key_norm),
-                mlp_norm=packer.address(layer.mlp_norm),
+                input_norm=norm(layer.input_norm),
+                query_norm=norm(layer.query_norm),
+                key_norm=norm(layer.key_norm),
+                attended_norm=norm(layer.attended_norm),
+                mlp_norm=norm(layer.mlp_norm),
+                active_norm=norm(layer.active_norm),
                 qkv=(NativeLinear * _MAX_STACKED)(*pack(layer.qkv)),
                 output=output,
                 gate=gate,
@@ -138,6 +160,9 @@ class NativeModel:
                 key_scales=of_layer(pool.key_scales, index),
                 value_scales=of_layer(pool.value_scales, index),
                 window=layer.window or 0,
+                cos=packer.address(angles.cos[:num_rows]),
+                sin=packer.address(angles.sin[:num_rows]),
+                angles_step=angles.cos.stride(0),
             )
 
         [head] = parts(model.lm_head, self._dtype)
@@ -159,11 +184,16 @@ class NativeModel:
             eps=config.rms_norm_eps,
             layers=layers,
             embedding=packer.address(embedding),
-            norm=packer.address(model.norm),
+            norm=norm(model.norm),
             embedding_in_bands=in_bands,
             lm_head=packed_head,
-            cos=packer.address(model.cos),
-            sin=packer.address(model.sin),
+            rotary_dim=config.rotary_dim or config.head_dim,
+            query_factors=packer.address(model.rotary.layers[0].query_factors),
+            whole_qk_norm=config.whole_qk_norm,
+            has_post_norms=config.post_norms,
+            is_gelu=_ACTIVATIONS.index(config.activation),
+            embedding_multiplier=embedding_multiplier(config, self._dtype),
+            logit_multiplier=config.logit_multiplier,
         )
         # What the pointers above point into.
         self._kept = (packer, pool)
@@ -239,7 +269,7 @@ class NativeModel:
 
 def check_features(config: ModelConfig, dtype: torch.dtype) -> None:
     """Raises UnsupportedFeature for a model that step.cpp does not compute."""
-    config.check_features(PATH, _FEATURES)
+    config.check_features(PATH, FEATURES)
     names = ("hidden_size", "intermediate_size")
     odd = [f"an odd {name}" for name in names if getattr(config, name) % 2]
     if odd and dtype is torch.bfloat16:

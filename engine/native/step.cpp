@@ -90,7 +90,7 @@ template <class T> struct Runner {
 
     const Model &model;
     std::vector<Own> own;
-    Buffer<float> residual, wide, parts, mixed, active;
+    Buffer<float> residual, change, wide, parts, mixed, active;
     Buffer<X> x, mlp;
     Buffer<unsigned char> coded;
     Team team;  // the last: its threads end before the rest does
@@ -109,9 +109,10 @@ template <class T> class Run : public Job {
           places_{m_.block_size, m_.kv_heads, m_.head_dim}, x_step_(padded<X>(widest())),
           mlp_step_(padded<X>(m_.mlp)),
           part_floats_(Gathered::floats(group_, banded_rows(m_.head_dim))),
-          phases_(10 * m_.num_layers + 4, runner.team.size()) {
+          phases_(13 * m_.num_layers + 4, runner.team.size()) {
         const int64_t rows = std::max(s_.tokens, s_.samples) + kSpare;
         residual_ = runner.residual.reserve(s_.tokens * m_.hidden);
+        if (m_.has_post_norms) change_ = runner.change.reserve(s_.tokens * m_.hidden);
         wide_ = runner.wide.reserve(s_.tokens * qkv_);
         x_ = runner.x.reserve(rows * x_step_);
         mlp_ = runner.mlp.reserve(rows * mlp_step_);
@@ -134,6 +135,8 @@ template <class T> class Run : public Job {
                            std::copy_n(y, count, wide_ + t * qkv_ + n);
                        });
             });
+            if (m_.whole_qk_norm)
+                phase++->run(own.thread, s_.tokens, [&](int64_t t) { normalise_heads(layer, t); });
             if (keys_first_)
                 phase++->run(own.thread, s_.tokens, [&](int64_t t) {
                     for (int64_t h = 0; h < m_.kv_heads; ++h) store_keys(own, layer, t, h);
@@ -144,6 +147,10 @@ template <class T> class Run : public Job {
                 for (int64_t i = first; i < first + heads_each_; ++i) attend(own, layer, i);
             });
             const auto add = [&](int64_t t, int64_t n, const float *y, int64_t count) {
+                if (change_) {
+                    std::copy_n(y, count, change_ + t * m_.hidden + n);
+                    return;
+                }
                 float *to = residual_ + t * m_.hidden + n;
                 for (int64_t i = 0; i < count; ++i) to[i] += y[i];
             };
@@ -151,11 +158,13 @@ template <class T> class Run : public Job {
             with_rows(phase, own, layer.output, {x_, x_step_}, attended, [&](Source source) {
                 linear(*phase++, own, &layer.output, 1, source, s_.tokens, add);
             });
+            add_change(phase, own, layer.attended_norm);
             gated_linear(phase, own, layer);
             const auto active = [&](int64_t t) { return active_ + t * m_.mlp; };
             with_rows(phase, own, layer.down, {mlp_, mlp_step_}, active, [&](Source source) {
                 linear(*phase++, own, &layer.down, 1, source, s_.tokens, add);
             });
+            add_change(phase, own, layer.active_norm);
         }
         if (s_.states) {
             T *states = static_cast<T *>(s_.states);
@@ -222,31 +231,55 @@ template <class T> class Run : public Job {
         const int64_t id = s_.token_ids[t];
         const T *table = static_cast<const T *>(m_.embedding);
         float *out = residual(t);
+        const float multiplier = float(m_.embedding_multiplier);
         if (!m_.embedding_in_bands) {
             const T *row = table + id * m_.hidden;
-            for (int64_t i = 0; i < m_.hidden; ++i) out[i] = widen(row[i]);
+            for (int64_t i = 0; i < m_.hidden; ++i) out[i] = widen(row[i]) * multiplier;
             return;
         }
         constexpr int64_t group = Operands<T>::group;
         const T *row = row_in_band(table, id, m_.hidden);
         for (int64_t i = 0; i < m_.hidden; i += group, row += kBand * group)
-            for (int64_t j = 0; j < group; ++j) out[i + j] = widen(row[j]);
+            for (int64_t j = 0; j < group; ++j) out[i + j] = widen(row[j]) * multiplier;
     }
 
-    template <class Out> void normalise(const float *in, const void *weight, Out *out) {
-        normalise(in, static_cast<const T *>(weight), m_.hidden, out);
+    template <class Out> void normalise(const float *in, const float *weight, Out *out) {
+        normalise(in, weight, m_.hidden, out);
     }
+    // scale: null where there is no norm. out may be in.
     template <class Out>
-    KEEP_APART void normalise(const float *in, const T *scale, int64_t size, Out *out) {
+    KEEP_APART void normalise(const float *in, const float *scale, int64_t size, Out *out) {
         Floats squares = {};
         int64_t i = 0;
+        if (!scale) {
+            for (; i + kLanes <= size; i += kLanes) store(out + i, load(in + i));
+            for (; i < size; ++i) store(out + i, in[i]);
+            return;
+        }
         for (; i + kLanes <= size; i += kLanes) squares = fused(load(in + i), load(in + i), squares);
         float total = sum(squares);
         for (; i < size; ++i) total += in[i] * in[i];
         const float factor = 1.0f / std::sqrt(total / size + float(m_.eps));
         for (i = 0; i + kLanes <= size; i += kLanes)
             store(out + i, load(in + i) * factor * load(scale + i));
-        for (; i < size; ++i) store(out + i, in[i] * factor * widen(scale[i]));
+        for (; i < size; ++i) store(out + i, in[i] * factor * scale[i]);
+    }
+
+    // The queries and keys of a token, each over all heads.
+    void normalise_heads(const Layer &layer, int64_t t) {
+        float *query = wide_ + t * qkv_, *key = query + attended_;
+        normalise(query, layer.query_norm, attended_, query);
+        normalise(key, layer.key_norm, m_.kv_heads * m_.head_dim, key);
+    }
+
+    // Where a norm comes between a product and the residual stream: adds what it makes of the product.
+    void add_change(Phase *&phase, Own &own, const float *norm) {
+        if (!change_) return;
+        phase++->run(own.thread, s_.tokens, [&](int64_t t) {
+            float *change = change_ + t * m_.hidden, *to = residual(t);
+            normalise(change, norm, change);
+            for (int64_t i = 0; i < m_.hidden; ++i) to[i] += change[i];
+        });
     }
 
     // Through T, also where X is wider, so that the logits are the same if Python has the states between.
@@ -258,27 +291,29 @@ template <class T> class Run : public Job {
                 out[i] = widen(state[i]);
     }
 
-    // Rotary embedding of one head, normalised before if the model does so.
+    // Rotary embedding of one head times a factor, normalised before if the model does so.
     template <class Out>
-    KEEP_APART void rotate(Own &own, const float *head, const void *norm, int64_t t, Out *out) {
-        const int64_t half = m_.head_dim / 2;
-        const float *cos = m_.cos + s_.positions[t] * half, *sin = m_.sin + s_.positions[t] * half;
-        if (norm) {
-            normalise(head, static_cast<const T *>(norm), m_.head_dim, own.head.get());
+    KEEP_APART void rotate(Own &own, const Layer &layer, const float *head, const float *norm,
+                           float factor, int64_t t, Out *out) {
+        const int64_t half = m_.rotary_dim / 2, angles = s_.positions[t] * layer.angles_step;
+        const float *cos = layer.cos + angles, *sin = layer.sin + angles;
+        if (norm && !m_.whole_qk_norm) {
+            normalise(head, norm, m_.head_dim, own.head.get());
             head = own.head.get();
         }
         int64_t i = 0;
         for (; i + kLanes <= half; i += kLanes) {
             const Floats left = load(head + i), right = load(head + i + half);
             const Floats c = load(cos + i), s = load(sin + i);
-            store(out + i, left * c - right * s);
-            store(out + i + half, right * c + left * s);
+            store(out + i, (left * c - right * s) * factor);
+            store(out + i + half, (right * c + left * s) * factor);
         }
         for (; i < half; ++i) {
             const float left = head[i], right = head[i + half];
-            store(out + i, left * cos[i] - right * sin[i]);
-            store(out + i + half, right * cos[i] + left * sin[i]);
+            store(out + i, (left * cos[i] - right * sin[i]) * factor);
+            store(out + i + half, (right * cos[i] + left * sin[i]) * factor);
         }
+        for (i = 2 * half; i < m_.head_dim; ++i) store(out + i, head[i] * factor);
     }
 
     // ---- Linear layers ---------------------------------------------------------------------------
@@ -398,7 +433,7 @@ template <class T> class Run : public Job {
 
     // Calls use(source) with a source of the normalised residual stream of all tokens, as `linear` reads it.
     template <class Use>
-    void with_normalised(Phase *&phase, Own &own, const void *norm, const Linear &linear, Use use) {
+    void with_normalised(Phase *&phase, Own &own, const float *norm, const Linear &linear, Use use) {
         if (is_coded(linear)) {
             const auto value = [&](int64_t t) {
                 normalise(residual(t), norm, own.row.get());
@@ -422,7 +457,7 @@ template <class T> class Run : public Job {
         use([&] { return Input{x_, x_step_}; });
     }
 
-    // silu(gate) * up, by the thread that computed both.
+    // activation(gate) * up, by the thread that computed both.
     void gated_linear(Phase *&phase, Own &own, const Layer &layer) {
         with_normalised(phase, own, layer.mlp_norm, layer.gate, [&](Source source) {
             const int64_t bands = banded_rows(m_.mlp) / kBand;
@@ -444,13 +479,17 @@ template <class T> class Run : public Job {
         });
     }
     template <class Out>
-    KEEP_APART static void put_active(const float *gate, const float *up, int64_t columns, Out *out) {
+    KEEP_APART void put_active(const float *gate, const float *up, int64_t columns, Out *out) {
         int64_t n = 0;
         for (; n + kLanes <= columns; n += kLanes)
-            store(out + n, silu(load(gate + n)) * load(up + n));
-        for (; n < columns; ++n) store(out + n, silu(all(gate[n]))[0] * up[n]);
+            store(out + n, activation(load(gate + n)) * load(up + n));
+        for (; n < columns; ++n) store(out + n, activation(all(gate[n]))[0] * up[n]);
     }
-    static Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
+    // SiLU, or GELU by tanh, which is x times a sigmoid too: (1 + tanh(y / 2)) / 2 = 1 / (1 + exp(-y)).
+    Floats activation(Floats x) const {
+        const Floats y = m_.is_gelu ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
+        return x / (1.0f + exp(-y));
+    }
 
     void logits(Phase *&phase, Own &own) {
         const auto state = [&](int64_t i) -> const T * {
@@ -459,7 +498,9 @@ template <class T> class Run : public Job {
             return own.state.get();
         };
         const auto put = [&](int64_t t, int64_t n, const float *y, int64_t count) {
-            std::copy_n(y, count, s_.logits + t * m_.lm_head.rows + n);
+            float *to = s_.logits + t * m_.lm_head.rows + n;
+            const float multiplier = float(m_.logit_multiplier);
+            for (int64_t i = 0; i < count; ++i) to[i] = y[i] * multiplier;
         };
         const auto of = [&](Source source) {
             linear(*phase++, own, &m_.lm_head, 1, source, s_.samples, put);
@@ -505,7 +546,7 @@ template <class T> class Run : public Job {
         const float *key = wide_ + t * qkv_ + attended_ + kv_head * d;
         const float *value = key + m_.kv_heads * d;
         auto *to = own.key_value.get();
-        rotate(own, key, layer.key_norm, t, to);
+        rotate(own, layer, key, layer.key_norm, 1.0f, t, to);
         int64_t i = 0;
         for (; i + kLanes <= d; i += kLanes) store(to + d + i, load(value + i));
         for (; i < d; ++i) store(to + d + i, value[i]);
@@ -538,10 +579,13 @@ template <class T> class Run : public Job {
         const typename Attending::Rows rows = rows_of(layer, unit);
         const bool is_last = unit.piece == kAll || unit.piece == unit.pieces - 1;
         for (int64_t t = 0; t < unit.tokens; ++t) {
+            const int64_t position = s_.positions[unit.first + t];
+            const float factor = m_.query_factors ? m_.query_factors[position] : 1.0f;
             if (!keys_first_ && is_last) store_keys(own, layer, unit.first + t, kv_head);
             for (int64_t g = 0; g < group_; ++g)
-                rotate(own, wide_ + (unit.first + t) * qkv_ + (kv_head * group_ + g) * d,
-                       layer.query_norm, unit.first + t, attention.queries() + (t * group_ + g) * d);
+                rotate(own, layer, wide_ + (unit.first + t) * qkv_ + (kv_head * group_ + g) * d,
+                       layer.query_norm, factor, unit.first + t,
+                       attention.queries() + (t * group_ + g) * d);
         }
         attention.take(rows.count());
         if (unit.piece == kAll) {
@@ -598,10 +642,10 @@ template <class T> class Run : public Job {
     std::vector<Unit> units_;
     std::unique_ptr<std::atomic<int32_t>[]> arrived_;
     Phases phases_;
-    float *residual_, *wide_, *parts_ = nullptr;
+    float *residual_, *wide_, *change_ = nullptr, *parts_ = nullptr;
     X *x_;    // normalised, then what the heads have attended to
-    X *mlp_;  // silu(gate) * up
-    // Where products read codes: what the heads have attended to, silu(gate) * up, and codes.
+    X *mlp_;  // activation(gate) * up
+    // Where products read codes: what the heads have attended to, activation(gate) * up, and codes.
     float *mixed_ = nullptr, *active_ = nullptr;
     unsigned char *coded_ = nullptr;
 };

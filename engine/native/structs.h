@@ -17,23 +17,30 @@ struct Linear {
 };
 
 struct Layer {
-    const void *input_norm, *query_norm, *key_norm, *mlp_norm;  // query_norm, key_norm may be null
+    // Null where there is none; those of queries and keys are of a head, or of all with whole_qk_norm.
+    const float *input_norm, *query_norm, *key_norm, *attended_norm, *mlp_norm, *active_norm;
     Linear qkv[3];  // one or several that are stacked; then without rows
     Linear output, gate, up, down;
     // As many numbers as (num_blocks, block_size, num_kv_heads, head_dim), as runs.h or coded_runs.h has them.
     void *keys, *values;
     float *key_scales, *value_scales;  // of codes, else null
     int64_t window;       // positions that a token attends to, its own included; 0: all
+    const float *cos, *sin;  // (positions, head_dim / 2), or one row for all
+    int64_t angles_step;     // the distance between rows; 0 for one row
 };
 
 struct Model {
     int64_t num_layers, hidden, heads, kv_heads, head_dim, mlp, block_size;
     double eps;
     const Layer *layers;
-    const void *embedding, *norm;
+    const void *embedding;
+    const float *norm;
     int64_t embedding_in_bands;  // 1 where the output layer shares it, else 0: row by row
     Linear lm_head;
-    const float *cos, *sin;  // (positions, head_dim / 2)
+    int64_t rotary_dim;          // of a head's dimensions, those that are rotated: the first
+    const float *query_factors;  // (positions) or null: what queries are multiplied by
+    int64_t whole_qk_norm, has_post_norms, is_gelu;
+    double embedding_multiplier, logit_multiplier;
 };
 
 struct Step {

@@ -439,7 +439,11 @@ def _text_of(part: ContentPart, param: str) -> str:
     if part.type == "refusal" and part.refusal is not None:
         return part.refusal
     if part.type != "text":
-        raise UnsupportedParameter(f"{param}.type {part.type!r}", "this server supports text parts")
+        raise UnsupportedParameter(
+            f"{param}.type {part.type!r}",
+            "this server supports text parts, and serves the text model alone of models of images "
+            "and audio too (--language-model-only)",
+        )
     if part.text is None:
         raise InvalidRequest(f"{param}.text is missing", param=f"{param}.text")
     return part.text

@@ -134,8 +134,45 @@ def quantized() -> str:
     return _table(("checkpoint", "codes", "on a CPU", "on a GPU"), rows)
 
 
+# What is published under each model_type.
+_MODELS = {
+    "llama": "Llama 2, 3, 3.1, 3.2, 3.3, and others of its architecture",
+    "mistral": "Mistral 7B, Nemo, Small 3; Mistral Small 3.1 and 3.2 (text)",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "phi3": "Phi-3, Phi-4, Phi-4-mini",
+    "smollm3": "SmolLM3",
+    "ministral3": "Ministral 3 (text)",
+    "granite": "Granite 3, dense",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "seed_oss": "Seed-OSS",
+    "gemma3_text": "Gemma 3 (text)",
+}
+
+
+def tested_families() -> str:
+    """Those that the tests compare with transformers, with what their tiny models have."""
+    from penstock.engine.models.families import FAMILIES, WRAPPERS
+    from penstock.engine.models.fused import FEATURES as FUSED
+    from penstock.engine.native.model import FEATURES as NATIVE
+    from tests.support.tiny_models import tiny_configs
+
+    tested = tiny_configs()
+    rows = []
+    for name, family in FAMILIES.items():
+        features = frozenset().union(*(config.features for config in tested[name]))
+        wrappers = [each.architecture for each in WRAPPERS.values() if name in each.texts]
+        classes = "<br>".join(f"`{each}`" for each in (family.architecture, *wrappers))
+        named = ", ".join(f"`{feature}`" for feature in sorted(features))
+        computed = ("yes" if features <= path else "no" for path in (NATIVE, FUSED))
+        rows.append((_MODELS[name], classes, named, *computed))
+    return _table(("models", "architecture", "flags", "compiled CPU step", "GPU kernels"), rows)
+
+
 # Each is written into docs/NAME.md.
 TABLES: dict[str, Callable[[], str]] = {
+    "families": tested_families,
     "flags": flags,
     "metrics": metrics,
     "quantized": quantized,

@@ -1,5 +1,7 @@
 """Small random models of every family, as transformers saves them, and hand-made steps."""
 
+import tempfile
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -61,32 +63,135 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
     "qwen3_bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 9.0],
+    "original_max_position_embeddings": 32,
+    "partial_rotary_factor": 0.75,
+    "rope_theta": 10_000.0,
+}
+_MINISTRAL_ROPE = {
+    **_YARN,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1e6,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+_BY_KIND = {
+    "full_attention": {**_YARN, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+}
+_GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_GEMMA = {
+    "head_dim": 24,
+    "num_hidden_layers": 4,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 40,
+    "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": _GEMMA_ROPE,
+}
+_SMALL_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# The families that came later, of which fewer tests are made.
+MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi4": ("Phi3", {"pad_token_id": 0}),
+    "phi4_mini": (
+        "Phi3",
+        {"rope_parameters": _LONGROPE, "pad_token_id": 0, "tie_word_embeddings": True},
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+    "ministral3": ("Ministral3", {"head_dim": 24, "rope_parameters": _MINISTRAL_ROPE}),
+    "ministral3_wrapped": ("Mistral3", {"head_dim": 24, "rope_parameters": _MINISTRAL_ROPE}),
+    "mistral_small_wrapped": (
+        "Mistral3",
+        {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.015625,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "olmo2": ("Olmo2", {"pad_token_id": 0}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "pad_token_id": 0,
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "rope_parameters": _BY_KIND,
+        },
+    ),
+    "seed_oss": ("SeedOss", {"head_dim": 24, "attention_out_bias": True}),
+    "gemma3": ("Gemma3Text", _GEMMA),
+    "gemma3_wrapped": ("Gemma3", _GEMMA),
+}
+# The text models of those with images.
+_TEXTS = {"Mistral3": "ministral3", "Gemma3": "gemma3_text"}
 
 
 def make_model(family: str, seed: int = 0, **options: Any) -> Any:
     """transformers' model, in evaluation mode, with random weights, norms and biases included."""
-    name, extra = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(
-        **{
-            "vocab_size": 96,
-            "hidden_size": 64,
-            "intermediate_size": 112,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": MAX_LEN,
-            "eos_token_id": 2,
-            "attn_implementation": "eager",
-        }
-        | extra
-        | options
-    )
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    config = made_config(family, **options)
+    model = getattr(transformers, config.architectures[0])(config).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + noise / 4 if "norm" in name else noise / 8
     return model
+
+
+def made_config(family: str, **options: Any) -> Any:
+    """transformers' settings of it, with the name of its architecture."""
+    name, extra = (FAMILIES | MORE_FAMILIES)[family]
+    settings: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_LEN,
+        "eos_token_id": 2,
+        **extra,
+        **options,
+    }
+    if name in _TEXTS:  # with the smallest of encoders
+        settings = {
+            "text_config": {"model_type": _TEXTS[name]} | settings,
+            "vision_config": _SMALL_VISION,
+            "tie_word_embeddings": settings.get("tie_word_embeddings", False),
+            "architectures": [f"{name}ForConditionalGeneration"],
+        }
+    else:
+        settings["architectures"] = [f"{name.removesuffix('Text')}ForCausalLM"]
+    return getattr(transformers, f"{name}Config")(**settings, attn_implementation="eager")
+
+
+def tiny_configs() -> dict[str, list[ModelConfig]]:
+    """What Penstock reads of each tiny model's config.json, by its family."""
+    found: dict[str, list[ModelConfig]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as directory:
+        for name in (*FAMILIES, *MORE_FAMILIES):
+            made_config(name).save_pretrained(directory)
+            config = ModelConfig.from_dir(Path(directory))
+            found[config.family].append(config)
+    return found
 
 
 def save(model: Any, path: Path, **options: Any) -> Path:

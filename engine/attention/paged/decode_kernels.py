@@ -65,21 +65,29 @@ def _rotated(
     norm,
     cos,
     sin,
+    factor,
     eps,
     mask,
     HAS_NORM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     DIMS: tl.constexpr,
 ):
     """Heads of a row of the projection, normed and rotated, to the bit as `_rotate_and_store`
     computes them where both multiply and add alike.
 
-    first: (heads,) the offset of each head in the row. cos, sin: those of its position.
+    first: (heads,) the offset of each head in the row. cos, sin: those of its position. factor:
+    what the heads are multiplied by, or None.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
+    TURNED: tl.constexpr = ROTARY_DIM // 2
     dim = tl.arange(0, DIMS)[None, :]
-    # The other of the pair that is rotated together.
+    # The other of the pair that is rotated together, and the pair.
     other = (dim + HALF) % HEAD_DIM
+    pair = dim % HALF
+    if ROTARY_DIM < HEAD_DIM:
+        other = tl.where(dim < ROTARY_DIM, (dim + TURNED) % ROTARY_DIM, dim)
+        pair = tl.where(dim < ROTARY_DIM, dim % TURNED, TURNED)  # that and all after it: no angle
     x = tl.load(row + (first[:, None] + dim), mask=mask, other=0.0)
     kind = x.dtype
     x = x.to(tl.float32)
@@ -91,12 +99,16 @@ def _rotated(
         scale = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
         weight = tl.load(norm + dim, mask=is_dim, other=0.0).to(tl.float32)
         of_partner = tl.load(norm + other, mask=is_dim, other=0.0).to(tl.float32)
-        x = ((x * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
-        partner = (partner * scale).to(kind).to(tl.float32)
+        between = norm.dtype.element_ty
+        x = ((x * scale).to(between).to(tl.float32) * weight).to(kind).to(tl.float32)
+        partner = (partner * scale).to(between).to(tl.float32)
         partner = (partner * of_partner).to(kind).to(tl.float32)
-    c = tl.load(cos + dim % HALF, mask=is_dim, other=0.0)
-    s = tl.load(sin + dim % HALF, mask=is_dim, other=0.0)
-    rotated = (x * c + partner * tl.where(dim < HALF, -s, s)).to(kind)
+    c = tl.load(cos + pair, mask=is_dim, other=0.0)
+    s = tl.load(sin + pair, mask=is_dim, other=0.0)
+    turned = x * c + partner * tl.where(dim < TURNED, -s, s)
+    if factor is not None:
+        turned *= factor
+    rotated = turned.to(kind)
     if kind == tl.float16:
         # NaN for what it cannot hold, as in penstock.engine.models.layers.rotary.
         rotated += rotated - rotated
@@ -176,7 +188,9 @@ def _decode(
     sin,
     query_norm,
     key_norm,
+    query_factors,
     eps,
+    angles_stride,
     num_rows,
     table_stride,
     window,
@@ -188,6 +202,7 @@ def _decode(
     BLOCK_SIZE: tl.constexpr,
     ROTATES: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     COMBINED: tl.constexpr,
@@ -217,17 +232,21 @@ def _decode(
         offset = head[:, None] * HEAD_DIM + dim[None, :]
         source = query + row * QUERY_HEADS * HEAD_DIM
         if ROTATES:
-            angle = (context_len - 1).to(tl.int64) * (HEAD_DIM // 2)
+            position = (context_len - 1).to(tl.int64)
+            angle = position * angles_stride
+            factor = None
+            if query_factors is not None:
+                factor = tl.load(query_factors + position)
             q = _rotated(
-                source, head * HEAD_DIM, query_norm, cos + angle, sin + angle, eps, is_there,
-                HAS_NORM, HEAD_DIM, DIMS,
+                source, head * HEAD_DIM, query_norm, cos + angle, sin + angle, factor, eps,
+                is_there, HAS_NORM, HEAD_DIM, ROTARY_DIM, DIMS,
             )  # fmt: skip
             # The row's last piece has the token whose key and value are not in the pool yet.
             is_new = (dim < tl.where(end == context_len, HEAD_DIM, 0))[None, :]
             new = tl.zeros((1,), tl.int32) + (NUM_HEADS + kv_head) * HEAD_DIM
             key = _rotated(
-                source, new, key_norm, cos + angle, sin + angle, eps, is_new,
-                HAS_NORM, HEAD_DIM, DIMS,
+                source, new, key_norm, cos + angle, sin + angle, None, eps, is_new,
+                HAS_NORM, HEAD_DIM, ROTARY_DIM, DIMS,
             )  # fmt: skip
             of_value = source + (new + NUM_KV_HEADS * HEAD_DIM)[:, None]
             value = tl.load(of_value + dim[None, :], mask=is_new, other=0.0)

@@ -29,6 +29,7 @@ from penstock.engine.executors.loading import (
     choose_device,
     choose_dtype,
     describe,
+    log_text_only,
     log_widening,
     reading,
     weight_bytes,
@@ -138,6 +139,7 @@ class _Setup:
         self._model = ModelConfig.from_dir(model_dir)
         self._dtype = choose_dtype(config.dtype, gpu.device)
         self._kept = OnGpu(gpu.device)
+        log_text_only(config, self._model)
         log_widening(self._model, self._dtype, self._kept)
         self._plan = quantization_plan(config.quantization, self._model, self._dtype, OnGpu(_META))
         self._quantized: Quantized | None = None

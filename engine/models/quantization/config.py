@@ -1,8 +1,8 @@
 """`QuantizationConfig`: which layers a checkpoint stores how. Imports no tensors."""
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from penstock.engine.models.quantization.schemes import Scheme
@@ -33,6 +33,11 @@ class QuantizationConfig:
     groups: tuple[LayerGroup, ...]
     ignored: tuple[str, ...] = ()
     has_kv_scales: bool = False
+
+    def renamed(self, rename: Callable[[str], str]) -> "QuantizationConfig":
+        """With other names of layers; patterns are renamed as names are."""
+        groups = (replace(each, targets=tuple(map(rename, each.targets))) for each in self.groups)
+        return replace(self, groups=tuple(groups), ignored=tuple(map(rename, self.ignored)))
 
     def scheme_of(self, layer: str) -> Scheme | None:
         """None where config.json says that it is plain."""

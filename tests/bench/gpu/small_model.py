@@ -240,7 +240,8 @@ class Reference:
         """After each of the last num_rows of these tokens: (num_rows, vocab_size)."""
         model, config = self._model, self._model.config
         ids = torch.tensor(tokens, device=model.embedding.device)
-        cos, sin = (table[: len(tokens)].unsqueeze(1) for table in (model.cos, model.sin))
+        angles = model.rotary.layers[0]
+        cos, sin = (table[: len(tokens)].unsqueeze(1) for table in (angles.cos, angles.sin))
         hidden = model.embedding[ids].float()
         for layer in model.layers:
             heads = _product(layer.qkv, self._norm(hidden, layer.input_norm))
@@ -257,7 +258,8 @@ class Reference:
             hidden = hidden + _product(layer.down, functional.silu(gate) * up)
         return _product(model.lm_head, self._norm(hidden[-num_rows:], model.norm))
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        assert weight is not None
         return functional.rms_norm(x, weight.shape, weight.float(), self._model.config.rms_norm_eps)
 
 

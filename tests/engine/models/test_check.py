@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.models.check import check_directory
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.hub import open_model
 from penstock.engine.models.weights import Checkpoint
 from tests.support.tiny_models import make_model, save
@@ -119,10 +120,70 @@ def test_another_family_is_refused_by_its_name_and_kind(
     assert "supported are LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM" in message
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_experts", 8),
+        ("attn_logit_softcapping", 50.0),
+        ("residual_multiplier", 0.22),
+        ("use_bidirectional_attention", True),
+        ("sliding_window", 4096),
+        ("sparse_attention_config", {"block_size": 64}),
+        ("position_embedding_type", "alibi"),
+        ("some_future_setting", 0.5),
+    ],
+)
+def test_a_key_that_is_not_understood_is_refused_by_name(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    directory = model(tmp_path, "model.safetensors", "tokenizer.json", **{key: value})
+    assert key in refusal(directory)
+
+
+@pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
+def test_a_key_that_is_off_is_accepted_whatever_it_is(tmp_path: Path, value: object) -> None:
+    keys = ("num_experts", "attn_logit_softcapping", "some_future_setting")
+    files = ("model.safetensors", "tokenizer.json")
+    assert check_directory(model(tmp_path, *files, **dict.fromkeys(keys, value)))
+
+
+def test_what_checkpoints_note_about_their_training_is_accepted(tmp_path: Path) -> None:
+    notes = {
+        "_name_or_path": "meta-llama/Llama-3.1-8B",
+        "transformers_version": "4.43.0",
+        "torch_dtype": "bfloat16",
+        "attention_dropout": 0.1,
+        "initializer_range": 0.02,
+        "pretraining_tp": 1,
+        "use_cache": True,
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+        "unsloth_version": "2024.9",
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0, "finetuned": True},
+    }
+    assert check_directory(model(tmp_path, "model.safetensors", "tokenizer.json", **notes))
+
+
+def test_a_text_model_of_another_family_is_refused_with_the_model_around_it(
+    tmp_path: Path,
+) -> None:
+    names = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    directory = model(tmp_path, "model.safetensors", **names, text_config={"model_type": "bert"})
+    assert "with the text model 'bert', which is not supported" in refusal(directory)
+
+
+def test_a_key_of_a_text_config_is_refused_as_one_of_any_other(tmp_path: Path) -> None:
+    names = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    text = {"final_logit_softcapping": 30.0}
+    directory = model(tmp_path, "model.safetensors", **names, text_config=text)
+    assert "text_config has final_logit_softcapping: 30.0" in refusal(directory)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_without_architectures_the_model_type_tells_the_family(tmp_path: Path, family: str) -> None:
     files = ("model.safetensors", "tokenizer.json")
-    directory = model(tmp_path, *files, architectures=..., model_type=family)
+    named = {"architectures": ..., "model_type": family}
+    directory = model(tmp_path, *files, **named, num_key_value_heads=2)
     assert check_directory(directory).family == family
 
 

@@ -22,7 +22,14 @@ from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.weights import Checkpoint
 from tests.support.kernels import DEVICE, ON_GPU, error
-from tests.support.tiny_models import BLOCK_SIZE, FAMILIES, MAX_LEN, make_model, save
+from tests.support.tiny_models import (
+    BLOCK_SIZE,
+    FAMILIES,
+    MAX_LEN,
+    MORE_FAMILIES,
+    make_model,
+    save,
+)
 from tests.support.weight_formats import (
     NegatedLinear,
     coded,
@@ -34,8 +41,11 @@ from tests.support.weight_formats import (
 NUM_BLOCKS, NUM_SLOTS = 40, 6
 # The interpreter takes seconds per family; together these have every feature of the others.
 SOME = ("llama_biases", "mistral_window", "qwen3")
+# One of each kind of layer.
+SOME_MORE = ("phi4_mini", "gemma3")
 # In float32 only the order of summation differs; torch does not use TF32 by default.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
+MORE_TOLERANCE = 1e-4  # of logits up to 10
 DTYPES = [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 
@@ -125,6 +135,23 @@ def test_prefill_chunks_and_decodes_agree_with_transformers(
     assert model.run([(4, 21, 1), (1, 0, 8)], num_decodes=1) < tolerance
     assert model.run([(4, 22, 1), (1, 8, 1)], num_decodes=2) < tolerance
     assert model.run([(1, 9, 20), (4, 23, 3)], num_decodes=0) < tolerance
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if ON_GPU or name in SOME_MORE else pytest.param(name, marks=pytest.mark.slow)
+        for name in MORE_FAMILIES
+    ],
+)
+@torch.inference_mode()
+def test_the_families_that_differ_more_from_llama_agree_with_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    model = Model(family, tmp_path)
+    assert model.run([(4, 0, 40)], num_decodes=0) < MORE_TOLERANCE
+    assert model.run([(4, 40, 1), (1, 0, 8)], num_decodes=1) < MORE_TOLERANCE
+    assert model.run([(4, 41, 1), (1, 8, 1)], num_decodes=2) < MORE_TOLERANCE
 
 
 @pytest.mark.parametrize(

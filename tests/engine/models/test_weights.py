@@ -106,7 +106,8 @@ def test_a_file_that_is_not_safetensors_is_named(tiny: Path) -> None:
         ({"hidden_size": ...}, "lacks the field 'hidden_size'"),
         ({"num_hidden_layers": "many"}, "'num_hidden_layers' must be a positive integer"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' rope scaling; supported are"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' rope scaling; supported are"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'short_factor' must be 8 positive"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters lacks the field 'factor'"),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": "4"}},

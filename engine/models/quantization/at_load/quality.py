@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.nn import functional
 
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.memory.kv_pool import KVPool
@@ -20,8 +19,15 @@ from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import PlainLinear, read_linear
-from penstock.engine.models.layers.rotary import rotary_table
-from penstock.engine.models.llama import read_layer, rms_norm, run_layer
+from penstock.engine.models.layers.rotary import RotaryTables
+from penstock.engine.models.llama import (
+    embed,
+    read_layer,
+    read_norm,
+    rms_norm,
+    run_layer,
+    scaled_logits,
+)
 from penstock.engine.models.weights import WeightSource
 
 # More take longer than the rounding itself: each weight is multiplied by each token in both models.
@@ -71,14 +77,11 @@ def compare(
     tokens."""
     sides = (unquantized, quantized)
     step = _prompt(token_ids, device)
-    cos, sin = (
-        table.unsqueeze(1)
-        for table in rotary_table(model.rope, model.head_dim, len(token_ids), device)
-    )
+    angles = RotaryTables(model, len(token_ids), device).at(step.positions)
     kv = KVShape(num_layers=1, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
     pool = KVPool(kv, 1, len(token_ids), torch.float32, device)
     embedding = unquantized.read((model.vocab_size, model.hidden_size), "model.embed_tokens.weight")
-    states = [functional.embedding(step.token_ids, embedding)] * 2
+    states = [embed(model, embedding, step.token_ids)] * 2
     del embedding
     for index in range(model.num_layers):
         states = [
@@ -87,8 +90,7 @@ def compare(
                 read_layer(model, weights, PlainLinear, index),
                 gathered_attention,
                 before,
-                cos,
-                sin,
+                angles[index],
                 pool.keys[0],
                 pool.values[0],
                 step,
@@ -101,7 +103,7 @@ def compare(
 
 
 def _logits(model: ModelConfig, weights: WeightSource, states: Tensor) -> Tensor:
-    norm = weights.read((model.hidden_size,), "model.norm.weight")
+    norm = read_norm(model, weights, model.hidden_size, "model.norm.weight")
     shape = (model.vocab_size, model.hidden_size)
     if not model.tied_embeddings:
         head = read_linear(weights, PlainLinear, *shape, "lm_head")
@@ -109,7 +111,7 @@ def _logits(model: ModelConfig, weights: WeightSource, states: Tensor) -> Tensor
         head = weights.quantized(shape, None, "lm_head") or PlainLinear(
             weights.read(shape, "model.embed_tokens.weight"), None
         )
-    return head(rms_norm(states, norm, model.rms_norm_eps))
+    return scaled_logits(model, head(rms_norm(states, norm, model.rms_norm_eps)))
 
 
 def _compared(logits: list[Tensor], token_ids: Tensor) -> Quality:

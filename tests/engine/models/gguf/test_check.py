@@ -8,10 +8,11 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 
-from penstock.engine.models.config import ModelConfig, RopeConfig
+from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.gguf.check import check_gguf
 from penstock.engine.models.hub import open_model
+from penstock.engine.models.rope import RopeConfig
 from tests.support.gguf_files import write_gguf
 from tests.support.paths import DEMO_MODEL
 from tests.support.tiny_models import FAMILIES, make_model, save
@@ -75,7 +76,7 @@ def test_rope_scaling_of_older_files_is_linear(tmp_path: Path) -> None:
         ({"llama__attention__value_length": 8}, "keys of 16 and values of 8", "keys"),
         ({"llama__rope__dimension_count": 8}, "partial_rotary_factor: 0.5", "partial"),
         ({"llama__attention__causal": False}, "is_causal: false", "is_causal"),
-        ({"llama__rope__scaling__type": "longrope"}, "'longrope' rope scaling; supp", "longrope"),
+        ({"llama__rope__scaling__type": "longrope"}, "'short_factor' must be 8", "short_factor"),
         ({"llama__residual_scale": 0.5}, "residual_multiplier: 0.5", "residual"),
         ({"split__count": 3}, "is a part of a model in 3 files", "a part of a model"),
     ],

@@ -1,0 +1,345 @@
+"""The families of models that are served: a row of flags each, in which it differs from Llama.
+
+One more family is one more row here, if its layers have nothing that `ModelConfig` lacks. Source of
+all facts: the classes of transformers with these names, which the tests compare with.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.formats import unsupported_family
+from penstock.engine.models.json_file import Fields, shown
+from penstock.engine.models.rope import RopeSettings
+from penstock.engine.models.windows import (
+    FULL,
+    SLIDING,
+    Windows,
+    all_or_none,
+    by_layer_types,
+    every,
+    mistral,
+    no_window,
+    qwen,
+    unless_off,
+)
+
+# Fields of `ModelConfig` with their values.
+Flags = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the rotation of a layer's heads depends on besides its settings."""
+
+    dim: int
+    windows: Windows
+
+
+def _one_rope(fields: Fields, head: Head) -> Flags:
+    return {"rope": RopeSettings(fields).for_all_layers(head.dim)}
+
+
+def _biases(fields: Fields) -> Flags:
+    has_bias = fields.flag("attention_bias")
+    return {"qkv_bias": has_bias, "output_bias": has_bias, "mlp_bias": fields.flag("mlp_bias")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """architecture: its class in transformers. flags, ropes, windows: fields of `ModelConfig`, from
+    config.json; what they ask it for is understood. defaults: of keys that config.json may lack,
+    where they are not Llama's. computes: keys of `rope_parameters` that it understands and others
+    do not. without_effect: keys that change the answer in other families alone. has_fused_names:
+    whether q, k, v, and gate, up, are one tensor each.
+    """
+
+    architecture: str
+    flags: Callable[[Fields], Flags] = _biases
+    ropes: Callable[[Fields, Head], Flags] = _one_rope
+    windows: Callable[[Fields, int], Windows] = no_window
+    activation: str = "silu"
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    computes: frozenset[str] = frozenset()
+    without_effect: frozenset[str] = frozenset()
+    has_fused_names: bool = False
+
+
+# ---- Qwen ---------------------------------------------------------------------------------------
+
+
+def _qwen2(fields: Fields) -> Flags:
+    fields.get("attention_bias")  # its layers have these biases in any case
+    return {"qkv_bias": True, "mlp_bias": fields.flag("mlp_bias")}
+
+
+def _qwen3(fields: Fields) -> Flags:
+    return {**_biases(fields), "qk_norm": True}
+
+
+# ---- Phi ----------------------------------------------------------------------------------------
+
+
+def _phi3_rope(fields: Fields, head: Head) -> Flags:
+    settings = RopeSettings(fields)
+    rotary_dim = int(head.dim * settings.share_of_head())
+    if rotary_dim % 2 or not 0 < rotary_dim <= head.dim:
+        raise InvalidModel(
+            f"{fields.path}: partial_rotary_factor rotates {rotary_dim} of a head's {head.dim} "
+            "dimensions; it must be an even number of them"
+        )
+    # "su" and "yarn" are what the first Phi-3 called LongRoPE.
+    rope = settings.for_all_layers(rotary_dim, {"su": "longrope", "yarn": "longrope"})
+    return {"rope": rope, "rotary_dim": None if rotary_dim == head.dim else rotary_dim}
+
+
+# ---- SmolLM -------------------------------------------------------------------------------------
+
+
+def _have_rope(fields: Fields, num_layers: int) -> list[int]:
+    """For each layer 1, or 0 if it has no rotary positions; despite the name no_rope_layers."""
+    interval = fields.count("no_rope_layer_interval", default=4)
+    given = fields.get("no_rope_layers")
+    if given is None:
+        return [int((index + 1) % interval != 0) for index in range(num_layers)]
+    if (
+        not isinstance(given, list)
+        or len(given) != num_layers
+        or not all(each in (0, 1) for each in given)
+    ):
+        raise fields.wrong("no_rope_layers", f"0 or 1 for each of {num_layers} layers", given)
+    return given
+
+
+def _smollm3_rope(fields: Fields, head: Head) -> Flags:
+    rope = RopeSettings(fields).for_all_layers(head.dim)
+    have_rope = _have_rope(fields, len(head.windows))
+    return {"rope": rope, "layer_ropes": tuple(rope if each else None for each in have_rope)}
+
+
+def _smollm3_windows(fields: Fields, num_layers: int) -> Windows:
+    have_rope = _have_rope(fields, num_layers)
+    return unless_off(fields, num_layers, [FULL if each else SLIDING for each in have_rope])
+
+
+# ---- Mistral ------------------------------------------------------------------------------------
+
+
+def _ministral3_rope(fields: Fields, head: Head) -> Flags:
+    settings = RopeSettings(fields)
+    return {"rope": settings.for_all_layers(head.dim), "query_scaling": settings.query_scaling()}
+
+
+# ---- Granite ------------------------------------------------------------------------------------
+
+
+def _granite(fields: Fields) -> Flags:
+    """Its residual stream, x + m * f(norm(x)), is computed as x / m: RMSNorm gives the same for
+    both, with its eps divided by m squared. So nothing is multiplied but the embedding."""
+    residual = fields.number("residual_multiplier", 1.0)
+    return {
+        **_biases(fields),
+        "attention_scale": fields.number("attention_multiplier", 1.0),
+        "embedding_multiplier": fields.number("embedding_multiplier", 1.0) / residual,
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6) / residual**2,
+        "logit_multiplier": 1 / fields.number("logits_scaling", 1.0),
+    }
+
+
+# ---- OLMo ---------------------------------------------------------------------------------------
+
+_OLMO = {"rms_norm_eps": 1e-5}
+
+
+def _olmo2(fields: Fields) -> Flags:
+    return {
+        **_biases(fields),
+        "qk_norm": True,
+        "whole_qk_norm": True,
+        "pre_norms": False,
+        "post_norms": True,
+        "wide_norms": True,
+    }
+
+
+def _olmo3_windows(fields: Fields, num_layers: int) -> Windows:
+    return by_layer_types(fields, num_layers, every(num_layers, 4))
+
+
+def _olmo3_rope(fields: Fields, head: Head) -> Flags:
+    return _ropes_by_kind(fields, head, fields.number("rope_theta"))
+
+
+# ---- Seed-OSS -----------------------------------------------------------------------------------
+
+
+def _seed_oss(fields: Fields) -> Flags:
+    return {
+        "qkv_bias": fields.flag("attention_bias"),
+        "output_bias": fields.flag("attention_out_bias"),
+        "mlp_bias": fields.flag("mlp_bias"),
+    }
+
+
+# ---- Gemma --------------------------------------------------------------------------------------
+
+_GEMMA3 = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "rope_theta": 1e6,
+}
+
+
+def _gemma3(fields: Fields) -> Flags:
+    return {
+        **_biases(fields),
+        "qk_norm": True,
+        "post_norms": True,
+        "wide_norms": True,
+        "norm_offset": 1.0,
+        "attention_scale": fields.number("query_pre_attn_scalar") ** -0.5,
+        "embedding_multiplier": math.sqrt(fields.count("hidden_size")),
+    }
+
+
+def _gemma3_windows(fields: Fields, num_layers: int) -> Windows:
+    fields.get("_sliding_window_pattern")  # the same, as newer versions write it
+    pattern = fields.count("sliding_window_pattern", default=6)
+    return by_layer_types(fields, num_layers, every(num_layers, pattern))
+
+
+def _gemma3_rope(fields: Fields, head: Head) -> Flags:
+    return _ropes_by_kind(fields, head, 10_000.0)
+
+
+def _ropes_by_kind(fields: Fields, head: Head, local_theta: float) -> Flags:
+    settings = RopeSettings(fields)
+    rope = settings.by_kind("full_attention", head.dim, local_theta)
+    local = settings.by_kind(SLIDING, head.dim, local_theta)
+    return {
+        "rope": rope,
+        "layer_ropes": tuple(rope if window is None else local for window in head.windows),
+    }
+
+
+# By model_type.
+FAMILIES = {
+    "llama": Family(architecture="LlamaForCausalLM"),
+    "mistral": Family(architecture="MistralForCausalLM", windows=mistral),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", flags=_qwen2, windows=qwen),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        flags=_qwen3,
+        windows=qwen,
+        # Qwen3's heads are wider than hidden_size / num_heads.
+        defaults={"head_dim": 128},
+        without_effect=frozenset({"use_qk_norm", "qk_layernorm"}),
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        flags=lambda fields: {},
+        ropes=_phi3_rope,
+        windows=all_or_none,
+        defaults={"rms_norm_eps": 1e-5},
+        computes=frozenset({"partial_rotary_factor"}),
+        has_fused_names=True,
+    ),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        ropes=_smollm3_rope,
+        windows=_smollm3_windows,
+        defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+    ),
+    "ministral3": Family(
+        architecture="Ministral3ForCausalLM",
+        flags=lambda fields: {},
+        ropes=_ministral3_rope,
+        windows=all_or_none,
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        computes=frozenset({"llama_4_scaling_beta"}),
+    ),
+    "granite": Family(architecture="GraniteForCausalLM", flags=_granite),
+    "olmo2": Family(architecture="Olmo2ForCausalLM", flags=_olmo2, defaults=_OLMO),
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM",
+        flags=_olmo2,
+        ropes=_olmo3_rope,
+        windows=_olmo3_windows,
+        defaults={**_OLMO, "rope_theta": 5e5, "sliding_window": 4096},
+    ),
+    "seed_oss": Family(
+        architecture="SeedOssForCausalLM",
+        flags=_seed_oss,
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        flags=_gemma3,
+        ropes=_gemma3_rope,
+        windows=_gemma3_windows,
+        activation="gelu_tanh",
+        defaults=_GEMMA3,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A model of text and images, whose text model is served.
+
+    texts: families that it may have under text_config, the first being the default.
+    """
+
+    architecture: str
+    texts: tuple[str, ...]
+
+
+# By model_type.
+WRAPPERS = {
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", ("gemma3_text",)),
+}
+
+
+def find_family(fields: Fields) -> tuple[str, Fields]:
+    """The family that config.json names, and the text model's own part of it: the whole, or its
+    text_config. Raises InvalidModel."""
+    architectures = fields.names("architectures") or []
+    model_type = fields.text("model_type")
+    family_of = {family.architecture: name for name, family in FAMILIES.items()}
+    wrapper_of = {wrapper.architecture: wrapper for wrapper in WRAPPERS.values()}
+    for name in architectures:
+        if name in family_of:
+            return family_of[name], fields
+        if name in wrapper_of:
+            return _wrapped(fields, wrapper_of[name])
+    if not architectures and model_type in FAMILIES:
+        return str(model_type), fields
+    if not architectures and model_type in WRAPPERS:
+        return _wrapped(fields, WRAPPERS[str(model_type)])
+    raise unsupported_family(fields, architectures, model_type, [*family_of, *wrapper_of])
+
+
+def _wrapped(fields: Fields, wrapper: Wrapper) -> tuple[str, Fields]:
+    text = Fields(f"{fields.path}: text_config", fields.mapping("text_config"))
+    family = text.text("model_type") or wrapper.texts[0]
+    if family not in wrapper.texts:
+        raise InvalidModel(
+            f"{fields.path} names the architecture {wrapper.architecture} with the text model "
+            f"{shown(family)}, which is not supported; supported are {', '.join(wrapper.texts)}",
+            brief=f"{wrapper.architecture} with {family!s:.40} is not supported",
+        )
+    return family, text

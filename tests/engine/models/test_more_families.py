@@ -1,0 +1,246 @@
+"""The families that differ more from Llama: as transformers computes them, and with the same bits
+alone and in company."""
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.engine.executors.loading import log_text_only
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.families import FAMILIES as ROWS
+from tests.support.compiler import HAS_COMPILER
+from tests.support.tiny_models import (
+    MORE_FAMILIES,
+    Harness,
+    engine_config,
+    made_config,
+    make_model,
+    save,
+)
+
+PROMPT_LEN = 50  # beyond every window, and every length that a scaling of positions starts from
+CHUNK = 7
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(params=MORE_FAMILIES, scope="module")
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(a directory with the model, transformers' logits of two prompts, the prompts)"""
+    model = make_model(request.param)
+    path = save(model, tmp_path_factory.mktemp("model"))
+    prompts = torch.randint(3, 96, (2, PROMPT_LEN), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        return path, model(prompts).logits, prompts
+
+
+@pytest.fixture(params=["torch", "native"])
+def native(request: pytest.FixtureRequest) -> bool:
+    if request.param == "native" and not HAS_COMPILER:
+        pytest.skip("there is no C++ compiler")
+    return bool(request.param == "native")
+
+
+def harness(path: Path, prompts: Tensor, **options: Any) -> Harness:
+    made = Harness(path, **options)
+    made.token_table[: len(prompts), :PROMPT_LEN] = prompts
+    return made
+
+
+def in_chunks(made: Harness) -> Tensor:
+    """The logits of the first prompt, in chunks, and then token by token beside the second."""
+    logits = [made.run([(0, start, CHUNK)])[0] for start in range(0, 35, CHUNK)]
+    for position in range(35, PROMPT_LEN):
+        row = (0, position, 1), (1, position - 35, 1)
+        logits.append(made.run(row, num_decodes=2 if position > 35 else 0)[0])
+    return torch.cat(logits)
+
+
+def test_in_chunks_and_in_company_the_logits_are_those_of_transformers(
+    family: Any, native: bool
+) -> None:
+    path, expected, prompts = family
+    found = in_chunks(harness(path, prompts, native=native))
+    torch.testing.assert_close(found, expected[0], atol=TOLERANCE, rtol=0)
+    whole = harness(path, prompts, native=native).run([(0, 0, PROMPT_LEN), (1, 0, 20)])
+    torch.testing.assert_close(whole[0], expected[0], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(whole[1], expected[1, :20], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_step_gives_the_same_bits_alone_in_chunks_and_in_company(
+    family: Any, dtype: torch.dtype
+) -> None:
+    path, _, prompts = family
+    alone = harness(path, prompts, native=True, dtype=dtype, threads=1).run([(0, 0, PROMPT_LEN)])
+    assert torch.equal(in_chunks(harness(path, prompts, native=True, dtype=dtype)), alone[0])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_familys_defaults_are_those_of_transformers(name: str) -> None:
+    theirs = transformers.AutoConfig.for_model(name)
+    ropes = theirs.rope_parameters
+    for key, value in ROWS[name].defaults.items():
+        if key == "rope_theta":
+            assert ropes.get("full_attention", ropes)["rope_theta"] == value
+        else:
+            assert getattr(theirs, key) == value, key
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_a_text_model_has_the_same_logits_without_the_encoder_around_it(
+    tmp_path: Path, prefix: str
+) -> None:
+    model = make_model("gemma3_wrapped")
+    path = save(model, tmp_path / "both")
+    tensors = load_file(path / "model.safetensors")
+    named = {re.sub(r"^.*language_model\.(model\.)?", prefix, n): t for n, t in tensors.items()}
+    assert len(named) == len(tensors) and any(name.startswith(prefix) for name in named)
+    save_file(named, path / "model.safetensors")
+    alone: Any = transformers.Gemma3ForCausalLM(model.config.text_config)
+    alone.model.load_state_dict(model.model.language_model.state_dict())
+    text = save(alone, tmp_path / "text")
+    prompts = torch.arange(3, 3 + PROMPT_LEN)[None]
+    found = [harness(each, prompts).run([(0, 0, PROMPT_LEN)])[0] for each in (path, text)]
+    assert torch.equal(*found)
+    both, only = ModelConfig.from_dir(path), ModelConfig.from_dir(text)
+    assert (both.is_wrapped, only.is_wrapped) == (True, False)
+    assert both.num_parameters == only.num_parameters
+
+
+def test_beyond_the_length_it_was_trained_on_longrope_has_its_long_factors(tmp_path: Path) -> None:
+    """Where sequences cannot be so long, its short ones, as transformers has for short prompts."""
+    model = make_model("phi4_mini")
+    path = save(model, tmp_path)
+    prompts = torch.arange(3, 3 + 24)[None]
+    with torch.inference_mode():
+        expected = model(prompts).logits[0]
+    made = Harness(path, max_len=32)
+    made.token_table[:1, :24] = prompts
+    torch.testing.assert_close(made.run([(0, 0, 24)])[0], expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_wanted", "warnings"),
+    [("gemma3_wrapped", False, 1), ("gemma3_wrapped", True, 0), ("gemma3", False, 0)],
+)
+def test_a_start_warns_that_images_are_refused_unless_that_is_wanted(
+    family: str,
+    is_wanted: bool,
+    warnings: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made_config(family).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        config = engine_config(tmp_path, language_model_only=is_wanted)
+        log_text_only(config, ModelConfig.from_dir(tmp_path))
+    assert caplog.text.count("--language-model-only") == warnings
+
+
+def test_the_weights_say_whether_the_output_layer_is_tied(tmp_path: Path) -> None:
+    """transformers' defaults of a model of images, and of the text model in it, contradict."""
+    path = save(make_model("mistral_small_wrapped"), tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert not ModelConfig.from_dir(path).tied_embeddings
+    (path / "model.safetensors").unlink()
+    assert ModelConfig.from_dir(path).tied_embeddings
+
+
+# As they are published, but for what is as in transformers' defaults and long lists.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma-3-4b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
+    "Mistral-Small-3.1-24B": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": 10,
+        "model_type": "mistral3",
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "text_config": {
+            "attention_dropout": 0.0,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "intermediate_size": 32768,
+            "max_position_embeddings": 131072,
+            "model_type": "mistral",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000000.0,
+            "sliding_window": None,
+            "vocab_size": 131072,
+        },
+        "vision_config": {"model_type": "pixtral"},
+        "vision_feature_layer": -1,
+    },
+    "Phi-4-mini": {
+        "architectures": ["Phi3ForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "embd_pdrop": 0.0,
+        "full_attn_mod": 1,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "max_position_embeddings": 131072,
+        "model_type": "phi3",
+        "num_attention_heads": 24,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "resid_pdrop": 0.0,
+        "rope_scaling": {
+            "long_factor": [1.5] * 48,
+            "short_factor": [1.0] * 48,
+            "type": "longrope",
+        },
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+        "vocab_size": 200064,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gemma-3-4b-it", 3.88), ("Mistral-Small-3.1-24B", 23.57), ("Phi-4-mini", 3.84)],
+)
+def test_a_published_config_gives_the_size_of_the_text_model(
+    name: str, billions: float, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    config = ModelConfig.from_dir(tmp_path)
+    assert config.num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
