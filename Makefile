@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-models test-ops test-chaos test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu kernel-table docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-models test-llama test-ops test-chaos test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu kernel-table docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -54,6 +54,12 @@ build/packers:
 	$(PIP_PACKERS) compressed-tensors==0.20.0 autoawq==0.2.9 accelerate loguru psutil
 	$(PIP_PACKERS) --only-binary :all: --python-version 3.11 --abi cp311 \
 		--platform manylinux_2_17_x86_64 auto-gptq==0.7.1
+
+# GGUF files of llama.cpp's own converter, answered by its server and by Penstock. It is installed first,
+# into build/peers, which takes five minutes; then two.
+test-llama: .venv/installed-dev
+	$(BIN)/python -m tests.bench.peers install --peer llama
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/formats/test_llama_server.py
 
 # 200 JSON schemas on the demo model and on random weights: every finished output must validate.
 test-schemas: .venv/installed-dev

@@ -53,7 +53,7 @@ class Quantization(StrEnum):
 
     INT8 = "int8"  # codes of 8 bits, with a scale for each 32 of them
     INT4 = "int4"  # of 4 bits, but for the few layers that need 8
-    FP8 = "fp8"  # e4m3, with a scale for each row, for a GPU
+    FP8 = "fp8"  # e4m3, with a scale for each row
 
     @property
     def bits(self) -> int:

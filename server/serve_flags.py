@@ -174,8 +174,8 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         type=_quantization,
         metavar="|".join(Quantization),
         help="round the weights of linear layers at load: int8 takes half of bfloat16's memory and "
-        "changes next to nothing, int4 a third and changes a little, fp8 (on a GPU) half and "
-        "changes more than int8; the log says how much. The result is kept in "
+        "changes next to nothing, int4 a third and changes a little, fp8 half and changes "
+        "more than int8; the log says how much. The result is kept in "
         "~/.cache/penstock/quantized (default: weights as they are)",
     )
     flag(

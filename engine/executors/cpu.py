@@ -81,7 +81,7 @@ class CpuExecutor:
                 f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
                 "on the CPU, which has one implementation of attention; leave the flag out"
             )
-        check_quantization(config, model_dir, "cpu")
+        check_quantization(config, model_dir)
         phases = phases or Phases()
         # The server's process shares them: a thread that it interrupts holds up no other.
         num_threads = config.num_threads or num_cores()

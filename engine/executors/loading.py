@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat, Quantization
+from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
 from penstock.engine.gguf.file import is_gguf
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
@@ -127,15 +127,10 @@ def log_widening(model: ModelConfig, dtype: torch.dtype, kept: Kept) -> None:
         )
 
 
-def check_quantization(config: EngineConfig, model_dir: Path, device: str) -> None:
+def check_quantization(config: EngineConfig, model_dir: Path) -> None:
     """Raises InvalidConfig where --quantization is given and cannot be done."""
     if config.quantization is None:
         return
-    if device == "cpu" and config.quantization is Quantization.FP8:
-        raise InvalidConfig(
-            "--quantization fp8 is for a GPU: a CPU computes with int8, which takes as much memory "
-            "and is closer to the weights; use --quantization int8"
-        )
     if is_gguf(model_dir):
         raise InvalidConfig(
             f"--quantization {config.quantization} rounds the float weights of a Hugging Face "

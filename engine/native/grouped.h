@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "formats.h"
 #include "products.h"
 #include "vectors.h"
 
@@ -260,11 +261,6 @@ inline void pack_codes(unsigned char *out, const unsigned char *codes, int64_t r
 // ---- Products -------------------------------------------------------------------------------------------
 
 enum Kind { kBytes, kNibbles, kLookedUp };
-
-// Which formats are compiled: each takes seconds. A bit for each, as library.py counts them.
-#ifndef PENSTOCK_FORMATS
-#define PENSTOCK_FORMATS 0
-#endif
 
 // A result, once a group's products are added to it; without zeros these contain what the offset takes away.
 template <bool kZeros>

@@ -31,6 +31,7 @@ import torch
 
 from penstock.engine.memory.machine import num_cores
 from penstock.engine.models.quantization.schemes import (
+    FP8_FORMAT,
     LEVELS_FORMAT,
     block_format,
     integer_format,
@@ -54,6 +55,7 @@ CODE_FORMATS = (
     block_format(5, has_minima=False),
     block_format(5, has_minima=True),
     block_format(6, has_minima=False),
+    FP8_FORMAT,
 )
 _COMPILE = ("-std=c++20", "-O3", "-march=native", "-fPIC")
 _SCRATCH = "compiling-"

@@ -1,16 +1,18 @@
-"""Packs linear layers into the bands that products.h, grouped.h and blocks.h multiply with."""
+"""Packs linear layers into the bands that products.h, grouped.h, blocks.h and fp8.h multiply."""
 
 import ctypes
 import itertools
 import math
 from collections.abc import Sequence
-from ctypes import Structure, c_int64, c_void_p
+from ctypes import Structure, c_bool, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.memory.host import Arena, zeros_on_touch
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import BlockParts, GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear, LinearProducts, PlainLinear
 from penstock.engine.native.library import CODE_FORMATS, formats_mask
@@ -23,7 +25,10 @@ _MAX_GROUP = 128
 _GROUP_MULTIPLE = 8
 _TABLE_BYTES = 64
 
-Packable = PlainLinear | GroupedLinear
+# What bfloat16's exponents have and the codes' have not: see fp8.h.
+_FP8_SCALE = 256.0
+
+Packable = PlainLinear | GroupedLinear | Fp8Linear
 
 
 class NativeLinear(Structure):
@@ -44,6 +49,8 @@ class NativeLinear(Structure):
         ("is_blocks", c_int64),
         ("has_minima", c_int64),
         ("factors", c_void_p),
+        ("is_fp8", c_int64),
+        ("is_by_band", c_int64),
     )
 
 
@@ -64,10 +71,15 @@ class Packer:
 
     def packed(self, layers: Sequence[Packable]) -> list[NativeLinear]:
         """Plain weights are packed where they are, if they fill their bands."""
-        return [
-            self._codes(layer) if isinstance(layer, GroupedLinear) else self._plain(layer)
-            for layer in layers
-        ]
+        return [self._packed(layer) for layer in layers]
+
+    def _packed(self, layer: Packable) -> NativeLinear:
+        if isinstance(layer, PlainLinear):
+            return self._plain(layer)
+        assert self._library.penstock_formats() & formats_mask([layer.weight_format]), (
+            layer.weight_format
+        )
+        return self._codes(layer) if isinstance(layer, GroupedLinear) else self._fp8(layer)
 
     def _plain(self, layer: PlainLinear) -> NativeLinear:
         rows, columns = layer.weight.shape
@@ -83,10 +95,37 @@ class Packer:
             weight=packed.data_ptr(), bias=self.address(layer.bias), rows=rows, columns=columns
         )
 
-    def _codes(self, layer: GroupedLinear) -> NativeLinear:
-        assert self._library.penstock_formats() & formats_mask([layer.weight_format]), (
-            layer.weight_format
+    def _fp8(self, layer: Fp8Linear) -> NativeLinear:
+        """See fp8.h. Raises InvalidModel."""
+        rows, columns = layer.codes.shape
+        height, width = layer.block
+        packed = self._arena.empty((-(-rows // _BAND) * _BAND, columns), torch.uint8)
+        self._library.penstock_pack_fp8.restype = c_bool
+        are_numbers = self._library.penstock_pack_fp8(
+            c_void_p(self.address(packed)),
+            c_void_p(layer.codes.data_ptr()),
+            c_int64(rows),
+            c_int64(columns),
         )
+        if not are_numbers:
+            raise InvalidModel("weights in FP8 are NaN; download the model again")
+        is_by_band = height % _BAND == 0
+        if is_by_band:
+            scales = layer.scales.repeat_interleave(height // _BAND, dim=0)[: len(packed) // _BAND]
+        else:
+            scales = _of_bands(layer.scales_by_row())
+        return NativeLinear(
+            weight=packed.data_ptr(),
+            bias=self.address(layer.bias),
+            rows=rows,
+            columns=columns,
+            group=width,
+            scales=self.address((scales * _FP8_SCALE).contiguous()),
+            is_fp8=True,
+            is_by_band=is_by_band,
+        )
+
+    def _codes(self, layer: GroupedLinear) -> NativeLinear:
         rows, columns = layer.out_features, layer.in_features
         row_bytes = -(-columns // layer.group_size) * layer.group_size * layer.bits // 8
         packed = self._arena.empty((-(-rows // _BAND) * _BAND, row_bytes), layer.codes.dtype)
@@ -149,19 +188,23 @@ def check_format(linear: Linear) -> None:
 def release(linear: Linear) -> None:
     """Frees the codes of a layer that has been packed; it cannot compute any more."""
     for layer in _LINEARS.of(linear):
-        if isinstance(layer, GroupedLinear):
+        if not isinstance(layer, PlainLinear):
             layer.codes, layer.scales = layer.codes.new_empty(0), layer.scales.new_empty(0)
+        if isinstance(layer, GroupedLinear):
             layer.blocks = None
 
 
 def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
-    """The layers that are stacked in this one, all plain or all with codes in the same groups.
+    """The layers that are stacked in this one: in codes that are integers all, and in the same
+    groups, or none, so that they read the same activations.
 
     dtype: of plain weights. rows: how many each of them has; one layer if there are none.
     """
     layers = _LINEARS.of(linear)
     if rows and len(layers) == 1:
         layers = _split(layers[0], list(rows))
+    if not any(isinstance(layer, GroupedLinear) for layer in layers):
+        return [layer if _is_in_pairs(layer) else _widened(layer, dtype) for layer in layers]
     groups = [_group(layer) for layer in layers if isinstance(layer, GroupedLinear)]
     # Activations are rounded once for all of them.
     group = math.gcd(*groups)
@@ -180,10 +223,21 @@ def _group(layer: GroupedLinear) -> int:
     return max((size for size in sizes if layer.group_size % size == 0), default=1)
 
 
+def _is_in_pairs(layer: Packable) -> bool:
+    """Whether fp8.h has such groups; others are plain."""
+    if not isinstance(layer, Fp8Linear):
+        return True
+    return layer.in_features % 2 == 0 and (
+        layer.block[1] % 2 == 0 or layer.block[1] >= layer.in_features
+    )
+
+
 def _widened(layer: Packable, dtype: torch.dtype) -> PlainLinear:
-    if isinstance(layer, GroupedLinear):
-        return PlainLinear(layer.weight().to(dtype), layer.bias)
-    return layer
+    if isinstance(layer, PlainLinear):
+        return layer
+    weight = torch.empty((layer.out_features, layer.in_features), dtype=dtype)
+    layer.write_weight(weight)
+    return PlainLinear(weight, layer.bias)
 
 
 def _split(layer: Packable, rows: list[int]) -> list[Packable]:

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "formats.h"
 #include "grouped.h"
 #include "inputs.h"
 #include "structs.h"
@@ -34,8 +35,8 @@ namespace {
 constexpr int64_t kChunk = 192;
 // Queries that attend together.
 constexpr int64_t kQueries = 96;
-// Whether weights may be codes.
-constexpr bool kCodes = PENSTOCK_FORMATS;
+// Whether weights may be codes that are integers.
+constexpr bool kCodes = PENSTOCK_INTEGER_FORMATS;
 // Activations so few that every thread normalises them itself, which takes less time than to wait for
 // another.
 constexpr int64_t kFew = 8192;
@@ -343,6 +344,8 @@ template <class T> class Run : public Job {
                 else
                     multiply_codes(in.coded, first, tokens, grouped(linear), band, c, kBand);
             }
+        } else if (linear.is_fp8) {
+            multiply_floats(in.x + first * in.step, in.step, tokens, fp8(linear), band, c, kBand);
         } else {
             const T *weight = static_cast<const T *>(linear.weight) + band * kBand * linear.columns;
             multiply_plain(in.x + first * in.step, in.step, tokens, weight, linear.columns, c, kBand);
@@ -354,6 +357,7 @@ template <class T> class Run : public Job {
             for (int64_t n = 0; n < count; ++n) c[t * kBand + n] += widen(bias[n]);
     }
 
+    // Whether it reads activations of 8 bits.
     static bool is_coded(const Linear &linear) { return kCodes && linear.bits; }
     static Grouped grouped(const Linear &linear) {
         return {static_cast<const unsigned char *>(linear.weight),
@@ -377,6 +381,12 @@ template <class T> class Run : public Job {
                 linear.columns / linear.group,
                 linear.offset,
                 linear.has_minima != 0};
+    }
+
+    static Fp8 fp8(const Linear &linear) {
+        return {static_cast<const unsigned char *>(linear.weight),
+                static_cast<const float *>(linear.scales), linear.columns, linear.group,
+                linear.is_by_band != 0};
     }
 
     // Layers that are stacked: they read the same input. source() gives it when it is first needed.
@@ -674,7 +684,7 @@ template <class T> void run(void *runner, const Step *step, bool only_head) {
 
 }  // namespace
 
-// The formats of codes that are compiled: see grouped.h.
+// The formats of codes that are compiled: see formats.h.
 extern "C" int64_t penstock_formats() { return PENSTOCK_FORMATS; }
 
 // What runs the steps of a model, to be freed by penstock_free. The model must outlive it.
@@ -711,7 +721,7 @@ extern "C" const char *penstock_products() {
     return made.c_str();
 }
 extern "C" const char *penstock_code_products() {
-#if PENSTOCK_FORMATS
+#if PENSTOCK_INTEGER_FORMATS
     static const std::string made = code_products();
     return made.c_str();
 #elif defined(PENSTOCK_CODED_KV)

@@ -6,14 +6,16 @@ using std::int32_t;
 using std::int64_t;
 
 struct Linear {
-    const void *weight;  // (rows, columns), in bands: see products.h, and grouped.h and blocks.h for codes
+    // (rows, columns), in bands: see products.h, and grouped.h, blocks.h and fp8.h for codes.
+    const void *weight;
     const void *bias;    // (rows) or null
     int64_t rows, columns;
-    int64_t bits;  // of a code; 0 for weights of T
+    int64_t bits;  // of a code that is an integer, or 0
     int64_t group, offset, has_half_scales;
     const void *scales, *zeros, *table;  // see Grouped
     int64_t is_blocks, has_minima;       // see Blocks, and for the factors
     const void *factors;
+    int64_t is_fp8, is_by_band;  // see Fp8
 };
 
 struct Layer {

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "coded_runs.h"
+#include "fp8.h"
 #include "products.h"
 
 #ifndef PENSTOCK_WEIGHTS
@@ -22,5 +23,8 @@ extern template class Attention<Runs>;
 // c[i][0..32) = x_i . w, as multiply_band.
 void multiply_plain(const Operands<Weights>::X *x, int64_t x_step, int64_t rows, const Weights *w,
                     int64_t length, float *c, int64_t c_step);
-// What computes it, for people to read.
+// The same with codes, as multiply_fp8.
+void multiply_floats(const Operands<Weights>::X *x, int64_t x_step, int64_t rows, const Fp8 &w,
+                     int64_t band, float *c, int64_t c_step);
+// What computes them, for people to read.
 std::string plain_products();

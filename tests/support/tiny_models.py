@@ -234,7 +234,7 @@ class Harness:
                 partial(torch.empty, dtype=dtype),
                 Phases(),
                 make_linear=PlainLinear,
-                kept=options.get("kept", AsStored(FORMATS if native else FORMATS | {"fp8"})),
+                kept=options.get("kept", AsStored(FORMATS)),
             ),
             options.get("make_linear", PlainLinear if native else cpu_linear(dtype)),
             gathered_attention,

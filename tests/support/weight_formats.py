@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.coded import OnGpu
+from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
 from penstock.engine.models.layers.linear import Linear, MakeLinear, tensor_bytes
 
@@ -58,6 +59,26 @@ def coded(bits: int, group_size: int, *, has_zeros: bool = False) -> MakeLinear:
             in_features=columns,
             zeros=None if zeros is None else zeros.to(kind),
         )
+
+    return make
+
+
+def in_fp8(block: tuple[int, int] | None = None) -> MakeLinear:
+    """Rounds weights to e4m3, with a scale for each block from its largest number; by default for
+    each row."""
+
+    def make(weight: Tensor, bias: Tensor | None) -> Fp8Linear:
+        rows, columns = weight.shape
+        height, width = block or (1, columns)
+        grid = (-(-rows // height), -(-columns // width))
+        padded = functional.pad(
+            weight.float(), (0, grid[1] * width - columns, 0, grid[0] * height - rows)
+        )
+        largest = padded.view(grid[0], height, grid[1], width).abs().amax((1, 3))
+        scales = largest.clamp(min=1e-6) / torch.finfo(torch.float8_e4m3fn).max
+        by_number = scales.repeat_interleave(height, 0).repeat_interleave(width, 1)
+        codes = (weight.float() / by_number[:rows, :columns]).to(torch.float8_e4m3fn)
+        return Fp8Linear(codes, scales, bias, block=(height, width))
 
     return make
 

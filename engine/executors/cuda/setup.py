@@ -111,7 +111,7 @@ def build_cuda_executor(
     """Loads, measures, captures. Raises InvalidConfig for what does not fit, or no such GPU."""
     gpu = gpu or CudaGpu(choose_device(config.device))
     phases = phases or Phases()
-    check_quantization(config, model_dir, "cuda")
+    check_quantization(config, model_dir)
     try:
         return _Setup(config, model_dir, gpu, phases).build()
     except RuntimeError as error:

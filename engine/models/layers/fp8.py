@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.models.layers.linear import bands, tensor_bytes
+from penstock.engine.models.quantization.schemes import FP8_FORMAT
 
 
 class Fp8Linear:
@@ -14,7 +15,7 @@ class Fp8Linear:
     block of a column or row may be smaller. block: (rows, columns).
     """
 
-    weight_format = "fp8"
+    weight_format = FP8_FORMAT
 
     def __init__(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, *, block: tuple[int, int]
@@ -30,6 +31,24 @@ class Fp8Linear:
     @property
     def out_features(self) -> int:
         return len(self.codes)
+
+    @property
+    def in_features(self) -> int:
+        return self.codes.shape[1]
+
+    def rows(self, first: int, end: int) -> "Fp8Linear":
+        """The layer of these rows."""
+        height, width = self.block
+        bias = None if self.bias is None else self.bias[first:end]
+        codes = self.codes[first:end]
+        if first % height == 0:
+            scales = self.scales[first // height : -(-end // height)]
+            return Fp8Linear(codes, scales, bias, block=self.block)
+        return Fp8Linear(codes, self.scales_by_row()[first:end], bias, block=(1, width))
+
+    def scales_by_row(self) -> Tensor:
+        """(out_features, blocks of columns)"""
+        return self.scales.repeat_interleave(self.block[0], dim=0)[: self.out_features]
 
     def write_weight(self, out: Tensor) -> None:
         """See `StoredLinear`."""

@@ -12,6 +12,8 @@ _FLOAT16_BYTES = 2
 _FLOAT32_BYTES = 4
 # Codes of 4 bits that stand for the numbers of a table.
 LEVELS_FORMAT = "int4 levels"
+# e4m3, with a scale for each block.
+FP8_FORMAT = "fp8"
 
 
 class Scheme(Protocol):
@@ -38,7 +40,7 @@ class Fp8:
     """
 
     block: tuple[int, int] | None = None
-    weight_format = "fp8"
+    weight_format = FP8_FORMAT
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         rows, columns = self.block or (1, in_features)

@@ -107,19 +107,28 @@ def write_gguf(model: Path, file: Path, llama: Path) -> None:
 
     llama: as `install` makes it. Raises CalledProcessError.
     """
-    quantize = llama / "build" / "bin" / "llama-quantize"
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         whole = Path(folder, file.name)
-        _run(
-            *(sys.executable, "-c", _CONVERT, llama / "source", model),
-            *("--outtype", "bf16", "--outfile", whole),
-            PYTHONPATH=str(llama / "site"),
-        )
+        convert_to_gguf(model, whole, "bf16", llama)
         for suffix, kind in _QUANTIZED.items():
             smaller = Path(folder, f"{file.stem}-{suffix}.gguf")
-            _run(quantize, whole, smaller, kind, "1")
+            quantize_gguf(whole, smaller, kind, llama)
             smaller.rename(file.with_name(smaller.name))
         whole.rename(file)
+
+
+def convert_to_gguf(model: Path, file: Path, dtype: str, llama: Path) -> None:
+    """By llama.cpp's own converter. dtype: bf16, f16 or f32. Raises CalledProcessError."""
+    _run(
+        *(sys.executable, "-c", _CONVERT, llama / "source", model),
+        *("--outtype", dtype, "--outfile", file),
+        PYTHONPATH=str(llama / "site"),
+    )
+
+
+def quantize_gguf(whole: Path, smaller: Path, kind: str, llama: Path) -> None:
+    """kind: as llama.cpp names it, such as Q4_K_M. Raises CalledProcessError."""
+    _run(llama / "build" / "bin" / "llama-quantize", whole, smaller, kind, "1")
 
 
 def write_openvino(model: Path, target: Path, environment: Path, weights: Iterable[str]) -> None:

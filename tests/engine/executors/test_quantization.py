@@ -71,7 +71,7 @@ def test_4_bits_leave_the_output_layer_the_values_and_narrow_layers_at_8(tmp_pat
     assert len(narrow.parts) == 3 * 4 + 1  # q, k and v are one where they have the same format
 
 
-@pytest.mark.parametrize("method", [INT8, INT4])
+@pytest.mark.parametrize("method", Quantization)
 def test_a_step_computes_with_the_rounded_weights(method: Quantization, tmp_path: Path) -> None:
     """As does the same model whose weights were rounded before they were saved."""
     model = make_model("qwen3_bias", hidden_size=256, intermediate_size=256)
@@ -116,15 +116,7 @@ def test_a_checkpoint_that_is_quantized_already_is_refused(tmp_path: Path) -> No
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidConfig, match="quantized already, in the format AWQ; leave it out"):
-        check_quantization(engine_config(tmp_path, quantization=INT8), tmp_path, "cpu")
-
-
-def test_fp8_is_refused_on_a_cpu_with_what_to_use_instead(tmp_path: Path) -> None:
-    directory = save(make_model("llama2"), tmp_path)
-    config = engine_config(directory, quantization=Quantization.FP8)
-    with pytest.raises(InvalidConfig, match=r"fp8 is for a GPU.*use --quantization int8"):
-        check_quantization(config, directory, "cpu")
-    check_quantization(config, directory, "cuda")
+        check_quantization(engine_config(tmp_path, quantization=INT8), tmp_path)
 
 
 def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
-"""A quantized checkpoint on the CPU: formats that nothing there computes are made plain."""
+"""A quantized checkpoint on the CPU: computed with its codes, or made plain without a compiler."""
 
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.engine.config import LoadFormat
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.kept import AsStored
+from tests.support.compiler import needs_compiler
 from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine, ids_of
@@ -28,12 +32,35 @@ def answer(executor: CpuExecutor, model: Path) -> list[int]:
     return ids_of(outputs)
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
-def test_fp8_becomes_plain_weights_and_the_log_says_what_that_costs(
-    is_compiled: bool, fp8: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@needs_compiler
+def test_fp8_stays_in_codes_and_answers_as_its_values_do(
+    fp8: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if not is_compiled:
-        monkeypatch.setattr("penstock.engine.executors.cpu.load_library", lambda *_, **__: None)
+    plain = fp8.with_name("plain")
+    expected = answer(CpuExecutor(engine_config(plain), plain), plain)
+    executor = CpuExecutor(engine_config(fp8), fp8)
+    config = ModelConfig.from_dir(fp8)
+    assert executor.info.weight_bytes == config.step_weight_bytes(4, AsStored({"fp8"}).num_bytes)
+    assert "stored as" not in caplog.text
+    assert answer(executor, fp8) == expected
+
+
+@needs_compiler
+def test_weights_in_fp8_that_are_no_numbers_are_refused(fp8: Path) -> None:
+    file = fp8 / "model.safetensors"
+    tensors = load_file(file)
+    codes = tensors["model.layers.2.mlp.up_proj.weight"].view(torch.uint8).clone()
+    codes[40, 7] = 0x7F
+    tensors["model.layers.2.mlp.up_proj.weight"] = codes.view(torch.float8_e4m3fn)
+    save_file(tensors, file)
+    with pytest.raises(InvalidModel, match="FP8 are NaN; download the model again"):
+        CpuExecutor(engine_config(fp8), fp8)
+
+
+def test_without_a_compiler_fp8_becomes_plain_and_the_log_says_what_that_costs(
+    fp8: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.engine.executors.cpu.load_library", lambda *_, **__: None)
     plain = fp8.with_name("plain")
     expected = answer(CpuExecutor(engine_config(plain), plain), plain)
     assert "stored as" not in caplog.text
@@ -46,13 +73,11 @@ def test_fp8_becomes_plain_weights_and_the_log_says_what_that_costs(
     assert answer(executor, fp8) == expected
 
 
-def test_made_up_weights_are_in_the_format_too_and_become_plain(
-    fp8: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@needs_compiler
+def test_made_up_weights_are_in_the_format_too(fp8: Path) -> None:
     (fp8 / "model.safetensors").unlink()
     executor = CpuExecutor(engine_config(fp8, load_format=LoadFormat.DUMMY), fp8)
     assert executor.info.weight_bytes == ModelConfig.from_dir(fp8).step_weight_bytes(
-        4, AsStored().num_bytes
+        4, AsStored({"fp8"}).num_bytes
     )
-    assert "stored as FP8" in caplog.text
     assert len(answer(executor, fp8)) == 8

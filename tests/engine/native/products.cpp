@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "fp8.h"
 #include "grouped.h"
 #include "products.h"
 
@@ -228,12 +229,71 @@ bool all_blocks_are_right() {
     return true;
 }
 
+// What a code of e4m3 stands for, from its description: a sign, four bits of exponent, three of fraction.
+double value_of(unsigned char code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const double size = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+    return code & 128 ? -size : size;
+}
+
+bool fp8_is_right(int64_t height, int64_t group, int64_t rows, int64_t columns, int64_t length) {
+    using X = typename Operands<bf16>::X;
+    constexpr int64_t spare = 32;
+    const int64_t x_step = length + 32, groups = (length + group - 1) / group;
+    std::vector<unsigned char> codes(columns * length), packed(banded_rows(columns) * length);
+    std::vector<X> x((rows + spare) * x_step);
+    std::vector<float> scales(banded_rows(columns) / height * groups);
+    for (auto &code : codes)
+        do code = (unsigned char)std::rand();
+        while ((code & 127) == 127);
+    for (X &value : x) store(&value, draw());
+    for (float &scale : scales) scale = 256 * draw();
+    if (!pack_fp8<X>(packed.data(), codes.data(), columns, length)) return false;
+    const Fp8 w{packed.data(), scales.data(), length, group, height == kBand};
+    std::vector<float> together((rows + spare) * kBand), alone((1 + spare) * kBand);
+    const TileScope tiles;
+    for (int64_t band = 0; band < banded_rows(columns) / kBand; ++band) {
+        multiply_fp8(x.data(), x_step, rows, w, band, together.data(), kBand);
+        for (int64_t row = 0; row < rows; ++row) {
+            multiply_fp8(x.data() + row * x_step, x_step, 1, w, band, alone.data(), kBand);
+            for (int64_t n = band * kBand; n < std::min(columns, band * kBand + kBand); ++n) {
+                double expected = 0, size = 0;
+                for (int64_t k = 0; k < length; ++k) {
+                    const int64_t g = band * groups + k / group;
+                    const double scale = scales[height == kBand ? g : g * kBand + n % kBand] / 256.0;
+                    const double product = double(widen(x[row * x_step + k])) *
+                                           value_of(codes[n * length + k]) * scale;
+                    expected += product;
+                    size += std::abs(product);
+                }
+                const float result = together[row * kBand + n % kBand];
+                if (std::abs(expected - result) <= 1e-5 * size && result == alone[n % kBand]) continue;
+                std::printf("fp8 in groups of %ld, %ld rows, %ld columns, length %ld: row %ld, column "
+                            "%ld is %g, alone %g, should be %g\n", long(group), long(rows),
+                            long(columns), long(length), long(row), long(n), double(result),
+                            double(alone[n % kBand]), expected);
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+bool all_fp8_is_right() {
+    for (int64_t height : {int64_t(1), kBand})
+        for (int64_t group : {6, 128, 3000})
+            for (int64_t length : {2, 130, 1286})
+                for (int64_t rows : {1, 2, 5, 13, 17, 40, 200})
+                    if (!fp8_is_right(height, group, rows, rows % 2 ? 32 : 70, length)) return false;
+    return true;
+}
+
 }  // namespace
 
 int main() {
     const bool right = all_right<float>("float32") && all_right<f16>("float16") &&
                        all_right<bf16>("bfloat16") && all_codes_are_right() &&
-                       all_blocks_are_right();
+                       all_blocks_are_right() && all_fp8_is_right();
     std::printf("%s; codes: %s\n", products<bf16>().c_str(), code_products().c_str());
     return right ? 0 : 1;
 }

@@ -21,7 +21,7 @@ from penstock.engine.native.packing import FORMATS
 from tests.support.compiler import needs_compiler
 from tests.support.gguf_files import write_gguf
 from tests.support.tiny_models import Harness, make_model, save
-from tests.support.weight_formats import coded
+from tests.support.weight_formats import coded, in_fp8
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +149,22 @@ def test_the_step_agrees_with_torchs_where_weights_are_codes(
         torch.testing.assert_close(ours, torchs, atol=0.25, rtol=0)
 
 
+@pytest.mark.parametrize("block", [None, (16, 32), (32, 24)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_step_agrees_with_torchs_where_weights_are_fp8(
+    processor: str, block: tuple[int, int] | None, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = save(make_model("llama_biases"), tmp_path)
+    options: dict[str, Any] = {"has_codes": True, "make_linear": in_fp8(block), "dtype": dtype}
+    made = [Harness(path, native=native, **options) for native in (True, False)]
+    for harness in made:
+        harness.token_table[0, :60] = torch.arange(60)
+    tolerance = {torch.float32: 1e-3, torch.bfloat16: 0.4}[dtype]
+    for row in ((0, 0, 19), (0, 19, 1), (0, 20, 40)):
+        ours, torchs = (harness.run([row])[0] for harness in made)
+        torch.testing.assert_close(ours, torchs, atol=tolerance, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("bits", "group", "has_zeros"), [(8, 32, False), (8, 64, True), (4, 32, False), (4, 72, True)]
 )
@@ -242,9 +258,14 @@ def test_the_step_agrees_with_torchs_where_keys_and_values_are_codes(
     [
         *((family, PlainLinear) for family in ("mistral_window", "qwen3", "llama2")),
         *(("qwen3", coded(bits, group)) for bits, group in ((8, 64), (4, 32))),
+        *(("qwen3", in_fp8(block)) for block in (None, (32, 32))),
         *((mixture, None) for mixture in MIXTURES),
     ],
-    ids=["mistral_window", "qwen3", "llama2", "int8", "int4", *MIXTURES],
+    ids=[
+        *("mistral_window", "qwen3", "llama2"),
+        *("int8", "int4", "fp8", "fp8-blocks"),
+        *MIXTURES,
+    ],
 )
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
 def test_a_token_has_the_same_bits_alone_and_in_company(
