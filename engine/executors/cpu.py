@@ -229,6 +229,7 @@ class CpuExecutor:
         """Updates the tables, in the order that `ScheduledBatch` states."""
         for assignment in batch.assignments:
             slot, token_ids, num_prompt_tokens, block_ids, sampling, seed, *_ = assignment
+            self._pool.reach(block_ids)
             self._token_table[slot, : len(token_ids)] = self._tensor(token_ids)
             self._block_tables[slot, : len(block_ids)] = self._tensor(block_ids)
             self._prompt_lengths[slot] = num_prompt_tokens
@@ -236,6 +237,7 @@ class CpuExecutor:
             self._grammars.assign(assignment)
             self._prompts.assign(assignment)
         if batch.table_updates:
+            self._pool.reach(update[2] for update in batch.table_updates)
             slots, indices, blocks = self._tensor(batch.table_updates).unbind(1)
             self._block_tables[slots, indices] = blocks.to(torch.int32)
         if batch.copies:

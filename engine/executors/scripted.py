@@ -96,7 +96,8 @@ class ScriptedExecutor:
         self._journal: BlockJournal | None = None
         if kept:
             block_bytes = 8 * info.block_size
-            views, self._journal = kept.map(info.num_blocks, [(1, block_bytes), (1, block_bytes)])
+            shapes = [(1, block_bytes), (1, block_bytes)]
+            views, self._journal, _ = kept.map(info.num_blocks, shapes)
             self._pool_ids, self._pool_digests = (view.cast("Q") for view in views)
         self._slots: dict[int, Slot] = {}
 

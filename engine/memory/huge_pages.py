@@ -6,6 +6,7 @@ block table gets two thirds of the bandwidth. Since 6.1 a process may ask for hu
 range by range: MADV_COLLAPSE.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -39,7 +40,7 @@ class SharedMapping:
         self.memory = memoryview(self._reserved)[self._start : self._start + size]
 
     def make_huge(self, page: int) -> None:
-        """The page'th PAGE_BYTES, whatever they hold. It takes half a millisecond.
+        """The page'th PAGE_BYTES, whatever they hold. It takes half a millisecond, once.
 
         Raises OSError where the system has no huge page left, or no such call.
         """
@@ -94,7 +95,8 @@ class GrowingHugePages:
             for page in range((start + self._covered * block_bytes) // PAGE_BYTES, last + 1):
                 if page not in self._made and (page + 1) * PAGE_BYTES <= len(self._mapping.memory):
                     self._made.add(page)
-                    self._mapping.make_huge(page)
+                    with contextlib.suppress(OSError):  # no huge page is left: it stays small
+                        self._mapping.make_huge(page)
             reached.append(((last + 1) * PAGE_BYTES - start) // block_bytes)
         self._covered = max(block + 1, min(self._num_blocks, *reached))
 

@@ -10,7 +10,6 @@ is not read but made anew.
 """
 
 import contextlib
-import mmap
 import os
 import secrets
 import struct
@@ -19,6 +18,8 @@ from hashlib import blake2b
 from pathlib import Path
 from zlib import crc32
 
+from penstock.engine.memory import huge_pages
+from penstock.engine.memory.huge_pages import PAGE_BYTES, GrowingHugePages, SharedMapping
 from penstock.engine.memory.journal import ENTRY_BYTES, Journal, Part
 from penstock.scheduler.prefix import KEY_BYTES
 
@@ -26,17 +27,17 @@ _MAGIC = b"penstock KV 1\n\0\0"
 _HEADER = struct.Struct(f"<16s32s{KEY_BYTES}sQ")
 _CHECK = struct.Struct("<I")
 _HEADER_BYTES = 4096
-_ALIGNMENT = 2 * 2**20
 # After each tensor: vectors are read that begin in the pool and end behind it.
 SPARE_BYTES = 4096
 
 
 def make_descriptor() -> int | None:
-    """Of memory without a content; None where the system has none that outlives a process.
+    """Of memory without a content; None where the system has none that outlives a process, or none
+    on huge pages: without these, each step would be slower.
 
     Several may be made. It is for `os.close` once it is not needed.
     """
-    if not hasattr(os, "memfd_create"):
+    if not huge_pages.are_possible():
         return None
     with contextlib.suppress(OSError):  # not all containers allow it
         return os.memfd_create("penstock-kv", os.MFD_CLOEXEC)
@@ -72,9 +73,9 @@ class KeptMemory:
 
     def map(
         self, num_blocks: int, shapes: Sequence[tuple[int, int]]
-    ) -> tuple[list[memoryview], Journal]:
-        """The bytes of tensors (num_layers, num_blocks, ...), each with `SPARE_BYTES` after it, and
-        the journal of their blocks.
+    ) -> tuple[list[memoryview], Journal, GrowingHugePages]:
+        """The bytes of tensors (num_layers, num_blocks, ...), each with `SPARE_BYTES` after it, the
+        journal of their blocks, and their pages.
 
         shapes: of each tensor, num_layers and the bytes of one block in one layer. A pool that was
         left is kept if it has num_blocks.
@@ -82,28 +83,30 @@ class KeptMemory:
         parts = []
         end = _HEADER_BYTES + num_blocks * ENTRY_BYTES
         for num_layers, block_bytes in shapes:
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            start = -(-end // PAGE_BYTES) * PAGE_BYTES
             parts.append(Part(start, num_layers, block_bytes))
             end = start + num_layers * num_blocks * block_bytes + SPARE_BYTES
         if num_blocks != self.num_blocks:
             os.ftruncate(self._descriptor, 0)
         # Pages that nobody has touched take no memory.
         os.ftruncate(self._descriptor, end)
-        mapped = mmap.mmap(self._descriptor, end)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages for shared memory
-                mapped.madvise(mmap.MADV_HUGEPAGE)
+        mapping = SharedMapping(self._descriptor, end)
+        memory = mapping.memory
         if num_blocks != self.num_blocks:
             header = _HEADER.pack(_MAGIC, self._identity, self._key, num_blocks)
-            mapped[: _HEADER.size + _CHECK.size] = header + _check(header)
-        memory = memoryview(mapped)
+            memory[: _HEADER.size + _CHECK.size] = header + _check(header)
         journal = Journal(memory, _HEADER_BYTES, num_blocks, parts, self._key)
         tensors = [
             memory[part.offset : part.offset + size + SPARE_BYTES]
             for part in parts
             for size in [part.num_layers * num_blocks * part.block_bytes]
         ]
-        return tensors, journal
+        layers = [
+            (part.offset + layer * num_blocks * part.block_bytes, part.block_bytes)
+            for part in parts
+            for layer in range(part.num_layers)
+        ]
+        return tensors, journal, GrowingHugePages(mapping, layers, num_blocks)
 
 
 def _check(header: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """Sizes and owns the memory of keys and values. Knows blocks, not sequences."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.memory.host import zeros_on_touch
+from penstock.engine.memory.huge_pages import GrowingHugePages
 from penstock.engine.memory.journal import Journal
 from penstock.engine.memory.kept import KeptMemory
 from penstock.engine.memory.kv_codes import LIMITS, Codes, KVPages
@@ -50,15 +51,21 @@ class KVPool:
             shapes += [(of_scales, torch.float32)] * 2
         self.journal: Journal | None = None
         """Of its blocks, where it outlives this process."""
+        self._pages: GrowingHugePages | None = None
         if kept is None:
             tensors = [_zeros(*each, device) for each in shapes]
         else:
-            tensors, self.journal = _kept(kept, shapes)
+            tensors, self.journal, self._pages = _kept(kept, shapes)
         self.keys, self.values, *scales = tensors
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
         if scales:
             self.key_scales, self.value_scales = scales
+
+    def reach(self, block_ids: Iterable[int]) -> None:
+        """To be called before these blocks are used for the first time."""
+        if self._pages is not None:
+            self._pages.reach(max(block_ids, default=0))
 
     def layer(self, index: int) -> tuple[KVPages, KVPages]:
         """The keys and the values of one layer."""
@@ -174,12 +181,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return zeros_on_touch((count + _SPARE,), dtype)[:count].view(shape)
 
 
-def _kept(kept: KeptMemory, shapes: list[_Shape]) -> tuple[list[Tensor], Journal]:
+def _kept(kept: KeptMemory, shapes: list[_Shape]) -> tuple[list[Tensor], Journal, GrowingHugePages]:
     num_blocks = shapes[0][0][1]
     block_bytes = [
         (shape[0], torch.Size(shape[2:]).numel() * dtype.itemsize) for shape, dtype in shapes
     ]
-    buffers, journal = kept.map(num_blocks, block_bytes)
+    buffers, journal, pages = kept.map(num_blocks, block_bytes)
     # Not all types can be made of a buffer.
     tensors = [
         torch.frombuffer(buffer, dtype=torch.uint8)[: torch.Size(shape).numel() * dtype.itemsize]
@@ -187,4 +194,4 @@ def _kept(kept: KeptMemory, shapes: list[_Shape]) -> tuple[list[Tensor], Journal
         .view(shape)
         for buffer, (shape, dtype) in zip(buffers, shapes, strict=True)
     ]
-    return tensors, journal
+    return tensors, journal, pages
