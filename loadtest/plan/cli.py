@@ -69,6 +69,7 @@ def make_parser() -> BenchParser:
     parser.set_defaults(
         num_prompts=1, max_concurrency=None, ramp_up_strategy=None, ramp_up_start_rps=None,
         ramp_up_end_rps=None, endpoint=None, backend=None, policy=None, batching=None,
+        itl_target_ms=None, ttft_target_ms=None,
         percentile_metrics="ttft", metric_percentiles="99",
     )  # fmt: skip
     return parser
