@@ -29,7 +29,7 @@ _TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 _READ = (
     *(CONFIG, GENERATION_CONFIG, INDEX, SINGLE, "modules.json", "chat_template.jinja"),
     *(*_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("merges.txt", HF_QUANT_CONFIG),
+    *("merges.txt", "chat_template.json", HF_QUANT_CONFIG),
 )
 # Of directories below the one that was named, to see whether one of them was meant.
 _MAX_DEPTH = 2

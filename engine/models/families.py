@@ -183,6 +183,30 @@ def _seed_oss(fields: Fields) -> Flags:
     }
 
 
+# ---- EXAONE -------------------------------------------------------------------------------------
+
+
+def _exaone4(fields: Fields) -> Flags:
+    return {"qk_norm": True, "pre_norms": False, "post_norms": True}
+
+
+def _exaone4_windows(fields: Fields, num_layers: int) -> Windows:
+    pattern = fields.get("sliding_window_pattern")  # a number, or as many letters: "LLLG"
+    if fields.get("sliding_window") is None:
+        return no_window(fields, num_layers)
+    is_text = isinstance(pattern, str) and pattern
+    interval = len(pattern) if is_text else fields.count("sliding_window_pattern", default=4)
+    return by_layer_types(fields, num_layers, every(num_layers, interval))
+
+
+def _exaone4_rope(fields: Fields, head: Head) -> Flags:
+    """Where some layers have a window, only these have rotary positions."""
+    rope = RopeSettings(fields).for_all_layers(head.dim)
+    if not any(head.windows):
+        return {"rope": rope}
+    return {"rope": rope, "layer_ropes": tuple(rope if each else None for each in head.windows)}
+
+
 # ---- Gemma --------------------------------------------------------------------------------------
 
 _GEMMA3 = {
@@ -284,6 +308,13 @@ FAMILIES = {
         architecture="SeedOssForCausalLM",
         flags=_seed_oss,
         defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+    ),
+    "exaone4": Family(
+        architecture="Exaone4ForCausalLM",
+        flags=_exaone4,
+        ropes=_exaone4_rope,
+        windows=_exaone4_windows,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",

@@ -47,6 +47,7 @@ _DECISIVE = (CONFIG, GENERATION_CONFIG, HF_QUANT_CONFIG, INDEX)
 _SETTINGS = (
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "modules.json",
     "*_Pooling/config.json",
 )

@@ -333,6 +333,8 @@ def _template_source(
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidConfig(f"the chat template {file} cannot be read: {error}") from error
     template = settings.get("chat_template")
+    if template is None:  # older models of text and images have it beside their other settings
+        template = read_model_object(directory / "chat_template.json").get("chat_template")
     if isinstance(template, list) and all(isinstance(each, dict) for each in template):
         # Several, by name.
         template = next((t.get("template") for t in template if t.get("name") == "default"), None)

@@ -13,6 +13,7 @@ NO_PARSER = "none"
 
 # Text in a template -> format of calls; the first text that occurs decides.
 _TEMPLATE_MARKS = (
+    ("<seed:tool_call>", ToolFormat.SEED_OSS),
     ("<function=", ToolFormat.QWEN3_CODER),
     ("<arg_key>", ToolFormat.GLM45),
     ("<minimax:tool_call>", ToolFormat.MINIMAX_M2),

@@ -83,6 +83,13 @@ _SHAPES = {
         suffix="</function>\n</tool_call>",
         between="\n",
     ),
+    ToolFormat.SEED_OSS: _TaggedShape(
+        prefix="<seed:tool_call>\n<function={name}>\n",
+        key="<parameter={key}>",
+        value_end="</parameter>\n",
+        suffix="</function>\n</seed:tool_call>",
+        between="\n",
+    ),
     ToolFormat.GLM45: _TaggedShape(
         prefix="<tool_call>{name}\n",
         key="<arg_key>{key}</arg_key>\n<arg_value>",

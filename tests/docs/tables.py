@@ -147,6 +147,7 @@ _MODELS = {
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
     "seed_oss": "Seed-OSS",
+    "exaone4": "EXAONE 4",
     "gemma3_text": "Gemma 3 (text)",
 }
 

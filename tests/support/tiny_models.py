@@ -89,11 +89,11 @@ _GEMMA_ROPE = {
 }
 _GEMMA = {
     "head_dim": 24,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "sliding_window": 9,
     "query_pre_attn_scalar": 40,
     "tie_word_embeddings": True,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "layer_types": ["sliding_attention", "full_attention"],
     "rope_parameters": _GEMMA_ROPE,
 }
 _SMALL_VISION = {
@@ -132,12 +132,21 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Olmo3",
         {
             "pad_token_id": 0,
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 2,
             "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
             "rope_parameters": _BY_KIND,
         },
     ),
     "seed_oss": ("SeedOss", {"head_dim": 24, "attention_out_bias": True}),
+    "exaone4": (
+        "Exaone4",
+        {"num_hidden_layers": 2, "sliding_window": 9, "sliding_window_pattern": 2},
+    ),
+    "exaone4_no_window": (
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
     "gemma3": ("Gemma3Text", _GEMMA),
     "gemma3_wrapped": ("Gemma3", _GEMMA),
 }

@@ -22,7 +22,12 @@ from penstock.server.tools.parsers.json_calls import (
 )
 from penstock.server.tools.parsers.named import NamedCallParser
 from penstock.server.tools.parsers.pythonic import PythonicParser
-from penstock.server.tools.parsers.tagged import GlmParser, MinimaxParser, QwenCoderParser
+from penstock.server.tools.parsers.tagged import (
+    GlmParser,
+    MinimaxParser,
+    QwenCoderParser,
+    SeedOssParser,
+)
 
 __all__ = [
     "MARKUP",
@@ -38,6 +43,7 @@ __all__ = [
     "NamedCallParser",
     "PythonicParser",
     "QwenCoderParser",
+    "SeedOssParser",
     "ToolFormat",
     "ToolParser",
     "make_tool_parser",
@@ -55,6 +61,7 @@ class ToolFormat(StrEnum):
     QWEN3_CODER = "qwen3_coder"
     DEEPSEEK_V3 = "deepseek_v3"
     DEEPSEEK_V31 = "deepseek_v31"
+    SEED_OSS = "seed_oss"
     GLM45 = "glm45"
     KIMI_K2 = "kimi_k2"
     MINIMAX_M2 = "minimax_m2"
@@ -71,6 +78,7 @@ _PARSERS: dict[ToolFormat, type[ToolParser]] = {
     ToolFormat.QWEN3_CODER: QwenCoderParser,
     ToolFormat.DEEPSEEK_V3: DeepSeekParser,
     ToolFormat.DEEPSEEK_V31: DeepSeekParser,
+    ToolFormat.SEED_OSS: SeedOssParser,
     ToolFormat.GLM45: GlmParser,
     ToolFormat.KIMI_K2: KimiParser,
     ToolFormat.MINIMAX_M2: MinimaxParser,
@@ -111,6 +119,8 @@ MARKUP = (
     "</arg_key>",
     "<arg_value>",
     "</arg_value>",
+    "<seed:tool_call>",
+    "</seed:tool_call>",
     "<minimax:tool_call>",
     "</minimax:tool_call>",
     "<|tool_call|>",

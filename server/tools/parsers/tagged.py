@@ -213,6 +213,14 @@ class QwenCoderParser(TaggedParser):
     _has_lines = True
 
 
+class SeedOssParser(QwenCoderParser):
+    """`<seed:tool_call><function=name><parameter=key>value</parameter></function>`: Seed-OSS."""
+
+    _BEGINS = ("<seed:tool_call>", "<function=")
+    _ENDS = ("</seed:tool_call>",)
+    _has_lines = False
+
+
 class GlmParser(TaggedParser):
     """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5."""
 

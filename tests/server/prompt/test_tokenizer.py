@@ -64,6 +64,12 @@ def test_a_template_may_be_one_of_several_by_name(tmp_path: Path) -> None:
     assert len(PromptEncoder.load(directory, None).encode_chat(list(TALK))) == len("yes")
 
 
+def test_a_template_may_be_in_the_file_that_models_with_images_have(tmp_path: Path) -> None:
+    directory = _model(tmp_path)
+    (directory / "chat_template.json").write_text('{"chat_template": "beside"}')
+    assert len(PromptEncoder.load(directory, None).encode_chat(list(TALK))) == len("beside")
+
+
 def test_a_template_sees_special_tokens_and_writes_json_as_it_is() -> None:
     template = ChatTemplate(
         "{{ bos_token }}{{ messages[1].content | tojson }}", {"bos_token": "<s>"}

@@ -17,6 +17,7 @@ from penstock.server.tools.parsers import (
     MarkedListParser,
     MinimaxParser,
     QwenCoderParser,
+    SeedOssParser,
     ToolFormat,
     ToolParser,
 )
@@ -62,6 +63,14 @@ def qwen(*calls: Call) -> str:
         return f"<tool_call>\n<function={name}>\n{''.join(parameters)}</function>\n</tool_call>"
 
     return "\n".join(one(*call) for call in calls)
+
+
+def seed(*calls: Call) -> str:
+    def one(name: str, arguments: dict[str, object]) -> str:
+        parameters = (f"<parameter={k}>{bare(v)}</parameter>\n" for k, v in arguments.items())
+        return f"<function={name}>\n{''.join(parameters)}</function>"
+
+    return "\n".join(f"<seed:tool_call>\n{one(*call)}\n</seed:tool_call>" for call in calls)
 
 
 def glm(*calls: Call, line: str = "\n") -> str:
@@ -112,6 +121,7 @@ def phi(*calls: Call) -> str:
 EXAMPLES = [
     (QwenCoderParser, qwen(*BOTH)),
     (QwenCoderParser, qwen(*BOTH).replace("<tool_call>\n", "").replace("\n</tool_call>", "")),
+    (SeedOssParser, seed(*BOTH)),
     (GlmParser, glm(*BOTH)),
     (GlmParser, glm(*BOTH, line="")),
     (MinimaxParser, minimax(*BOTH)),

@@ -1,0 +1,46 @@
+"""Chat templates as the families have them, without tools and thoughts: the markup is theirs, the
+sentences are ours."""
+
+_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_MISTRAL = (
+    "<s>{% for m in messages %}{% if m.role == 'system' %}[SYSTEM_PROMPT]{{ m.content }}"
+    "[/SYSTEM_PROMPT]{% elif m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+_GEMMA = (
+    "<bos>{% for m in messages %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+_EXAONE = (
+    "{% for m in messages %}[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]\n{% endfor %}"
+    "{% if add_generation_prompt %}[|assistant|]\n<think>\n\n</think>\n\n{% endif %}"
+)
+# By the names of `MORE_FAMILIES`.
+TEMPLATES = {
+    "phi4": "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}",
+    "phi4_mini": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% else %}<|endoftext|>{% endif %}",
+    "smollm3": "<|im_start|>system\nReasoning Mode: /no_think<|im_end|>\n"
+    + _CHATML.replace("assistant\n{%", "assistant\n<think>\n\n</think>\n{%"),
+    "ministral3": _MISTRAL,
+    "ministral3_wrapped": _MISTRAL,
+    "mistral_small_wrapped": _MISTRAL,
+    "granite": "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}"
+    "<|end_of_text|>\n{% endfor %}{% if add_generation_prompt %}"
+    "<|start_of_role|>assistant<|end_of_role|>{% endif %}",
+    "olmo2": "<|endoftext|>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "olmo3": _CHATML,
+    "seed_oss": "{% for m in messages %}<seed:bos>{{ m.role }}\n{{ m.content }}<seed:eos>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<seed:bos>assistant\n{% endif %}",
+    "exaone4": _EXAONE,
+    "gemma3": _GEMMA,
+    "gemma3_wrapped": _GEMMA,
+}
