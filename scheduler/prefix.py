@@ -29,7 +29,7 @@ def root_digest(salt: str, adapter: str | None) -> bytes:
 
 def block_digest(parent: bytes, token_ids: list[int]) -> bytes:
     """The digest of a full block with these tokens, after the block whose digest is `parent`."""
-    content = parent + array("q", token_ids).tobytes()
+    content = parent + array("i", token_ids).tobytes()
     return blake2b(content, digest_size=DIGEST_BYTES, key=_KEY).digest()
 
 
