@@ -30,7 +30,7 @@ def root_digest(salt: str, adapter: str | None, key: bytes = PROCESS_KEY) -> byt
 
 def block_digest(parent: bytes, token_ids: list[int], key: bytes = PROCESS_KEY) -> bytes:
     """The digest of a full block with these tokens, after the block whose digest is `parent`."""
-    content = parent + array("q", token_ids).tobytes()
+    content = parent + array("i", token_ids).tobytes()
     return blake2b(content, digest_size=DIGEST_BYTES, key=key).digest()
 
 

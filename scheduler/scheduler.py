@@ -190,7 +190,8 @@ class Scheduler:
         failures = batch.failures(sampled)
         token_ids, all_logprobs = self._drafts.accept(batch, sampled, outputs)
         rows = zip(batch.sampling, token_ids, strict=True)
-        finished = Status.FINISHED  # looked up once: this loop is most of what a step costs
+        # Looked up once: this loop is most of what a step costs.
+        new, finished = tuple.__new__, Status.FINISHED
         for i, (sequence, token_id) in enumerate(rows):
             sequence.num_in_flight -= 1
             if sequence.status is finished:
@@ -210,10 +211,10 @@ class Scheduler:
             entry = all_logprobs[i] if all_logprobs else None
             logprobs = None if entry is None else [entry]
             cached = sequence.num_cached_tokens
+            request_id, index = sequence.request.id, sequence.index
+            # Its constructor is a function of Python's, which this does without.
             outputs.append(
-                RequestOutput(
-                    sequence.request.id, sequence.index, [token_id], logprobs, finish, cached
-                )
+                new(RequestOutput, (request_id, index, [token_id], logprobs, finish, cached, None))
             )
         if self._fair is not None:
             self._charge_outputs(self._fair, batch, sampled)
@@ -375,7 +376,7 @@ class Scheduler:
         """Preempts until every remaining decode has the block that it needs in this step."""
         block_size = self._kv.block_size
         while True:
-            num_needed = sum(sequence.num_computed % block_size == 0 for sequence in ready)
+            num_needed = [sequence.num_computed % block_size for sequence in ready].count(0)
             if num_needed <= self._kv.num_available:
                 return ready
             running = [*self._decoding, *self._prefilling]

@@ -235,7 +235,7 @@ def _made(
         count = tokenizer_counter(args.tokenizer) if args.tokenizer else estimate_tokens
         expected = expectation(best.candidate, config, task.targets, count)
         serve = serve_command(best.candidate, args, candidates.name)
-        bench = bench_command(parser, args, config)
+        bench = bench_command(parser, args, config, task.targets)
         unchecked = choice.point.unchecked_step_ratio or 0.0
         if args.calibration is not None and unchecked > _NOTABLE_UNCHECKED:
             notes.append(

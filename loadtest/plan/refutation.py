@@ -96,7 +96,9 @@ def serve_command(candidate: Candidate, args: argparse.Namespace, name: str) -> 
     return shlex.join(words)
 
 
-def bench_command(parser: BenchParser, args: argparse.Namespace, config: WorkloadConfig) -> str:
+def bench_command(
+    parser: BenchParser, args: argparse.Namespace, config: WorkloadConfig, targets: Targets
+) -> str:
     """config: of `check_config`."""
     words = ["penstock", "bench", "--num-prompts", str(config.num_prompts)]
     if config.follows_trace:
@@ -107,12 +109,12 @@ def bench_command(parser: BenchParser, args: argparse.Namespace, config: Workloa
         words += ["--burstiness", f"{config.burstiness:g}"]
     words += ["--seed", str(config.seed)]
     words += _given(parser, args, without=("seed", "trace_speedup"))
-    limits = [f"{metric}:{limit:g}" for metric, limit in _limits(args).items()]
+    if args.tokenizer is not None:
+        words += ["--tokenizer", str(args.tokenizer)]
+    if config.dataset.is_file and not config.dataset.is_trace:
+        words.append("--ignore-eos")  # answers are planned at the file's lengths
+    limits = [f"{metric}:{limit:g}" for metric, limit in targets.limits_ms.items()]
     return shlex.join([*words, "--goodput", *limits, "--check", str(args.output)])
-
-
-def _limits(args: argparse.Namespace) -> dict[str, float]:
-    return {limit.partition(":")[0]: float(limit.partition(":")[2]) for limit in args.goodput}
 
 
 def _given(parser: BenchParser, args: argparse.Namespace, without: Iterable[str]) -> list[str]:

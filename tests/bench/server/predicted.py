@@ -1,16 +1,19 @@
 """`python -m tests.bench.server.predicted`: what a simulation says beside what a server does.
 
-A server is started and gets requests all at once, which gives its capacity, and then in Poisson
-arrivals at 50, 70 and 85 % of it, each load after one of the same rate and other requests. In the
-end it is calibrated by its own steps, those of all loads; so both sides have had the same machine,
-which on one that is shared is never the same twice. Then the loads are simulated. The table has
-both figures, and what the aims are. It is Markdown; the last line is JSON.
+A server is started and calibrated first, on a sweep of closed loops with other lengths and prompts
+than those of any measured load: so what is compared was held out. Then it gets requests all at
+once, which gives its capacity, and Poisson arrivals at 50, 70 and 85 % of it, in several rounds
+with other requests each; every load of every round is simulated too. The table has the medians over
+the rounds, the spread of the measurements, and what the aims are. It is Markdown; the last line is
+JSON.
 """
 
 import argparse
 import shlex
 import sys
 from dataclasses import dataclass, replace
+from statistics import median
+from typing import TypeAlias
 
 import msgspec
 
@@ -20,7 +23,7 @@ from penstock.loadtest.bench.replay import replay, run
 from penstock.loadtest.calibrate.calibration import Calibration
 from penstock.loadtest.calibrate.cli import calibrate_server, describe
 from penstock.loadtest.report.report import ReportConfig, Summary, summarize
-from penstock.loadtest.simulate.outcome import error_bars, run_class
+from penstock.loadtest.simulate.outcome import error_bars
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.simulation import Plan, simulate
 from penstock.loadtest.workload.config import WorkloadConfig
@@ -38,11 +41,17 @@ AIMS = (
     ("TTFT p99, ms", "p99_ttft_ms", 0.15),
 )
 CAPACITY_AIM = 0.10
+Figures: TypeAlias = tuple[tuple[str, str, float], ...]
+
+
+# Of the calibration: every magnitude of prompt, and answers unlike those that are measured.
+LEVELS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SWEPT = WorkloadConfig(input_len=150, output_len=40, range_ratio=0.9)
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """One figure. low, high: the error bar."""
+class Round:
+    """One figure of one load in one round. low, high: the error bar."""
 
     load: str
     figure: str
@@ -52,52 +61,88 @@ class Compared:
     high: float
     aim: float
 
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One figure of one load, over all rounds."""
+
+    rounds: list[Round]
+
     @property
     def error(self) -> float:
-        return self.predicted / self.measured - 1
+        """The median over the rounds, each of which compares the same requests."""
+        return median(each.predicted / each.measured - 1 for each in self.rounds)
 
     @property
     def is_met(self) -> bool:
-        return abs(self.error) <= self.aim
+        return abs(self.error) <= self.rounds[0].aim
+
+    @property
+    def num_within(self) -> int:
+        """Rounds in which the measured figure was within the error bar."""
+        return sum(each.low <= each.measured <= each.high for each in self.rounds)
+
+    def row(self) -> str:
+        rounds, first = self.rounds, self.rounds[0]
+        measured = [each.measured for each in rounds]
+        errors = [each.predicted / each.measured - 1 for each in rounds]
+        bar = f"{median(r.low for r in rounds):.2f} to {median(r.high for r in rounds):.2f}"
+        return (
+            f"| {first.load} | {first.figure} | {median(measured):.2f} "
+            f"({min(measured):.2f} to {max(measured):.2f}) | "
+            f"{median(each.predicted for each in rounds):.2f} ({bar}) | "
+            f"{self.error:+.1%} ({min(errors):+.1%} to {max(errors):+.1%}) | {first.aim:.0%} | "
+            f"{'yes' if self.is_met else 'no'} | {self.num_within} of {len(rounds)} |"
+        )
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     add = parser.add_argument
     add("--prefix", default="", help="a command that runs the server, such as 'chrt -f 20'")
-    add("--flags", default="--num-threads 1", help="of the server")
+    add("--flags", default="--num-threads 1 --no-enable-prefix-caching", help="of the server")
     add("--input-len", type=int, default=128)
     add("--output-len", type=int, default=64)
-    add("--seconds", type=float, default=8.0, help="of each load")
-    add("--burst", type=int, default=200, help="requests that are sent at once")
+    add("--seconds", type=float, default=15.0, help="of each load")
+    add("--burst", type=int, default=300, help="requests that are sent at once")
+    add("--rounds", type=int, default=3, help="of all loads")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     server = RunningServer(*shlex.split(args.flags), prefix=tuple(shlex.split(args.prefix)))
     try:
         server.wait_until_ready()
-        calibration, compared = run(_compare(server.url, args))
+        calibration, loads = run(_measure(server.url, args))
     finally:
         server.process.terminate()
         server.process.wait()
     print(describe(calibration), end="\n\n")
-    print("| load | figure | measured | predicted (error bar) | error | aim | met |")
-    print("|---|---|---:|---:|---:|---:|---|")
+    compared = _compare(calibration, loads)
+    print("| load | figure | measured (spread) | predicted (error bar) | error (spread) | aim "
+          "| met | within the bar |")  # fmt: skip
+    print("|---|---|---:|---:|---:|---:|---|---|")
     for each in compared:
-        print(
-            f"| {each.load} | {each.figure} | {each.measured:.2f} | {each.predicted:.2f} "
-            f"({each.low:.2f} to {each.high:.2f}) | {each.error:+.1%} | {each.aim:.0%} | "
-            f"{'yes' if each.is_met else 'no'} |"
-        )
+        print(each.row())
     summary = {
         "seed": args.seed,
         "num_met": sum(each.is_met for each in compared),
-        "figures": [msgspec.to_builtins(each) | {"error": each.error} for each in compared],
+        "num_figures": len(compared),
+        "rounds": [msgspec.to_builtins(each.rounds) for each in compared],
     }
     print(msgspec.json.encode(summary).decode(), flush=True)
     return 0
 
 
-async def _compare(url: str, args: argparse.Namespace) -> tuple[Calibration, list[Compared]]:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One load of one round."""
+
+    name: str
+    requests: list[TimedRequest]
+    summary: Summary
+    figures: Figures
+
+
+async def _measure(url: str, args: argparse.Namespace) -> tuple[Calibration, list[Measured]]:
     workload = WorkloadConfig(
         seed=args.seed,
         num_prompts=args.burst,
@@ -105,45 +150,54 @@ async def _compare(url: str, args: argparse.Namespace) -> tuple[Calibration, lis
         output_len=args.output_len,
         range_ratio=0.5,
     )
+    loads: list[Measured] = []
     async with HttpTarget(TargetConfig(base_url=url, model=MODEL, ignore_eos=True)) as target:
         await warm_up(target, workload, 20, 20)
-
-        async def measure(requests: list[TimedRequest]) -> Summary:
-            return summarize(await replay(target, requests), REPORT)
-
-        burst = make_requests(workload)
-        measured_burst = await measure(burst)
-        capacity = measured_burst["request_throughput"]
-        _say(f"capacity {capacity:.1f} requests/s")
-
-        def at(share: float, seed: int) -> list[TimedRequest]:
-            rate = share * capacity
-            num = max(20, round(rate * args.seconds))
-            return make_requests(replace(workload, seed=seed, num_prompts=num, request_rate=rate))
-
-        loads = []
-        for number, share in enumerate(SHARES):
-            _say(f"measuring at {share:.0%}")
-            await measure(at(share, args.seed + 1000 + number))
-            requests = at(share, args.seed + 2000 + number)
-            loads.append((share, requests, await measure(requests)))
+        for number, level in enumerate((*LEVELS, *reversed(LEVELS))):
+            _say(f"calibrating with {level} at a time")
+            swept = replace(SWEPT, seed=args.seed + 5000 + number, num_prompts=max(12, 2 * level))
+            await replay(target, make_requests(swept), max_concurrency=level)
         calibration = await calibrate_server(url, {})
-        predicted, bars, kind = _predicted(calibration, burst)
-        key, load = "request_throughput", f"all at once, {kind}"
-        compared = [_figure(load, "requests/s", key, CAPACITY_AIM, measured_burst, predicted, bars)]
-        for share, requests, measured in loads:
-            predicted, bars, kind = _predicted(calibration, requests)
-            compared += [
-                _figure(f"{share:.0%}, {kind}", figure, key, aim, measured, predicted, bars)
-                for figure, key, aim in AIMS
-            ]
-    return calibration, compared
+
+        async def measure(name: str, requests: list[TimedRequest], figures: Figures) -> Summary:
+            _say(f"measuring {name}")
+            summary = summarize(await replay(target, requests), REPORT)
+            loads.append(Measured(name, requests, summary, figures))
+            return summary
+
+        throughput: Figures = (("requests/s", "request_throughput", CAPACITY_AIM),)
+        for number in range(args.rounds):
+            seed = args.seed + 100 * (number + 1)
+            burst = make_requests(replace(workload, seed=seed))
+            capacity = (await measure("all at once", burst, throughput))["request_throughput"]
+            for part, share in enumerate(SHARES, start=1):
+                rate = share * capacity
+                at_rate = replace(
+                    workload,
+                    seed=seed + part,
+                    num_prompts=max(20, round(rate * args.seconds)),
+                    request_rate=rate,
+                )
+                await measure(f"{share:.0%}", make_requests(at_rate), AIMS)
+    return calibration, loads
+
+
+def _compare(calibration: Calibration, loads: list[Measured]) -> list[Compared]:
+    compared: dict[tuple[str, str], Compared] = {}
+    for number, load in enumerate(loads, start=1):
+        _say(f"simulating {number} of {len(loads)}: {load.name}")
+        predicted, bars = _predicted(calibration, load.requests)
+        for figure, key, aim in load.figures:
+            low, high = bars.get(key, (predicted[key], predicted[key]))
+            row = Round(load.name, figure, load.summary[key], predicted[key], low, high, aim)
+            compared.setdefault((load.name, figure), Compared([])).rounds.append(row)
+    return list(compared.values())
 
 
 def _predicted(
     made: Calibration, requests: list[TimedRequest]
-) -> tuple[Summary, dict[str, tuple[float, float]], str]:
-    """With error bars, and the class of the run."""
+) -> tuple[Summary, dict[str, tuple[float, float]]]:
+    """With error bars."""
     server = SimulatedServer(made.model, made.step_model, made.scheduler, made.front_end_s)
     errors = made.step_model.errors
     runs = [
@@ -151,27 +205,14 @@ def _predicted(
             Plan(server=server),
             requests,
             factors={
-                kind: 1 + sign * (errors[kind].bias if kind in errors else 0.0)
+                kind: 1 + sign * (min(errors[kind].bias, 0.9) if kind in errors else 0.0)
                 for kind in StepClass
             },
         )
         for sign in (0, -1, 1)
     ]
     middle, *others = (summarize(each.observed, REPORT) for each in runs)
-    return middle, error_bars(middle, others), run_class(runs[0])
-
-
-def _figure(
-    load: str,
-    figure: str,
-    key: str,
-    aim: float,
-    measured: Summary,
-    predicted: Summary,
-    bars: dict[str, tuple[float, float]],
-) -> Compared:
-    low, high = bars.get(key, (predicted[key], predicted[key]))
-    return Compared(load, figure, measured[key], predicted[key], low, high, aim)
+    return middle, error_bars(middle, others)
 
 
 def _say(text: str) -> None:
