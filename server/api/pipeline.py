@@ -124,7 +124,7 @@ class TextResponse(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         api, received, service = self._api, self._received, self._received.service
-        service.check_room(received.fields.num_answers)
+        service.check_room(received.fields.num_answers, received.client)
         fields, request = await prepare(api, received)
         generation = service.submit_generation(request)
         try:
