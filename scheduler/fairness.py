@@ -8,6 +8,7 @@ least the least counter of those that stayed: nobody saves up service.
 """
 
 import heapq
+import math
 from collections.abc import Iterable
 
 from penstock.scheduler.config import Policy
@@ -22,18 +23,26 @@ CACHED_TOKEN = 0.1
 # they would be lifted the furthest.
 _MAX_IDLE = 4096
 _INDEX_EVERY_S = 1.0
+# Prompt tokens a step for those who hold more than an equal share while others are about: enough
+# to keep a GPU's matrix units busy, and a quarter of the usual budget of a step.
+_QUANTUM = 512
+_COMPANY_S = 30.0
 _HALF_LIFE_S = 60.0  # of the service that the fairness index is about
 
 
 class Tenant:
     """Those requests that share one counter. recent: the service of the last minute or so."""
 
-    __slots__ = ("counter", "name", "num_open", "num_running", "recent", "waiting", "was_waiting")
+    __slots__ = (
+        *("counter", "name", "num_open", "num_running", "recent", "was_waiting", "waiting"),
+        "left_s",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.counter = self.recent = 0.0
         self.num_open = self.num_running = 0
+        self.left_s = -math.inf
         self.waiting = OrderedQueue(lambda _: 0)
         self.was_waiting = False
 
@@ -54,6 +63,9 @@ class FairQueue(WaitingQueue):
         self._num_waiting = 0
         self._last_counter = 0.0  # of the tenant that left last
         self._looked_s: float | None = None
+        self._now = 0.0
+        self._num_recent = 1
+        self._quantum_left = math.inf
         self.index = 1.0
 
     def __len__(self) -> int:
@@ -86,6 +98,7 @@ class FairQueue(WaitingQueue):
         if not tenant.num_open:
             del self._active[name]
             self._last_counter = tenant.counter
+            tenant.left_s = self._now
             if len(self._tenants) - len(self._active) > _MAX_IDLE:
                 self._forget()
 
@@ -165,15 +178,45 @@ class FairQueue(WaitingQueue):
         greedy = [each for each in every if self.tenant_of(each).num_running > share]
         return self.victim(greedy) if greedy else None
 
+    # The prompts of a step.
+
+    def begin_step(self, now: float) -> None:
+        self._now = now
+        self._look(now)
+        self._quantum_left = _QUANTUM if self._num_recent > 1 else math.inf
+
+    def most_of(self, sequence: Sequence) -> float:
+        """The most of its prompt's tokens that the step may run yet.
+
+        While others are about, a tenant that holds more than an equal share of what runs has a
+        quantum of each step, so that none waits for a long one, and nothing of a step that runs
+        prompts of a tenant with less.
+        """
+        return self._quantum_left if self._is_greedy(sequence) else math.inf
+
+    def spend(self, sequence: Sequence, num_tokens: int) -> None:
+        """It runs so many tokens of its prompt."""
+        if self._is_greedy(sequence):
+            self._quantum_left -= num_tokens
+        elif self._num_recent > 1:
+            self._quantum_left = 0
+
+    def _is_greedy(self, sequence: Sequence) -> bool:
+        num_running = sum(each.num_running for each in self._active.values())
+        return self.tenant_of(sequence).num_running * self._num_recent > num_running
+
     # The fairness index.
 
-    def look(self, now: float) -> None:
+    def _look(self, now: float) -> None:
         """Renews the index, once a second: Jain's (1984), of the recent service of the tenants that
         had to wait. 1 is equal service, 1 / n is all for one of n."""
         if self._looked_s is not None and now - self._looked_s < _INDEX_EVERY_S:
             return
         elapsed_s = 0.0 if self._looked_s is None else now - self._looked_s
         self._looked_s = now
+        idle = (each for each in self._tenants.values() if not each.num_open)
+        num_left = sum(each.left_s > now - _COMPANY_S for each in idle)
+        self._num_recent = max(1, len(self._active) + num_left)
         fade = 0.5 ** (elapsed_s / _HALF_LIFE_S)
         waited = []
         for tenant in self._active.values():

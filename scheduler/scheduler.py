@@ -162,7 +162,7 @@ class Scheduler:
         """The next step's work, or None where no sequence can run now."""
         batch = Batch()
         if self._fair is not None:
-            self._fair.look(now)
+            self._fair.begin_step(now)
             self._make_place(self._fair)
         self._schedule_decodes(batch)
         num_tokens = batch.num_decodes + sum(batch.num_drafts.values())
@@ -390,7 +390,10 @@ class Scheduler:
 
     def _schedule_chunk(self, batch: Batch, sequence: Sequence, budget: ChunkBudget) -> None:
         """A row with as much of the prompt as the budget allows."""
-        num_tokens = budget.take(sequence.num_computed, sequence.num_to_compute)
+        wanted = sequence.num_to_compute
+        if self._fair is not None:
+            wanted = int(min(wanted, self._fair.most_of(sequence)))
+        num_tokens = budget.take(sequence.num_computed, wanted)
         if num_tokens == 0:
             return
         batch.slots.append(sequence.slot)
@@ -400,6 +403,7 @@ class Scheduler:
         self._recomputed_tokens += num_again
         if self._fair is not None:
             self._fair.tenant_of(sequence).charge(PROMPT_TOKEN * (num_tokens - num_again))
+            self._fair.spend(sequence, num_tokens)
         is_last = sequence.num_to_compute == 0
         samples = is_last and len(sequence.token_ids) < sequence.max_length
         batch.samples.append(samples)
@@ -436,6 +440,8 @@ class Scheduler:
             if not (may_start or _belongs_to_batch(sequence)):
                 return
             if below is not None and self._counter_of(sequence) >= below:
+                return
+            if self._fair is not None and not (is_closed or self._fair.most_of(sequence)):
                 return
             if not self._admit(batch, sequence, now):
                 return

@@ -150,6 +150,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             log_requests=options.log_requests,
             metrics_alias=MetricsAlias(options.metrics_alias) if options.metrics_alias else None,
             otlp_traces_endpoint=options.otlp_traces_endpoint,
+            record_traffic=options.record_traffic,
         ),
         engine=EngineConfig(
             model=model or str(files("penstock.engine") / "demo_model"),

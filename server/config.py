@@ -51,7 +51,7 @@ class ServerConfig:
     or None to detect it from the chat template. has_page: whether a page is served at `/`.
     log_requests: a line for each request at info rather than debug. metrics_alias: a server under
     whose names /metrics is shown too. otlp_traces_endpoint: a URL that traces are sent to, or None
-    for no traces.
+    for no traces. record_traffic: a file for the last hour's lengths and arrivals, or None.
     """
 
     host: str = "127.0.0.1"
@@ -82,6 +82,7 @@ class ServerConfig:
     log_requests: bool = False
     metrics_alias: MetricsAlias | None = None
     otlp_traces_endpoint: str | None = None
+    record_traffic: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.host:

@@ -478,6 +478,13 @@ def _add_log_flags(group: "argparse._ArgumentGroup") -> None:
         "made for it (default: only our names)",
     )
     flag(
+        "--record-traffic",
+        type=Path,
+        metavar="FILE",
+        help="keep the arrivals and lengths of the last hour, and hashes of the prompts' blocks "
+        "but no text, for penstock simulate --dataset-name traffic (default: none)",
+    )
+    flag(
         "--otlp-traces-endpoint",
         metavar="URL",
         help="send a trace of each request to this URL by OTLP over HTTP, such as "

@@ -5,7 +5,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import StrEnum
 
 from penstock.engine.client import (
@@ -35,6 +35,7 @@ from penstock.server.observability.request_context import request_entry
 from penstock.server.observability.request_log import RequestLog
 from penstock.server.observability.step_record import StepRecord
 from penstock.server.observability.tracing import Tracer
+from penstock.server.observability.traffic_record import TrafficRecord
 from penstock.server.observability.version import version
 from penstock.server.output.generation import Generation
 from penstock.server.output.generation_request import GenerationRequest
@@ -78,6 +79,7 @@ class Service:
         endpoint = config.server.otlp_traces_endpoint
         self.request_log = RequestLog(is_at_info=config.server.log_requests)
         self.tracer = Tracer.to_endpoint(endpoint) if endpoint else None
+        self._traffic = _traffic_record(config)
         self._state = State.STARTING
         self._progress = Progress(config.server.log_format)
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -196,6 +198,8 @@ class Service:
         finally:
             if self._engine:
                 await self._engine.close()
+            if self._traffic:
+                self._traffic.close()
 
     def check_serving(self) -> None:
         """Raises NotServing unless new requests are accepted."""
@@ -254,10 +258,10 @@ class Service:
             message = f"{self._engine.num_open} answers are open, no step for {age_s:.0f} s"
             raise NotServing(message, is_ending=False)
 
-    def check_room(self, num_answers: int) -> None:
+    def check_room(self, num_answers: int, tenant: str) -> None:
         """Raises QueueFull or RequestRefused where `submit_generation` would: before the work."""
         assert self._engine
-        self._engine.check_room(num_answers)
+        self._engine.check_room(num_answers, tenant)
 
     def submit_generation(self, request: GenerationRequest) -> Generation:
         """Submits; raises QueueFull or EngineFailed. The caller closes the generation."""
@@ -271,6 +275,7 @@ class Service:
             self.metrics,
             timeout_s,
             self.on_end(),
+            self._traffic,
         )
         generation.submit()
         return generation
@@ -348,6 +353,13 @@ class Service:
     def _end(self, code: int) -> None:
         if not self.over.done():
             self.over.set_result(code)
+
+
+def _traffic_record(config: ServeConfig) -> TrafficRecord | None:
+    """Raises InvalidConfig."""
+    path = config.server.record_traffic
+    settings = {"scheduler": asdict(config.engine.scheduler), "version": version()}
+    return None if path is None else TrafficRecord(path, settings)
 
 
 def _requests(count: int) -> str:

@@ -34,7 +34,13 @@ TPOT_LIMITS = {f"{ms} ms": f"{ms / 1000:g}" for ms in (5, 10, 20, 30, 50, 100, 2
 _BANDWIDTH = "bandwidth_bytes_per_second"
 # By patterns of legends.
 _CLASS_COLORS = {"^decode": "green", "^mixed": "yellow", "^prefill": "blue", "^all": "purple"}
-_OUTCOME_COLORS = {"stop": "green", "length": "blue", "abandoned": "yellow", "failed": "red"}
+_OUTCOME_COLORS = {
+    "stop": "green",
+    "length": "blue",
+    "abandoned": "yellow",
+    "failed": "red",
+    "refused": "orange",
+}
 _STATUS_COLORS = {"^2": "green", "^4": "orange", "^5": "red"}
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
@@ -51,6 +57,7 @@ def build() -> Panel:
             Row("Throughput", _throughput()),
             Row("Saturation", _saturation()),
             Row("Roofline", _roofline()),
+            Row("Predictions and targets", _targets()),
             Row("Prefix cache", _cache()),
             Row("Workload", _workload()),
             Row("Engine and host", _engine()),
@@ -484,6 +491,64 @@ def _roofline() -> list[Panel]:
             Query(f"{step_time} / {_num_servers()}", "{{class}}"),
             is_stacked=True,
             colors=_CLASS_COLORS,
+        ),
+    ]
+
+
+def _targets() -> list[Panel]:
+    steps = _rate("predicted_steps_total", by="class")
+    predicted = _rate("step_predicted_seconds_total", by="class")
+    measured = _rate("step_measured_seconds_total", by="class")
+    return [
+        timeseries(
+            "Step time, predicted and measured",
+            "Mean time of a step, by what it ran: as predicted before it ran, and as it was. "
+            "Targets are met by these predictions.",
+            "s",
+            Query(f"{predicted} / {steps}", "{{class}} predicted"),
+            Query(f"{measured} / {steps}", "{{class}} measured"),
+            colors=_CLASS_COLORS,
+        ),
+        timeseries(
+            "Error of predicted step times",
+            "Mean relative error of the latest steps.",
+            "percentunit",
+            Query(f"max by (class) ({_series('step_prediction_error_ratio')})", "{{class}}"),
+            colors=_CLASS_COLORS,
+        ),
+        timeseries(
+            "TTFT, predicted and its error",
+            "Of requests with a target: the TTFT expected at their arrival, and its error.",
+            "s",
+            Query(_quantile(0.5, "predicted_time_to_first_token_seconds"), "predicted p50"),
+            Query(_quantile(0.99, "predicted_time_to_first_token_seconds"), "predicted p99"),
+            Query(_quantile(0.5, "ttft_prediction_error_seconds"), "error p50"),
+        ),
+        timeseries(
+            "Targets, by outcome",
+            "Answers a second that met or missed their target, and requests refused because of it.",
+            "reqps",
+            Query(_rate("slo_attained_total", by="slo, outcome"), "{{slo}} {{outcome}}"),
+            colors={"met$": "green", "missed$": "red", "refused$": "orange"},
+        ),
+        timeseries(
+            "Fairness among keys",
+            "Jain's index of what was computed for the keys that have to wait, under "
+            "--scheduling-policy fair; 1 is equal.",
+            "percentunit",
+            Query(_series("fairness_jain_index"), "{{instance}}"),
+        ),
+        timeseries(
+            "Engine restarts",
+            "Engine processes that were replaced in the last hour, by what ended them, and "
+            "requests that are not run again because the engine ended twice with them.",
+            "short",
+            Query(
+                f"sum by (cause) (increase({_series('engine_restarts_total')}[1h]))", "{{cause}}"
+            ),
+            Query(
+                f"sum(increase({_series('quarantined_requests_total')}[1h]))", "requests given up"
+            ),
         ),
     ]
 

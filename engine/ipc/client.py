@@ -20,6 +20,7 @@ from penstock.engine.memory.kept import make_descriptor
 from penstock.engine.messages import Abort, Accepted, OnWire, Refused, StepReport
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import LoadProgress
+from penstock.scheduler.config import Policy
 from penstock.scheduler.errors import TargetOutOfReach
 from penstock.scheduler.types import Request, RequestId
 
@@ -43,7 +44,10 @@ class EngineClient:
         self._process = self._new_process()
         self._state = EngineState.STARTING
         self._streams = OpenStreams(
-            config.scheduler.max_num_seqs, config.max_num_queued_reqs, self._send
+            config.scheduler.max_num_seqs,
+            config.max_num_queued_reqs,
+            self._send,
+            is_fair=config.scheduler.policy is Policy.FAIR,
         )
         self._recovery = Recovery(self._streams, config.scheduler.max_num_seqs)
         self._budget = RestartBudget(config.max_engine_restarts)
@@ -179,10 +183,10 @@ class EngineClient:
         """Ends the process now, as `close` does, without the rest of it."""
         self._process.kill()
 
-    def check_room(self, num_answers: int) -> None:
+    def check_room(self, num_answers: int, tenant: str = "") -> None:
         """Raises QueueFull if this many answers would not be accepted now; RequestRefused if there
         is never room for them."""
-        self._streams.check_room(num_answers)
+        self._streams.check_room(num_answers, tenant)
 
     def submit(self, request: Request) -> OutputStream:
         """Sends the request at once; its stream gives its outputs, in order, as they arrive.

@@ -8,7 +8,7 @@ another engine can go on (`resumption`).
 import asyncio
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -178,8 +178,17 @@ class OpenStreams:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_num_queued: int, send: Callable[[OnWire], None]
+        self,
+        max_num_seqs: int,
+        max_num_queued: int,
+        send: Callable[[OnWire], None],
+        *,
+        is_fair: bool = False,
     ) -> None:
+        """is_fair: a tenant that holds less than an equal share of the room is refused none of it,
+        though others have filled it."""
+        self._is_fair = is_fair
+        self._open_of: Counter[str] = Counter()  # answers, by tenant
         self._max_open = max_num_seqs + max_num_queued
         self._send = send
         self._streams: dict[RequestId, OutputStream] = {}
@@ -192,7 +201,7 @@ class OpenStreams:
         """Answers that have not ended, running and waiting together."""
         return self._num_open
 
-    def check_room(self, num_answers: int) -> None:
+    def check_room(self, num_answers: int, tenant: str = "") -> None:
         """Raises RequestRefused for more answers than may ever be open, QueueFull for more than may
         be opened now."""
         if num_answers > self._max_open:
@@ -200,7 +209,9 @@ class OpenStreams:
                 f"the request needs {num_answers} answers, and this server holds at most "
                 f"{self._max_open}; send fewer prompts at a time, or a lower n"
             )
-        if self._num_open + num_answers > self._max_open:
+        if self._num_open + num_answers > self._max_open and not (
+            self._is_fair and self._has_share(num_answers, tenant)
+        ):
             raise QueueFull(
                 num_answers,
                 num_open=self._num_open,
@@ -208,14 +219,27 @@ class OpenStreams:
                 retry_after_s=self._retry_after_s(),
             )
 
+    def _has_share(self, num_answers: int, tenant: str) -> bool:
+        """Whether it would still hold no more than an equal share. Those who take theirs when the
+        room is full can double what is open, and no more."""
+        num_tenants = len(self._open_of.keys() | {tenant})
+        return self._open_of[tenant] + num_answers <= self._max_open / num_tenants
+
+    def _count(self, tenant: str, num_answers: int) -> None:
+        """So many more are open, or fewer."""
+        self._num_open += num_answers
+        self._open_of[tenant] += num_answers
+        if not self._open_of[tenant]:
+            del self._open_of[tenant]
+
     def submit_alike(self, requests: Sequence[Request]) -> list[OutputStream]:
         """Sends requests that differ as `SubmitAlike` says, all or none, and returns their streams.
         Raises as `check_room`."""
-        self.check_room(sum(request.n for request in requests))
+        self.check_room(sum(request.n for request in requests), requests[0].tenant)
         streams = [OutputStream(self, request, requests[0].id) for request in requests]
         for stream, request in zip(streams, requests, strict=True):
             self._streams[request.id] = stream
-            self._num_open += stream.num_open
+            self._count(request.tenant, stream.num_open)
         self._send(_submission(requests))
         return streams
 
@@ -272,7 +296,7 @@ class OpenStreams:
         """Ends a request that the engine did not accept, or must not run."""
         stream = self._streams.pop(request_id, None)
         if stream:
-            self._num_open -= stream.num_open
+            self._count(stream.request.tenant, -stream.num_open)
             stream.fail(error)
 
     def fail_all(self, error: PenstockError) -> None:
@@ -281,6 +305,7 @@ class OpenStreams:
             stream.fail(error)
         self._streams.clear()
         self._num_open = 0
+        self._open_of.clear()
 
     def notify_soon(self, stream: OutputStream) -> None:
         """Notifies its listener after all messages that have arrived are taken in.
@@ -301,7 +326,7 @@ class OpenStreams:
         """Some answers of a stream have ended, or none: an answer that was aborted has a final
         output too, which may arrive while others of its request run."""
         num_ended = num_before - stream.num_open
-        self._num_open -= num_ended
+        self._count(stream.request.tenant, -num_ended)
         self._ended_at_s.extend([time.monotonic()] * num_ended)
         if not stream.num_open:
             del self._streams[request_id]

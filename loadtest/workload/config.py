@@ -25,6 +25,7 @@ class Dataset(StrEnum):
     BURSTGPT = "burstgpt"
     MOONCAKE = "mooncake"
     RECORDING = "recording"  # a result of `penstock bench --save-detailed`
+    TRAFFIC = "traffic"  # a file of `penstock serve --record-traffic`
     CUSTOM = "custom"
 
     @property
@@ -43,6 +44,7 @@ class Dataset(StrEnum):
             Dataset.BURSTGPT,
             Dataset.MOONCAKE,
             Dataset.RECORDING,
+            Dataset.TRAFFIC,
         )
 
 

@@ -19,6 +19,7 @@ from penstock.scheduler.errors import InvalidConfig
 
 # Tokens per hash id of a Mooncake trace, from the trace's documentation.
 MOONCAKE_BLOCK_TOKENS = 512
+TRAFFIC_SPAN_S = 3600.0
 # Longer than any model's context: a mistake in the file, and could use up all memory.
 MAX_TOKENS = 10_000_000
 
@@ -31,13 +32,16 @@ class BadDataset(InvalidConfig):
 class TraceRow:
     """One request of a trace. at_s counts from the trace's own origin.
 
-    hash_ids: equal ids are equal blocks of MOONCAKE_BLOCK_TOKENS tokens.
+    hash_ids: equal ids are equal blocks of block_tokens tokens. tenant, priority: see TimedRequest.
     """
 
     at_s: float
     num_prompt_tokens: int
     num_output_tokens: int
     hash_ids: tuple[int, ...] = ()
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    tenant: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for number in (self.num_prompt_tokens, self.num_output_tokens):
@@ -191,6 +195,50 @@ def read_recording(path: Path) -> Iterator[TraceRow]:
             f"{path} is not a result of penstock bench --save-result --save-detailed: "
             f"{_sentence(error)}"
         ) from error
+
+
+class _TrafficHeader(msgspec.Struct):
+    penstock_traffic: int
+    block_tokens: int
+
+
+class _TrafficLine(_MooncakeLine):
+    tenant: int = 0
+    priority: int = 0
+
+
+def read_traffic(path: Path) -> Iterator[TraceRow]:
+    """A file of `penstock serve --record-traffic`, and the one before it: the last hour of both."""
+    before = path.with_name(f"{path.name}.1")
+    rows = [row for each in (before, path) if each.is_file() for row in _traffic_rows(each)]
+    if not rows:
+        yield from _traffic_rows(path)  # which says why
+    last_s = max((row.at_s for row in rows), default=0.0)
+    yield from (row for row in rows if row.at_s >= last_s - TRAFFIC_SPAN_S)
+
+
+def _traffic_rows(path: Path) -> Iterator[TraceRow]:
+    """The last line may be cut: its server may have been killed."""
+    lines = list(_json_lines(path))
+    try:
+        header = msgspec.json.decode(lines[0][1] if lines else "", type=_TrafficHeader)
+    except msgspec.MsgspecError as error:
+        raise BadDataset(
+            f"{path} is not a file of penstock serve --record-traffic: {_sentence(error)}"
+        ) from error
+    for number, line in lines[1:]:
+        if number == lines[-1][0] and not line.endswith("\n"):
+            return
+        row = _decode(path, number, line, _TrafficLine)
+        yield TraceRow(
+            at_s=row.timestamp / 1000,
+            num_prompt_tokens=row.input_length,
+            num_output_tokens=row.output_length,
+            hash_ids=tuple(row.hash_ids),
+            block_tokens=header.block_tokens,
+            tenant=str(row.tenant),
+            priority=row.priority,
+        )
 
 
 class _CustomLine(msgspec.Struct, forbid_unknown_fields=True):

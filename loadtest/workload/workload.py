@@ -22,7 +22,6 @@ from penstock.loadtest.workload.config import (
     WorkloadConfig,
 )
 from penstock.loadtest.workload.datasets import (
-    MOONCAKE_BLOCK_TOKENS,
     BadDataset,
     TextRow,
     TraceRow,
@@ -32,6 +31,7 @@ from penstock.loadtest.workload.datasets import (
     read_mooncake,
     read_recording,
     read_sharegpt,
+    read_traffic,
 )
 from penstock.loadtest.workload.token_counter import TokenCounter, estimate_tokens
 from penstock.scheduler.errors import InvalidConfig
@@ -58,6 +58,7 @@ _TRACES: dict[Dataset, Callable[[Path], Iterator[TraceRow]]] = {
     Dataset.BURSTGPT: read_burstgpt,
     Dataset.MOONCAKE: read_mooncake,
     Dataset.RECORDING: read_recording,
+    Dataset.TRAFFIC: read_traffic,
 }
 
 
@@ -193,6 +194,8 @@ def _trace_requests(config: WorkloadConfig, limit: _ContextLimit) -> list[TimedR
                 prompt=ids if config.prompt_format is PromptFormat.IDS else _text(ids),
                 num_prompt_tokens=len(ids),
                 max_tokens=row.num_output_tokens,
+                tenant=row.tenant,
+                priority=row.priority,
             )
         )
     return requests
@@ -206,7 +209,7 @@ def _trace_prompt(
     for hash_id in row.hash_ids:
         if hash_id not in blocks:
             key = f"{config.seed}/block/{hash_id}"
-            blocks[hash_id] = make_prompt(key, MOONCAKE_BLOCK_TOKENS, config.vocab_size)
+            blocks[hash_id] = make_prompt(key, row.block_tokens, config.vocab_size)
         ids += blocks[hash_id]
     num_more = row.num_prompt_tokens - len(ids)
     if num_more > 0:

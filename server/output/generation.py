@@ -15,6 +15,7 @@ from penstock.scheduler.types import PromptOutput, RequestOutput, ResumedAnswer
 from penstock.server.errors import InvalidRequest, RequestTimedOut
 from penstock.server.observability.ended_request import EndedRequest
 from penstock.server.observability.metrics import Metrics, RequestTimes
+from penstock.server.observability.traffic_record import TrafficRecord
 from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta, Usage, coalesced, joined
 from penstock.server.output.detokenizer import StopScanner, TextDecoder, Vocabulary
@@ -33,8 +34,10 @@ class Generation:
         metrics: Metrics,
         timeout_s: float | None = None,
         on_end: Callable[[EndedRequest], None] | None = None,
+        traffic: TrafficRecord | None = None,
     ) -> None:
         """timeout_s: from the request's arrival to its last token. on_end: called in `close`."""
+        self._traffic = traffic
         self.request = request
         self._timeout_s = timeout_s
         self._on_end = on_end
@@ -186,6 +189,21 @@ class Generation:
             self._metrics.latency.observe(time.monotonic() - self.request.arrival_s)
         if self._on_end:
             self._on_end(self._ended())
+        if self._traffic:
+            self._record(self._traffic)
+
+    def _record(self, traffic: TrafficRecord) -> None:
+        age_s = time.monotonic() - self.request.arrival_s
+        for choice in self.choices:
+            if choice.num_tokens:
+                request = self.request.requests[choice.index // self.request.n]
+                traffic.add(
+                    request.prompt_token_ids,
+                    num_output_tokens=choice.num_tokens,
+                    tenant=request.tenant,
+                    priority=request.priority,
+                    age_s=age_s,
+                )
 
     def _ended(self) -> EndedRequest:
         span_s = sum(choice.last_token_s - choice.first_token_s for choice in self.choices)

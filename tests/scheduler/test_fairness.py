@@ -141,7 +141,7 @@ def test_the_index_tells_a_share_of_all_from_an_equal_one() -> None:
     assert driver.scheduler.stats().fairness_index is not None
     assert 0.9 < fair(driver).index <= 1.0
     fair(driver)._active["a"].recent *= 50
-    fair(driver).look(driver.now + 2)
+    fair(driver).begin_step(driver.now + 2)
     assert fair(driver).index < 0.6
 
 
@@ -151,3 +151,37 @@ def test_many_keys_that_came_once_are_forgotten() -> None:
         queue.open(str(index), 1)
         queue.close(str(index))
     assert len(queue._tenants) < 5000 and not queue._active
+
+
+def prompt_tokens(driver: Driver) -> int:
+    """Of the next step."""
+    batch = driver.step()
+    driver.now += 0.1
+    return sum(batch.num_tokens[batch.num_decodes :]) if batch else 0
+
+
+def test_a_flood_has_a_quantum_of_each_step_while_another_key_is_about() -> None:
+    driver = make_driver(num_blocks=4000, max_num_seqs=64, budget=2048)
+    flood(driver, "a", 400, prompt=90, max_tokens=2)
+    driver.now = 100.0
+    assert prompt_tokens(driver) > 1900  # alone, it has all
+    flood(driver, "b", 1, prompt=50, max_tokens=1)
+    for _ in range(12):
+        prompt_tokens(driver)
+    assert num_ended(driver)["b"] == 1
+    assert 0 < prompt_tokens(driver) <= 512
+    driver.now += 60.0
+    prompt_tokens(driver)
+    driver.now += 2.0
+    assert max(prompt_tokens(driver) for _ in range(3)) > 1900
+
+
+def test_a_step_with_a_quiet_keys_prompt_has_none_of_a_flood() -> None:
+    driver = make_driver(num_blocks=4000, max_num_seqs=64, budget=2048)
+    flood(driver, "a", 400, prompt=60, max_tokens=30)
+    flood(driver, "b", 1, prompt=10, max_tokens=1)
+    driver.now = 100.0
+    for _ in range(12):
+        prompt_tokens(driver)
+    flood(driver, "c", 1, prompt=77, max_tokens=1)
+    assert prompt_tokens(driver) == 77

@@ -5,7 +5,7 @@ import { request } from "./api.js";
 import { canvas, drawBar, drawLines, drawRoof, short } from "./chart.js";
 import { byId, make } from "./dom.js";
 import { keep as keepChoice, recall } from "./preferences.js";
-import { CLASSES, isRestart, perSecond, quantile, readingOf, roofPoints, stepRate } from "./metrics.js";
+import { CLASSES, isRestart, perSecond, quantile, readingOf, roofPoints, stepRate, stepTimes } from "./metrics.js";
 
 const PERIOD_MS = 1000;
 const WINDOW_MS = 300_000;
@@ -47,6 +47,11 @@ const CARDS = [
     id: "hits", name: "Prefix hits", lines: ["hit"], mark: 1,
     tip: "The share of prompt tokens that were found in the prefix cache and not computed, over the last 15 seconds.",
     of: (now, back) => [hitShare(back(QUANTILE_MS), now)], show: percent,
+  },
+  {
+    id: "step", name: "Step time", lines: ["predicted", "measured"],
+    tip: "The mean time of a step, as the server predicted it before the step ran, and as it was, over the last three seconds. Targets are met by these predictions.",
+    of: (now, back) => stepTimes(back(RATE_MS), now), show: time,
   },
 ];
 const USES = [

@@ -50,6 +50,9 @@ export function readingOf(text, atMs) {
     bytes: ofClass("model_bytes_total"),
     flops: ofClass("model_flops_total"),
     seconds: ofClass("step_time_seconds_sum"),
+    predictedSteps: total("predicted_steps_total"),
+    predictedSeconds: total("step_predicted_seconds_total"),
+    measuredSeconds: total("step_measured_seconds_total"),
   };
 }
 
@@ -79,6 +82,13 @@ export function quantile(share, before, now) {
 export function stepRate(before, now, name) {
   const increase = (kind) => sum(now[kind]) - sum(before[kind]);
   return increase("seconds") ? increase(name) / increase("seconds") : 0;
+}
+
+// The mean predicted and measured time of the steps between two readings: [null, null] if none was predicted.
+export function stepTimes(before, now) {
+  const steps = now.predictedSteps - before.predictedSteps;
+  if (!steps) return [null, null];
+  return ["predictedSeconds", "measuredSeconds"].map((name) => (now[name] - before[name]) / steps);
 }
 
 function sum(byClass) {

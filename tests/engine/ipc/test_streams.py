@@ -10,6 +10,7 @@ import pytest
 from penstock.engine.errors import EngineFailed, QueueFull, RequestRefused
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.messages import Abort, OnWire, Submit, SubmitAlike
+from penstock.scheduler.errors import TargetOutOfReach
 from penstock.scheduler.types import (
     Finish,
     FinishReason,
@@ -26,9 +27,9 @@ FINISH = Finish(FinishReason.LENGTH, None, 0.0, 0, 0)
 class Streams(OpenStreams):
     """Room for two running answers and two waiting ones; keeps what it sends."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_fair: bool = False) -> None:
         self.sent: list[OnWire] = []
-        super().__init__(2, 2, self.sent.append)
+        super().__init__(2, 2, self.sent.append, is_fair=is_fair)
 
     def submit(self, request: Request) -> OutputStream:
         (stream,) = self.submit_alike([request])
@@ -168,3 +169,36 @@ async def test_a_listener_is_called_once_for_all_outputs_that_came_together() ->
     assert not calls
     await asyncio.sleep(0)
     assert calls == [2]
+
+
+async def test_a_queue_that_one_tenant_has_filled_has_an_equal_share_for_another() -> None:
+    streams = Streams(is_fair=True)
+    for name in "abcd":
+        streams.submit(make_request(name, 3, tenant="flood"))
+    with pytest.raises(QueueFull):
+        streams.submit(make_request("e", 3, tenant="flood"))
+    for name in "xy":
+        streams.submit(make_request(name, 3, tenant="quiet"))
+    with pytest.raises(QueueFull):
+        streams.submit(make_request("z", 3, tenant="quiet"))
+    assert streams.num_open == 6
+    streams.push([output("a", 1, is_last=True), output("x", 1, is_last=True)])
+    with pytest.raises(QueueFull):
+        streams.submit(make_request("f", 3, tenant="flood"))
+    streams.submit(make_request("z", 3, tenant="quiet"))
+
+
+async def test_a_request_with_a_target_waits_until_the_engine_has_accepted_it() -> None:
+    streams = Streams()
+    plain = streams.submit(make_request("plain", 3))
+    await plain.accepted()
+    late = streams.submit(make_request("late", 3, ttft_target_s=1.0))
+    waiting = asyncio.create_task(late.accepted())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    streams.accept(late.request.id)
+    await waiting
+    refused = streams.submit(make_request("refused", 3, ttft_target_s=1.0))
+    streams.fail(refused.request.id, TargetOutOfReach(2.0, 1.0))
+    with pytest.raises(TargetOutOfReach):
+        await refused.accepted()

@@ -20,9 +20,10 @@ from penstock.loadtest.simulate import replica
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.simulation import Plan, simulate
 from penstock.loadtest.workload.workload import TimedRequest
-from penstock.scheduler.config import Batching, SchedulerConfig
+from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import work_of
+from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.types import (
     Request,
     RequestId,
@@ -111,17 +112,21 @@ def served(
             prompt_token_ids=tuple(each.prompt),  # type: ignore[arg-type]  # never text here
             sampling=SamplingParams(max_tokens=each.max_tokens, temperature=0.0),
             arrival_s=each.arrival_s + FRONT_END_S,
+            priority=each.priority,
+            tenant=each.tenant,
         )
         for each in trace
     ]
+    live = LiveStepModel(info, known_model(runs_ahead=info.runs_ahead))
     scheduler = Scheduler(
         config,
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
+        step_model=live,
     )
     inbox = ArrivingRequests(executor, requests)
-    loop = EngineLoop(scheduler, executor, inbox, send, lambda: executor.now_s)
+    loop = EngineLoop(scheduler, executor, inbox, send, lambda: executor.now_s, live)
     with pytest.raises(_AllServed):
         loop.run()
     return executor.batches, token_times
@@ -173,6 +178,8 @@ def traces(draw: st.DrawFn) -> list[TimedRequest]:
                 prompt=ids,
                 num_prompt_tokens=len(ids),
                 max_tokens=draw(st.integers(1, 40)),
+                tenant=draw(st.sampled_from("aab")),
+                priority=draw(st.integers(0, 1)),
             )
         )
     return trace
@@ -183,6 +190,8 @@ def traces(draw: st.DrawFn) -> list[TimedRequest]:
     trace=traces(),
     runs_ahead=st.booleans(),
     batching=st.sampled_from(Batching),
+    policy=st.sampled_from(Policy),
+    itl_target_s=st.sampled_from((None, 0.0025)),
     budget=st.sampled_from((8, 20, 64)),
     num_blocks=st.sampled_from((28, 40, 200)),
     caches=st.booleans(),
@@ -191,6 +200,8 @@ def test_every_step_of_a_simulation_is_the_one_that_would_have_been_served(
     trace: list[TimedRequest],
     runs_ahead: bool,
     batching: Batching,
+    policy: Policy,
+    itl_target_s: float | None,
     budget: int,
     num_blocks: int,
     caches: bool,
@@ -200,6 +211,8 @@ def test_every_step_of_a_simulation_is_the_one_that_would_have_been_served(
         max_num_seqs=6,
         max_num_batched_tokens=budget,
         batching=batching,
+        policy=policy,
+        itl_target_s=itl_target_s,
         enable_prefix_caching=caches,
     )
     batches, times = served(info, config, trace)
