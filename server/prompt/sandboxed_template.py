@@ -8,13 +8,12 @@ thread run. So the process gets both in small measure, and ends. It costs some 1
 
 import contextlib
 import json
-import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+from penstock.server.bare_environment import bare_environment
 from penstock.server.prompt.jinja_environment import RENDER_ERRORS, environment
 
 MAX_TEMPLATE_CHARS = 1 << 16
@@ -22,8 +21,6 @@ MAX_CPU_S = 1
 MAX_WALL_S = 8.0  # where the machine has much else to do
 MAX_MEMORY_BYTES = 512 << 20
 MAX_TEXT_CHARS = 1 << 24
-
-_NEEDED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 
 
 class TemplateFailed(Exception):
@@ -50,7 +47,7 @@ def render(source: str, variables: dict[str, Any], *, max_cpu_s: int = MAX_CPU_S
             input=task.encode(),
             capture_output=True,
             timeout=MAX_WALL_S,
-            env=_environment(),
+            env=bare_environment(),
             check=False,
         )
     except subprocess.TimeoutExpired as error:
@@ -63,12 +60,6 @@ def render(source: str, variables: dict[str, Any], *, max_cpu_s: int = MAX_CPU_S
         raise TemplateFailed(answer["error"]) from (TypeError() if answer["is_type"] else None)
     text: str = answer["text"]
     return text
-
-
-def _environment() -> dict[str, str]:
-    """No more than the interpreter needs: keys and tokens of the server are none of it."""
-    needed = {name: os.environ[name] for name in _NEEDED_VARIABLES if name in os.environ}
-    return needed | {"PYTHONPATH": str(Path(__file__).parents[3])}
 
 
 def _render_here(task: dict[str, Any]) -> dict[str, str | bool]:

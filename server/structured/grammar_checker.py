@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.engine.client import BadGrammar, LoadFormat, ModelInfo
+from penstock.server.bare_environment import bare_environment
 from penstock.server.errors import GrammarQueueFull
 from penstock.server.structured.fair_turns import FairTurns, NoTurn
 
@@ -175,9 +176,5 @@ async def _started(model: str) -> asyncio.subprocess.Process:
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,  # a group of its own, to be killed with its child
         # One arena: glibc else maps 128 MiB for a second one, of what the child may map.
-        env={
-            **os.environ,
-            "PYTHONPATH": str(Path(__file__).parents[3]),
-            "MALLOC_ARENA_MAX": "1",
-        },
+        env=bare_environment() | {"MALLOC_ARENA_MAX": "1"},
     )

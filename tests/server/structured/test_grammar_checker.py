@@ -53,6 +53,23 @@ def processes() -> list[int]:
     return found
 
 
+def environment_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def test_grammars_are_compiled_without_the_servers_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "secret")
+
+    async def use(checker: GrammarChecker) -> None:
+        await checker.check(DIGITS)
+        variables = environment_of(*processes())
+        assert b"PYTHONPATH=" in variables and b"secret" not in variables
+
+    checked(use)
+
+
 def test_a_verdict_is_cached_and_has_the_size() -> None:
     async def use(checker: GrammarChecker) -> None:
         num_bytes = await checker.check(DIGITS)
