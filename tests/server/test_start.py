@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -187,6 +188,26 @@ def test_a_second_signal_says_that_it_ends_the_server_at_once() -> None:
         code, errors = server.exit_code(timeout_s=10)
     assert code == 128 + signal.SIGTERM
     assert errors.splitlines()[-1].endswith("a second signal, so the server ends at once")
+
+
+_INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "penstock.server.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv[1:] = ["serve"]
+runpy.run_module("penstock", run_name="__main__")
+"""
+
+
+def test_an_interrupt_while_modules_are_imported_is_no_traceback() -> None:
+    command = [sys.executable, "-c", _INTERRUPTED_IMPORT]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
 @pytest.mark.parametrize(
