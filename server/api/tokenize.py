@@ -18,7 +18,7 @@ from penstock.server.api.common import (
 )
 from penstock.server.errors import InvalidRequest
 from penstock.server.prompt.chat import chat_prompt
-from penstock.server.prompt.limits import check_could_fit
+from penstock.server.prompt.limits import check_could_fit, check_does_not_overflow
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.protocol.openai import ChatCompletionRequest, TokenId, Wire, invalid_fields
@@ -112,6 +112,7 @@ def _checked(kind: type[Fields], body: bytes, request: Request) -> Fields:
 
 
 def _encode(fields: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
+    check_does_not_overflow(fields.prompt, model, "prompt")
     return model.encoder.encode(fields.prompt, add_special_tokens=fields.add_special_tokens)
 
 

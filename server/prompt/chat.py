@@ -62,14 +62,14 @@ async def chat_prompt(fields: ChatCompletionRequest, model: ServedModel) -> Chat
     text, begun = await _rendered_chat(fields, encoder)
     if fields.truncate_prompt_tokens is None:
         limits.check_could_fit(model, "messages", num_chars=len(text))
-        part = text
-    else:
-        part = limits.part_that_fits(text, model, "messages", fields.truncation_side)
-    adds_special = bool(fields.add_special_tokens)
-    encode = partial(encoder.encode_rendered, add_special_tokens=adds_special)
-    token_ids = await off_loop(encode, part, len(part))
-    limits.check_cut(token_ids, model, "messages", num_chars=len(text), num_kept=len(part))
+    token_ids = await off_loop(partial(_encoded, fields=fields, model=model), text, len(text))
     return ChatPrompt(text=text, token_ids=token_ids, begun=begun)
+
+
+def _encoded(text: str, fields: ChatCompletionRequest, model: ServedModel) -> tuple[int, ...]:
+    adds_special = bool(fields.add_special_tokens)
+    encode = partial(model.encoder.encode_prompt, add_special_tokens=adds_special)
+    return limits.tokenized(text, encode, fields, model, "messages")
 
 
 async def _rendered_chat(fields: ChatCompletionRequest, encoder: PromptEncoder) -> tuple[str, str]:

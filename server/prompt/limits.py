@@ -1,7 +1,8 @@
 """What a prompt may be: long enough, short enough, and of ids that the model has."""
 
 import re
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
 
 from penstock.scheduler.errors import ContextTooLong, PenstockError, PromptTooLong
 from penstock.server.errors import InvalidRequest
@@ -12,8 +13,24 @@ Text = TypeVar("Text", str, list[int], str | list[int])
 
 # A space before a word ends the word before it in every tokenizer: it belongs to what follows.
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W_]) (?=[^\W_])")
+# A long text is tokenized in such pieces to see how much of it the context can hold.
+_PIECE_CHARS = 1 << 16
+# Not more than that of English: so a text that fits is seldom tokenized twice.
+_USUAL_TOKEN_CHARS = 4
+# Of all prompts of a request: the engine reads so many ids in 30 ms.
+MAX_TOKENS_TOGETHER = 1 << 20
 # OpenAI's default for completions; a chat's is what the context has left.
 _COMPLETION_MAX_TOKENS = 16
+
+
+class Truncatable(Protocol):
+    """See `truncated`."""
+
+    @property
+    def truncate_prompt_tokens(self) -> int | None: ...
+
+    @property
+    def truncation_side(self) -> str | None: ...
 
 
 def check_could_fit(
@@ -30,11 +47,74 @@ def check_could_fit(
     }
     for what, (num, limit) in counted.items():
         if num > limit:
-            message = (
-                f"{param} has {num} {what}, more than this model's context of "
-                f"{model.max_model_len} tokens can hold; shorten it"
-            )
-            raise InvalidRequest(message, param=param, code="context_length_exceeded")
+            raise _too_many(what, num, model, param)
+
+
+def _too_many(what: str, num: int, model: ServedModel, param: str) -> InvalidRequest:
+    message = (
+        f"{param} has {num} {what}, more than this model's context of {model.max_model_len} tokens "
+        "can hold; shorten it"
+    )
+    return InvalidRequest(message, param=param, code="context_length_exceeded")
+
+
+def tokenized(
+    text: str | list[int],
+    encode: Callable[[str | list[int]], tuple[int, ...]],
+    fields: Truncatable,
+    model: ServedModel,
+    param: str,
+) -> tuple[int, ...]:
+    """The ids of a text, or of as much of it as can matter if it may be truncated. Blocks. Raises
+    InvalidRequest for what cannot fit.
+
+    encode: ids are as they are.
+    """
+    if fields.truncate_prompt_tokens is None:
+        check_does_not_overflow(text, model, param)
+        return encode(text)
+    part = part_that_fits(text, model, param, fields.truncation_side)
+    ids = encode(part)
+    check_cut(ids, model, param, num_chars=len(text), num_kept=len(part))
+    return ids
+
+
+def check_together(num_tokens: int, num_prompts: int, param: str) -> None:
+    """Raises InvalidRequest for prompts of one request that hold up the others: they become one
+    message to the engine."""
+    if num_prompts > 1 and num_tokens > MAX_TOKENS_TOGETHER:
+        message = (
+            f"{param} has more than {MAX_TOKENS_TOGETHER} tokens in all of its texts together; "
+            "send several requests"
+        )
+        raise InvalidRequest(message, param=param, code="context_length_exceeded")
+
+
+def tokenized_together(
+    prompts: Iterable[tuple[str, str | list[int]]],
+    encode: Callable[[str | list[int]], tuple[int, ...]],
+    fields: Truncatable,
+    model: ServedModel,
+) -> list[tuple[int, ...]]:
+    """As `tokenized`, for each param and its text. Also raises what `check_together` does."""
+    together, num_tokens, most = [], 0, fields.truncate_prompt_tokens or -1
+    for param, text in prompts:
+        ids = tokenized(text, encode, fields, model, param)
+        together.append(ids)
+        num_tokens += min(len(ids), model.max_model_len if most < 0 else most)
+        check_together(num_tokens, len(together), param.partition("[")[0])
+    return together
+
+
+def check_does_not_overflow(text: str | list[int], model: ServedModel, param: str) -> None:
+    """Raises InvalidRequest for a long text that has too many tokens, before it is tokenized as a
+    whole: that would take a hundred times its memory, and then all threads would wait until a list
+    of millions of ids is made. Blocks."""
+    if not isinstance(text, str):
+        return
+    could_fit = len(text) <= _USUAL_TOKEN_CHARS * model.max_model_len
+    if not could_fit and _num_chars_beyond(text, model) < len(text):
+        raise _too_many("characters", len(text), model, param)
 
 
 def part_that_fits(text: Text, model: ServedModel, param: str, side: str | None) -> Text:
@@ -44,17 +124,37 @@ def part_that_fits(text: Text, model: ServedModel, param: str, side: str | None)
     returned as it is. The rest of a long text is cut off between two words, where no token spans,
     and so far from the kept tokens that the context holds no more tokens than remain: so their ids
     are those that the whole text has. Raises InvalidRequest for a long text without such a place.
-    See also `check_cut`.
+    See also `check_cut`. Blocks.
     """
-    limit = model.max_prompt_chars
-    if not isinstance(text, str) or len(text) <= 2 * limit:
+    if not isinstance(text, str) or len(text) <= 2 * _piece_chars(model):
         return text
-    first = limit if side == "right" else len(text) - 2 * limit
-    between = _BETWEEN_WORDS.search(text, first, first + limit)
-    if between is None:
-        check_could_fit(model, param, num_chars=len(text))
-    assert between
-    return text[: between.start()] if side == "right" else text[between.start() :]
+    is_right = side == "right"
+    num_kept = _num_chars_beyond(text, model, from_end=not is_right)
+    first = num_kept if is_right else max(0, len(text) - num_kept - _piece_chars(model))
+    end = len(text) - num_kept if not is_right else first + _piece_chars(model)
+    between = _BETWEEN_WORDS.search(text, first, end)
+    if between is None or num_kept == len(text):
+        if len(text) > 2 * model.max_prompt_chars:
+            check_could_fit(model, param, num_chars=len(text))
+        return text
+    return text[: between.start()] if is_right else text[between.start() :]
+
+
+def _num_chars_beyond(text: str, model: ServedModel, *, from_end: bool = False) -> int:
+    """How many characters from one end certainly have more tokens than the context; all if none
+    do. Counted in pieces, each of which may have ends that are one token in the whole text."""
+    encoder, size, piece_chars = model.encoder, len(text), _piece_chars(model)
+    num_left, num_chars = model.max_model_len, 0
+    while num_left >= 0 and num_chars < size:
+        end = min(num_chars + piece_chars, size)
+        piece = text[size - end : size - num_chars] if from_end else text[num_chars:end]
+        num_left -= max(0, encoder.count(piece) - encoder.max_token_chars)
+        num_chars = end
+    return num_chars if num_left < 0 else size
+
+
+def _piece_chars(model: ServedModel) -> int:
+    return min(_PIECE_CHARS, model.max_prompt_chars)
 
 
 def check_cut(

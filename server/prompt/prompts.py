@@ -8,7 +8,6 @@ from penstock.server.prompt import limits
 from penstock.server.prompt.chat import chat_prompt
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
-from penstock.server.prompt.tokenizer import PromptEncoder
 from penstock.server.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -39,13 +38,14 @@ async def completion_prompts(fields: CompletionRequest, model: ServedModel) -> P
         for prompt in given:
             if isinstance(prompt, str):
                 limits.check_could_fit(model, "prompt", num_chars=len(prompt) + suffix_chars)
-    else:
-        side = fields.truncation_side
-        given = [limits.part_that_fits(prompt, model, "prompt", side) for prompt in given]
-    num_chars = sum(len(prompt) + suffix_chars for prompt in given if isinstance(prompt, str))
-    tokenized = await off_loop(partial(_encoded, fields, model.encoder), given, num_chars)
-    for text, cut, ids in zip(fields.prompts, given, tokenized, strict=True):
-        limits.check_cut(ids, model, "prompt", num_chars=len(text), num_kept=len(cut))
+    num_chars = sum(len(prompt) + suffix_chars for prompt in given)  # many ids take their time too
+    return await off_loop(partial(_prompts, fields, model), given, num_chars)
+
+
+def _prompts(
+    fields: CompletionRequest, model: ServedModel, given: list[str | list[int]]
+) -> Prompts:
+    tokenized = _encoded(fields, model, given)
     token_ids, max_tokens = limits.fit(tokenized, fields, model, "prompt")
     pieces = model.encoder.vocabulary.pieces
     are_whole = tuple(not any(i in pieces for i in prompt) for prompt in tokenized)
@@ -77,14 +77,20 @@ async def chat_prompts(fields: ChatCompletionRequest, model: ServedModel) -> Pro
 
 
 def _encoded(
-    fields: CompletionRequest, encoder: PromptEncoder, prompts: list[str | list[int]]
+    fields: CompletionRequest, model: ServedModel, prompts: list[str | list[int]]
 ) -> list[tuple[int, ...]]:
     """Raises UnsupportedParameter for a suffix if the model cannot fill in the middle."""
-    adds_special = fields.add_special_tokens is not False
+    encoder, adds_special = model.encoder, fields.add_special_tokens is not False
     if not fields.suffix:
-        return encoder.encode_all(prompts, add_special_tokens=adds_special)
+        encode = partial(encoder.encode_prompt, add_special_tokens=adds_special)
+        named = (("prompt", prompt) for prompt in prompts)
+        return limits.tokenized_together(named, encode, fields, model)
+    for text in (*prompts, fields.suffix):
+        limits.check_does_not_overflow(text, model, "prompt")
     prefixes = [prompt for prompt in prompts if isinstance(prompt, str)]  # a suffix needs text
-    return encoder.encode_infill(prefixes, fields.suffix, add_special_tokens=adds_special)
+    together = encoder.encode_infill(prefixes, fields.suffix, add_special_tokens=adds_special)
+    limits.check_together(sum(map(len, together)), len(together), "prompt")
+    return together
 
 
 def _echoes(

@@ -33,7 +33,7 @@ from penstock.server.prompt.sandboxed_template import (
     render,
 )
 from penstock.server.prompt.timed_template import timed
-from penstock.server.prompt.tokenizing import ids_of
+from penstock.server.prompt.tokenizing import count_of, ids_of
 from penstock.server.tools.prompting import Message
 
 logger = logging.getLogger("penstock")
@@ -121,16 +121,17 @@ class PromptEncoder:
         InvalidRequest, as do all that encode."""
         return ids_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
-    def encode_all(
-        self, prompts: list[str | list[int]], *, add_special_tokens: bool = True
-    ) -> list[tuple[int, ...]]:
-        """Texts, or ids as they are."""
-        return [
-            self.encode(prompt, add_special_tokens=add_special_tokens)
-            if isinstance(prompt, str)
-            else tuple(prompt)
-            for prompt in prompts
-        ]
+    def count(self, text: str) -> int:
+        """The tokens of a text, without special ones around it; cheaper than its ids."""
+        return count_of(self._tokenizer, text)
+
+    def encode_prompt(
+        self, prompt: str | list[int], *, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """A text, or ids as they are."""
+        if isinstance(prompt, str):
+            return self.encode(prompt, add_special_tokens=add_special_tokens)
+        return tuple(prompt)
 
     def encode_infill(
         self, prefixes: list[str], suffix: str, *, add_special_tokens: bool = True

@@ -2,12 +2,25 @@
 
 import asyncio
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from penstock.server.errors import InvalidRequest
 
 
 def ids_of(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    """Raises InvalidRequest for a text that the tokenizer gives up on.
+
+    No other thread runs while the ids become Python's: 25 ms for 2^18 of them.
+    """
+    return tuple(_encoding(tokenizer, text, add_special_tokens=add_special_tokens).ids)
+
+
+def count_of(tokenizer: Tokenizer, text: str) -> int:
+    """Without special tokens around it. Raises as `ids_of` does."""
+    return len(_encoding(tokenizer, text, add_special_tokens=False))
+
+
+def _encoding(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> Encoding:
     """Raises InvalidRequest for a text that the tokenizer gives up on.
 
     Its regex engine gives up on millions of spaces, for example with Llama 3's rules, and the
@@ -23,4 +36,4 @@ def ids_of(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> tupl
             f"this model's tokenizer cannot read the text: {str(error)[:200]}; break up very long "
             "runs of spaces or of other characters"
         ) from error
-    return tuple(encodings[0].ids)
+    return encodings[0]

@@ -28,9 +28,8 @@ from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.pooling import normalized
 from penstock.server.prompt.limits import (
     check_could_fit,
-    check_cut,
     check_prompt,
-    part_that_fits,
+    tokenized_together,
     too_long,
     truncated,
 )
@@ -300,36 +299,35 @@ async def _requests(
     """Raises InvalidRequest; `param` is the input that is at fault."""
     fields, model = received.fields, received.model
     _check_inputs(inputs)
-    given = {param: _shortened(text, fields, model, param) for param, text in inputs.items()}
-    num_chars = sum(len(text) for text in given.values() if isinstance(text, str))
-    adds_special = fields.add_special_tokens is not False
-    encode = partial(model.encoder.encode_all, add_special_tokens=adds_special)
-    prompts = await off_loop(encode, list(given.values()), num_chars)
-    for (param, text), ids in zip(inputs.items(), prompts, strict=True):
-        check_cut(ids, model, param, num_chars=len(text), num_kept=len(given[param]))
+    texts = {param: text for param, text in inputs.items() if isinstance(text, str)}
+    if fields.truncate_prompt_tokens is None:
+        for param, text in texts.items():
+            check_could_fit(model, param, num_chars=len(text))
+    num_chars = sum(map(len, inputs.values()))  # many ids take their time too
+    prompts = await off_loop(partial(_encoded, fields, model), inputs, num_chars)
     return [
         Request(
             id=new_request_id(received.http_id),
-            prompt_token_ids=_fitted(prompt, fields, model, param),
+            prompt_token_ids=prompt,
             sampling=_NO_ANSWER,
             arrival_s=received.arrival_s,
             priority=fields.priority or 0,
             cache_salt=salted(received.tenant, fields.cache_salt),
             pooling=model.pooler.pooling,
         )
-        for param, prompt in zip(inputs, prompts, strict=True)
+        for prompt in prompts
     ]
 
 
-def _shortened(
-    text: str | list[int], fields: PooledFields, model: ServedModel, param: str
-) -> str | list[int]:
-    """Without what truncation cuts off in any case. Raises InvalidRequest for what cannot fit."""
-    if fields.truncate_prompt_tokens is not None:
-        return part_that_fits(text, model, param, fields.truncation_side)
-    if isinstance(text, str):
-        check_could_fit(model, param, num_chars=len(text))
-    return text
+def _encoded(
+    fields: PooledFields, model: ServedModel, inputs: dict[str, str | list[int]]
+) -> list[tuple[int, ...]]:
+    adds_special = fields.add_special_tokens is not False
+    encode = partial(model.encoder.encode_prompt, add_special_tokens=adds_special)
+    prompts = tokenized_together(inputs.items(), encode, fields, model)
+    return [
+        _fitted(prompt, fields, model, param) for param, prompt in zip(inputs, prompts, strict=True)
+    ]
 
 
 def _check_inputs(inputs: dict[str, str | list[int]]) -> None:

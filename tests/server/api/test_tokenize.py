@@ -104,7 +104,7 @@ def test_add_special_tokens_decides_on_the_bos_of_texts_and_conversations() -> N
     encoder = PromptEncoder(tokenizer, None, {})
     plain = encoder.encode("Once", add_special_tokens=False)
     assert encoder.encode("Once") == (0, *plain)
-    assert encoder.encode_all(["Once"], add_special_tokens=False) == [plain]
+    assert encoder.encode_prompt("Once", add_special_tokens=False) == plain
     assert encoder.encode_rendered("Once") == plain
     assert encoder.encode_rendered("Once", add_special_tokens=True) == (0, *plain)
 

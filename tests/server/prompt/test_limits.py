@@ -1,18 +1,23 @@
 """How much text is tokenized: what the context can hold, and so much at one time."""
 
 import asyncio
+import contextlib
+import json
 import random
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Encoding, Tokenizer
 
 from penstock.server.errors import InvalidRequest
-from penstock.server.prompt.limits import check_cut, part_that_fits
+from penstock.server.prompt import limits, tokenizing
+from penstock.server.prompt.limits import check_cut, part_that_fits, tokenized, tokenized_together
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import LongTexts
 from penstock.server.prompt.tokenizer import PromptEncoder
+from penstock.server.protocol.openai import CompletionRequest
 from tests.support.chatting import make_model
 from tests.support.paths import ROOT
 
@@ -57,6 +62,52 @@ def test_a_text_that_cannot_be_cut_safely_is_refused(model: ServedModel) -> None
     check_cut((1,), model, "prompt", num_chars=num_chars, num_kept=num_chars)
     with pytest.raises(InvalidRequest, match=r"prompt has .* characters"):
         check_cut((1,), model, "prompt", num_chars=num_chars, num_kept=num_chars - 1)
+
+
+@pytest.mark.parametrize("num_kept", [None, 40])
+def test_a_text_that_cannot_fit_is_tokenized_no_further_than_the_context(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, num_kept: int | None
+) -> None:
+    monkeypatch.setattr(limits, "_PIECE_CHARS", 100)
+    lengths: list[int] = []
+    encoding = tokenizing._encoding
+
+    def recorded(tokenizer: Tokenizer, text: str, **options: bool) -> Encoding:
+        lengths.append(len(text))
+        return encoding(tokenizer, text, **options)
+
+    monkeypatch.setattr(tokenizing, "_encoding", recorded)
+    body = json.dumps({"prompt": "", "truncate_prompt_tokens": num_kept})
+    fields = CompletionRequest.parse(body.encode())
+    text = (
+        "a1 b2 c3 d4 " * 80
+    )  # fewer characters than the context could hold, four times its tokens
+    refused = contextlib.nullcontext() if num_kept else pytest.raises(InvalidRequest, match="960")
+    with refused:
+        ids = tokenized(text, model.encoder.encode_prompt, fields, model, "prompt")
+        assert ids[-40:] == model.encoder.encode(text)[-40:]
+        lengths.pop()
+    assert sum(lengths) < len(text) / 2
+
+
+@pytest.mark.parametrize(("num_kept", "is_refused"), [(None, True), (10, False)])
+def test_prompts_that_are_too_much_together_are_refused_before_all_are_tokenized(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, num_kept: int | None, is_refused: bool
+) -> None:
+    monkeypatch.setattr(limits, "MAX_TOKENS_TOGETHER", 100)
+    seen: list[str | list[int]] = []
+
+    def encode(prompt: str | list[int]) -> tuple[int, ...]:
+        seen.append(prompt)
+        return model.encoder.encode_prompt(prompt)
+
+    body = json.dumps({"prompt": "", "truncate_prompt_tokens": num_kept})
+    fields = CompletionRequest.parse(body.encode())
+    prompts = [(f"input[{i}]", [1] * 40) for i in range(9)]
+    refused = pytest.raises(InvalidRequest, match="more than 100 tokens in all of its texts")
+    with refused if is_refused else contextlib.nullcontext():
+        assert len(tokenized_together(prompts, encode, fields, model)) == 9
+    assert len(seen) == (3 if is_refused else 9)
 
 
 async def test_long_texts_together_have_no_more_characters_than_allowed() -> None:
