@@ -116,6 +116,20 @@ def test_json_may_be_indented_with_tabs(served: list[ServeConfig], tmp_path: Pat
     assert served[0].server.port == 1111
 
 
+def test_hosts_of_the_command_line_override_those_of_a_variable_and_these_those_of_the_file(
+    served: list[ServeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text("allowed-hosts: [of.file, another]\n")
+    serve = ["serve", "--config", str(file)]
+    assert main(serve) == 0
+    monkeypatch.setenv("PENSTOCK_ALLOWED_HOSTS", "of.variable another")
+    assert main(serve) == 0
+    assert main([*serve, "--allowed-hosts", "a", "b", "--allowed-hosts", "c"]) == 0
+    hosts = [config.server.allowed_hosts for config in served]
+    assert hosts == [("of.file", "another"), ("of.variable", "another"), ("a", "b", "c")]
+
+
 def test_keys_of_the_command_line_override_those_of_a_variable_and_these_those_of_the_file(
     served: list[ServeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,19 +223,6 @@ def test_the_command_line_overrides_variables_and_these_the_file(
     assert engine.enforce_eager and not engine.scheduler.enable_prefix_caching
     assert server.served_model_names == ("a", "b")
     assert server.cors.allowed_origins == ("https://a.example",)
-
-
-def test_a_variable_or_a_file_may_name_the_model(
-    served: list[ServeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "penstock.yaml"
-    file.write_text("model: of/file\n")
-    assert main(["serve", "--config", str(file)]) == 0
-    monkeypatch.setenv("PENSTOCK_MODEL", "of/variable")
-    assert main(["serve", "--config", str(file)]) == 0
-    assert main(["serve", "--config", str(file), "of/argument"]) == 0
-    models = [config.engine.model for config in served]
-    assert models == ["of/file", "of/variable", "of/argument"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Start, disconnects, drain and shutdown of a real server process."""
 
+import contextlib
 import os
 import re
 import signal
@@ -83,7 +84,9 @@ def test_a_stop_string_also_ends_the_work_of_the_engine(server: RunningServer) -
     assert server.metric("generated_tokens_total") - before < 10_000
 
 
-def test_a_drain_finishes_running_requests_and_refuses_new_ones() -> None:
+@contextlib.contextmanager
+def draining() -> Iterator[RunningServer]:
+    """A server in its drain, with a stream that then ends as if nothing had happened."""
     with running_server() as server:
         body = LONG | {"max_tokens": 20_000, "stream": True}
         with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as response:
@@ -91,16 +94,21 @@ def test_a_drain_finishes_running_requests_and_refuses_new_ones() -> None:
             next(parts)
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: server.get("/ready").status_code == 503)
-            refused = server.complete()
-            assert refused.status_code == 503
-            assert refused.headers["x-penstock-state"] == "draining"
-            assert int(refused.headers["retry-after"]) > 0
-            assert refused.headers["connection"] == "close"
-            assert server.get("/health").status_code == 200
+            yield server
             rest = "".join(parts)
         assert '"finish_reason":"length"' in rest and rest.endswith("data: [DONE]\n\n")
         code, errors = server.exit_code()
         assert code == 0, errors
+
+
+def test_a_drain_finishes_running_requests_and_refuses_new_ones() -> None:
+    with draining() as server:
+        refused = server.complete()
+        assert refused.status_code == 503
+        assert refused.headers["x-penstock-state"] == "draining"
+        assert int(refused.headers["retry-after"]) > 0
+        assert refused.headers["connection"] == "close"
+        assert server.get("/health").status_code == 200
 
 
 def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event() -> None:
@@ -199,19 +207,8 @@ def test_an_engine_that_dies_for_good_in_a_drain_makes_the_exit_code_not_zero() 
 
 
 def test_a_drain_in_which_the_engine_dies_still_finishes_its_streams() -> None:
-    with running_server() as server:
-        body = LONG | {"max_tokens": 20_000, "stream": True}
-        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as response:
-            parts = response.iter_text()
-            next(parts)
-            engine = engine_pid(server)
-            server.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: server.get("/ready").status_code == 503)
-            os.kill(engine, signal.SIGKILL)
-            rest = "".join(parts)
-        assert '"finish_reason":"length"' in rest and rest.endswith("data: [DONE]\n\n")
-        code, errors = server.exit_code()
-        assert code == 0, errors
+    with draining() as server:
+        os.kill(engine_pid(server), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("victim", ["server", "engine"])

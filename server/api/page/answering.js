@@ -53,7 +53,8 @@ export async function receive({ path, body }, node, signal, onChange) {
   if (!body.stream) {
     const whole = await response.json();
     take(whole.choices[0], node);
-    node.figures = { ...usageOf(whole), totalMs: performance.now() - startMs };
+    // Another server may leave it out.
+    if (whole.usage) node.figures = { ...usageOf(whole), totalMs: performance.now() - startMs };
     return;
   }
   let [firstMs, lastMs, usage] = [null, null, null];
@@ -66,7 +67,7 @@ export async function receive({ path, body }, node, signal, onChange) {
     }
     if (event.usage) usage = usageOf(event);
   }
-  if (!usage) return; // another server may leave it out
+  if (!usage) return;
   node.figures = { ...usage, totalMs: performance.now() - startMs };
   if (firstMs) Object.assign(node.figures, { ttftMs: firstMs - startMs, decodeMs: lastMs - firstMs });
 }
