@@ -29,6 +29,9 @@ MAX_HEAD_BYTES = 512 << 10
 # From the connection, or the request's first byte, to the end of its headers. Longer than load
 # balancers keep connections open that they opened in advance.
 HEAD_TIMEOUT_S = 75.0
+# A client that has read nothing for so long has gone without a word, or keeps its answer in our
+# memory. Longer than a stream may be paused by who looks at it.
+READ_STALL_S = 600.0
 # In the state that the app's lifespan makes: the log of requests.
 REQUEST_LOG = "request_log"
 # Of connections beyond the limit: those that say nothing must not keep a probe out.
@@ -56,7 +59,9 @@ class HttpProtocol(HttpToolsProtocol):
     """One connection."""
 
     _is_in_head = True
-    _num_head_bytes = 0
+    _num_head_bytes = 0  # or of trailers: of what is read as a whole before it is of use
+    _is_new = False  # whether a part of a request has begun or ended in what is read now
+    _stall_timer: asyncio.TimerHandle | None = None
     _cycles: tuple[RequestResponseCycle, ...] = ()  # requests that are not answered yet
     _head_timer: asyncio.TimerHandle | None = None
     _max_files: int | None = None  # the limit of open files, if it is nearly reached
@@ -139,20 +144,57 @@ class HttpProtocol(HttpToolsProtocol):
         if self._max_files is not None and not _is_probe(data):
             self._refuse(too_many_connections(self._max_files))
             return
+        self._is_new = False
         super().data_received(data)
-        if self._is_in_head:
+        if self._is_in_head or not self._is_new:
             self._num_head_bytes += len(data)
         if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             message = f"the headers are larger than {MAX_HEAD_BYTES} bytes; send fewer"
             self._refuse(malformed_http(431, message, "headers_too_large"))
 
+    def pause_writing(self) -> None:
+        """The client does not read, and what is written for it fills the socket."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_watching()
+
+    def _watch_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._stop_watching()
+        self._stall_timer = self.loop.call_later(READ_STALL_S, self._end_stalled, unread)
+
+    def _end_stalled(self, num_unread: int) -> None:
+        """num_unread: a while ago."""
+        if self.transport.get_write_buffer_size() < num_unread:
+            self._watch_reader()
+        else:
+            self.transport.abort()
+
+    def _stop_watching(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Trailers have no reader."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_message_complete(self) -> None:
+        self._is_new = True
+        self._num_head_bytes = 0
+        super().on_message_complete()
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head = True
+        self._is_in_head = self._is_new = True
         self._await_head()
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
+        self._is_in_head, self._is_new = False, True
         self._num_head_bytes = 0
         self._stop_waiting()
         super().on_headers_complete()
@@ -165,6 +207,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """uvicorn appends to bytes, which copies them all for each of ten thousand tiny chunks."""
+        self._is_new = True
+        self._num_head_bytes = 0
         if isinstance(self.cycle.body, bytes):
             self.cycle.body = bytearray(self.cycle.body)
         super().on_body(body)
@@ -172,6 +216,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_waiting()
+        self._stop_watching()
         self._abandon()
 
     def send_400_response(self, msg: str) -> None:

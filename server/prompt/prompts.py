@@ -38,8 +38,14 @@ async def completion_prompts(fields: CompletionRequest, model: ServedModel) -> P
         for prompt in given:
             if isinstance(prompt, str):
                 limits.check_could_fit(model, "prompt", num_chars=len(prompt) + suffix_chars)
-    num_chars = sum(len(prompt) + suffix_chars for prompt in given if isinstance(prompt, str))
-    tokenized = await off_loop(partial(_encoded, fields, model), given, num_chars)
+    num_chars = sum(len(prompt) + suffix_chars for prompt in given)  # many ids take their time too
+    return await off_loop(partial(_prompts, fields, model), given, num_chars)
+
+
+def _prompts(
+    fields: CompletionRequest, model: ServedModel, given: list[str | list[int]]
+) -> Prompts:
+    tokenized = _encoded(fields, model, given)
     token_ids, max_tokens = limits.fit(tokenized, fields, model, "prompt")
     pieces = model.encoder.vocabulary.pieces
     are_whole = tuple(not any(i in pieces for i in prompt) for prompt in tokenized)
@@ -77,11 +83,14 @@ def _encoded(
     encoder, adds_special = model.encoder, fields.add_special_tokens is not False
     if not fields.suffix:
         encode = partial(encoder.encode_prompt, add_special_tokens=adds_special)
-        return [limits.tokenized(each, encode, fields, model, "prompt") for each in prompts]
+        named = (("prompt", prompt) for prompt in prompts)
+        return limits.tokenized_together(named, encode, fields, model)
     for text in (*prompts, fields.suffix):
         limits.check_does_not_overflow(text, model, "prompt")
     prefixes = [prompt for prompt in prompts if isinstance(prompt, str)]  # a suffix needs text
-    return encoder.encode_infill(prefixes, fields.suffix, add_special_tokens=adds_special)
+    together = encoder.encode_infill(prefixes, fields.suffix, add_special_tokens=adds_special)
+    limits.check_together(sum(map(len, together)), len(together), "prompt")
+    return together
 
 
 def _echoes(

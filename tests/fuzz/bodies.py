@@ -1,10 +1,12 @@
-"""`python -m tests.fuzz.bodies SECONDS [SEED]`, part of `make test-fuzz`: mutated bodies.
+"""`python -m tests.fuzz.bodies SECONDS [SEED] [--requests N]`, part of `make test-fuzz`: mutated
+bodies, for so many seconds or until N have been sent.
 
 Takes valid bodies of every endpoint and replaces some values by another type or an extreme, or
 removes them. No response may be a server error, an error must have its API's shape, and every
 response must arrive within five seconds.
 """
 
+import argparse
 import contextlib
 import copy
 import json
@@ -12,7 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import httpx
 
@@ -272,32 +274,63 @@ def _is_error_object(response: httpx.Response, path: str) -> bool:
     return set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
 
 
-def fuzz(server: RunningServer, seconds: float, seed: int) -> int:
-    """Sends requests for `seconds`. Returns the number of faulty responses."""
-    rng, num_sent, num_faults, slowest_s = random.Random(seed), 0, 0, 0.0
-    end_s = time.monotonic() + seconds
+class Extent(NamedTuple):
+    """Of a run: its seconds, or its requests if their number is given."""
+
+    seconds: float
+    seed: int
+    num_requests: int | None
+
+    @classmethod
+    def parse(cls, arguments: list[str]) -> Self:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("seconds", nargs="?", type=float, default=60.0)
+        parser.add_argument("seed", nargs="?", type=int, default=random.randrange(10**6))
+        parser.add_argument("--requests", type=int)
+        options = parser.parse_args(arguments)
+        return cls(options.seconds, options.seed, options.requests)
+
+    def half(self) -> Self:
+        num = self.num_requests
+        return self._replace(seconds=self.seconds / 2, num_requests=num and -(-num // 2))
+
+    def counted(self) -> Iterator[int]:
+        """The number of each request. Says how far it is."""
+        end_s, num_sent = time.monotonic() + self.seconds, 0
+        while (
+            time.monotonic() < end_s if self.num_requests is None else num_sent < self.num_requests
+        ):
+            yield num_sent
+            num_sent += 1
+            if num_sent % 5_000 == 0:
+                print(f"{num_sent} sent", flush=True)
+
+
+def fuzz(server: RunningServer, extent: Extent) -> int:
+    """Returns the number of faulty responses."""
+    rng, num_sent, num_faults, slowest_s = random.Random(extent.seed), 0, 0, 0.0
     with httpx.Client(base_url=server.url, timeout=30) as client:
-        while time.monotonic() < end_s:
+        for num_sent in extent.counted():  # noqa: B007 - it is reported
             path = rng.choice(list(SEEDS))
             body = mutated({"model": MODEL} | rng.choice(SEEDS[path]), rng)
             content = json.dumps(body).encode()
             response = client.post(path, content=content)
-            num_sent += 1
             slowest_s = max(slowest_s, response.elapsed.total_seconds())
             if fault := check(response, path):
                 num_faults += 1
                 print(f"{path}: {fault}\n  {content[:1500]!r}\n  {response.text[:500]}")
-    print(f"{num_sent} bodies from seed {seed}, {num_faults} faults; slowest {slowest_s:.2f} s")
+    print(
+        f"{num_sent + 1} bodies from seed {extent.seed}, {num_faults} faults; "
+        f"slowest {slowest_s:.2f} s"
+    )
     return num_faults
 
 
 def main(arguments: list[str]) -> int:
-    seconds = float(arguments[0]) if arguments else 60.0
-    seed = int(arguments[1]) if len(arguments) > 1 else random.randrange(10**6)
-    num_faults = 0
+    extent, num_faults = Extent.parse(arguments).half(), 0
     for is_scripted in (True, False):
         with fuzzed_server("--max-model-len", "400", is_scripted=is_scripted) as server:
-            num_faults += fuzz(server, seconds / 2, seed)
+            num_faults += fuzz(server, extent)
     return int(num_faults > 0)
 
 

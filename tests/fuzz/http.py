@@ -1,4 +1,5 @@
-"""`python -m tests.fuzz.http SECONDS [SEED]`, part of `make test-fuzz`: malformed HTTP.
+"""`python -m tests.fuzz.http SECONDS [SEED] [--requests N]`, part of `make test-fuzz`: HTTP that is
+malformed.
 
 Sends requests with changed, truncated, repeated or missing bytes over raw sockets. Every connection
 must get valid responses or be closed within five seconds, without a server error, and the server
@@ -12,7 +13,7 @@ import socket
 import sys
 import time
 
-from tests.fuzz.bodies import DEADLINE_S, SEEDS, fuzzed_server
+from tests.fuzz.bodies import DEADLINE_S, SEEDS, Extent, fuzzed_server
 from tests.support.serving import MODEL, RunningServer
 
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
@@ -120,13 +121,11 @@ def check(received: bytes) -> str | None:
     return None
 
 
-def fuzz(server: RunningServer, seconds: float, seed: int) -> int:
-    """Sends requests for `seconds`. Returns the number of faults."""
-    rng, num_sent, num_faults, slowest_s = random.Random(seed), 0, 0, 0.0
-    end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
+def fuzz(server: RunningServer, extent: Extent) -> int:
+    """Returns the number of faults."""
+    rng, num_sent, num_faults, slowest_s = random.Random(extent.seed), 0, 0, 0.0
+    for num_sent in extent.counted():  # noqa: B007 - it is reported
         data = request_bytes(rng)
-        num_sent += 1
         try:
             received, took_s = exchange(server, data)
             slowest_s, fault = max(slowest_s, took_s), check(received)
@@ -138,16 +137,15 @@ def fuzz(server: RunningServer, seconds: float, seed: int) -> int:
     server.wait_until_idle()
     assert server.complete().status_code == 200, "the server no longer works"
     print(
-        f"{num_sent} connections from seed {seed}, {num_faults} faults; slowest {slowest_s:.2f} s"
+        f"{num_sent + 1} connections from seed {extent.seed}, {num_faults} faults; "
+        f"slowest {slowest_s:.2f} s"
     )
     return num_faults
 
 
 def main(arguments: list[str]) -> int:
-    seconds = float(arguments[0]) if arguments else 30.0
-    seed = int(arguments[1]) if len(arguments) > 1 else random.randrange(10**6)
     with fuzzed_server("--max-model-len", "400", is_scripted=True) as server:
-        return int(fuzz(server, seconds, seed) > 0)
+        return int(fuzz(server, Extent.parse(arguments)) > 0)
 
 
 if __name__ == "__main__":

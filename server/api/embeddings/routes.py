@@ -29,7 +29,7 @@ from penstock.server.output.pooling import normalized
 from penstock.server.prompt.limits import (
     check_could_fit,
     check_prompt,
-    tokenized,
+    tokenized_together,
     too_long,
     truncated,
 )
@@ -303,12 +303,12 @@ async def _requests(
     if fields.truncate_prompt_tokens is None:
         for param, text in texts.items():
             check_could_fit(model, param, num_chars=len(text))
-    num_chars = sum(map(len, texts.values()))
+    num_chars = sum(map(len, inputs.values()))  # many ids take their time too
     prompts = await off_loop(partial(_encoded, fields, model), inputs, num_chars)
     return [
         Request(
             id=new_request_id(received.http_id),
-            prompt_token_ids=_fitted(prompt, fields, model, param),
+            prompt_token_ids=prompt,
             sampling=_NO_ANSWER,
             arrival_s=received.arrival_s,
             priority=fields.priority or 0,
@@ -316,7 +316,7 @@ async def _requests(
             cache_salt=salted(received.tenant, fields.cache_salt),
             pooling=model.pooler.pooling,
         )
-        for param, prompt in zip(inputs, prompts, strict=True)
+        for prompt in prompts
     ]
 
 
@@ -325,7 +325,10 @@ def _encoded(
 ) -> list[tuple[int, ...]]:
     adds_special = fields.add_special_tokens is not False
     encode = partial(model.encoder.encode_prompt, add_special_tokens=adds_special)
-    return [tokenized(text, encode, fields, model, param) for param, text in inputs.items()]
+    prompts = tokenized_together(inputs.items(), encode, fields, model)
+    return [
+        _fitted(prompt, fields, model, param) for param, prompt in zip(inputs, prompts, strict=True)
+    ]
 
 
 def _check_inputs(inputs: dict[str, str | list[int]]) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -114,6 +115,65 @@ async def test_headers_that_do_not_come_in_time_are_a_408(port: int) -> None:
     answer = await asyncio.wait_for(reader.read(), 10)
     assert answer.startswith(b"HTTP/1.1 408 ") and b"request_timeout" in answer
     writer.close()
+
+
+async def test_trailers_are_no_larger_than_headers_may_be(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_HEAD_BYTES", 10_000)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        COMPLETION.partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
+    )
+    await writer.drain()
+    await asyncio.sleep(0.05)  # else what follows is read together with it
+    for _ in range(5):  # the last is beyond the limit
+        writer.write(b"a: " + b"b" * 2_100 + b"\r\n")
+        await asyncio.sleep(0.01)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    assert answer.startswith(b"HTTP/1.1 431 ") and b"headers_too_large" in answer
+    writer.close()
+
+
+async def test_bodies_of_any_size_are_no_headers(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_HEAD_BYTES", 10_000)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(COMPLETION.partition(b"Content-Length")[0] + b"Content-Length: 30000\r\n\r\n")
+    for _ in range(15):
+        writer.write(b" " * 2_000)
+        await asyncio.sleep(0.01)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reader.read(), 0.2)
+    writer.close()
+
+
+async def _answer_at_length(scope: object, receive: object, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(1_000):
+        await send({"type": "http.response.body", "body": b"a" * (1 << 16), "more_body": True})
+
+
+async def test_a_client_that_reads_nothing_for_long_is_disconnected_and_a_slow_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "READ_STALL_S", 0.5)
+    config = uvicorn.Config(_answer_at_length, lifespan="off", log_config=None, interface="asgi3")
+    state = ServerState()
+    listener = await asyncio.get_running_loop().create_server(
+        lambda: HttpProtocol(config, state, {}), "127.0.0.1", 0
+    )
+    address = listener.sockets[0].getsockname()
+    with socket.create_connection(address) as stopped, socket.create_connection(address) as slow:
+        for each in (stopped, slow):
+            each.sendall(HEALTH)
+        for _ in range(40):  # four times as long as a client may read nothing
+            await asyncio.sleep(0.05)
+            await asyncio.get_running_loop().run_in_executor(None, slow.recv, 1 << 20)
+        assert len(state.connections) == 1
+    listener.close()
+    await asyncio.gather(*state.tasks, return_exceptions=True)
 
 
 async def test_a_connection_without_a_request_is_closed_in_time(port: int) -> None:

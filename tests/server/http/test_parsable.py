@@ -1,7 +1,9 @@
 """Bodies with very many values are refused before they are parsed, whatever their texts contain."""
 
+import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
@@ -9,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.server.errors import InvalidRequest
 from penstock.server.http import parsable
-from penstock.server.http.parsable import LIMITS, sign_beyond_limit
+from penstock.server.http.parsable import LIMITS, SignCounts, check_parsable, sign_beyond_limit
 from tests.support.serving import RunningServer, running_server
 
 VALUES = st.recursive(
@@ -88,6 +91,22 @@ def test_brackets_nested_beyond_what_any_parser_takes_are_a_400(server: RunningS
 
 @pytest.mark.parametrize("sign", ["{", "[", ":", ",", "\\", '"', '\\"{', "{\\\\"])
 def test_what_a_text_has_many_of_does_not_count(server: RunningServer, sign: str) -> None:
-    text = sign * (max(LIMITS.values()) + 1)
+    text = sign * ((LIMITS[b"{"] if "{" in sign else max(LIMITS.values())) + 1)
     answer = post(server, json.dumps({"prompt": "Once", "max_tokens": 1, "x": text}).encode())
     assert answer.status_code == 200
+
+
+def test_a_text_of_very_many_escapes_is_refused_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parsable, "MAX_ESCAPES", 9)
+    for num, is_refused in ((9, False), (10, True)):
+        counts = SignCounts()
+        body = b'{"prompt":"' + b"\\u00e9" * num + b'"}'
+        counts.add(body[:14])
+        counts.add(body[14:])
+        refused = (
+            pytest.raises(InvalidRequest, match="backslashes") if is_refused else nullcontext()
+        )
+        with refused:
+            asyncio.run(check_parsable(body, counts))

@@ -13,7 +13,7 @@ from tokenizers import Encoding, Tokenizer
 
 from penstock.server.errors import InvalidRequest
 from penstock.server.prompt import limits, tokenizing
-from penstock.server.prompt.limits import check_cut, part_that_fits, tokenized
+from penstock.server.prompt.limits import check_cut, part_that_fits, tokenized, tokenized_together
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import LongTexts
 from penstock.server.prompt.tokenizer import PromptEncoder
@@ -88,6 +88,26 @@ def test_a_text_that_cannot_fit_is_tokenized_no_further_than_the_context(
         assert ids[-40:] == model.encoder.encode(text)[-40:]
         lengths.pop()
     assert sum(lengths) < len(text) / 2
+
+
+@pytest.mark.parametrize(("num_kept", "is_refused"), [(None, True), (10, False)])
+def test_prompts_that_are_too_much_together_are_refused_before_all_are_tokenized(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, num_kept: int | None, is_refused: bool
+) -> None:
+    monkeypatch.setattr(limits, "MAX_TOKENS_TOGETHER", 100)
+    seen: list[str | list[int]] = []
+
+    def encode(prompt: str | list[int]) -> tuple[int, ...]:
+        seen.append(prompt)
+        return model.encoder.encode_prompt(prompt)
+
+    body = json.dumps({"prompt": "", "truncate_prompt_tokens": num_kept})
+    fields = CompletionRequest.parse(body.encode())
+    prompts = [(f"input[{i}]", [1] * 40) for i in range(9)]
+    refused = pytest.raises(InvalidRequest, match="more than 100 tokens in all of its texts")
+    with refused if is_refused else contextlib.nullcontext():
+        assert len(tokenized_together(prompts, encode, fields, model)) == 9
+    assert len(seen) == (3 if is_refused else 9)
 
 
 async def test_long_texts_together_have_no_more_characters_than_allowed() -> None:
