@@ -75,7 +75,7 @@ async def resume(http: Request) -> Response:
 
     received = await receive(http, parse)
     begun = _begun(handed[0].answers, received.fields, received.model.info.vocab_size)
-    return TextResponse(_APIS[handed[0].path], received, begun)  # type: ignore[arg-type]
+    return TextResponse(_APIS[handed[0].path], received, begun)
 
 
 def _check_resumable(fields: GenerationFields) -> None:
