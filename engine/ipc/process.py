@@ -118,6 +118,8 @@ def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
     """Loads, sends `Ready`, and steps until the process is ended from outside or by an error."""
     executor = build(config, Phases(pipe.send))
     info = executor.info
+    # What is recorded must have been computed, not only launched.
+    assert not (executor.journal and executor.runs_ahead), executor
     scheduler = Scheduler(
         config.scheduler,
         num_blocks=info.num_blocks,
