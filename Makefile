@@ -80,8 +80,9 @@ test-ops: .venv/installed-dev
 test-release: .venv/installed-dev
 	OMP_NUM_THREADS=1 TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.release $(PYTHONS)
 
-# Kills, stops and misleads engines of the demo model under mixed streams, and compares all answers with
-# undisturbed ones. Takes an hour on two cores; ARGS="--kills 20 --streams 16 --seed 7" changes it.
+# Kills, stops and misleads engines of the demo model under mixed streams, compares all answers with
+# undisturbed ones, and prints the table of docs/promises.md. Takes most of an hour on two cores;
+# ARGS="--seed 7 kills soak" runs two parts, ARGS=--short a small form of all in five minutes.
 test-chaos: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(ARGS)
 

@@ -121,6 +121,8 @@ def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
     executor = build(config, Phases(pipe.send))
     info = executor.info
     step_model = LiveStepModel(info, first_step_model(config, info))
+    # What is recorded must have been computed, not only launched.
+    assert not (executor.journal and executor.runs_ahead), executor
     scheduler = Scheduler(
         config.scheduler,
         num_blocks=info.num_blocks,

@@ -17,7 +17,7 @@ It knows bytes, and neither tensors nor sequences.
 
 import logging
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from zlib import crc32
 
@@ -67,7 +67,11 @@ class Journal:
         return self._key
 
     def survivors(self) -> list[StoredBlock]:
-        entries = _without_copies(self._read())
+        entries: dict[bytes, _Entry] = {}
+        for entry in self._read():
+            kept = entries.setdefault(entry.block.digest, entry)
+            if kept is not entry:  # one block is recorded for a digest; of two, either will do
+                self.erase(entry.block.block_id)
         self._tick = max((entry.tick for entry in entries.values()), default=0)
         self._checksums = {entry.block.block_id: entry.checksum for entry in entries.values()}
         if entries:
@@ -119,11 +123,6 @@ class Journal:
 def _check(block_id: int, entry: bytes) -> bytes:
     # An entry of zeros, as it is where nothing was ever written, has another check.
     return _CHECK.pack(crc32(entry, crc32(_CHECK.pack(block_id))))
-
-
-def _without_copies(entries: Iterable[_Entry]) -> dict[bytes, _Entry]:
-    """By digest. One block is recorded for a digest; should there be two, either will do."""
-    return {entry.block.digest: entry for entry in entries}
 
 
 def _in_order_of_eviction(entries: dict[bytes, _Entry]) -> list[StoredBlock]:

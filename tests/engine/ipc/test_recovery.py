@@ -125,6 +125,30 @@ async def test_an_answer_that_is_aborted_meanwhile_does_not_come_back(engine: En
     assert {output.index for output in rest if output.finish} == {1}
 
 
+@pytest.mark.parametrize("is_out_of_memory", [False, True])
+async def test_the_memory_of_keys_and_values_is_kept_unless_it_was_too_much(
+    engine: EngineClient, monkeypatch: pytest.MonkeyPatch, is_out_of_memory: bool
+) -> None:
+    def inode() -> int:
+        assert engine._kv_memory is not None
+        return os.fstat(engine._kv_memory).st_ino
+
+    before = inode()
+    if is_out_of_memory:
+        monkeypatch.setattr("penstock.engine.ipc.supervisor._num_oom_kills", lambda: 1 << 60)
+    alone = await ids_of(engine, REQUESTS[3])
+    kill_at(engine, {5})
+    assert await ids_of(engine, REQUESTS[3]) == alone
+    assert (inode() != before) == is_out_of_memory
+    assert engine.last_report
+    # Of 200 tokens and what was added, a block, or everything.
+    assert (engine.last_report.stats.recomputed_tokens_total > 100) == is_out_of_memory
+    descriptor = engine._kv_memory
+    await engine.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor or -1)
+
+
 @pytest.mark.slow
 async def test_a_stopped_process_is_replaced_and_nobody_is_suspected() -> None:
     client = EngineClient(config(stall_timeout_s=3.0))

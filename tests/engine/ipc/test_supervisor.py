@@ -93,6 +93,19 @@ async def test_a_killed_process_is_reported_once_with_its_code() -> None:
     assert life.ends == [end]
 
 
+async def test_a_process_that_cannot_end_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    life = Life()
+    await life.process.start()
+    pid = life.process.pid
+    assert pid is not None
+    # As where a device does not answer: SIGKILL has no effect yet.
+    monkeypatch.setattr(EngineProcess, "_kill_group", lambda _: None)
+    monkeypatch.setattr("penstock.engine.ipc.supervisor._END_S", 0.2)
+    assert not await asyncio.wait_for(life.process.close(), 60)
+    os.kill(pid, signal.SIGKILL)
+    await asyncio.wait_for(_until(lambda: life.process.pid is None), 60)
+
+
 async def test_a_process_that_cannot_start_is_reported_with_its_own_reason() -> None:
     life = Life(model="/nowhere/at/all")
     with pytest.raises(EngineFailed, match="nowhere"):
