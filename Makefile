@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-models test-llama test-ops test-chaos test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu kernel-table docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-models test-llama quality test-ops test-chaos test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu kernel-table docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -61,6 +61,12 @@ build/packers:
 test-llama: .venv/installed-dev
 	$(BIN)/python -m tests.bench.peers install --peer llama
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/formats/test_llama_server.py
+
+# What rounding the weights of the demo model costs, beside llama.cpp's Q8_0 and Q4_K_M: a table of docs/serving.md.
+# Takes two minutes, and five more where llama.cpp is not installed yet.
+quality: .venv/installed-dev
+	$(BIN)/python -m tests.bench.peers install --peer llama
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.formats.quality
 
 # 200 JSON schemas on the demo model and on random weights: every finished output must validate.
 test-schemas: .venv/installed-dev

@@ -88,9 +88,10 @@ def test_4_bits_are_no_worse_than_plain_rounding_to_the_same_levels(
 ) -> None:
     weight = weight * size
     error = weighted_errors(weight, round_trip(weight, Kind.INT4))
-    # Scales in float16 are off by up to 1 in 2,048, in the plain rounding too.
+    # Scales in float16 are off by up to 1 in 2,048, in the plain rounding too; and numbers that are
+    # near the middle of two levels may go to the other one.
     slack = 1e-6 * weighted_errors(weight, torch.zeros_like(weight))
-    assert error <= weighted_errors(weight, to_nearest_level(weight)) * 1.03 + slack
+    assert error <= weighted_errors(weight, to_nearest_level(weight)) * 1.05 + slack
 
 
 def test_4_bits_lose_a_quarter_less_than_evenly_spaced_codes() -> None:
