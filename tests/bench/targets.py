@@ -164,7 +164,7 @@ def itl(num: int, seed: int) -> dict[str, float]:
 
 def fair(num: int, seed: int) -> dict[str, float]:
     """Without the first seconds, in which it is not known yet that there is a second key."""
-    num = min(num, 120)  # the flood is ten times as many
+    num = min(num, 80)  # the flood is thirty times as many, and takes a while to be served
     config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048)
     shape = Shape((200, 500, 1000, 3000), (100, 300))
     rate = capacity(requests(400, 1.0, Random(seed), shape), config, seed)

@@ -88,13 +88,15 @@ def metrics() -> str:
 
 
 def families() -> list[Metric]:
-    """Those of a server that knows its device's peaks."""
+    """Those of a server that knows its device's peaks, and whose policy is fair."""
     from penstock.server.observability.metrics import Metrics
     from tests.support.known_hardware import on_known_hardware
 
     recorded = Metrics()
     recorded.on_response("/v1/completions", "POST", 200)
     recorded.on_ready(on_known_hardware())
+    # Under the fair policy there is one more.
+    recorded._stats = recorded.stats._replace(fairness_index=1.0)
     return list(recorded.families())
 
 
