@@ -31,6 +31,8 @@ async def kill_at_every_step(
     while kill_at == outcome.num_kills and kill_at < max_steps:
         num_steps, kill_at = 0, kill_at + 1
         await compare(running, load, expected, outcome, say)
+        if kill_at % 10 == 0:
+            say(f"killed at step {kill_at}, {len(outcome.different)} different so far")
         # The last step may end all streams; the engine that it kills is to be replaced by the next.
         await asyncio.sleep(0.2)
         await running.until_ready()
