@@ -33,7 +33,7 @@ _PARTS_MESSAGE = f'{{"role":"user","content":[{_PART}]}}'
 _TOOL = '{"type":"function","function":{"name":"f"}}'
 _OWN_TOOL = '{"type":"function","name":"f"}'
 _ITEM = '{"type":"message","role":"user","content":"a"}'
-_ONE = f'{{"messages":[{_MESSAGE}],'
+_ONE = f'{{"max_tokens":1,"messages":[{_MESSAGE}],'
 
 _TEXTS: dict[str, Case] = {
     "a prompt of 32 MiB": text(COMPLETIONS, "prompt"),
@@ -130,11 +130,13 @@ _LISTS: dict[str, Case] = {
     "brackets nested 16,000 deep": raw(
         lambda: b'{"prompt":"a","x":' + b"[" * 16_000 + b"]" * 16_000 + b"}"
     ),
-    "a million messages": repeated(CHAT, '{"messages":[', _MESSAGE, "]}", 10**6),
-    "100,000 messages": repeated(CHAT, '{"messages":[', _MESSAGE, "]}", 100_000),
-    "100,000 messages, the last wrong": repeated(CHAT, '{"messages":[', _MESSAGE, ",1]}", 100_000),
+    "a million messages": repeated(CHAT, '{"max_tokens":1,"messages":[', _MESSAGE, "]}", 10**6),
+    "100,000 messages": repeated(CHAT, '{"max_tokens":1,"messages":[', _MESSAGE, "]}", 100_000),
+    "100,000 messages, the last wrong": repeated(
+        CHAT, '{"max_tokens":1,"messages":[', _MESSAGE, ",1]}", 100_000
+    ),
     "100,000 parts of a message": repeated(
-        CHAT, '{"messages":[{"role":"user","content":[', _PART, "]}]}", 100_000
+        CHAT, '{"max_tokens":1,"messages":[{"role":"user","content":[', _PART, "]}]}", 100_000
     ),
     "100,000 tools": repeated(CHAT, f'{_ONE}"tools":[', _TOOL, "]}", 100_000),
     "100,000 items of a response": repeated(RESPONSES, '{"input":[', _ITEM, "]}", 100_000),
@@ -155,9 +157,11 @@ _LISTS: dict[str, Case] = {
     "within: chat_template_kwargs of 65,000": chat(
         chat_template_kwargs={f"k{i}": 1 for i in range(65_000)}
     ),
-    "within: 16,000 messages": repeated(CHAT, '{"messages":[', _MESSAGE, "]}", 16_000),
+    "within: 16,000 messages": repeated(
+        CHAT, '{"max_tokens":1,"messages":[', _MESSAGE, "]}", 16_000
+    ),
     "within: 8,000 messages of a part": repeated(
-        CHAT, '{"messages":[', _PARTS_MESSAGE, "]}", 8_000
+        CHAT, '{"max_tokens":1,"messages":[', _PARTS_MESSAGE, "]}", 8_000
     ),
     "within: 16,000 messages to tokenize": repeated(
         "/tokenize", '{"messages":[', _MESSAGE, "]}", 16_000
