@@ -101,9 +101,9 @@ def config_keys() -> Iterator[tuple[dict[str, object], str]]:
             extra = {"sliding_window": 8, "use_sliding_window": True} if family == "Qwen3" else {}
             yield extra | {"architectures": [f"{family}ForCausalLM"]}, key
     for family, keys in OF_FAMILIES.items():
-        extra = {"hidden_act": "gelu_pytorch_tanh"} if family.startswith("Gemma") else {}
+        activation = "gelu_pytorch_tanh" if family.startswith("Gemma") else "silu"
         for key in keys:
-            yield extra | {"architectures": [family]}, key
+            yield {"hidden_act": activation, "architectures": [family]}, key
 
 
 @pytest.mark.parametrize(("extra", "key"), list(config_keys()))
