@@ -16,7 +16,12 @@ _THETA = 10_000.0
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 # Neutral values within rope_parameters and rope_scaling, null aside; a family that reads the key
 # computes it.
-_NEUTRAL: Mapping[str, float] = {"partial_rotary_factor": 1, "llama_4_scaling_beta": 0}
+_NEUTRAL: Mapping[str, float] = {
+    "partial_rotary_factor": 1,
+    "llama_4_scaling_beta": 0,
+    "extrapolation_factor": 1,
+    "attn_factor": 1,
+}
 # Of what transformers ignores in them, or repeats from elsewhere.
 _HARMLESS = frozenset({"finetuned", "max_position_embeddings", "rope_local_base_freq", *_NEUTRAL})
 
@@ -80,8 +85,9 @@ class RopeSettings:
             if kind == "sliding_attention":
                 return RopeConfig(theta=local_theta)
             if self._content and self._key == "rope_parameters":
+                kinds = " and ".join(sorted(_LAYER_KINDS))
                 raise self._fields.wrong(
-                    "rope_parameters", f"an object for each of {sorted(_LAYER_KINDS)}", "one object"
+                    "rope_parameters", f"an object with one for {kinds}", self._content
                 )
             return self._read(self._section(self._content), self._theta, rotary_dim, {})
         if unknown := set(self._content) - _LAYER_KINDS:

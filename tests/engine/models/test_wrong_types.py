@@ -35,10 +35,27 @@ OTHERS = (
     *("matryoshka_dimensions", "is_matryoshka", "original_max_position_embeddings"),
     *("vision_config", "is_encoder_decoder"),
 )
+OF_FAMILIES = {
+    "Phi3ForCausalLM": ("partial_rotary_factor", "rope_scaling", "sliding_window"),
+    "SmolLM3ForCausalLM": ("no_rope_layers", "no_rope_layer_interval", "layer_types"),
+    "Ministral3ForCausalLM": ("rope_parameters",),
+    "GraniteForCausalLM": (
+        *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    ),
+    "Olmo3ForCausalLM": ("rope_parameters", "layer_types", "sliding_window", "rope_theta"),
+    "SeedOssForCausalLM": ("attention_bias", "attention_out_bias"),
+    "Exaone4ForCausalLM": ("sliding_window", "sliding_window_pattern"),
+    "Gemma3ForCausalLM": (
+        *("rope_parameters", "rope_scaling", "rope_local_base_freq", "query_pre_attn_scalar"),
+        *("sliding_window_pattern", "use_bidirectional_attention", "final_logit_softcapping"),
+    ),
+    "Gemma3ForConditionalGeneration": ("text_config", "tie_word_embeddings", "eos_token_id"),
+    "Mistral3ForConditionalGeneration": ("text_config",),
+}
 ROPE = (
     *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
     *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-    *("attention_factor", "truncate", "partial_rotary_factor"),
+    *("attention_factor", "truncate", "partial_rotary_factor", "short_factor", "long_factor"),
 )
 TOKENIZER = ("chat_template", "bos_token", "eos_token", "additional_special_tokens")
 
@@ -83,6 +100,10 @@ def config_keys() -> Iterator[tuple[dict[str, object], str]]:
         for key in ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"):
             extra = {"sliding_window": 8, "use_sliding_window": True} if family == "Qwen3" else {}
             yield extra | {"architectures": [f"{family}ForCausalLM"]}, key
+    for family, keys in OF_FAMILIES.items():
+        activation = "gelu_pytorch_tanh" if family.startswith("Gemma") else "silu"
+        for key in keys:
+            yield {"hidden_act": activation, "architectures": [family]}, key
 
 
 @pytest.mark.parametrize(("extra", "key"), list(config_keys()))
@@ -94,10 +115,11 @@ def test_no_value_in_config_json_is_a_traceback(
         refuses_or_accepts(demo, "config.json", key)
 
 
-@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "longrope"])
 @pytest.mark.parametrize("key", ROPE)
 def test_no_value_in_rope_scaling_is_a_traceback(demo: Path, kind: str, key: str) -> None:
     good = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 1024}
+    good |= {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
     good |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
     for value in VALUES:
         edit(demo, "config.json", rope_parameters=good | {key: value})
