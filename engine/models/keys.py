@@ -31,13 +31,9 @@ _HARMLESS = frozenset(
         *("is_llama_config", "is_mistral_derived", "use_flash_attention", "use_flash_attn"),
         *("flash_attention", "use_flash_attention_2", "use_fused_rope", "use_fused_rms_norm"),
         *("transformers.js_config", "transformers_js_config", "cache_implementation"),
-        *(
-            "layer_norm_eps",
-            "init_device",
-            "init_std",
-            "router_aux_loss_coef",
-            "z_loss_coefficient",
-        ),
+        *("layer_norm_eps", "init_device", "init_std", "router_aux_loss_coef", "min_p"),
+        *("z_loss_coefficient", "trust_remote_code", "device_map", "low_cpu_mem_usage"),
+        *("max_batch_size", "model_parallel_size", "tensor_parallel_size", "penalty_alpha"),
         *("model_max_length", "max_sequence_length", "seq_length", "max_seq_len", "n_ctx"),
         *("unsloth_fixed", "unsloth_version", "neftune_noise_alpha", "num_nextn_predict_layers"),
         *("rope_theta", "rms_norm_eps", "hidden_act", "is_matryoshka"),
@@ -47,16 +43,9 @@ _HARMLESS = frozenset(
     }
 )
 _HARMLESS_PATTERNS = (
-    *("_*", "*_version", "*_token_id", "*_token_index", "*_token_ids", "*_dropout", "*_pdrop"),
-    *(
-        "initializer*",
-        "output_*",
-        "*_init_std",
-        "*_loss_*coef",
-        "unsloth_*",
-        "training_*",
-        "wandb*",
-    ),
+    *("_*", "*_version", "*_token", "*_token_id", "*_token_index", "*_token_ids", "*_dropout"),
+    *("*_pdrop", "initializer*", "output_*", "*_init_std", "*_loss_*coef", "unsloth_*"),
+    *("training_*", "wandb*"),
 )
 # Of models of text and images: encoders, and what leads from these to the text model.
 _OF_ENCODERS = (
