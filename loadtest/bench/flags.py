@@ -51,7 +51,7 @@ _COMMON = frozenset(
         *("--base-url", "--model", "--backend", "--num-prompts", "--request-rate"),
         *("--max-concurrency", "--dataset-name", "--dataset-path", "--random-input-len"),
         *("--random-output-len", "--seed", "--goodput", "--save-result", "--result-filename"),
-        *("--report", "--json", "--sweep", "--check"),
+        *("--report", "--json", "--sweep"),
     }
 )
 _USAGE = """\

@@ -12,6 +12,8 @@ from tests.support.paths import ROOT
 LOSSES = """
 import os, signal, time
 
+pytestmark = pytest.mark.slow
+
 def test_first(): pass
 def test_that_aborts(): os.abort()
 def test_second(): pass

@@ -224,6 +224,7 @@ def test_nothing_is_left_after_sigkill(
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_server_is_not_ready_while_the_engine_process_is_stopped() -> None:
     with running_server() as server:
         engine = engine_pid(server)

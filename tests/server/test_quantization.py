@@ -10,6 +10,8 @@ from penstock.server.cli import main
 from penstock.server.config import ServeConfig
 from tests.support.serving import RunningServer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:

@@ -75,7 +75,10 @@ def _answers(engine: SteppedEngine) -> list[Answer]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16])
+@pytest.mark.parametrize(
+    "dtype",
+    [Dtype.FLOAT32, Dtype.BFLOAT16, pytest.param(Dtype.FLOAT16, marks=pytest.mark.slow)],
+)
 def test_ids_and_logprobs_are_the_same_alone_together_in_chunks_and_after_a_preemption(
     model: Path, dtype: Dtype
 ) -> None:

@@ -115,6 +115,7 @@ def test_quantized_weights_stay_in_codes_and_are_counted_so(
     assert executor.info.weight_bytes < served.step_weight_bytes(4, AsStored().num_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
 def test_groups_that_no_kernel_has_become_plain_and_the_log_says_what_that_costs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -16,7 +16,7 @@ from penstock.engine.models.quantization.at_load.plan import Plan, Scheme
 from penstock.engine.models.quantization.at_load.quantize import Rounder
 from penstock.engine.models.quantization.at_load.rounding import Kind
 from penstock.engine.models.weights import Checkpoint
-from penstock.engine.native.library import load_library
+from penstock.engine.native import library
 from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 from tests.engine.executors.test_cpu import generate
@@ -27,8 +27,10 @@ INT8, INT4 = Quantization.INT8, Quantization.INT4
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        load_library(dtype)  # which is cached in the same directory, and takes seconds to compile
+    compiled = library._cache()
+    monkeypatch.setattr(
+        library, "_cache", lambda: compiled
+    )  # where all tests have what is compiled
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

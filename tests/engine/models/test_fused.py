@@ -125,7 +125,12 @@ class Model:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES if ON_GPU else SOME)
+@pytest.mark.parametrize(
+    "family",
+    FAMILIES
+    if ON_GPU
+    else [SOME[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SOME[1:])],
+)
 @torch.inference_mode()
 def test_prefill_chunks_and_decodes_agree_with_transformers(
     family: str, dtype: torch.dtype, tmp_path: Path

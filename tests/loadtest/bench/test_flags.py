@@ -45,6 +45,7 @@ def test_flags_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_eos_is_ignored_for_synthetic_prompts(tmp_path: Path) -> None:
     path = sharegpt(tmp_path / "s.json")
     conversations = ["--dataset-name", "sharegpt", "--dataset-path", str(path)]

@@ -155,6 +155,7 @@ def test_a_conversation_on_which_the_template_loops_is_refused_while_streams_go_
     assert server.chat(messages=[USER]).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [ENDLESS["a loop within a loop"], "{{ messages | slice(10 ** 9) | list }}"],

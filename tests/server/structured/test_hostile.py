@@ -154,6 +154,7 @@ def test_a_hundred_schemas_at_once_are_all_compiled(server: RunningServer) -> No
             assert int(answer.headers["Retry-After"]) > 0
 
 
+@pytest.mark.slow
 def test_large_grammars_do_not_add_up(server: RunningServer) -> None:
     """Each takes 36 MB in the engine, whose cache has room for 7 of them."""
     with growth(server) as peak:

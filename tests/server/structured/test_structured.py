@@ -39,6 +39,7 @@ def text_of(answer: dict[str, Any], index: int = 0) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_answers_to_every_schema_validate(server: RunningServer) -> None:
     cases = [(name, seed) for seed in range(5) for name in SCHEMAS]
     bodies = [

@@ -15,6 +15,8 @@ from penstock.loadtest.bench.cli import main
 from tests.support.paths import ROOT
 from tests.support.serving import wait_until
 
+pytestmark = pytest.mark.slow
+
 CASES = "8x8@2:n=4,24x4@1:shared=16:n=2"
 
 
