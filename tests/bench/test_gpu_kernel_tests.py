@@ -9,10 +9,10 @@ from tests.bench.gpu.kernel_tests import ALONE, FILES, KernelTests
 from tests.bench.gpu.record import Log
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 LOSSES = """
 import os, signal, time
-
-pytestmark = pytest.mark.slow
 
 def test_first(): pass
 def test_that_aborts(): os.abort()

@@ -207,6 +207,8 @@ class Interrupt:
         if name == "penstock.server.cli":
             os.kill(os.getpid(), signal.SIGINT)
 
+# Under nohup, and in the background of a shell, it is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Interrupt())
 sys.argv[1:] = ["serve"]
 runpy.run_module("penstock", run_name="__main__")
