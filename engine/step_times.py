@@ -1,6 +1,7 @@
 """The step model that an engine starts with, before it has steps of its own to learn from."""
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -10,6 +11,8 @@ from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.step_model.amounts import DEVICE_UNITS, HOST_UNITS
 from penstock.scheduler.step_model.analytic import analytic_model
 from penstock.scheduler.step_model.model import StepModel
+
+T = TypeVar("T")
 
 
 class _CalibratedModel(msgspec.Struct):
@@ -47,15 +50,20 @@ def first_step_model(config: EngineConfig, info: ModelInfo) -> StepModel | None:
     )
 
 
-def _calibrated(path: Path, info: ModelInfo) -> StepModel:
+def read_calibration(path: Path, kind: type[T]) -> T:
+    """The file of --calibration, as far as `kind` has its fields. Raises InvalidConfig."""
     try:
-        read = msgspec.json.decode(path.read_bytes(), type=_CalibrationFile)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise InvalidConfig(f"--calibration {path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise InvalidConfig(
             f"--calibration {path} is not a file of penstock calibrate: {error}"
         ) from error
+
+
+def _calibrated(path: Path, info: ModelInfo) -> StepModel:
+    read = read_calibration(path, _CalibrationFile)
     if (read.device_units, read.host_units) != (DEVICE_UNITS, HOST_UNITS):
         raise InvalidConfig(
             f"--calibration {path} is of another version of Penstock; make it anew with penstock "

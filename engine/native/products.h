@@ -14,7 +14,6 @@
 
 #include "arm.h"
 #include "tiles.h"
-#include "arm.h"
 #include "vectors.h"
 
 constexpr int64_t kBand = 32;

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.step_times import read_calibration
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.step_model.amounts import DEVICE_UNITS, HOST_UNITS
@@ -45,14 +46,7 @@ class Calibration:
     @classmethod
     def read(cls, path: Path) -> "Calibration":
         """Raises InvalidConfig."""
-        try:
-            read = msgspec.json.decode(path.read_bytes(), type=cls)
-        except OSError as error:
-            raise InvalidConfig(f"--calibration {path} cannot be read: {error.strerror}") from error
-        except msgspec.MsgspecError as error:
-            raise InvalidConfig(
-                f"--calibration {path} is not a file of penstock calibrate: {error}"
-            ) from error
+        read = read_calibration(path, cls)
         if (read.format, read.device_units, read.host_units) != (_FORMAT, DEVICE_UNITS, HOST_UNITS):
             raise InvalidConfig(
                 f"--calibration {path} is of another version of Penstock, {read.version}; make it "
