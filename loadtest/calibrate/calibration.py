@@ -7,19 +7,20 @@ import msgspec
 
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.step_times import read_calibration
+from penstock.loadtest.calibrate.front_end import NO_FRONT_END, FrontEnd
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.step_model.amounts import DEVICE_UNITS, HOST_UNITS
 from penstock.scheduler.step_model.model import StepModel
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """model: the served model, named `name`, its device, types and limits. scheduler: the flags
-    that it was measured with. front_end_s: of a request on an idle server, what is not the
-    engine's: HTTP, the tokenizer, messages. source: where the steps came from, for people. date: as
+    that it was measured with. front_end: what is not the engine's: HTTP, the tokenizer, messages;
+    nothing of it where there was no server. source: where the steps came from, for people. date: as
     in results. units: of the step model's coefficients, which are seconds of each.
     """
 
@@ -30,7 +31,7 @@ class Calibration:
     model: ModelInfo
     scheduler: SchedulerConfig
     step_model: StepModel
-    front_end_s: float = 0.0
+    front_end: FrontEnd = NO_FRONT_END
     format: int = _FORMAT
     device_units: tuple[str, ...] = DEVICE_UNITS
     host_units: tuple[str, ...] = HOST_UNITS

@@ -20,7 +20,8 @@ from penstock.loadtest.calibrate.engine_flags import (
     add_scheduler_flags,
     engine_config,
 )
-from penstock.loadtest.calibrate.running import PROBE_TOKENS, read_steps, ttft_when_idle
+from penstock.loadtest.calibrate.front_end import PROBE_TOKENS, Measured, measure_front_end
+from penstock.loadtest.calibrate.running import ServerSteps, read_steps
 from penstock.loadtest.calibrate.sweep import run_sweep
 from penstock.loadtest.exit_status import exit_status
 from penstock.scheduler.errors import InvalidConfig
@@ -76,21 +77,26 @@ def _calibrate(argv: list[str]) -> int:
 
 async def calibrate_server(base_url: str, headers: dict[str, str]) -> Calibration:
     """From the steps that a running server keeps. Raises TargetUnusable and TooFewSteps."""
-    name, ttft_s = await ttft_when_idle(base_url, headers, _say)
-    read = await read_steps(base_url, headers)
+    measured = await measure_front_end(base_url, headers, _say)
+    return calibration_of(base_url, measured, await read_steps(base_url, headers))
+
+
+def calibration_of(base_url: str, measured: Measured, read: ServerSteps) -> Calibration:
+    """Raises TooFewSteps."""
     model = fit(read.steps, runs_ahead=read.model.runs_ahead)
     attention = AttentionWork(PROBE_TOKENS, PROBE_TOKENS * (PROBE_TOKENS + 1) // 2)
     probe = StepWork(PROBE_TOKENS, 0, 1, 1, 0, (attention,) * len(read.model.windows), num_chunks=1)
     engine_s = sum(model.time_of(read.model.amounts(probe)))
+    delay_s = max(0.0, measured.ttft_s - engine_s - measured.costs.idle_s)
     return Calibration(
-        name=name,
+        name=measured.name,
         source=f"{len(read.steps)} steps of {base_url}",
         date=f"{datetime.now():%Y%m%d-%H%M%S}",
         version=read.version,
         model=read.model,
         scheduler=read.scheduler,
         step_model=model,
-        front_end_s=max(0.0, ttft_s - engine_s),
+        front_end=measured.costs._replace(delay_s=delay_s),
     )
 
 
@@ -128,7 +134,15 @@ def describe(made: Calibration) -> str:
     info, model = made.model, made.step_model
     lines = [
         f"{made.name}, {info.dtype}, on {info.device}; {made.source}",
-        f"front end, a request: {made.front_end_s * 1e3:.2f} ms",
+        "",
+        *(
+            f"front end, a {name}: {_short(seconds)}"
+            for name, seconds in zip(
+                ("request", "step's report", "token", "request, besides"),
+                made.front_end,
+                strict=True,
+            )
+        ),
         "",
     ]
     for title, units, seconds in (

@@ -9,6 +9,8 @@ from penstock.engine.executors.predicted import PredictedExecutor, VirtualClock
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Accepted, Refused, StepReport, Submit, ToEngine
 from penstock.engine.model_info import ModelInfo
+from penstock.loadtest.calibrate.front_end import NO_FRONT_END, FrontEnd
+from penstock.loadtest.simulate.front_end_queue import FrontEndQueue
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import SchedulerStats, StepClass
@@ -18,12 +20,12 @@ from penstock.scheduler.types import Request, RequestOutput
 
 
 class SimulatedServer(NamedTuple):
-    """What every replica is. front_end_s: from a client's request to the engine."""
+    """What every replica is."""
 
     info: ModelInfo
     step_model: StepModel
     scheduler: SchedulerConfig
-    front_end_s: float = 0.0
+    front_end: FrontEnd = NO_FRONT_END
     max_num_queued_reqs: int = 1024
 
 
@@ -37,6 +39,13 @@ class StepRecord(NamedTuple):
     num_running: int
     num_waiting: int
     num_used_blocks: int
+
+
+class _Report(NamedTuple):
+    """What the engine has sent, and the front end not yet written."""
+
+    sent_s: float
+    outputs: Sequence[RequestOutput]
 
 
 class _Inbox:
@@ -63,13 +72,14 @@ class _Inbox:
 
 
 class Replica:
-    """on_outputs: called with the new tokens of a step, and the time when clients have them;
-    returns how many requests have ended. on_refused: with a request and why, and when."""
+    """on_outputs: called with the new tokens of a step, the time when clients have the first of
+    them, and how long each takes; returns how many requests have ended. on_refused: with a request
+    and why, and when."""
 
     def __init__(
         self,
         server: SimulatedServer,
-        on_outputs: Callable[[Sequence[RequestOutput], float], int],
+        on_outputs: Callable[[Sequence[RequestOutput], float, float], int],
         on_refused: Callable[[Refused, float], None],
         *,
         factors: dict[StepClass, float],
@@ -94,7 +104,8 @@ class Replica:
         self._loop = EngineLoop(
             self._scheduler, self._executor, self._inbox, self._send, self.clock, live
         )
-        self._front_end_s = server.front_end_s
+        self._front_end, self._queue = server.front_end, FrontEndQueue(server.front_end)
+        self._report: _Report | None = None
         self._max_open = server.scheduler.max_num_seqs + server.max_num_queued_reqs
         self._on_outputs, self._on_refused = on_outputs, on_refused
         self.num_open = 0
@@ -112,25 +123,41 @@ class Replica:
     @property
     def next_s(self) -> float:
         """When it does something next; infinite where it has nothing to do."""
-        if self._scheduler.has_work:
+        if self._report or self._scheduler.has_work:
             return self.clock.now_s
         coming = self._inbox.coming
         return max(self.clock.now_s, coming[0].arrival_s) if coming else math.inf
 
     def submit(self, request: Request) -> bool:
-        """In order of arrival, which is set here to when the engine gets it. False where as many
-        requests are open as a server accepts."""
+        """In order of arrival, which is when the engine gets it: see `at_engine_s`. False where as
+        many requests are open as a server accepts."""
         if self.num_open >= self._max_open:
             return False
         self.num_open += 1
         self._inbox.coming.append(request)
         return True
 
+    def at_engine_s(self, sent_s: float) -> float:
+        """When the engine gets a request that a client sends now: the front end works on it."""
+        return self._queue.request(sent_s)
+
     def step(self, known_until_s: float) -> None:
-        """One step, and the time that it takes. known_until_s: until when no further request is
-        sent by a client."""
-        self._inbox.known_until_s = known_until_s + self._front_end_s
+        """What a step sent is written, or else there is one more step, and the time that it takes.
+        known_until_s: until when no further request is sent by a client: so those that reached the
+        front end before a step's end have had their turn when its tokens are written."""
+        if self._report:
+            self._write(self._report)
+            self._report = None
+            return
+        costs = self._front_end
+        self._inbox.known_until_s = known_until_s + costs.request_s + costs.delay_s
         self._loop.step()
+
+    def _write(self, report: _Report) -> None:
+        """Tokens of a step reach their clients."""
+        written_s = self._queue.report(report.sent_s)
+        self.num_open -= self._on_outputs(report.outputs, written_s, self._front_end.token_s)
+        self._queue.tokens(len(report.outputs))
 
     def _send(self, message: StepReport | Refused | Accepted) -> None:
         if isinstance(message, Accepted):
@@ -142,7 +169,8 @@ class Replica:
         clock = self.clock
         end_s = clock.now_s
         clock.now_s = end_s + self._executor.host_s
-        self.num_open -= self._on_outputs(message.outputs, clock.now_s)
+        if message.outputs:
+            self._report = _Report(clock.now_s, message.outputs)
         stats = message.stats
         self.steps.append(
             StepRecord(

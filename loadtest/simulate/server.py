@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from penstock.loadtest.calibrate.calibration import Calibration
 from penstock.loadtest.calibrate.engine_flags import scheduler_config
+from penstock.loadtest.calibrate.front_end import NO_FRONT_END
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
@@ -56,7 +57,7 @@ def calibrated_server(args: argparse.Namespace) -> Named:
     worst = max((error.mape for error in read.step_model.errors.values()), default=1.0)
     note = f"calibrated on {read.source}; steps are off by {worst:.0%} at worst"
     server = SimulatedServer(
-        info, read.step_model, scheduler, read.front_end_s, args.max_num_queued_reqs
+        info, read.step_model, scheduler, read.front_end, args.max_num_queued_reqs
     )
     return Named(read.name, server, note)
 
@@ -103,7 +104,7 @@ def planned_server(
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
     )
     server = SimulatedServer(
-        planned.info, planned.step_model, scheduler, 0.0, args.max_num_queued_reqs
+        planned.info, planned.step_model, scheduler, NO_FRONT_END, args.max_num_queued_reqs
     )
     note = (
         "step times come from the datasheet, and no measurement has confirmed them; the error bars "

@@ -189,11 +189,13 @@ class _Run:
         """The client sends a request."""
         timed = self._requests[arrival.number]
         assert isinstance(timed.prompt, list), "simulated prompts are token ids"
+        prompt = tuple(timed.prompt)
+        replica = self._replicas[self._router.choose(prompt, self._replicas)]
         request = Request(
             id=RequestId(str(timed.index)),
-            prompt_token_ids=tuple(timed.prompt),
+            prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=timed.max_tokens, temperature=0.0),
-            arrival_s=arrival.at_s + self._plan.server.front_end_s,
+            arrival_s=replica.at_engine_s(arrival.at_s),
             priority=timed.priority,
             tenant=timed.tenant,
         )
@@ -208,22 +210,25 @@ class _Run:
             status=200,
         )
         self._note_arrival[request.id] = result.arrivals_s.append
-        replica = self._replicas[self._router.choose(request.prompt_token_ids, self._replicas)]
         if not replica.submit(request):
             self._fail(request.id, "the queue is full", 429, arrival.at_s)
 
-    def _on_outputs(self, outputs: Sequence[RequestOutput], at_s: float) -> int:
-        """Returns how many requests have ended."""
+    def _on_outputs(
+        self, outputs: Sequence[RequestOutput], written_s: float, token_s: float
+    ) -> int:
+        """written_s: when the first token begins to be written, which takes each `token_s`. Returns
+        how many requests have ended."""
         note_arrival = self._note_arrival
         num_ended = 0
         for request_id, _, _, _, finish, num_cached, _ in outputs:
-            note_arrival[request_id](at_s)
+            written_s += token_s
+            note_arrival[request_id](written_s)
             if finish is not None:
                 num_ended += 1
                 result = self._results[request_id]
                 result.num_output_tokens = len(result.arrivals_s)
                 result.num_cached_tokens = num_cached
-                self._end(request_id, at_s)
+                self._end(request_id, written_s)
         return num_ended
 
     def _on_refused(self, refused: Refused, at_s: float) -> None:

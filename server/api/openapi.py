@@ -88,7 +88,17 @@ _OPERATIONS = {
     "/ping": _Operation(required=("status",)),
     "/ready": _Operation(required=("status",)),
     "/version": _Operation(required=("version", "computed_by")),
-    "/steps": _Operation(required=("version", "model", "scheduler", "prediction_error", "steps")),
+    "/steps": _Operation(
+        required=(
+            "version",
+            "model",
+            "scheduler",
+            "prediction_error",
+            "num_steps",
+            "front_end_cpu_s",
+            "steps",
+        )
+    ),
 }
 _NOT_JSON = {"/metrics": "text/plain"}
 

@@ -3,6 +3,7 @@
 A step costs some microseconds here and, however many there were, a few hundred are kept.
 """
 
+import time
 from typing import Any
 
 from penstock.engine.client import EngineClient, ModelInfo, StepReport
@@ -53,9 +54,12 @@ class StepRecord:
             self._predictions.on_step(kind, report.predicted_s, report.wait_s + report.host_s)
 
     def as_json(self) -> dict[str, Any]:
-        """prediction_error: by class, of the latest steps, relative. steps: those that are kept."""
+        """prediction_error: by class, of the latest steps, relative. num_steps: that there were.
+        front_end_cpu_s: of this process, until now. steps: those that are kept."""
         return {
             "model": self._model,
             "prediction_error": self._predictions.step_errors,
+            "num_steps": self._num_steps,
+            "front_end_cpu_s": time.process_time(),
             "steps": self._samples.all(),
         }

@@ -1,27 +1,34 @@
 """`python -m tests.bench.server.predicted`: what a simulation says beside what a server does.
 
-A server is started and calibrated first, on a sweep of closed loops with other lengths and prompts
-than those of any measured load: so what is compared was held out. Then it gets requests all at
-once, which gives its capacity, and Poisson arrivals at 50, 70 and 85 % of it, in several rounds
-with other requests each; every load of every round is simulated too. The table has the medians over
-the rounds, the spread of the measurements, and what the aims are. It is Markdown; the last line is
-JSON.
+A server is started, and calibrated on sweeps of closed loops with other lengths and prompts than
+those of any measured load: so what is compared was held out. There is a sweep before each round and
+one after the last, since a machine that others use is not as fast at all times. In a round the
+server gets requests all at once, which gives its capacity, and Poisson arrivals at 50, 70 and 85 %
+of it, with other requests in each; every load of every round is simulated too. The table has the
+medians over the rounds, the spread of the measurements, and what the aims are. It is Markdown; the
+last line is JSON.
 """
 
 import argparse
+import itertools
 import shlex
 import sys
+import tempfile
+import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import TypeAlias
 
 import msgspec
 
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
-from penstock.loadtest.bench.readiness import warm_up
+from penstock.loadtest.bench.readiness import wait_until_ready, warm_up
 from penstock.loadtest.bench.replay import replay, run
 from penstock.loadtest.calibrate.calibration import Calibration
-from penstock.loadtest.calibrate.cli import calibrate_server, describe
+from penstock.loadtest.calibrate.cli import calibration_of, describe
+from penstock.loadtest.calibrate.front_end import measure_front_end
+from penstock.loadtest.calibrate.running import read_steps
 from penstock.loadtest.report.report import ReportConfig, Summary, summarize
 from penstock.loadtest.simulate.outcome import error_bars
 from penstock.loadtest.simulate.replica import SimulatedServer
@@ -29,7 +36,9 @@ from penstock.loadtest.simulate.simulation import Plan, simulate
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import TimedRequest, make_requests
 from penstock.scheduler.stats import StepClass
-from tests.support.serving import MODEL, RunningServer
+from penstock.scheduler.step_model.samples import StepSample
+from tests.bench.peers.models import SHAPES, write_model
+from tests.support.serving import RunningServer
 
 SHARES = (0.5, 0.7, 0.85)
 REPORT = ReportConfig(percentiles=(50.0, 99.0))
@@ -45,7 +54,7 @@ Figures: TypeAlias = tuple[tuple[str, str, float], ...]
 
 
 # Of the calibration: every magnitude of prompt, and answers unlike those that are measured.
-LEVELS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LEVELS = (1, 2, 4, 8, 16, 32, 64, 128)
 SWEPT = WorkloadConfig(input_len=150, output_len=40, range_ratio=0.9)
 
 
@@ -104,17 +113,14 @@ def main(argv: list[str]) -> int:
     add("--input-len", type=int, default=128)
     add("--output-len", type=int, default=64)
     add("--seconds", type=float, default=15.0, help="of each load")
+    add("--sweep-seconds", type=float, default=1.0, help="of each level of a sweep, at least")
+    add("--model", help="a directory, or a shape of random weights such as 135m")
     add("--burst", type=int, default=300, help="requests that are sent at once")
     add("--rounds", type=int, default=3, help="of all loads")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    server = RunningServer(*shlex.split(args.flags), prefix=tuple(shlex.split(args.prefix)))
-    try:
-        server.wait_until_ready()
-        calibration, loads = run(_measure(server.url, args))
-    finally:
-        server.process.terminate()
-        server.process.wait()
+    with tempfile.TemporaryDirectory() as scratch:
+        calibration, loads = _run(args, _model(args.model, Path(scratch)))
     print(describe(calibration), end="\n\n")
     compared = _compare(calibration, loads)
     print("| load | figure | measured (spread) | predicted (error bar) | error (spread) | aim "
@@ -130,6 +136,27 @@ def main(argv: list[str]) -> int:
     }
     print(msgspec.json.encode(summary).decode(), flush=True)
     return 0
+
+
+def _model(name: str | None, scratch: Path) -> tuple[str, ...]:
+    """The server's argument for it. A shape's weights are written to scratch."""
+    if name is None:
+        return ()
+    if name in SHAPES:
+        write_model(SHAPES[name], scratch / name)
+        return (str(scratch / name),)
+    return (name,)
+
+
+def _run(args: argparse.Namespace, model: tuple[str, ...]) -> tuple[Calibration, list["Measured"]]:
+    prefix = tuple(shlex.split(args.prefix))
+    server = RunningServer(*model, *shlex.split(args.flags), prefix=prefix)
+    try:
+        server.wait_until_ready()
+        return run(_measure(server.url, args))
+    finally:
+        server.process.terminate()
+        server.process.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +178,10 @@ async def _measure(url: str, args: argparse.Namespace) -> tuple[Calibration, lis
         range_ratio=0.5,
     )
     loads: list[Measured] = []
-    async with HttpTarget(TargetConfig(base_url=url, model=MODEL, ignore_eos=True)) as target:
+    swept: list[StepSample] = []
+    (served, *_) = await wait_until_ready(url, timeout_s=60.0, say=_say)
+    async with HttpTarget(TargetConfig(base_url=url, model=served.id, ignore_eos=True)) as target:
         await warm_up(target, workload, 20, 20)
-        for number, level in enumerate((*LEVELS, *reversed(LEVELS))):
-            _say(f"calibrating with {level} at a time")
-            swept = replace(SWEPT, seed=args.seed + 5000 + number, num_prompts=max(12, 2 * level))
-            await replay(target, make_requests(swept), max_concurrency=level)
-        calibration = await calibrate_server(url, {})
 
         async def measure(name: str, requests: list[TimedRequest], figures: Figures) -> Summary:
             _say(f"measuring {name}")
@@ -167,6 +191,7 @@ async def _measure(url: str, args: argparse.Namespace) -> tuple[Calibration, lis
 
         throughput: Figures = (("requests/s", "request_throughput", CAPACITY_AIM),)
         for number in range(args.rounds):
+            swept += await _sweep(url, target, args, number)
             seed = args.seed + 100 * (number + 1)
             burst = make_requests(replace(workload, seed=seed))
             capacity = (await measure("all at once", burst, throughput))["request_throughput"]
@@ -179,7 +204,25 @@ async def _measure(url: str, args: argparse.Namespace) -> tuple[Calibration, lis
                     request_rate=rate,
                 )
                 await measure(f"{share:.0%}", make_requests(at_rate), AIMS)
-    return calibration, loads
+        swept += await _sweep(url, target, args, args.rounds)
+        front_end = await measure_front_end(url, {}, _say)
+        read = replace(await read_steps(url, {}), steps=swept)
+        return calibration_of(url, front_end, read), loads
+
+
+async def _sweep(
+    url: str, target: HttpTarget, args: argparse.Namespace, number: int
+) -> list[StepSample]:
+    """Closed loops of each level; returns those of their steps that the server has kept."""
+    first = (await read_steps(url, {})).num_steps
+    for level in LEVELS:
+        _say(f"calibrating with {level} at a time")
+        end_s = time.monotonic() + args.sweep_seconds
+        seeds = itertools.count(args.seed + 5000 + 1000 * number + level)
+        while time.monotonic() < end_s:
+            swept = replace(SWEPT, seed=next(seeds), num_prompts=max(8, 2 * level))
+            await replay(target, make_requests(swept), max_concurrency=level)
+    return [step for step in (await read_steps(url, {})).steps if step.number > first]
 
 
 def _compare(calibration: Calibration, loads: list[Measured]) -> list[Compared]:
@@ -198,7 +241,7 @@ def _predicted(
     made: Calibration, requests: list[TimedRequest]
 ) -> tuple[Summary, dict[str, tuple[float, float]]]:
     """With error bars."""
-    server = SimulatedServer(made.model, made.step_model, made.scheduler, made.front_end_s)
+    server = SimulatedServer(made.model, made.step_model, made.scheduler, made.front_end)
     errors = made.step_model.errors
     runs = [
         simulate(

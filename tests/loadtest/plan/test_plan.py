@@ -12,6 +12,7 @@ import pytest
 from penstock.loadtest.bench.config import bench_config
 from penstock.loadtest.bench.flags import make_parser as make_bench_parser
 from penstock.loadtest.calibrate.calibration import Calibration
+from penstock.loadtest.calibrate.front_end import FrontEnd
 from penstock.loadtest.plan.choice import cost_of, front, sized
 from penstock.loadtest.plan.cli import main
 from penstock.loadtest.plan.load import Load
@@ -112,7 +113,7 @@ def calibration(tmp_path: Path) -> Path:
     Calibration(
         name="tiny", source="made-up steps", date="20260101-000000", version="0",
         model=server.info, scheduler=server.scheduler, step_model=server.step_model,
-        front_end_s=0.001,
+        front_end=FrontEnd(request_s=0.001),
     ).write(path)  # fmt: skip
     return path
 

@@ -16,6 +16,7 @@ from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import FromEngine, StepReport, Submit, ToEngine
 from penstock.engine.model_info import AttentionGroup, ModelInfo
+from penstock.loadtest.calibrate.front_end import FrontEnd
 from penstock.loadtest.simulate import replica
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.simulation import Plan, simulate
@@ -143,7 +144,7 @@ def simulated(
             return super().execute(batch)
 
     model = known_model(runs_ahead=info.runs_ahead)
-    plan = Plan(server=SimulatedServer(info, model, config, FRONT_END_S), seed=None)
+    plan = Plan(server=SimulatedServer(info, model, config, FrontEnd(delay_s=FRONT_END_S)), seed=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "PredictedExecutor", Noting)
         made = simulate(plan, trace)

@@ -1,5 +1,6 @@
 """Simulations whose results can be computed by hand, the routers, and the command."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from penstock.loadtest.bench.flags import make_parser
 from penstock.loadtest.bench.http_target import TargetConfig
 from penstock.loadtest.bench.results import settings_of
 from penstock.loadtest.calibrate.calibration import Calibration
+from penstock.loadtest.calibrate.front_end import FrontEnd
 from penstock.loadtest.report.report import ReportConfig, summarize
 from penstock.loadtest.simulate.cli import main
 from penstock.loadtest.simulate.outcome import RunClass, run_class, summary_of
@@ -48,7 +50,7 @@ def make_plan(*, runs_ahead: bool = False, num_blocks: int = 200, **changes: Any
 
 
 def test_a_single_request_takes_the_sum_of_its_steps() -> None:
-    plan = make_plan(server={"front_end_s": 0.5})
+    plan = make_plan(server={"front_end": FrontEnd(request_s=0.2, delay_s=0.3)})
     (result,) = simulate(plan, requests_at([3.0])).observed.results
     model, info = plan.server.step_model, plan.server.info
     assert result.sent_s == 3.0 and result.num_output_tokens == 4
@@ -57,6 +59,28 @@ def test_a_single_request_takes_the_sum_of_its_steps() -> None:
     assert result.ttft_s == pytest.approx(0.5 + first_s, rel=0.02)
     assert result.tpot_s == pytest.approx(STEP_S + TOKEN_S + HOST_S + SEQUENCE_S, rel=0.05)
     assert model.runs_ahead is info.runs_ahead is False
+
+
+def test_requests_and_tokens_wait_for_the_one_thread_of_the_front_end() -> None:
+    costs = FrontEnd(request_s=1.0, report_s=0.25, token_s=0.125)
+    plan = make_plan(server={"front_end": costs})
+    first, second = simulate(plan, requests_at([0.0, 0.5], output=3)).observed.results
+    # The engine takes milliseconds, so only the front end's turns count: the first request's from 0
+    # to 1, the second's to 2, meanwhile the first token waits; each is then written on its own.
+    assert first.arrivals_s[0] == pytest.approx(2.375, abs=0.05)
+    # What the engine made meanwhile is written in the order in which it came.
+    assert first.arrivals_s[1] == pytest.approx(2.75, abs=0.05)
+    assert first.arrivals_s < second.arrivals_s
+    alone = simulate(plan, requests_at([0.0], output=3)).observed.results[0]
+    assert alone.arrivals_s[0] == pytest.approx(costs.idle_s, abs=0.05)
+    assert alone.arrivals_s[2] == pytest.approx(1.0 + 3 * 0.375, abs=0.05)
+
+
+def test_the_tokens_of_one_step_are_written_one_after_the_other() -> None:
+    plan = make_plan(server={"front_end": FrontEnd(token_s=0.5)})
+    results = simulate(plan, requests_at([0.0] * 4, output=1)).observed.results
+    gaps = [b - a for a, b in itertools.pairwise(sorted(each.ended_s for each in results))]
+    assert gaps == pytest.approx([0.5] * 3, abs=0.02)
 
 
 def test_the_host_hides_behind_a_device_that_runs_ahead() -> None:
@@ -190,7 +214,7 @@ def calibration(tmp_path: Path) -> Path:
         model=plan.server.info,
         scheduler=plan.server.scheduler,
         step_model=plan.server.step_model,
-        front_end_s=0.001,
+        front_end=FrontEnd(request_s=0.001),
     ).write(path)
     return path
 
