@@ -144,6 +144,7 @@ def test_a_choice_is_followed_whatever_devices_there_are(machine: Machine) -> No
     assert machine.installed == [CUDA]
 
 
+@pytest.mark.slow
 def test_the_cpu_build_by_choice_is_installed_or_refused(
     machine: Machine, capfd: pytest.CaptureFixture[str]
 ) -> None:

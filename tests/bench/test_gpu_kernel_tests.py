@@ -42,6 +42,7 @@ def failures(tmp_path: Path) -> dict[str, str]:
     return {name.rpartition("::")[2]: message for name, message in failed.items()}
 
 
+@pytest.mark.slow
 def test_a_test_that_ends_its_process_ends_no_other(failures: dict[str, str]) -> None:
     assert list(failures) == [
         "test_that_aborts", "test_that_loses_the_device", "test_that_hangs", "test_that_is_wrong",

@@ -39,6 +39,7 @@ def runner(tmp_path: Path) -> Runner:
     return Runner(tmp_path)
 
 
+@pytest.mark.slow
 def test_rows_are_noted_while_the_process_runs(runner: Runner) -> None:
     process = runner.start(HANGS, limit_s=3)
     ends_s = time.monotonic() + 30
@@ -48,6 +49,7 @@ def test_rows_are_noted_while_the_process_runs(runner: Runner) -> None:
     process.wait()
 
 
+@pytest.mark.slow
 def test_a_process_that_ignores_sigterm_is_killed_and_its_rows_count(runner: Runner) -> None:
     ended = runner.start(HANGS, limit_s=1).wait()
     assert ended.problem and ended.problem.splitlines()[0] == (
@@ -73,6 +75,7 @@ def test_a_process_that_nothing_ends_is_left_behind(
         reader.join()
 
 
+@pytest.mark.slow
 def test_without_a_row_for_long_a_process_is_ended(runner: Runner) -> None:
     ended = runner.start(HANGS, limit_s=600, stall_s=1).wait()
     assert "1 of them without a result" in (ended.problem or "")

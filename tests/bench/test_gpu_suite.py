@@ -90,6 +90,7 @@ def test_products_with_codes_are_compared_with_torch(capsys: pytest.CaptureFixtu
     assert all(row["is_right"] and row["rivals"]["torch"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_steps_with_codes_are_no_rows_of_the_goals(capsys: pytest.CaptureFixture[str]) -> None:
     rows = _bench(capsys, "steps", SMALL, "--points", "codes", "--quantization", "fp8")
     assert [row["part"] for row in rows] == ["load", "coded decode"]

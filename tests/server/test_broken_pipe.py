@@ -70,6 +70,7 @@ def full_pipe() -> Iterator[int]:
     os.close(writer)
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_stops_neither_the_server_nor_its_end(full_pipe: int) -> None:
     port = free_port()
     command = [sys.executable, "-m", "penstock", "serve", "--scripted", "--log-level", "debug"]

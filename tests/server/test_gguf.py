@@ -75,6 +75,7 @@ def test_texts_are_tokenized_and_embedded(
             assert found["data"][0]["embedding"] == pytest.approx(numbers, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_file_of_the_hub_is_downloaded_and_served_with_its_tokenizer(
     server: RunningServer, tmp_path: Path
 ) -> None:

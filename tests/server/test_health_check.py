@@ -64,6 +64,7 @@ def test_a_server_that_loads_or_is_not_there_is_unhealthy() -> None:
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_server_that_accepts_and_never_answers_is_unhealthy_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert health("--port", str(listener.getsockname()[1])).returncode == 1

@@ -206,6 +206,7 @@ def test_an_engine_that_dies_for_good_in_a_drain_makes_the_exit_code_not_zero() 
         assert code == 1 and "the engine ended" in errors
 
 
+@pytest.mark.slow
 def test_a_drain_in_which_the_engine_dies_still_finishes_its_streams() -> None:
     with draining() as server:
         os.kill(engine_pid(server), signal.SIGKILL)

@@ -58,6 +58,7 @@ def test_the_port_answers_503_during_the_download_and_then_serves(hub: StubHub) 
         server.stop()
 
 
+@pytest.mark.slow
 def test_health_and_the_log_say_how_far_the_download_is_once(hub: StubHub) -> None:
     hub.gates[WEIGHTS] = threading.Event()
     total = f"{len(hub.repositories[NAME][WEIGHTS]) / 1e6:.1f} MB"

@@ -30,6 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         running.stop()
 
 
+@pytest.mark.slow
 def test_a_quantized_model_answers_as_well_as_before(server: RunningServer) -> None:
     answer = server.chat(temperature=0, max_tokens=40).json()
     assert "Penstock" in answer["choices"][0]["message"]["content"]

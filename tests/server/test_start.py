@@ -69,6 +69,7 @@ def test_each_phase_of_the_start_is_announced_before_it_is_timed() -> None:
     assert re.search(r"INFO weights: reading 0\.\d+ GiB of weights, as \w+\n", log)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_takes_long_is_named_counted_and_told_by_health(
     endless: dict[str, str],
 ) -> None:
@@ -114,6 +115,7 @@ def test_no_compiler_outlives_a_server_that_is_killed(endless: dict[str, str]) -
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_line_that_moves_and_is_gone_at_the_end(
     endless: dict[str, str],
 ) -> None:
@@ -128,6 +130,7 @@ def test_a_terminal_shows_a_line_that_moves_and_is_gone_at_the_end(
         assert not last[-1].strip() or "SIGINT" in last[-1]  # nothing is drawn after it
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_stopped_does_not_stop_the_server(endless: dict[str, str]) -> None:
     with terminal("--num-threads", "1", env=endless) as shown:
         shown.wait_for(r"compile  \d s")
@@ -141,6 +144,7 @@ def test_a_terminal_that_is_stopped_does_not_stop_the_server(endless: dict[str, 
         assert shown.exit_code() == 0
 
 
+@pytest.mark.slow
 def test_json_logs_stay_json_on_a_terminal(endless: dict[str, str]) -> None:
     with terminal("--num-threads", "1", "--log-format", "json", env=endless) as shown:
         compiler_pids(endless)

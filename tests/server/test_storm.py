@@ -65,6 +65,7 @@ async def _stream(client: httpx.AsyncClient, url: str, prompt: str, num_events: 
     return text
 
 
+@pytest.mark.slow
 async def test_streams_that_stay_get_what_they_get_alone_and_everything_is_freed(
     server: RunningServer,
 ) -> None:

@@ -128,6 +128,7 @@ def _executor(kv: KVCacheDtype) -> CpuExecutor:
     return CpuExecutor(config, DEMO_MODEL)
 
 
+@pytest.mark.slow
 def test_the_cache_holds_twice_as_many_tokens_and_its_bytes_are_counted() -> None:
     plain, coded = (_executor(kv).info for kv in (KVCacheDtype.AUTO, KVCacheDtype.INT8))
     head_dim = plain.kv_bytes_per_token / coded.kv_bytes_per_token

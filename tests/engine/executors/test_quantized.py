@@ -32,6 +32,7 @@ def answer(executor: CpuExecutor, model: Path) -> list[int]:
     return ids_of(outputs)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_fp8_stays_in_codes_and_answers_as_its_values_do(
     fp8: Path, caplog: pytest.LogCaptureFixture

@@ -183,6 +183,7 @@ def test_with_weights_in_codes_it_agrees_with_transformers_on_what_these_stand_f
     assert model.run([(4, 22, 1), (1, 8, 1)], num_decodes=2) < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_dtype", "tolerance"),
     [(torch.int8, 0.02), pytest.param(torch.float8_e4m3fn, 0.1, marks=pytest.mark.slow)],

@@ -80,6 +80,7 @@ def test_what_a_killed_compilation_left_is_removed_by_a_later_one(
     assert not left.exists() and running.exists()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_what_multiplies_codes_is_named_apart(tmp_path: Path) -> None:
     path = save(make_model("llama2"), tmp_path)

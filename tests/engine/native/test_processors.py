@@ -149,6 +149,7 @@ def test_the_step_agrees_with_torchs_where_weights_are_codes(
         torch.testing.assert_close(ours, torchs, atol=0.25, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [None, (16, 32), (32, 24)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_step_agrees_with_torchs_where_weights_are_fp8(

@@ -85,6 +85,7 @@ def test_every_prompt_starts_with_the_random_prefix() -> None:
     assert len({tuple(prompt[9:]) for prompt in prompts}) == 4
 
 
+@pytest.mark.slow
 def test_results_are_appended_with_their_metadata(tmp_path: Path) -> None:
     flags = ["--append-result", "--result-dir", str(tmp_path), "--metadata", "tp=1", "note=a=b"]
     with stub(answer_five) as server:

@@ -132,6 +132,7 @@ def test_a_sweep_finds_the_rate_that_the_servers_concurrency_allows(
     assert "Time to First Token against throughput" in report.read_text()
 
 
+@pytest.mark.slow
 def test_a_report_has_every_figure_and_loads_nothing(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

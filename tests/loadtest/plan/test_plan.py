@@ -213,6 +213,7 @@ def test_a_trace_is_planned_for_at_its_own_arrivals(
     assert "--trace-speedup" in made["bench"] and "--request-rate" not in made["bench"]
 
 
+@pytest.mark.slow
 def test_rounded_weights_are_an_answer_and_what_does_not_fit_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,7 +144,9 @@ def simulated(
             return super().execute(batch)
 
     model = known_model(runs_ahead=info.runs_ahead)
-    plan = Plan(server=SimulatedServer(info, model, config, FrontEnd(delay_s=FRONT_END_S)), seed=None)
+    plan = Plan(
+        server=SimulatedServer(info, model, config, FrontEnd(delay_s=FRONT_END_S)), seed=None
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "PredictedExecutor", Noting)
         made = simulate(plan, trace)

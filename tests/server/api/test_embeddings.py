@@ -272,6 +272,7 @@ def test_metrics_count_embeddings(server: RunningServer) -> None:
     assert [b - a for a, b in zip(before, after, strict=True)] == [num_tokens, 1, 0]
 
 
+@pytest.mark.slow
 def test_a_sentence_transformers_directory_sets_pooling_and_dimensions(
     tmp_path: Path, model: Any
 ) -> None:

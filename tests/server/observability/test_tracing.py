@@ -198,6 +198,7 @@ def test_an_endpoint_that_is_not_a_url_is_refused() -> None:
         ServerConfig(served_model_names=("m",), otlp_traces_endpoint="localhost:4317")
 
 
+@pytest.mark.slow
 def test_a_server_answers_and_stops_in_time_without_its_collector() -> None:
     with running_server("--otlp-traces-endpoint", "http://127.0.0.1:9/v1/traces") as server:
         assert server.complete().status_code == 200

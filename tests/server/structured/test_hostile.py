@@ -142,6 +142,7 @@ def test_neighbours_of_hostile_grammars_are_answered(server: RunningServer) -> N
     assert peak[0] < MAX_GROWTH
 
 
+@pytest.mark.slow
 def test_a_hundred_schemas_at_once_are_all_compiled(server: RunningServer) -> None:
     def schema(i: int) -> dict[str, Any]:
         properties = {f"property {j} of {i}": {"type": "integer"} for j in range(300)}
