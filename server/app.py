@@ -38,6 +38,7 @@ from penstock.server.api.responses.store import ResponseStore
 from penstock.server.config import CorsConfig, ServeConfig, ServerConfig
 from penstock.server.errors import reply_to_unrouted
 from penstock.server.http.access import OPEN_PATHS, Access
+from penstock.server.http.body import BodyMemory
 from penstock.server.http.connection import REQUEST_LOG, HttpProtocol, backlog
 from penstock.server.http.last_resort import LastResort
 from penstock.server.http.middleware import Middleware, route_path
@@ -76,6 +77,7 @@ def build_app(service: Service) -> FastAPI:
         root_path=service.config.server.root_path,
     )
     app.state.service = service
+    app.state.body_memory = BodyMemory(service.config.server.max_body_bytes)
     app.state.responses = ResponseStore(
         max_count=service.config.server.max_stored_responses,
         max_bytes=service.config.server.max_stored_response_bytes,

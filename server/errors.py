@@ -142,6 +142,11 @@ class BodyTooSlow(PenstockError):
         super().__init__(f"the body did not arrive within {timeout_s:g} s; send it without a pause")
 
 
+class TooManyLargeBodies(PenstockError):
+    def __init__(self) -> None:
+        super().__init__("too many large bodies are on their way at once; send this one again")
+
+
 class UnsupportedContentType(PenstockError):
     def __init__(self, content_type: str) -> None:
         super().__init__(
@@ -262,6 +267,9 @@ def reply_to(error: BaseException) -> ErrorReply:
             return ErrorReply(413, _BAD_REQUEST, message, None, "body_too_large", _CLOSE)
         case BodyTooSlow():
             return ErrorReply(408, _BAD_REQUEST, message, None, "request_timeout", _CLOSE)
+        case TooManyLargeBodies():
+            headers = _retry_after(RETRY_SOON_S) + _CLOSE
+            return ErrorReply(503, _UNAVAILABLE, message, None, "too_many_large_bodies", headers)
         case UnsupportedContentType():
             accepted = (("Accept", "application/json"),)
             code = "unsupported_content_type"

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from penstock.server.api.targets import RequestTargets, targets_of
 from penstock.server.errors import ModelNotFound
 from penstock.server.http.access import TENANT
-from penstock.server.http.body import read_body
+from penstock.server.http.body import BodyMemory, read_body
 from penstock.server.http.disconnect import (
     CLIENT_DISCONNECTED,
     ClientDisconnected,
@@ -109,7 +109,8 @@ def client_of(http: Request) -> str:
 
 
 async def body_of(http: Request) -> bytes:
-    return await read_body(http, service_of(http).config.server.max_body_bytes)
+    memory: BodyMemory = http.app.state.body_memory
+    return await read_body(http, memory)
 
 
 def check_model(model: ServedModel, name: str | None) -> None:

@@ -13,9 +13,9 @@ import uvicorn
 from starlette.requests import Request
 from uvicorn.server import ServerState
 
-from penstock.server.errors import BodyTooSlow, reply_to
+from penstock.server.errors import BodyTooSlow, TooManyLargeBodies, reply_to
 from penstock.server.http import body, connection
-from penstock.server.http.body import read_body
+from penstock.server.http.body import BodyMemory, read_body
 from penstock.server.http.connection import HttpProtocol, spare_files
 from tests.support.serving import RunningServer, running_server, wait_until
 
@@ -200,5 +200,35 @@ async def test_a_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.Mo
 
     request = Request({"type": "http", "method": "POST", "headers": []}, receive)
     with pytest.raises(BodyTooSlow, match=r"within 0\.05 s") as caught:
-        await read_body(request, 1 << 20)
+        await read_body(request, BodyMemory(1 << 20))
     assert reply_to(caught.value).status == 408
+
+
+async def test_large_bodies_beyond_what_is_held_are_a_503_and_others_are_read() -> None:
+    memory, num_largest, largest = BodyMemory(1 << 20), 16, 1 << 20
+    go_on = asyncio.Event()
+
+    async def read(num_bytes: int) -> bytes:
+        sent = iter([b'"' + b"a" * (num_bytes - 2), b'"'])
+
+        async def receive() -> dict[str, object]:
+            data = next(sent)
+            if data == b'"':
+                await go_on.wait()
+            return {"type": "http.request", "body": data, "more_body": data != b'"'}
+
+        request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+        return await read_body(request, memory)
+
+    slow = [asyncio.create_task(read(largest)) for _ in range(2 * num_largest)]
+    done, reading = await asyncio.wait(slow, timeout=0.2)
+    errors = [task.exception() for task in done]
+    assert errors and all(isinstance(error, TooManyLargeBodies) for error in errors)
+    assert len(reading) >= num_largest
+    reply = reply_to(errors[0] or AssertionError())
+    assert reply.status == 503 and ("Retry-After", "2") in reply.headers
+    ordinary = asyncio.create_task(read(100_000))
+    go_on.set()
+    assert len(await ordinary) == 100_000
+    assert {len(body) for body in await asyncio.gather(*reading)} == {largest}
+    assert len(await read(largest)) == largest  # what was taken is given back, by those refused too
