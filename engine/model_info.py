@@ -35,9 +35,11 @@ class RoutedExperts:
     num_experts_per_token: int
     expert_bytes: int
 
-    def max_reached(self, num_tokens: int) -> int:
-        """The most experts, summed over the layers, that this many tokens can be routed to."""
-        return self.num_layers * min(self.num_experts, num_tokens * self.num_experts_per_token)
+    def expected(self, num_tokens: int) -> int:
+        """How many experts, summed over the layers, so many tokens are routed to if each expert is
+        as likely as the others."""
+        missed = (1 - self.num_experts_per_token / self.num_experts) ** num_tokens
+        return round(self.num_layers * self.num_experts * (1 - missed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ class ModelInfo:
         """The least bytes that a correct step reads: once each weight that it uses, and once the
         keys and values that are within each layer's window.
 
-        Every expert that the tokens can reach counts, where work.num_experts is not known. The
+        Where work.num_experts is not known, those count that `RoutedExperts.expected` tells. The
         attention of plain torch (`gathered_attention`) reads whole contexts whatever the window.
         """
         num_bytes = self._weight_bytes(work)
@@ -162,5 +164,5 @@ class ModelInfo:
         num_experts = work.num_experts
         if num_experts is None:
             num_tokens = work.num_prefill_tokens + work.num_decode_tokens
-            num_experts = self.experts.max_reached(num_tokens)
+            num_experts = self.experts.expected(num_tokens)
         return self.weight_bytes + self.experts.expert_bytes * num_experts

@@ -68,6 +68,7 @@ def planned_model(
         None,
         {},
         weight_bytes=sizing.step_weight_bytes,
+        expert_bytes=sizing.expert_bytes,
         kv_dtype=kv_dtype(sizing.kv_cache_dtype, sizing.dtype),
     )
     graph_sizes = GraphSizes(tuple(captured_sizes(scheduler.max_num_seqs)), CHUNK_SIZES)

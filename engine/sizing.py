@@ -7,6 +7,7 @@ of them can be. What a start really takes is in the memory table that the server
 """
 
 import argparse
+import bisect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,6 +71,21 @@ class Sizing:
         return self.model.step_weight_bytes(self.dtype.itemsize, _KEPT.num_bytes)
 
     @property
+    def expert_bytes(self) -> int:
+        """Of all experts of a mixture."""
+        plan = self._plan
+        if plan:
+            return plan.expert_bytes
+        return self.model.expert_bytes(self.dtype.itemsize, _KEPT.num_bytes)
+
+    def routed_bytes(self, num_tokens: int) -> int:
+        """Of the experts that so many tokens are routed to, if all are equally likely."""
+        if self.model.experts is None:
+            return 0
+        experts = self.model.experts.routed(self.expert_bytes)
+        return experts.expert_bytes * experts.expected(num_tokens)
+
+    @property
     def _plan(self) -> Plan | None:
         return quantization_plan(self.quantization, self.model, self.dtype, _KEPT)
 
@@ -110,7 +126,8 @@ class Sizing:
         bandwidth = peak_bandwidth(self.machine.name)
         if not bandwidth:
             return None
-        return (self.step_weight_bytes + num_sequences * self.read_bytes(context)) / bandwidth
+        weights = self.step_weight_bytes + self.routed_bytes(num_sequences)
+        return (weights + num_sequences * self.read_bytes(context)) / bandwidth
 
     def slot_bytes(self, max_model_len: int) -> int:
         """What each of `--max-num-seqs` takes on the device: its rows of the token and block
@@ -123,7 +140,15 @@ class Sizing:
         bandwidth and memory is no limit. 0 if reading the weights alone takes longer."""
         bandwidth = peak_bandwidth(self.machine.name) or 0.0
         spare = tpot_s * bandwidth * mbu - self.step_weight_bytes
-        return max(0, int(spare / self.read_bytes(context)))
+        num = max(0, int(spare / self.read_bytes(context)))
+        if self.model.experts is None or not num:
+            return num
+        # The more sequences, the more experts: the most for which the bytes of both fit.
+        return bisect.bisect_right(
+            range(1, num + 1),
+            spare,
+            key=lambda each: self.routed_bytes(each) + each * self.read_bytes(context),
+        )
 
 
 def table(sizings: Sequence[Sizing], names: Sequence[str], contexts: Sequence[int]) -> str:
@@ -182,6 +207,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(table([sizing], [options.model.name], options.context), end="")
     max_len = sizing.model.max_model_len
+    if sizing.model.experts is not None:
+        print(_of_experts(sizing))
     print(
         f"one sequence of {max_len:,} tokens, the model's longest: "
         f"{max_len * sizing.token_bytes / GB:.1f} GB of the KV cache\n"
@@ -196,6 +223,15 @@ def main(argv: Sequence[str]) -> int:
                 f"{fit:,} together"
             )
     return 0
+
+
+def _of_experts(sizing: Sizing) -> str:
+    """What batching costs a mixture that it does not cost a dense model."""
+    read = ", ".join(
+        f"{(sizing.step_weight_bytes + sizing.routed_bytes(num)) / GB:.1f} GB with {num}"
+        for num in (1, 4, 16, 64)
+    )
+    return f"weights that a decode step reads, if all experts are equally likely: {read} sequences"
 
 
 def _machine(options: argparse.Namespace) -> Machine:

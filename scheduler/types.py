@@ -246,7 +246,7 @@ class SampledTokens:
     failed: of the sampling rows, those whose sequences cannot continue, and why; their ids are
     void. prompts: one for each row that ends a prompt with a prompt_request (see SlotAssignment),
     in row order, whether the row samples or not; None where NaN or infinities are in what it would
-    be made of, and then the sequence ends.
+    be made of, and then the sequence ends. num_experts: as in `StepWork`.
     """
 
     step: int
@@ -256,6 +256,7 @@ class SampledTokens:
     prompts: tuple[PromptOutput | None, ...] = ()
     accepted: dict[int, list[AcceptedDraft]] = field(default_factory=dict)
     num_drafts: dict[int, int] = field(default_factory=dict)
+    num_experts: int | None = None
 
 
 class Finish(NamedTuple):

@@ -47,7 +47,7 @@ from penstock.engine.models.errors import (
 )
 from penstock.engine.models.gguf.weights import weight_formats as gguf_formats
 from penstock.engine.models.layers.kept import AsStored
-from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
+from penstock.engine.models.layers.linear import MakeLinear, PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
 from penstock.engine.models.weights import Empty
@@ -91,7 +91,9 @@ class CpuExecutor:
             self._dtype, library = _dtype_and_library(config, model, model_dir)
         kv_type = kv_dtype(config.kv_cache_dtype, self._dtype)
 
-        make_linear = cpu_linear(self._dtype) if library is None else PlainLinear
+        make_linear: MakeLinear = PlainLinear
+        if library is None:
+            make_linear = cpu_linear(self._dtype, has_experts=model.experts is not None)
         kept = AsStored(() if library is None else FORMATS)
         log_text_only(config, model)
         log_widening(model, self._dtype, kept)
@@ -149,12 +151,14 @@ class CpuExecutor:
         self._build_input = build_model_input
         products = "torch"
         argmax_of: Callable[[Tensor], Tensor] = argmax
+        self._native: NativeModel | None = None
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
             shape = model.kv_shape
             self._pool = KVPool(shape, size.num_blocks, block_size, kv_type, _CPU, kept_kv)
             if library is not None:
                 try:
-                    self._model = native = NativeModel(library, llama, self._pool, num_threads)
+                    native = NativeModel(library, llama, self._pool, num_threads)
+                    self._model = self._native = native
                     self._build_input = partial(gather_input, library)
                     products, argmax_of = native.products, native.argmax
                 except UnsupportedWeightFormat as error:
@@ -189,6 +193,7 @@ class CpuExecutor:
             phases.seconds,
             flops,
             weight_bytes=llama.step_weight_bytes,
+            expert_bytes=llama.expert_bytes,
             kv_dtype=kv_type,
             computed_by=computed_by,
             quantization=quantized.info if quantized else None,
@@ -256,9 +261,12 @@ class CpuExecutor:
             logits, prompts = self._compute_and_read(step, parts)
         else:
             logits = self._model(step, self._pool)
+        num_experts = None if self._native is None else self._native.num_experts_read
         lengths = [step.context_lens[row] for row in rows]
         if not rows:
-            return SampledTokens(step=batch.step, token_ids=[], prompts=prompts)
+            return SampledTokens(
+                step=batch.step, token_ids=[], prompts=prompts, num_experts=num_experts
+            )
         prompt_lengths = [self._prompt_lengths[slot] for slot in slots]
         ids, logprobs = self._sampler.sample(
             logits, slots, lengths, self._token_table, prompt_lengths
@@ -274,6 +282,7 @@ class CpuExecutor:
             logprobs=logprobs,
             failed=failed_rows(token_ids, of_grammars),
             prompts=prompts,
+            num_experts=num_experts,
         )
 
     def _compute_and_read(

@@ -13,7 +13,11 @@ from penstock.engine.gguf.file import is_gguf
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
 from penstock.engine.memory.kv_pool import PoolSize
-from penstock.engine.model_info import AttentionGroup, ModelInfo, QuantizationInfo
+from penstock.engine.model_info import (
+    AttentionGroup,
+    ModelInfo,
+    QuantizationInfo,
+)
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
@@ -233,12 +237,13 @@ def describe(
     measured_flops: float | None = None,
     *,
     weight_bytes: int,
+    expert_bytes: int,
     kv_dtype: torch.dtype,
     computed_by: str | None = None,
     quantization: QuantizationInfo | None = None,
 ) -> ModelInfo:
-    """weight_bytes: as in `ModelInfo`. kv_dtype: of the KV cache. load_seconds may still
-    grow: it is not copied."""
+    """weight_bytes: as in `ModelInfo`. expert_bytes: of all experts of a mixture. kv_dtype: of the
+    KV cache. load_seconds may still grow: it is not copied."""
     layer_bytes = model.kv_shape.layer_bytes_per_token(kv_dtype.itemsize)
     return ModelInfo(
         architecture=model.family,
@@ -261,7 +266,7 @@ def describe(
             )
             for window, num_layers in model.num_layers_by_window.items()
         ),
-        flops_per_token=2 * model.num_layers * model.num_layer_weights,
+        flops_per_token=2 * model.num_token_weights,
         flops_per_sampled_token=2 * model.vocab_size * model.hidden_size,
         peak_bandwidth_bytes_per_s=peak_bandwidth(device_name),
         measured_bandwidth_bytes_per_s=measured_bandwidth,
@@ -269,6 +274,7 @@ def describe(
         measured_flops_per_s=measured_flops,
         load_seconds=load_seconds,
         computed_by=computed_by,
+        experts=None if model.experts is None else model.experts.routed(expert_bytes),
         quantization=quantization,
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
+from penstock.engine.models.experts import MAX_WIDTH, ExpertsConfig
 from penstock.engine.models.families import FAMILIES, Head, find_family
 from penstock.engine.models.json_file import Fields, is_number, read_object, shown
 from penstock.engine.models.keys import check_keys
@@ -38,7 +39,8 @@ class ModelConfig:
     norm_offset: added to a norm's weight, which is then, as with wide_norms, multiplied in float32.
     layer_ropes: of each layer, None for one without rotary positions, where not all have `rope`.
     rotary_dim: how many dimensions of a head are rotated, where not all are. query_scaling: see
-    `RopeSettings`. attention_scale: of scores, where it is not head_dim ** -0.5.
+    `RopeSettings`. attention_scale: of scores, where it is not head_dim ** -0.5. experts: None
+    where every layer has one MLP, of intermediate_size.
     """
 
     family: str
@@ -74,6 +76,7 @@ class ModelConfig:
     attention_scale: float | None = None
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
+    experts: ExpertsConfig | None = None
 
     @property
     def features(self) -> frozenset[str]:
@@ -109,9 +112,12 @@ class ModelConfig:
         """In the order in which the windows first occur."""
         return dict(Counter(self.windows))
 
-    @property
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(out_features, in_features) of one layer's matrices, by their names in a checkpoint."""
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """None where the layer has one MLP."""
+        return self.experts if self.experts is not None and self.experts.layers[layer] else None
+
+    def linear_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        """(out_features, in_features) of a layer's matrices, by their names in a checkpoint."""
         hidden, mlp = self.hidden_size, self.intermediate_size
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         if self.has_fused_names:
@@ -121,45 +127,71 @@ class ModelConfig:
                 "mlp.gate_up_proj": (2 * mlp, hidden),
                 "mlp.down_proj": (hidden, mlp),
             }
-        return {
+        attention = {
             "self_attn.q_proj": (query, hidden),
             "self_attn.k_proj": (key, hidden),
             "self_attn.v_proj": (key, hidden),
             "self_attn.o_proj": (hidden, query),
+        }
+        if (experts := self.experts_of(layer)) is not None:
+            return attention | experts.linear_shapes(hidden)
+        return attention | {
             "mlp.gate_proj": (mlp, hidden),
             "mlp.up_proj": (mlp, hidden),
             "mlp.down_proj": (hidden, mlp),
         }
 
     @property
-    def num_layer_weights(self) -> int:
-        """Elements of one layer's matrices."""
-        return sum(rows * columns for rows, columns in self.linear_shapes.values())
+    def num_token_weights(self) -> int:
+        """Elements of the matrices that a token is multiplied with, but for the output layer."""
+        hidden, num_heads = self.hidden_size, self.num_heads + self.num_kv_heads
+        num = self.num_layers * 2 * hidden * num_heads * self.head_dim
+        num += self._num_dense_layers * 3 * hidden * self.intermediate_size
+        if self.experts is not None:
+            each, size = self.experts.num_per_token, self.experts.intermediate_size
+            num += self.experts.num_layers * hidden * (self.experts.num_experts + 3 * each * size)
+        return num
 
     @property
-    def num_layer_vectors(self) -> int:
-        """Elements of one layer's norms and biases."""
-        num_heads = self.num_heads + self.num_kv_heads
-        qkv = (num_heads + self.num_kv_heads) * self.head_dim
-        of_heads = (num_heads if self.whole_qk_norm else 2) * self.head_dim * self.qk_norm
-        return (
-            2 * self.hidden_size * (self.pre_norms + self.post_norms)
-            + of_heads
-            + qkv * self.qkv_bias
-            + self.hidden_size * self.output_bias
-            + (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        )
+    def _num_dense_layers(self) -> int:
+        return self.num_layers - (0 if self.experts is None else self.experts.num_layers)
 
     @property
     def num_step_weights(self) -> int:
-        """Elements that a step reads: all but the embedding, unless it is the output layer too."""
-        layer = self.num_layer_weights + self.num_layer_vectors
-        return self.num_layers * layer + self.hidden_size * (self.vocab_size + 1)
+        """Elements that every step reads: all but experts, and the embedding, unless it is the
+        output layer too."""
+        hidden, mlp = self.hidden_size, self.intermediate_size
+        num_heads = self.num_heads + self.num_kv_heads
+        qkv = (num_heads + self.num_kv_heads) * self.head_dim
+        of_heads = (num_heads if self.whole_qk_norm else 2) * self.head_dim * self.qk_norm
+        in_layer = (
+            2 * hidden * num_heads * self.head_dim
+            + 2 * hidden * (self.pre_norms + self.post_norms)
+            + of_heads
+            + qkv * self.qkv_bias
+            + hidden * self.output_bias
+        )
+        in_mlp = 3 * hidden * mlp + (2 * mlp + hidden) * self.mlp_bias
+        num = self.num_layers * in_layer + self._num_dense_layers * in_mlp
+        if self.experts is not None:
+            num += self.experts.num_layers * self.experts.num_router_weights(hidden)
+        return num + hidden * (self.vocab_size + 1)
+
+    @property
+    def num_expert_weights(self) -> int:
+        """Elements of all experts."""
+        experts = self.experts
+        if experts is None:
+            return 0
+        return experts.num_layers * experts.num_experts * experts.num_weights(self.hidden_size)
 
     @property
     def num_parameters(self) -> int:
-        embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
-        return self.num_step_weights + embedding
+        return self.num_step_weights + self.num_expert_weights + self._num_embedding_weights
+
+    @property
+    def _num_embedding_weights(self) -> int:
+        return 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
 
     def weight_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
         """Of all weights, before any is read: what a device needs for them.
@@ -167,21 +199,30 @@ class ModelConfig:
         dtype_bytes: of the type in which they are computed. kept: None where all layers stay as
         they are stored.
         """
-        return self.num_parameters * dtype_bytes - self._saved_bytes(dtype_bytes, kept)
+        read = self.step_weight_bytes(dtype_bytes, kept) + self.expert_bytes(dtype_bytes, kept)
+        return read + self._num_embedding_weights * dtype_bytes
 
     def step_weight_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
         """Of the weights that every step reads, as `ModelInfo.weight_bytes`."""
-        return self.num_step_weights * dtype_bytes - self._saved_bytes(dtype_bytes, kept)
+        saved = self._saved_bytes(dtype_bytes, kept, are_experts=False)
+        return self.num_step_weights * dtype_bytes - saved
+
+    def expert_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
+        """Of all experts."""
+        saved = self._saved_bytes(dtype_bytes, kept, are_experts=True)
+        return self.num_expert_weights * dtype_bytes - saved
 
     @property
     def weight_formats(self) -> frozenset[str]:
         """Of the linear layers that are quantized in the checkpoint."""
-        return frozenset(scheme.weight_format for scheme, _ in self._quantized())
+        return frozenset(scheme.weight_format for _, scheme, _ in self._quantized())
 
-    def _saved_bytes(self, dtype_bytes: int, kept: KeptBytes | None) -> int:
+    def _saved_bytes(self, dtype_bytes: int, kept: KeptBytes | None, *, are_experts: bool) -> int:
         """How many fewer bytes the layers have that are quantized."""
         saved = 0
-        for scheme, (rows, columns) in self._quantized():
+        for name, scheme, (rows, columns) in self._quantized():
+            if (".experts." in name) is not are_experts:
+                continue
             held = scheme.num_bytes(rows, columns) if kept is None else kept(scheme, rows, columns)
             if held is not None:
                 saved += rows * columns * dtype_bytes - held
@@ -189,19 +230,19 @@ class ModelConfig:
 
     def has_widened(self, kept: KeptBytes) -> bool:
         """Whether any layer that is quantized becomes plain."""
-        return any(kept(scheme, *shape) is None for scheme, shape in self._quantized())
+        return any(kept(scheme, *shape) is None for _, scheme, shape in self._quantized())
 
-    def _quantized(self) -> Iterator[tuple[Scheme, tuple[int, int]]]:
+    def _quantized(self) -> Iterator[tuple[str, Scheme, tuple[int, int]]]:
         if self.quantization is not None:
             for name, shape in self._linears():
                 scheme = self.quantization.scheme_of(name)
                 if scheme is not None:
-                    yield scheme, shape
+                    yield name, scheme, shape
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """The name and shape of each matrix but the embedding."""
+        """The name and shape of each matrix but the embedding and routers."""
         for index in range(self.num_layers):
-            for name, shape in self.linear_shapes.items():
+            for name, shape in self.linear_shapes(index).items():
                 yield f"model.layers.{index}.{name}", shape
         if not self.tied_embeddings:
             yield "lm_head", (self.vocab_size, self.hidden_size)
@@ -229,7 +270,7 @@ class ModelConfig:
         num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
         num_heads = fields.count("num_attention_heads", most=_MAX_HEADS)
         num_kv_heads = fields.count("num_key_value_heads", default=num_heads, most=_MAX_HEADS)
-        hidden_size = fields.count("hidden_size", most=_MAX_WIDTH)
+        hidden_size = fields.count("hidden_size", most=MAX_WIDTH)
         head_dim = fields.count("head_dim", default=hidden_size // num_heads, most=_MAX_HEAD_DIM)
         check_neutral(fields, family.computes)
         vocab_size = fields.count("vocab_size", most=_MAX_VOCABULARY)
@@ -258,7 +299,7 @@ class ModelConfig:
             has_fused_names=family.has_fused_names,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=fields.count("intermediate_size", most=_MAX_WIDTH),
+            intermediate_size=fields.count("intermediate_size", most=MAX_WIDTH),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -333,7 +374,6 @@ def _token_ids(fields: Fields) -> list[int] | None:
 _MAX_LAYERS = 10_000
 _MAX_HEADS = 2**16
 _MAX_HEAD_DIM = 2**16
-_MAX_WIDTH = 2**22
 _MAX_VOCABULARY = 2**24
 # The names that config.json has for each.
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_tanh")}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.experts import MAX_WIDTH, qwen_layers, read_experts
 from penstock.engine.models.formats import unsupported_family
 from penstock.engine.models.json_file import Fields, shown
 from penstock.engine.models.rope import RopeSettings
@@ -77,6 +78,22 @@ def _qwen2(fields: Fields) -> Flags:
 
 def _qwen3(fields: Fields) -> Flags:
     return {**_biases(fields), "qk_norm": True}
+
+
+def _qwen3_moe(fields: Fields) -> Flags:
+    has_bias = fields.flag("attention_bias")
+    experts = read_experts(
+        fields,
+        qwen_layers(fields),
+        intermediate_size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
+        is_normed=fields.flag("norm_topk_prob"),
+    )
+    return {"qkv_bias": has_bias, "output_bias": has_bias, "qk_norm": True, "experts": experts}
+
+
+def _qwen3_moe_windows(fields: Fields, num_layers: int) -> Windows:
+    fields.get("max_window_layers")  # without an effect: all layers have the window
+    return unless_off(fields, num_layers, [SLIDING] * num_layers)
 
 
 # ---- Phi ----------------------------------------------------------------------------------------
@@ -271,6 +288,17 @@ FAMILIES = {
         # Qwen3's heads are wider than hidden_size / num_heads.
         defaults={"head_dim": 128},
         without_effect=frozenset({"use_qk_norm", "qk_layernorm"}),
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        flags=_qwen3_moe,
+        windows=_qwen3_moe_windows,
+        defaults={
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 768,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+        },
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",

@@ -20,6 +20,8 @@ from penstock.engine.memory.kv_codes import KVPages, store
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.experts import ExpertsConfig
+from penstock.engine.models.layers.experts import mixed
 from penstock.engine.models.layers.linear import Linear, MakeLinear, read_linear, tensor_bytes
 from penstock.engine.models.layers.rotary import Angles, RotaryTables, rotate
 from penstock.engine.models.weights import WeightSource
@@ -49,7 +51,9 @@ class Layer:
     """One layer's weights; qkv and gate_up are stacked, so that each is one matrix product.
 
     Norms are None where the family has none. input_norm and mlp_norm are of what attention and the
-    MLP read; attended_norm and active_norm of what they give, before it is added.
+    MLP read; attended_norm and active_norm of what they give, before it is added. router: None
+    where the layer has one MLP; otherwise gate_up and down are those of all experts, one after the
+    other: (experts * 2 * size, hidden_size) and (experts * hidden_size, size).
     """
 
     input_norm: Tensor | None
@@ -59,6 +63,7 @@ class Layer:
     output: Linear
     attended_norm: Tensor | None
     mlp_norm: Tensor | None
+    router: Linear | None
     gate_up: Linear
     down: Linear
     active_norm: Tensor | None
@@ -66,10 +71,17 @@ class Layer:
 
     @property
     def num_bytes(self) -> int:
-        linears = (self.qkv, self.output, self.gate_up, self.down)
+        """Without experts."""
+        linears: list[Linear] = [self.qkv, self.output]
+        linears += [self.gate_up, self.down] if self.router is None else [self.router]
         of_heads = (self.query_norm, self.key_norm)
         norms = (self.input_norm, self.attended_norm, self.mlp_norm, self.active_norm, *of_heads)
         return sum(linear.num_bytes for linear in linears) + tensor_bytes(*norms)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of all experts."""
+        return 0 if self.router is None else self.gate_up.num_bytes + self.down.num_bytes
 
 
 class LlamaModel:
@@ -107,6 +119,7 @@ class LlamaModel:
         layer_bytes = sum(layer.num_bytes for layer in self.layers)
         # As `ModelInfo.weight_bytes`: only the output layer reads a tied embedding.
         self.step_weight_bytes = layer_bytes + self.norm.nbytes + self.lm_head.num_bytes
+        self.expert_bytes = sum(layer.expert_bytes for layer in self.layers)
         self.rotary = RotaryTables(config, max_model_len, device)
 
     def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
@@ -165,9 +178,23 @@ def run_layer(
     attended = _attend(config, layer, attention, x, angles, keys, values, step)
     residual = residual + _normed(attended, layer.attended_norm, eps)
     x = _normed(residual, layer.mlp_norm, eps)
-    gate, up = layer.gate_up(x).chunk(2, dim=-1)
-    active = layer.down(_ACTIVATIONS[config.activation](gate) * up)
-    return residual + _normed(active, layer.active_norm, eps)
+    return residual + _normed(_mlp(config, layer, x), layer.active_norm, eps)
+
+
+def _mlp(config: ModelConfig, layer: Layer, x: Tensor) -> Tensor:
+    activation = _ACTIVATIONS[config.activation]
+    if layer.router is None:
+        gate, up = layer.gate_up(x).chunk(2, dim=-1)
+        return layer.down(activation(gate) * up)
+    assert config.experts is not None
+    return mixed(
+        config.experts,
+        x,
+        layer.router(x),
+        layer.gate_up,
+        layer.down,
+        lambda gate, up: activation(gate) * up,
+    )
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -225,6 +252,7 @@ def read_layer(
 ) -> Layer:
     prefix = f"model.layers.{index}."
     hidden, head_dim, mlp = config.hidden_size, config.head_dim, config.intermediate_size
+    mlp_bias, num_mlps = config.mlp_bias, 1
     query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
 
     def norm(is_there: bool, size: int, name: str) -> Tensor | None:
@@ -238,6 +266,14 @@ def read_layer(
     gate_up_names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     if config.has_fused_names:
         qkv_names, gate_up_names = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
+    down_names: tuple[str, ...] = ("mlp.down_proj",)
+    router = None
+    if (experts := config.experts_of(index)) is not None:
+        mlp, mlp_bias = experts.intermediate_size, experts.has_biases
+        num_mlps = experts.num_experts
+        gate_up_names = tuple(experts.gate_up_names())
+        down_names = tuple(experts.down_names())
+        router = _read_router(experts, weights, make_linear, hidden, prefix + experts.router)
     # With norms after the layers' parts, the first of these keeps the name of Llama's second.
     mlp_norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
     pre, post, of_heads = config.pre_norms, config.post_norms, config.qk_norm
@@ -249,11 +285,21 @@ def read_layer(
         output=linear(hidden, query_size, config.output_bias, "self_attn.o_proj"),
         attended_norm=norm(post, hidden, "post_attention_layernorm"),
         mlp_norm=norm(pre, hidden, mlp_norm),
-        gate_up=linear(2 * mlp, hidden, config.mlp_bias, *gate_up_names),
-        down=linear(hidden, mlp, config.mlp_bias, "mlp.down_proj"),
+        router=router,
+        gate_up=linear(num_mlps * 2 * mlp, hidden, mlp_bias, *gate_up_names),
+        down=linear(num_mlps * hidden, mlp, mlp_bias, *down_names),
         active_norm=norm(post, hidden, "post_feedforward_layernorm"),
         window=config.windows[index],
     )
+
+
+def _read_router(
+    experts: ExpertsConfig, weights: WeightSource, make_linear: MakeLinear, hidden: int, name: str
+) -> Linear:
+    """Never quantized: it is small, and a little error in it chooses other experts."""
+    num = experts.num_experts
+    bias = weights.read((num,), f"{name}.bias") if experts.has_biases else None
+    return make_linear(weights.read((num, hidden), f"{name}.weight"), bias)
 
 
 _QUERY_NORM, _KEY_NORM = "self_attn.q_norm", "self_attn.k_norm"

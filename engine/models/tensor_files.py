@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.engine.models.check import INDEX, SINGLE, open_safetensors, read_weight_map
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.expert_tensors import Stack, stack_of
 from penstock.engine.models.tensor_names import stored_name
 
 # Of plain weights. Others are codes, which mean nothing without the scales that are beside them.
@@ -37,13 +38,17 @@ class TensorFiles:
     def names(self) -> Iterable[str]:
         return self._file_of
 
-    def __contains__(self, name: str) -> bool:
-        return self._stored(name) in self._file_of
+    def __contains__(self, name: object) -> bool:
+        if not isinstance(name, str):
+            return False
+        return self._stored(name) in self._file_of or self._stack(name) is not None
 
     def get(self, name: str) -> Tensor:
         """Mapped, of any type. Raises InvalidModel."""
         stored = self._stored(name)
         file = self._file_of.get(stored)
+        if file is None and (stack := self._stack(name)) is not None:
+            return self._part(name, stack)
         if file is None:
             raise InvalidModel(
                 f"the safetensors in {self.directory} lack the tensor {name!r}, "
@@ -57,7 +62,8 @@ class TensorFiles:
 
     def wrong_dtype(self, name: str, tensor: Tensor, allowed: str) -> InvalidModel:
         """allowed: the types that it may have, in words."""
-        file = self._file_of[self._stored(name)]
+        stack = self._stack(name)
+        file = self._file_of[self._stored(name if stack is None else stack.name)]
         return InvalidModel(
             f"the tensor {name!r} in {self.directory / file} is {tensor.dtype}; {allowed}"
         )
@@ -73,6 +79,20 @@ class TensorFiles:
             f"the tensor {name!r} in {self.directory} has numbers that are not finite (NaN or "
             f"infinity), so no answer could be right; {advice}"
         )
+
+    def _stack(self, name: str) -> Stack | None:
+        """Of an expert's tensor that is stored with those of the others."""
+        return None if self._stored(name) in self._file_of else stack_of(name, self)
+
+    def _part(self, name: str, stack: Stack) -> Tensor:
+        whole = self.get(stack.name)
+        try:
+            return stack.take(whole)
+        except (IndexError, RuntimeError):  # a tensor of fewer dimensions, too
+            raise InvalidModel(
+                f"the tensor {stack.name!r} in {self.directory} has the shape "
+                f"{tuple(whole.shape)}, in which there is no {name!r}, which config.json implies"
+            ) from None
 
     def _stored(self, name: str) -> str:
         return stored_name(name, self._file_of)

@@ -28,13 +28,17 @@ FEATURES = {
     *("tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm"),
     *("pre_norms", "post_norms", "wide_norms", "norm_offset", "activation", "layer_ropes"),
     *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
-    "logit_multiplier",
+    *("logit_multiplier", "experts"),
 }
 _ACTIVATIONS = ("silu", "gelu_tanh")
 # structs.h has room for so many layers that are stacked.
 _MAX_STACKED = 3
 # coded_runs.h has room for so many codes of a head.
 _MAX_CODED_HEAD_DIM = 1024
+
+
+class _Expert(Structure):
+    _fields_ = (("gate", NativeLinear), ("up", NativeLinear), ("down", NativeLinear))
 
 
 class _Layer(Structure):
@@ -50,6 +54,8 @@ class _Layer(Structure):
         ("gate", NativeLinear),
         ("up", NativeLinear),
         ("down", NativeLinear),
+        ("experts", POINTER(_Expert)),
+        ("router", NativeLinear),
         ("keys", c_void_p),
         ("values", c_void_p),
         ("key_scales", c_void_p),
@@ -83,6 +89,10 @@ class _Model(Structure):
         ("is_gelu", c_int64),
         ("embedding_multiplier", c_double),
         ("logit_multiplier", c_double),
+        ("experts", c_int64),
+        ("experts_each", c_int64),
+        ("expert_mlp", c_int64),
+        ("are_weights_normed", c_int64),
     )
 
 
@@ -122,7 +132,7 @@ class NativeModel:
             for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 check_format(linear)
         packer = Packer(library)
-        mlp = config.intermediate_size
+        mlp, mixture = config.intermediate_size, config.experts
 
         def pack(linear: Linear, *rows: int) -> list[NativeLinear]:
             packed = packer.packed(parts(linear, self._dtype, *rows))
@@ -138,12 +148,8 @@ class NativeModel:
         def native_layer(index: int) -> _Layer:
             layer, angles = model.layers[index], model.rotary.layers[index]
             num_rows = len(angles.cos) if angles.cos.stride(0) else 1
-            [output], [gate, up], [down] = (
-                pack(layer.output),
-                pack(layer.gate_up, mlp, mlp),
-                pack(layer.down),
-            )
-            return _Layer(
+            [output] = pack(layer.output)
+            native = _Layer(
                 input_norm=norm(layer.input_norm),
                 query_norm=norm(layer.query_norm),
                 key_norm=norm(layer.key_norm),
@@ -152,9 +158,6 @@ class NativeModel:
                 active_norm=norm(layer.active_norm),
                 qkv=(NativeLinear * _MAX_STACKED)(*pack(layer.qkv)),
                 output=output,
-                gate=gate,
-                up=up,
-                down=down,
                 keys=packer.address(pool.keys[index]),
                 values=packer.address(pool.values[index]),
                 key_scales=of_layer(pool.key_scales, index),
@@ -164,6 +167,17 @@ class NativeModel:
                 sin=packer.address(angles.sin[:num_rows]),
                 angles_step=angles.cos.stride(0),
             )
+            if layer.router is None or mixture is None:
+                native.gate, native.up = pack(layer.gate_up, mlp, mlp)
+                [native.down] = pack(layer.down)
+                return native
+            [native.router] = pack(layer.router)
+            num, size = mixture.num_experts, mixture.intermediate_size
+            gate_up = pack(layer.gate_up, *[size] * (2 * num))
+            down = pack(layer.down, *[config.hidden_size] * num)
+            experts = zip(gate_up[::2], gate_up[1::2], down, strict=True)
+            native.experts = (_Expert * num)(*(_Expert(*expert) for expert in experts))
+            return native
 
         [head] = parts(model.lm_head, self._dtype)
         [packed_head] = packer.packed([head])
@@ -194,12 +208,19 @@ class NativeModel:
             is_gelu=_ACTIVATIONS.index(config.activation),
             embedding_multiplier=embedding_multiplier(config, self._dtype),
             logit_multiplier=config.logit_multiplier,
+            experts=mixture.num_experts if mixture else 0,
+            experts_each=mixture.num_per_token if mixture else 0,
+            expert_mlp=mixture.intermediate_size if mixture else 0,
+            are_weights_normed=bool(mixture and mixture.is_normed),
         )
         # What the pointers above point into.
-        self._kept = (packer, pool)
+        self._kept = (packer, pool, [layer.experts for layer in layers])
         # Reused: page faults of new memory take longer than what is written to it.
         self._logits = torch.empty(0, self._vocab_size)
         library.penstock_make.restype = c_void_p
+        library.penstock_step.restype = c_int64
+        self.num_experts_read: int | None = None
+        """By the last step, over all layers; None for a dense model."""
         self._runner = c_void_p(library.penstock_make(ctypes.byref(self._model), c_int64(threads)))
         weakref.finalize(self, library.penstock_free, self._runner)
         self.products = _products(library)
@@ -264,7 +285,9 @@ class NativeModel:
             logits=logits,
             states=states,
         )
-        self._library.penstock_step(self._runner, ctypes.byref(native_step))
+        num_experts = self._library.penstock_step(self._runner, ctypes.byref(native_step))
+        if self._model.experts:
+            self.num_experts_read = num_experts
 
 
 def check_features(config: ModelConfig, dtype: torch.dtype) -> None:
@@ -272,6 +295,11 @@ def check_features(config: ModelConfig, dtype: torch.dtype) -> None:
     config.check_features(PATH, FEATURES)
     names = ("hidden_size", "intermediate_size")
     odd = [f"an odd {name}" for name in names if getattr(config, name) % 2]
+    if config.experts is not None:
+        if config.post_norms:
+            raise UnsupportedFeature(["experts with post_norms"], PATH)
+        if config.experts.intermediate_size % 2:
+            odd.append("experts of an odd size")
     if odd and dtype is torch.bfloat16:
         raise UnsupportedFeature(odd, PATH)
 

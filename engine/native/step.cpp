@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "experts.h"
 #include "formats.h"
 #include "grouped.h"
 #include "inputs.h"
@@ -70,8 +71,8 @@ template <class T> struct Runner {
     struct Own {  // of one thread
         int thread;
         Attention<Runs> attention;
-        Buffer<X> normalised;
-        Buffer<unsigned char> coded;
+        Buffer<X> normalised, gathered;
+        Buffer<unsigned char> coded, gathered_codes;
         std::unique_ptr<float[]> row;  // of x, before it is coded
         std::unique_ptr<float[]> head;
         std::unique_ptr<Stored[]> key_value;  // of one head
@@ -82,7 +83,7 @@ template <class T> struct Runner {
     Runner(const Model &of, int64_t threads) : model(of), team(int(threads)) {
         const int64_t group = model.heads / model.kv_heads;
         for (int64_t i = 0; i < threads; ++i)
-            own.push_back({int(i), Attention<Runs>(std::max(group, kQueries), model.head_dim), {}, {},
+            own.push_back({int(i), Attention<Runs>(std::max(group, kQueries), model.head_dim), {}, {}, {}, {},
                            std::unique_ptr<float[]>(new float[model.hidden]),
                            std::unique_ptr<float[]>(new float[model.head_dim]),
                            std::unique_ptr<Stored[]>(new Stored[2 * model.head_dim]),
@@ -94,6 +95,7 @@ template <class T> struct Runner {
     Buffer<float> residual, change, wide, parts, mixed, active;
     Buffer<X> x, mlp;
     Buffer<unsigned char> coded;
+    Routing routing;
     Team team;  // the last: its threads end before the rest does
 };
 
@@ -108,15 +110,17 @@ template <class T> class Run : public Job {
           group_(m_.heads / m_.kv_heads), attended_(m_.heads * m_.head_dim),
           qkv_(attended_ + 2 * m_.kv_heads * m_.head_dim),
           places_{m_.block_size, m_.kv_heads, m_.head_dim}, x_step_(padded<X>(widest())),
-          mlp_step_(padded<X>(m_.mlp)),
+          mlp_step_(padded<X>(m_.mlp)), expert_step_(padded<X>(m_.expert_mlp)),
+          expert_rows_(s_.tokens * m_.experts_each),
           part_floats_(Gathered::floats(group_, banded_rows(m_.head_dim))),
-          phases_(13 * m_.num_layers + 4, runner.team.size()) {
+          phases_((m_.experts ? 16 : 13) * m_.num_layers + 4, runner.team.size()) {
         const int64_t rows = std::max(s_.tokens, s_.samples) + kSpare;
         residual_ = runner.residual.reserve(s_.tokens * m_.hidden);
         if (m_.has_post_norms) change_ = runner.change.reserve(s_.tokens * m_.hidden);
         wide_ = runner.wide.reserve(s_.tokens * qkv_);
         x_ = runner.x.reserve(rows * x_step_);
-        mlp_ = runner.mlp.reserve(rows * mlp_step_);
+        mlp_ = runner.mlp.reserve(std::max(rows * mlp_step_, (expert_rows_ + kSpare) * expert_step_));
+        if (m_.experts) runner.routing.reserve(s_.tokens, m_.experts, m_.experts_each, kChunk);
         reserve_codes();
         for (Own &own : runner.own) own.normalised.reserve((kFew / m_.hidden + kSpare) * x_step_);
         if (!only_head) plan_attention();
@@ -160,6 +164,10 @@ template <class T> class Run : public Job {
                 linear(*phase++, own, &layer.output, 1, source, s_.tokens, add);
             });
             add_change(phase, own, layer.attended_norm);
+            if (layer.experts) {
+                mixture(phase, own, layer);
+                continue;
+            }
             gated_linear(phase, own, layer);
             const auto active = [&](int64_t t) { return active_ + t * m_.mlp; };
             with_rows(phase, own, layer.down, {mlp_, mlp_step_}, active, [&](Source source) {
@@ -195,11 +203,14 @@ template <class T> class Run : public Job {
             const Layer &layer = m_.layers[l];
             for (const Linear &linear : {layer.qkv[0], layer.output, layer.gate, layer.down})
                 count(linear, s_.tokens);
+            if (!layer.experts) continue;
+            count(layer.experts->gate, s_.tokens);
+            count(layer.experts->down, expert_rows_);
         }
         if (!bytes) return;
         coded_ = runner_.coded.reserve(bytes);
         mixed_ = runner_.mixed.reserve(s_.tokens * attended_);
-        active_ = runner_.active.reserve(s_.tokens * m_.mlp);
+        active_ = runner_.active.reserve(std::max(s_.tokens * m_.mlp, expert_rows_ * m_.expert_mlp));
     }
 
     struct Input {  // what a product reads: rows of x, or codes of them
@@ -501,6 +512,111 @@ template <class T> class Run : public Job {
         return x / (1.0f + exp(-y));
     }
 
+    // ---- Mixtures of experts ---------------------------------------------------------------------
+
+    // Adds what each token's experts make of its normalised residual stream to that.
+    KEEP_APART void mixture(Phase *&phase, Own &own, const Layer &layer) {
+        Routing &routing = runner_.routing;
+        const Linear &gate = layer.experts->gate, &down = layer.experts->down;
+        with_normalised(phase, own, layer.mlp_norm, layer.router, [&](Source source) {
+            linear(*phase++, own, &layer.router, 1, source, s_.tokens,
+                   [&](int64_t t, int64_t n, const float *y, int64_t count) {
+                       std::copy_n(y, count, routing.logits(t) + n);
+                   });
+            phase++->run(own.thread, s_.tokens,
+                         [&](int64_t t) { routing.choose(t, m_.are_weights_normed); });
+            if (!is_coded(gate)) gate_experts(*phase++, own, layer, source);
+        });
+        if (is_coded(gate))
+            with_normalised(phase, own, layer.mlp_norm, gate, [&](Source source) {
+                gate_experts(*phase++, own, layer, source);
+            });
+        const auto add = [&](Source source) { add_experts(*phase++, own, layer, source); };
+        if (!is_coded(down)) return add([&] { return Input{mlp_, expert_step_}; });
+        with_codes(phase, own, down, expert_rows_,
+                   [&](int64_t row) { return active_ + row * m_.expert_mlp; }, add);
+    }
+
+    // activation(gate) * up, a row for each token at each of its experts. How many units of work there are
+    // must not depend on the routing, which is another layer's when a thread comes late.
+    void gate_experts(Phase &phase, Own &own, const Layer &layer, Source source) {
+        const int64_t bands = banded_rows(m_.expert_mlp) / kBand;
+        const int64_t units = std::min(32 * runner_.team.size(), expert_rows_ * bands);
+        int64_t gathered = -1;
+        Input in = {};
+        phase.run(own.thread, units, [&](int64_t unit) {
+            const std::vector<Segment> &segments = runner_.routing.segments();
+            const int64_t all = int64_t(segments.size()) * bands;
+            for (int64_t at = all * unit / units; at < all * (unit + 1) / units; ++at) {
+                const Segment &segment = segments[at / bands];
+                if (gathered != at / bands) {
+                    gathered = at / bands;
+                    in = rows_of_segment(own, source(), segment);
+                }
+                const Expert &expert = layer.experts[segment.expert];
+                const int64_t band = at % bands, columns = std::min(kBand, m_.expert_mlp - band * kBand);
+                float *gate = own.products.get(), *up = gate + kChunk * kBand;
+                multiply(expert.gate, in, 0, segment.count, band, gate);
+                multiply(expert.up, in, 0, segment.count, band, up);
+                for (int64_t i = 0; i < segment.count; ++i) {
+                    const float *g = gate + i * kBand, *u = up + i * kBand;
+                    const int64_t row = segment.first + i, n = band * kBand;
+                    if (is_coded(expert.down))
+                        put_active(g, u, columns, active_ + row * m_.expert_mlp + n);
+                    else
+                        put_active(g, u, columns, mlp_ + row * expert_step_ + n);
+                }
+            }
+        });
+    }
+
+    // What the products of a segment read: its tokens' rows, one after the other.
+    Input rows_of_segment(Own &own, const Input &all, const Segment &segment) {
+        const Routing &routing = runner_.routing;
+        const CodedRows &codes = all.coded;
+        if (segment.count == 1) {
+            const int64_t t = routing.token_of(segment.first);
+            if (all.x) return {all.x + t * all.step, all.step};
+            return {nullptr, 0, {codes.memory + t * codes.step, codes.step, codes.columns, codes.groups}};
+        }
+        if (all.x) {
+            X *to = own.gathered.reserve((kChunk + kSpare) * all.step);
+            for (int64_t i = 0; i < segment.count; ++i)
+                std::copy_n(all.x + routing.token_of(segment.first + i) * all.step, m_.hidden,
+                            to + i * all.step);
+            return {to, all.step};
+        }
+        unsigned char *to = own.gathered_codes.reserve((kChunk + kSpare) * codes.step);
+        for (int64_t i = 0; i < segment.count; ++i)
+            std::copy_n(codes.memory + routing.token_of(segment.first + i) * codes.step, codes.step,
+                        to + i * codes.step);
+        return {nullptr, 0, {to, codes.step, codes.columns, codes.groups}};
+    }
+
+    // Adds the experts' outputs to the residual stream. A unit of work has some columns of all experts, so
+    // that nobody else adds to them, and a token's experts come in their order.
+    void add_experts(Phase &phase, Own &own, const Layer &layer, Source source) {
+        const int64_t bands = banded_rows(m_.hidden) / kBand;
+        const int64_t size = std::clamp<int64_t>(bands / (8 * runner_.team.size()), 1, 8);
+        phase.run(own.thread, (bands + size - 1) / size, [&](int64_t unit) {
+            const Routing &routing = runner_.routing;
+            const Input in = source();
+            float *c = own.products.get();
+            for (const Segment &segment : routing.segments())
+                for (int64_t band = unit * size; band < std::min((unit + 1) * size, bands); ++band) {
+                    const Linear &down = layer.experts[segment.expert].down;
+                    multiply(down, in, segment.first, segment.count, band, c);
+                    const int64_t columns = std::min(kBand, m_.hidden - band * kBand);
+                    for (int64_t i = 0; i < segment.count; ++i) {
+                        const int64_t row = segment.first + i;
+                        float *to = residual(routing.token_of(row)) + band * kBand;
+                        const float weight = routing.weight_of(row), *y = c + i * kBand;
+                        for (int64_t n = 0; n < columns; ++n) to[n] += weight * y[n];
+                    }
+                }
+        });
+    }
+
     void logits(Phase *&phase, Own &own) {
         const auto state = [&](int64_t i) -> const T * {
             if (only_head_) return static_cast<const T *>(s_.states) + i * m_.hidden;
@@ -646,7 +762,7 @@ template <class T> class Run : public Job {
     const bool only_head_;
     const int64_t group_, attended_, qkv_;  // heads of a KV head; numbers of all heads; of q, k and v
     const KVPlaces places_;
-    const int64_t x_step_, mlp_step_, part_floats_;
+    const int64_t x_step_, mlp_step_, expert_step_, expert_rows_, part_floats_;
     int64_t heads_each_ = 1;    // KV heads of a unit of work
     bool keys_first_ = false;  // a sequence has several tiles, which read each other's keys
     std::vector<Unit> units_;
@@ -693,9 +809,11 @@ extern "C" void *penstock_make(const Model *model, int64_t threads) {
 }
 extern "C" void penstock_free(void *runner) { delete static_cast<Runner<Weights> *>(runner); }
 
-// A whole step. If `states` is given, writes the last layer's normalised states and no logits.
-extern "C" void penstock_step(void *runner, const Step *step) {
+// A whole step. If `states` is given, writes the last layer's normalised states and no logits. Returns how many
+// experts it has read, over all layers.
+extern "C" int64_t penstock_step(void *runner, const Step *step) {
     run<Weights>(runner, step, false);
+    return static_cast<Runner<Weights> *>(runner)->routing.num_read();
 }
 
 // Only the output layer: the logits of `samples` rows of `states`, in a step without tokens.

@@ -18,11 +18,18 @@ struct Linear {
     int64_t is_fp8, is_by_band;  // see Fp8
 };
 
+struct Expert {
+    Linear gate, up, down;
+};
+
 struct Layer {
     // Null where there is none; those of queries and keys are of a head, or of all with whole_qk_norm.
     const float *input_norm, *query_norm, *key_norm, *attended_norm, *mlp_norm, *active_norm;
     Linear qkv[3];  // one or several that are stacked; then without rows
     Linear output, gate, up, down;
+    // Null where the layer has the one MLP above. All experts have the same format and groups of codes.
+    const Expert *experts;
+    Linear router;  // of plain weights
     // As many numbers as (num_blocks, block_size, num_kv_heads, head_dim), as runs.h or coded_runs.h has them.
     void *keys, *values;
     float *key_scales, *value_scales;  // of codes, else null
@@ -43,6 +50,9 @@ struct Model {
     const float *query_factors;  // (positions) or null: what queries are multiplied by
     int64_t whole_qk_norm, has_post_norms, is_gelu;
     double embedding_multiplier, logit_multiplier;
+    // Of layers with experts: how many they have, how many compute a token, and the size of each. 0 where
+    // no layer has any. are_weights_normed: whether those of a token's experts add up to 1.
+    int64_t experts, experts_each, expert_mlp, are_weights_normed;
 };
 
 struct Step {

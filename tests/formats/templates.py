@@ -22,6 +22,7 @@ _EXAONE = (
 )
 # By the names of `MORE_FAMILIES`.
 TEMPLATES = {
+    "qwen3_moe": _CHATML,
     "phi4": "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}",
     "phi4_mini": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

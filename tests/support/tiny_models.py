@@ -155,6 +155,22 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", _GEMMA),
     "gemma3_wrapped": ("Gemma3", _GEMMA),
 }
+# Of mixtures of experts; the second has one layer of three with experts.
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MORE_FAMILIES |= {
+    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
+    "qwen3_moe_few": (
+        "Qwen3Moe",
+        {
+            **_EXPERTS,
+            "num_experts": 40,
+            "num_experts_per_tok": 5,
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [3],
+        },
+    ),
+}
 # The text models of those with images.
 _TEXTS = {"Mistral3": "ministral3", "Gemma3": "gemma3_text"}
 
@@ -250,7 +266,12 @@ class Harness:
                 make_linear=PlainLinear,
                 kept=options.get("kept", AsStored(FORMATS)),
             ),
-            options.get("make_linear", PlainLinear if native else cpu_linear(dtype)),
+            options.get(
+                "make_linear",
+                PlainLinear
+                if native
+                else cpu_linear(dtype, has_experts=config.experts is not None),
+            ),
             gathered_attention,
             max_model_len=max_len,
             device=CPU,

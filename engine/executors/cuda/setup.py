@@ -333,6 +333,7 @@ class _Setup:
             self._phases.seconds,
             self._flops,
             weight_bytes=llama.step_weight_bytes,
+            expert_bytes=llama.expert_bytes,
             kv_dtype=self._kv_dtype,
             quantization=self._quantization,
         )

@@ -48,6 +48,11 @@ class CodedLinear:
     def out_features(self) -> int:
         return self.weight.out_features
 
+    def rows(self, first: int, end: int) -> "CodedLinear":
+        """See `StoredLinear`."""
+        bias = None if self.bias is None else self.bias[first:end]
+        return CodedLinear(_rows(self.weight, first, end), bias)
+
     def write_weight(self, out: Tensor) -> None:
         """See `StoredLinear`."""
         for start, stop in bands(self.out_features):

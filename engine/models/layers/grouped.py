@@ -204,6 +204,16 @@ class StackedLinear:
         for part, rows in zip(self.parts, torch.split(out, sizes), strict=True):
             part.write_weight(rows)
 
+    def rows(self, first: int, end: int) -> "StackedLinear":
+        """These outputs alone. Their tensors are views."""
+        parts, start = [], 0
+        for part in self.parts:
+            low, high = max(first - start, 0), min(end - start, part.out_features)
+            if low < high:
+                parts.append(part.rows(low, high))
+            start += part.out_features
+        return StackedLinear(parts)
+
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], dim=-1)
 

@@ -42,6 +42,10 @@ class StoredLinear(Linear, Protocol):
     @property
     def out_features(self) -> int: ...
 
+    def rows(self, first: int, end: int) -> "StoredLinear":
+        """These outputs alone. Its tensors are views."""
+        ...
+
     def write_weight(self, out: Tensor) -> None:
         """W, rounded to the type of out: (out_features, in_features), on any device."""
         ...
@@ -60,6 +64,11 @@ class PlainLinear:
     @property
     def out_features(self) -> int:
         return len(self.weight)
+
+    def rows(self, first: int, end: int) -> "PlainLinear":
+        """See `StoredLinear`."""
+        bias = None if self.bias is None else self.bias[first:end]
+        return PlainLinear(self.weight[first:end], bias)
 
     def write_weight(self, out: Tensor) -> None:
         """See `StoredLinear`."""
@@ -121,8 +130,11 @@ def tensor_bytes(*tensors: Tensor | None) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def cpu_linear(dtype: torch.dtype) -> MakeLinear:
-    """The fastest linear layer of torch on a processor, for weights of this type."""
+def cpu_linear(dtype: torch.dtype, *, has_experts: bool) -> MakeLinear:
+    """The fastest linear layer of torch on a processor, for weights of this type. has_experts:
+    whether a layer may be one of several that are stacked, whose rows are taken one by one."""
+    if has_experts:
+        return PlainLinear
     if dtype is torch.float16:
         return WidenedLinear
     return PackedLinear if _can_pack() else PlainLinear

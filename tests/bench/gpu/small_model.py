@@ -137,7 +137,8 @@ class SmallModel:
         size = PoolSize(num_blocks=num_blocks, max_model_len=sizes.max_len)
         info = describe(
             self.config, self.dtype, str(device), size, sizes.block_size, None, {}, None,
-            weight_bytes=self.llama.step_weight_bytes, kv_dtype=self.dtype,
+            weight_bytes=self.llama.step_weight_bytes, expert_bytes=self.llama.expert_bytes,
+            kv_dtype=self.dtype,
         )  # fmt: skip
         return CudaExecutor(
             FusedModel(self.llama, pool, attention, rows),

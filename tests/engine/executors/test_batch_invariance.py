@@ -19,7 +19,9 @@ pytestmark = needs_compiler
 Answer = list[tuple[int, float]]  # ids, with their logprobs to the last bit
 
 
-@pytest.fixture(scope="module", params=["demo", "mistral_window", "qwen3", "llama_biases"])
+@pytest.fixture(
+    scope="module", params=["demo", "mistral_window", "qwen3", "llama_biases", "qwen3_moe"]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sizes that fill whole vectors and sizes that do not, windows, norms and biases."""
     if request.param == "demo":

@@ -55,7 +55,7 @@ def test_the_plan_counts_the_bytes_that_are_loaded(
     assert plan.weight_bytes - plan.step_weight_bytes == 2 * shape.vocab_size * shape.hidden_size
     least, most = (8.5, 8.5) if method is INT8 else (4.5, 5.5)
     assert least <= plan.bits_per_weight <= most
-    assert plan.num_weights == shape.num_layers * shape.num_layer_weights + 96 * 256
+    assert plan.num_weights == shape.num_token_weights + 96 * 256
     info = executor.info.quantization
     assert info is not None and (info.method, info.bits) == (method, method.bits)
 

@@ -26,6 +26,7 @@ VERSION = 1
 # Rows this short are of models so small that 4 bits save little and cost much.
 _LEAST_COLUMNS_OF_4_BITS = 256
 _META = torch.device("meta")
+_MAX_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,9 @@ class Part:
     @property
     def key(self) -> str:
         """Of no other part of the model."""
-        return "+".join(self.names)
+        if len(self.names) <= _MAX_NAMES:
+            return "+".join(self.names)
+        return f"{self.names[0]}+...+{self.names[-1]}"  # of experts
 
     @property
     def weight_format(self) -> str:
@@ -111,14 +114,15 @@ class Scheme:
 class Plan:
     """What a model will be.
 
-    weight_bytes: of all its weights. step_weight_bytes: as in `ModelInfo.weight_bytes`. parts: in
-    the order in which a model reads them.
+    weight_bytes: of all its weights. step_weight_bytes: as in `ModelInfo.weight_bytes`.
+    expert_bytes: of all experts. parts: in the order in which a model reads them.
     """
 
     scheme: Scheme
     parts: tuple[Part, ...]
     weight_bytes: int
     step_weight_bytes: int
+    expert_bytes: int
 
     @classmethod
     def of(cls, scheme: Scheme, dtype: torch.dtype, kept: Kept | None = None) -> "Plan":
@@ -142,8 +146,9 @@ class Plan:
         return cls(
             scheme=scheme,
             parts=tuple(parts),
-            weight_bytes=model.step_weight_bytes + model.embedding.nbytes,
+            weight_bytes=model.step_weight_bytes + model.expert_bytes + model.embedding.nbytes,
             step_weight_bytes=model.step_weight_bytes,
+            expert_bytes=model.expert_bytes,
         )
 
     @property

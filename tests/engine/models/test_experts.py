@@ -1,0 +1,269 @@
+"""Mixtures of experts: who computes a token, how experts are stored, and what of them is read."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.engine.config import Quantization
+from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
+from penstock.engine.models.experts import ExpertsConfig
+from penstock.engine.models.layers.experts import routes
+from penstock.engine.models.layers.kept import AsStored
+from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
+from penstock.engine.native.model import NativeModel, check_features
+from tests.engine.executors.test_cpu import assign, generate
+from tests.support.compiler import needs_compiler
+from tests.support.paths import ROOT
+from tests.support.quantized_checkpoints import FORMATS
+from tests.support.tiny_models import Harness, engine_config, make_batch, make_model, save
+from tests.support.weight_formats import coded
+
+PROMPT = torch.arange(3, 3 + 40)[None]
+CONFIGS = ROOT / "configs" / "models"
+EXPERT = "model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("qwen3_moe"), tmp_path_factory.mktemp("mixture"))
+
+
+def harness(path: Path, **options: Any) -> Harness:
+    made = Harness(path, **options)
+    made.token_table[:2, :40] = torch.cat([PROMPT, PROMPT.flip(1)])
+    return made
+
+
+def logits_of(path: Path, **options: Any) -> Tensor:
+    return harness(path, **options).run([(0, 0, 40)])[0]
+
+
+def edited(path: Path, to: Path, tensors: dict[str, Tensor], **changes: Any) -> Path:
+    """A copy with other tensors and settings."""
+    to.mkdir()
+    save_file(tensors, to / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | changes))
+    return to
+
+
+def test_experts_that_are_stacked_in_the_file_give_the_same_bits(
+    mixture: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(mixture / "model.safetensors")
+
+    def stacked(layer: int, *parts: str) -> Tensor:
+        return torch.stack(
+            [
+                torch.cat(
+                    [tensors.pop(EXPERT.format(layer=layer, expert=e, part=p)) for p in parts]
+                )
+                for e in range(6)
+            ]
+        )
+
+    stacks = {}
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        stacks[f"{prefix}.gate_up_proj"] = stacked(layer, "gate", "up")
+        stacks[f"{prefix}.down_proj"] = stacked(layer, "down")
+    path = edited(mixture, tmp_path / "stacked", tensors | stacks)
+    assert torch.equal(logits_of(path), logits_of(mixture))
+
+    stacks["model.layers.1.mlp.experts.down_proj"] = torch.zeros(5, 64, 24)
+    too_few = edited(mixture, tmp_path / "too few", tensors | stacks)
+    with pytest.raises(InvalidModel, match=r"shape \(5, 64, 24\), in which there is no .*\.5\."):
+        logits_of(too_few)
+
+
+@pytest.mark.parametrize("is_normed", [True, False])
+def test_of_equal_logits_the_first_experts_are_chosen(is_normed: bool) -> None:
+    experts = ExpertsConfig(
+        layers=(True,), num_experts=5, num_per_token=2, intermediate_size=8, is_normed=is_normed
+    )
+    chosen, weights = routes(experts, torch.tensor([[1.0] * 5, [0.0, 3.0, 2.0, 3.0, 2.0]]))
+    assert chosen.tolist() == [[0, 1], [1, 3]]
+    assert weights[0].tolist() == pytest.approx([0.5, 0.5] if is_normed else [0.2, 0.2])
+
+
+@needs_compiler
+def test_the_compiled_step_breaks_ties_as_torch_does(mixture: Path, tmp_path: Path) -> None:
+    tensors = load_file(mixture / "model.safetensors")
+    routers = {name: tensors[name] for name in tensors if name.endswith("mlp.gate.weight")}
+    for router in routers.values():
+        router.zero_()  # the logits of all experts are equal, whatever sums are rounded to
+    path = edited(mixture, tmp_path / "ties", tensors | routers)
+    torch.testing.assert_close(logits_of(path, native=True), logits_of(path), atol=1e-4, rtol=0)
+
+
+def reached(path: Path, num_tokens: int) -> int:
+    """By the first tokens of the prompt, as torch routes them, summed over the layers."""
+    made = harness(path)
+    model: Any = made.model
+    num = 0
+    for layer in model.layers:
+        router = layer.router
+
+        def counted(x: Tensor, router: Any = router) -> Tensor:
+            nonlocal num
+            logits: Tensor = router(x)
+            num += len({*routes(model.config.experts, logits)[0].flatten().tolist()})
+            return logits
+
+        object.__setattr__(layer, "router", counted)
+    made.run([(0, 0, num_tokens)])
+    return num
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_the_compiled_step_tells_how_many_experts_it_has_read(
+    mixture: Path, num_tokens: int
+) -> None:
+    made = harness(mixture, native=True)
+    assert isinstance(made.model, NativeModel)
+    made.run([(0, 0, num_tokens)])
+    assert made.model.num_experts_read == reached(mixture, num_tokens)
+
+
+def in_company(made: Harness) -> Tensor:
+    """The logits of the first prompt, in chunks and then token by token beside the second."""
+    parts = [made.run([(0, start, 7), (1, start, 3)])[0] for start in range(0, 35, 7)]
+    parts += [made.run([(0, at, 1), (1, at - 35, 1)], num_decodes=2)[0] for at in range(35, 40)]
+    return torch.cat(parts)
+
+
+@needs_compiler
+@pytest.mark.parametrize("make_linear", [coded(8, 32), coded(4, 32, has_zeros=True)])
+@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 256, "moe_intermediate_size": 288}])
+def test_experts_in_codes_have_the_same_bits_alone_in_chunks_and_in_company(
+    make_linear: MakeLinear, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    path = save(make_model("qwen3_moe", **sizes), tmp_path)
+    options: dict[str, Any] = {"has_codes": True, "make_linear": make_linear}
+    alone = logits_of(path, native=True, threads=1, **options)
+    assert torch.equal(in_company(harness(path, native=True, threads=2, **options)), alone)
+    # Torch multiplies the same weights with activations that are not rounded.
+    assert (alone - logits_of(path, make_linear=make_linear)).abs().mean() < 0.2
+
+
+@needs_compiler
+def test_an_fp8_checkpoint_of_experts_has_the_logits_of_its_values(tmp_path: Path) -> None:
+    """As Qwen3-30B-A3B-FP8: routers and the output layer are plain."""
+    model = make_model("qwen3_moe", moe_intermediate_size=32, head_dim=16)  # whole blocks
+    mixture = save(model, tmp_path / "model")
+    plain, codes = load_file(mixture / "model.safetensors"), dict[str, Tensor]()
+    for name in list(plain):
+        if name.endswith("_proj.weight"):
+            packed, weight = FORMATS["fp8-block"].pack(plain[name].numpy())
+            plain[name] = torch.from_numpy(weight)
+            layer = name.removesuffix(".weight")
+            codes |= {f"{layer}.{end}": tensor for end, tensor in packed.items()}
+        else:
+            codes[name] = plain[name]
+    settings = FORMATS["fp8-block"].settings | {"modules_to_not_convert": ["mlp.gate", "lm_head"]}
+    fp8 = edited(mixture, tmp_path / "fp8", codes, quantization_config=settings)
+    values = edited(mixture, tmp_path / "values", plain)
+    expected = logits_of(values)
+    for kept in (AsStored(), AsStored({"fp8"})):
+        torch.testing.assert_close(logits_of(fp8, kept=kept), expected, atol=1e-4, rtol=0)
+    found = logits_of(fp8, native=True, has_codes=True)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    config = ModelConfig.from_dir(fp8)
+    held: Any = harness(fp8, make_linear=PlainLinear, kept=AsStored({"fp8"})).model
+    assert config.step_weight_bytes(4) == held.step_weight_bytes
+    assert config.expert_bytes(4) == held.expert_bytes
+    assert config.weight_bytes(4) == (
+        held.step_weight_bytes + held.expert_bytes + held.embedding.nbytes
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("method", [Quantization.INT8, Quantization.INT4, Quantization.FP8])
+def test_experts_are_rounded_at_load_and_their_routers_are_not(
+    method: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("qwen3_moe", hidden_size=256, moe_intermediate_size=256, head_dim=32)
+    path = save(model, tmp_path / "model")
+    monkeypatch.setattr(
+        "penstock.engine.models.quantization.at_load.quantize.cache_directory",
+        lambda *_: tmp_path / "cache",
+    )
+    config = engine_config(path, quantization=method)
+    executor = CpuExecutor(config, path)
+    assert generate(executor, [[3, 7, 11, 5], list(range(20, 60))], 8)
+    experts = executor.info.experts
+    assert experts is not None
+    least, most = {"int8": (8.5, 8.5), "int4": (4.5, 4.5), "fp8": (8, 8.2)}[method]
+    assert least <= experts.expert_bytes * 8 / (3 * 256 * 256) <= most
+    answer = generate(executor, [[3, 7, 11, 5]], 8)
+    assert list((tmp_path / "cache").iterdir())
+    assert generate(CpuExecutor(config, path), [[3, 7, 11, 5]], 8) == answer
+
+
+@needs_compiler
+def test_a_step_reports_the_experts_that_it_has_read(mixture: Path) -> None:
+    executor = CpuExecutor(engine_config(mixture), mixture)
+    experts = executor.info.experts
+    assert experts is not None and experts.expert_bytes == 4 * 3 * 24 * 64
+    assert executor.info.weight_bytes == ModelConfig.from_dir(mixture).step_weight_bytes(4)
+    prompt = make_batch((0,), (0,), (3,), assignments=(assign(0, [3, 4, 5], [0, 1]),))
+    decode = make_batch((0,), (3,), (1,), num_decodes=1)
+    steps = [executor.execute(batch).wait().num_experts for batch in (prompt, decode)]
+    assert steps == [reached(mixture, 3), 3 * 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 7}, r"num_experts_per_tok \(7\) must be at most num_local_ex"),
+        ({"mlp_only_layers": [3]}, "'mlp_only_layers' must be a list of layers, from 0 to 2"),
+        ({"mlp_only_layers": "1"}, "'mlp_only_layers' must be a list of layers"),
+        ({"num_local_experts": -1}, "'num_local_experts' must be an integer of at least 0"),
+        ({"num_local_experts": 10**6}, "'num_local_experts' must be at most"),
+        ({"decoder_sparse_step": 0}, "'decoder_sparse_step' must be a positive integer"),
+        ({"norm_topk_prob": 1}, "'norm_topk_prob' must be true or false"),
+        ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size"),
+    ],
+)
+def test_wrong_settings_of_experts_are_refused_by_name(
+    mixture: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    config = json.loads((mixture / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(InvalidModel, match=message):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_without_experts_it_is_a_dense_model(mixture: Path, tmp_path: Path) -> None:
+    config = json.loads((mixture / "config.json").read_text())
+    for off in ({"num_local_experts": 0}, {"mlp_only_layers": [0, 1, 2]}):
+        (tmp_path / "config.json").write_text(json.dumps(config | off))
+        assert ModelConfig.from_dir(tmp_path).experts is None
+
+
+def test_what_is_not_compiled_beside_experts_is_refused_by_name(mixture: Path) -> None:
+    config = ModelConfig.from_dir(mixture)
+    check_features(config, torch.bfloat16)
+    with pytest.raises(UnsupportedFeature, match="experts with post_norms, which the compiled"):
+        check_features(replace(config, post_norms=True), torch.bfloat16)
+    assert config.experts is not None
+    odd = replace(config, experts=replace(config.experts, intermediate_size=23))
+    with pytest.raises(UnsupportedFeature, match="experts of an odd size"):
+        check_features(odd, torch.bfloat16)
+
+
+def test_the_published_sizes_are_those_of_the_model() -> None:
+    config = ModelConfig.from_dir(CONFIGS / "Qwen3-30B-A3B")
+    assert config.num_parameters == 30_532_122_624
+    # Of 3.3 billion that compute a token, the embedding's row aside.
+    active = config.num_token_weights + config.vocab_size * config.hidden_size
+    assert active / 1e9 == pytest.approx(3.04, abs=0.01)
