@@ -82,6 +82,7 @@ def _time(expression: str) -> float:
     return float(_printed("-c", _TIMES.format(expression)))
 
 
+@pytest.mark.slow
 def test_a_product_takes_its_bytes_and_what_surrounds_them() -> None:
     given = "replace(EXPECTED, read_share=1.0, gap=1.0, latency=0.5, end=0.5)"
     assert _time(f"_timed(product, None, {given}).us") == pytest.approx(10 + 2)

@@ -95,6 +95,7 @@ def test_defaults_of_a_wrong_type_are_refused_before_the_weights(hub: StubHub) -
     assert WEIGHTS not in hub.fetched
 
 
+@pytest.mark.slow
 def test_dummy_weights_are_not_downloaded(hub: StubHub) -> None:
     server = RunningServer(NAME, "--load-format", "dummy", "--num-threads", "1")
     try:
@@ -104,6 +105,7 @@ def test_dummy_weights_are_not_downloaded(hub: StubHub) -> None:
     assert WEIGHTS not in hub.fetched
 
 
+@pytest.mark.slow
 def test_an_unsupported_model_ends_the_server_with_one_sentence(
     hub: StubHub, tmp_path: Path
 ) -> None:

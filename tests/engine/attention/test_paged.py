@@ -24,6 +24,11 @@ SHAPES = [
     AttentionShape(num_heads=7, num_kv_heads=1, head_dim=8, block_size=128),
 ]
 
+# On a GPU all are. In the interpreter each takes seconds.
+SLOW = () if ON_GPU else (pytest.mark.slow,)
+# Without a norm in 2 types; with one; and keys and values in codes.
+QUICK = (0, 1, 3, 8)
+
 
 class Rows:
     """Rows with these lengths, in shuffled blocks, whose last `counts` tokens are queries."""
@@ -148,8 +153,15 @@ def test_rows_of_length_0_have_no_work_and_change_nothing() -> None:
     ("shape", "has_norm", "dtype", "kv_dtype"),
     [
         # The interpreter sums the squares of fewer than eight numbers in another order.
-        *product(SHAPES[:2], [False, True], DTYPES, [None]),
-        *product(SHAPES[1:2], [True], DTYPES[-1:], LIMITS),
+        *(
+            pytest.param(*case, marks=() if number in QUICK else SLOW)
+            for number, case in enumerate(
+                [
+                    *product(SHAPES[:2], [False, True], DTYPES, [None]),
+                    *product(SHAPES[1:2], [True], DTYPES[-1:], LIMITS),
+                ]
+            )
+        ),
     ],
 )
 def test_a_decode_that_rotates_gives_the_bits_of_a_rotation_and_a_decode(
@@ -252,7 +264,7 @@ def test_the_pieces_of_a_plan_cover_each_row_once(lengths: list[int], window: in
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [SHAPES[0], pytest.param(SHAPES[1], marks=SLOW), SHAPES[2]])
 def test_prefill_agrees_with_the_reference(
     shape: AttentionShape, window: int | None, dtype: torch.dtype
 ) -> None:

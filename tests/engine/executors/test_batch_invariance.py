@@ -79,7 +79,10 @@ def _answers(engine: SteppedEngine) -> list[Answer]:
 
 @pytest.mark.parametrize(
     "dtype",
-    [Dtype.FLOAT32, Dtype.BFLOAT16, pytest.param(Dtype.FLOAT16, marks=pytest.mark.slow)],
+    [
+        Dtype.BFLOAT16,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (Dtype.FLOAT32, Dtype.FLOAT16)),
+    ],
 )
 def test_ids_and_logprobs_are_the_same_alone_together_in_chunks_and_after_a_preemption(
     model: Path, dtype: Dtype

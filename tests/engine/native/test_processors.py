@@ -41,6 +41,7 @@ def conversions(processor: str, tmp_path_factory: pytest.TempPathFactory) -> cty
     return ctypes.CDLL(str(path))
 
 
+@pytest.mark.slow
 def test_products_are_right_and_the_same_alone(processor: str, tmp_path: Path) -> None:
     flags = _flags(os.environ["CXXFLAGS"])
     named = _run(_compiled_products(tmp_path, os.environ.get("CXX", "g++"), *flags))

@@ -164,7 +164,9 @@ def small_engine(
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(Dtype.FLOAT32, marks=pytest.mark.slow), Dtype.BFLOAT16]
+)
 @pytest.mark.parametrize("name", ["demo", "mistral_window", "qwen3", "llama_biases"])
 def test_every_bit_is_the_same_alone_in_a_batch_and_in_chunks(
     name: str, dtype: Dtype, tmp_path: Path

@@ -93,6 +93,7 @@ def test_the_libraries_are_those_of_the_record() -> None:
     assert recorded == set(LIBRARIES)
 
 
+@pytest.mark.slow
 def test_a_file_is_compressed_for_clients_that_take_it(server: RunningServer) -> None:
     sizes = {}
     for path in FILES:

@@ -166,6 +166,7 @@ def test_probes_that_succeed_have_no_line_at_info(plain: RunningServer) -> None:
     assert "/health" not in plain.log() and "GET /ready 200" not in plain.log()
 
 
+@pytest.mark.slow
 def test_without_the_flag_nothing_is_logged_at_info_and_everything_at_debug() -> None:
     with running_server() as quiet:
         quiet.complete()

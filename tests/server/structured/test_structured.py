@@ -104,7 +104,7 @@ def test_completions_accept_the_same_fields(server: RunningServer) -> None:
     "fields",
     [
         {"response_format": {"type": "json_object"}},
-        {"structured_outputs": {"json_object": True}},
+        pytest.param({"structured_outputs": {"json_object": True}}, marks=pytest.mark.slow),
     ],
 )
 def test_a_finished_json_object_is_an_object(server: RunningServer, fields: dict[str, Any]) -> None:
@@ -197,6 +197,7 @@ def test_fields_that_forbid_all_of_the_grammar_end_the_answer_with_an_error(
     assert server.chat().status_code == 200
 
 
+@pytest.mark.slow
 # Without one, rows are rounded differently in batches of other shapes, and other ids are drawn.
 @needs_compiler
 @pytest.mark.parametrize("server", ["trained"], indirect=True)
