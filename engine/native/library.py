@@ -72,8 +72,16 @@ def load_library(
     formats: of weights; those of `CODE_FORMATS` are compiled besides plain ones. has_coded_kv:
     whether keys and values are of 8 bits.
     """
+    mask = formats_mask(formats)
+    macros = [f"-DPENSTOCK_WEIGHTS={_WEIGHTS[dtype]}"]
+    if mask:
+        macros.append(f"-DPENSTOCK_FORMATS={mask}")
+    if has_coded_kv:
+        macros.append("-DPENSTOCK_CODED_KV")
+    # They are compiled at the same time; the one that takes longest comes first.
+    names = ("step", "attention", "plain", *(["codes"] if mask else []))
     try:
-        return _load(_Build(dtype, formats_mask(formats), has_coded_kv))
+        return _load(_Build(names, tuple(macros)))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning(
@@ -84,25 +92,22 @@ def load_library(
         return None
 
 
+@functools.cache
+def load_ranks_library() -> ctypes.CDLL:
+    """The collectives of `ranks.cpp`. Raises OSError, or SubprocessError of the compiler."""
+    return _load(_Build(("ranks",)))
+
+
 class _Build(NamedTuple):
-    """What is compiled into a library, so that nobody waits for what is not used."""
+    """What is compiled into a library, so that nobody waits for what is not used. names: of source
+    files."""
 
-    dtype: torch.dtype
-    formats: int
-    has_coded_kv: bool
+    names: tuple[str, ...]
+    macros: tuple[str, ...] = ()
 
-    def macros(self) -> list[str]:
-        made = [f"-DPENSTOCK_WEIGHTS={_WEIGHTS[self.dtype]}"]
-        if self.formats:
-            made.append(f"-DPENSTOCK_FORMATS={self.formats}")
-        if self.has_coded_kv:
-            made.append("-DPENSTOCK_CODED_KV")
-        return made
-
+    @property
     def sources(self) -> list[Path]:
-        """They are compiled at the same time; the one that takes longest comes first."""
-        names = ["step", "attention", "plain", *(["codes"] if self.formats else [])]
-        return [_FOLDER / f"{name}.cpp" for name in names]
+        return [_FOLDER / f"{name}.cpp" for name in self.names]
 
 
 def formats_mask(formats: Iterable[str]) -> int:
@@ -137,11 +142,11 @@ def _compiled(cache: Path, build: _Build) -> Path:
     compiler = os.environ.get("CXX", "g++")
     flags = (
         *_COMPILE,
-        *build.macros(),
+        *build.macros,
         *shlex.split(os.environ.get("CXXFLAGS", "")),
     )
     key = hashlib.sha256()
-    for source in (*build.sources(), *sorted(_FOLDER.glob("*.h"))):
+    for source in (*build.sources, *sorted(_FOLDER.glob("*.h"))):
         key.update(source.read_bytes())
     for part in (compiler, *flags, platform.machine(), _processor()):
         key.update(part.encode())
@@ -151,8 +156,9 @@ def _compiled(cache: Path, build: _Build) -> Path:
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_stale(cache)
     logger.info(
-        "compile: %s compiles the CPU step for this processor, into %s",
+        "compile: %s compiles %s for this processor, into %s",
         compiler,
+        "the CPU step" if "step" in build.names else ", ".join(build.names),
         cache,
     )
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache) as scratch:
@@ -167,7 +173,7 @@ def _compiled(cache: Path, build: _Build) -> Path:
 
         with _group_of_compilers() as group:
             with ThreadPoolExecutor(num_cores()) as workers:
-                objects = list(workers.map(compiled, build.sources()))
+                objects = list(workers.map(compiled, build.sources))
             linked = Path(scratch, "native.so")
             command = (compiler, *flags, "-shared", "-pthread", *objects, "-o", str(linked))
             _run_compiler(command, environment, group)

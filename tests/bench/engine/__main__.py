@@ -29,6 +29,11 @@ def _run(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
         cpu_decode(args.dtype, args.threads, args.num_seqs, args.rounds, args.steps)
         return
+    if args.part == "all-reduce":
+        from tests.bench.engine.all_reduce import all_reduce
+
+        all_reduce(args.rounds)
+        return
     if args.part == "cpu-prefill":
         from tests.bench.engine.cpu_prefill import cpu_prefill
 
@@ -84,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     cpu.add_argument("--rounds", type=int, default=7)
     cpu.add_argument("--steps", type=int, default=20, help="decode steps in a round")
 
+    ranks = parts.add_parser("all-reduce", help="the sum of two ranks' tensors, against gloo")
+    ranks.add_argument("--rounds", type=int, default=5)
     prefill = parts.add_parser("cpu-prefill", help="a prefill step on the CPU against oneDNN")
     prefill.add_argument("--threads", type=int, default=max(1, os.cpu_count() or 2))
     prefill.add_argument("--dtype", type=Dtype, choices=list(Dtype), default=Dtype.BFLOAT16)

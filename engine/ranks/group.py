@@ -1,0 +1,61 @@
+"""`Group`: what the processes that compute one model tell each other."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.scheduler.errors import PenstockError
+
+
+class RankFailed(PenstockError):
+    """A rank has ended, or has not come to where the others are. There is no way on from here."""
+
+
+class Group(Protocol):
+    """The ranks. All call the same methods in the same order, with tensors of the same shapes.
+
+    Each raises RankFailed, with the rank that is missing and what the others were doing.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """The sum of all ranks' tensors, in place: on each rank the same bits, and those that
+        adding in the order of the ranks in float32 gives."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """That of rank 0, in place."""
+        ...
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        """On rank 0 (size, *shape), of all ranks; on others None."""
+        ...
+
+    def barrier(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Doing:
+    """What a rank does, for the message of a failure. step: of the scheduler."""
+
+    step: int = 0
+    phase: str = "starting"
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.phase}" if self.step else self.phase

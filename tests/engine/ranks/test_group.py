@@ -1,0 +1,107 @@
+"""The groups of ranks, in processes of their own."""
+
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.native.library import load_ranks_library
+from penstock.engine.ranks.group import Group, RankFailed
+from penstock.engine.ranks.shared_memory import SharedMemoryGroup, shared_memory
+from tests.engine.ranks.members import members, outputs
+
+# Below, at and above what fits into a buffer at once, and not a multiple of anything.
+SIZES = (1, 1000, 262_144, 600_001)
+ME = "tests.engine.ranks.test_group"
+
+
+def part(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(100 + rank)).to(dtype)
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def run_everything(group: Group) -> list[str]:
+    """Digests of what this rank has after each collective."""
+    made = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for count in SIZES:
+            tensor = part(group.rank, count, dtype)
+            group.all_reduce(tensor)
+            made.append(digest(tensor))
+    ids = torch.arange(300_000) * (group.rank + 1)
+    group.broadcast(ids)
+    made.append(digest(ids))
+    group.barrier()
+    gathered = group.gather(torch.full((3, 200_000), float(group.rank)))
+    if gathered is not None:
+        assert gathered.shape == (group.size, 3, 200_000)
+        assert gathered[:, 0, 0].tolist() == list(range(group.size))
+        assert all(len(each.unique()) == 1 for each in gathered)
+    return made
+
+
+def expected(size: int) -> list[str]:
+    made = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for count in SIZES:
+            total = part(0, count, dtype).float()
+            for rank in range(1, size):
+                total += part(rank, count, dtype).float()
+            made.append(digest(total.to(dtype)))
+    return [*made, digest(torch.arange(300_000))]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_has_the_bits_of_adding_in_the_order_of_the_ranks(
+    size: int, tmp_path: Path
+) -> None:
+    with members(f"{ME}:run_everything", size, tmp_path) as processes:
+        assert outputs(processes) == [expected(size)] * size
+
+
+def test_gloo_gives_two_ranks_the_same(tmp_path: Path) -> None:
+    with members(f"{ME}:run_everything", 2, tmp_path, backend="gloo") as processes:
+        first, second = outputs(processes)
+    assert first == second
+    # gloo rounds bfloat16 as we do where there are two to add.
+    assert first == expected(2)
+
+
+def add_for_ever(group: SharedMemoryGroup) -> str:
+    """Until that fails: the error."""
+    tensor = torch.ones(1000)
+    try:
+        while True:
+            group.doing.step += 1
+            with group.doing.during("layer 3"):
+                group.all_reduce(tensor)
+    except RankFailed as error:
+        return str(error)
+
+
+def test_a_rank_that_hangs_ends_in_one_sentence_of_who_and_where(tmp_path: Path) -> None:
+    with members(f"{ME}:add_for_ever", 2, tmp_path, timeout_s=1.0) as (first, second):
+        time.sleep(2.0)
+        os.kill(second.pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+        (error,) = outputs([first])
+        assert time.monotonic() - began_s < 5.0
+    assert error.startswith("rank 1 did not come within 1 s while rank 0 waited for it in step ")
+    assert ", layer 3 (all_reduce, collective " in error and "its last was " in error
+
+
+def test_a_rank_that_has_ended_is_waited_for_no_longer(tmp_path: Path) -> None:
+    descriptor = shared_memory(load_ranks_library(), 2)
+    group = SharedMemoryGroup(load_ranks_library(), descriptor, 0, 2, timeout_s=60.0)
+    os.close(descriptor)
+    group.end(1)
+    with pytest.raises(RankFailed, match="rank 1 has ended while rank 0 waited for it in starting"):
+        group.barrier()
