@@ -3,7 +3,7 @@
 It is to a GPU what `penstock.engine.model_input.ModelInput` is to a CPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -20,6 +20,10 @@ class DeviceStep:
     decode_lens, (num_decodes,) int32: given if the host does not know which rows are decodes. Of
     the first num_decodes rows, decodes have their length here and others have 0; chunk_starts then
     covers all rows and all tokens, (R + 1,), with no tokens for decodes.
+
+    Where a model's layers are in several groups, each with a pool of its own, kv_slots and
+    block_tables are of the first; more_groups has those of the others. group: whose they are in one
+    of `of_groups`.
     """
 
     token_ids: Tensor
@@ -31,6 +35,17 @@ class DeviceStep:
     chunk_starts: Tensor | None
     block_tables: Tensor
     decode_lens: Tensor | None = None
+    more_groups: tuple[tuple[Tensor, Tensor], ...] = ()
+    group: int = 0
+
+    @property
+    def of_groups(self) -> "list[DeviceStep]":
+        """As the layers of each group see it."""
+        others = [
+            replace(self, kv_slots=kv_slots, block_tables=tables, group=group)
+            for group, (kv_slots, tables) in enumerate(self.more_groups, 1)
+        ]
+        return [self, *others]
 
     @property
     def first_chunk(self) -> int:

@@ -46,8 +46,8 @@ class Executor(Protocol):
         ...
 
     @property
-    def journal(self) -> BlockJournal | None:
-        """Of its blocks, where they outlive this process."""
+    def journals(self) -> Sequence[BlockJournal]:
+        """Of the blocks of each group of layers, where they outlive this process; else none."""
         ...
 
     def prepare(self, request: Request) -> "Future[Any] | None":
@@ -70,10 +70,13 @@ def check_no_adapter(request: Request) -> None:
         raise UnknownAdapter(request.adapter)
 
 
-def device_copies(copies: Sequence[BlockCopy]) -> list[tuple[int, int]]:
-    """(source, target) of copies within the device, for executors that have no other tier."""
+def device_copies(copies: Sequence[BlockCopy], group: int = 0) -> list[tuple[int, int]]:
+    """(source, target) of copies within the device, for executors that have no other tier.
+
+    group: of layers, of which these are wanted.
+    """
     for copy in copies:
         assert (copy.source_tier, copy.target_tier) == (Tier.DEVICE, Tier.DEVICE), (
             f"this executor holds blocks on the device alone, and cannot do {copy}"
         )
-    return [(copy.source, copy.target) for copy in copies]
+    return [(copy.source, copy.target) for copy in copies if copy.group == group]

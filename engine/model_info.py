@@ -5,6 +5,7 @@ MBU and MFU are these bytes and operations, per second of step time, as a share 
 
 from dataclasses import dataclass
 
+from penstock.scheduler.groups import READ_ALIGNMENT, KVGroup
 from penstock.scheduler.stats import NO_GRAPHS, GraphSizes, StepWork
 from penstock.scheduler.step_model.amounts import Amounts
 
@@ -77,6 +78,8 @@ class ModelInfo:
     computed_by: on a processor, what multiplies matrices, and on how many threads, for people.
     quantization: None where weights are as the checkpoint has them. runs_ahead: as the executor's.
     graph_sizes: to which it pads steps.
+    num_blocks: of the pool of the first attention group; more_blocks: of those of the others. Where
+    more_blocks is empty, all layers share one pool. read_alignment: see `KVGroup`.
     """
 
     architecture: str
@@ -104,6 +107,19 @@ class ModelInfo:
     quantization: QuantizationInfo | None = None
     runs_ahead: bool = False
     graph_sizes: GraphSizes = NO_GRAPHS
+    more_blocks: tuple[int, ...] = ()
+    read_alignment: int = READ_ALIGNMENT
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The pools of keys and values, as the scheduler needs to know them."""
+        if len(self.attention) > 1 and not self.more_blocks:
+            return (KVGroup(self.num_blocks),)
+        num_blocks = (self.num_blocks, *self.more_blocks)
+        return tuple(
+            KVGroup(num, group.window, self.read_alignment)
+            for num, group in zip(num_blocks, self.attention, strict=True)
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:

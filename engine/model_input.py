@@ -3,7 +3,7 @@
 Nothing is padded: all tokens of a step are in one row of length T, sequence after sequence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -19,6 +19,8 @@ class ModelInput:
     token_ids, positions: (T,) int64, each token's id and position in its sequence.
     kv_slots: (T,) int64, where in the pool its key and value are written.
     block_tables: (B, max_blocks) int32, each sequence's blocks in logical order.
+    Both are (G, ...) where the model's layers are in several groups, each with a pool of its own;
+    `of_groups` has those of one.
     query_starts: B + 1 offsets into the T tokens; context_lens: B lengths, this step's tokens
     included. The first num_decodes sequences have one token each. sample_rows: (S,) int64, which of
     the T tokens are sampled after.
@@ -33,11 +35,22 @@ class ModelInput:
     num_decodes: int
     sample_rows: Tensor
 
+    @property
+    def of_groups(self) -> "list[ModelInput]":
+        """As the layers of each group see it."""
+        if self.kv_slots.dim() == 1:
+            return [self]
+        pairs = zip(self.kv_slots, self.block_tables, strict=True)
+        return [replace(self, kv_slots=slots, block_tables=tables) for slots, tables in pairs]
+
 
 def build_model_input(
     batch: ScheduledBatch, token_table: Tensor, block_tables: Tensor, block_size: int
 ) -> ModelInput:
-    """Reads the per-slot tables, to which the batch's updates have already been applied."""
+    """Reads the per-slot tables, to which the batch's updates have already been applied.
+
+    block_tables: (slots, max_blocks), or (G, slots, max_blocks) for several groups of layers.
+    """
     device = token_table.device
     query_starts = [0, *accumulate(batch.num_tokens)]
     # One transfer: three rows of length B.
@@ -53,7 +66,7 @@ def build_model_input(
             counts, output_size=num_tokens
         )
         positions = torch.arange(num_tokens, device=device) - first
-    blocks = block_tables[token_slots, positions // block_size]
+    blocks = block_tables[..., token_slots, positions // block_size]
     last_rows = [
         end - 1 for end, samples in zip(query_starts[1:], batch.samples, strict=True) if samples
     ]
@@ -61,7 +74,7 @@ def build_model_input(
         token_ids=token_table[token_slots, positions],
         positions=positions,
         kv_slots=blocks * block_size + positions % block_size,
-        block_tables=block_tables[slots],
+        block_tables=block_tables[..., slots, :],
         query_starts=query_starts,
         context_lens=[s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)],
         num_decodes=batch.num_decodes,

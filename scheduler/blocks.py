@@ -13,11 +13,18 @@ from dataclasses import dataclass, field
 class BlockTable:
     """The blocks of one sequence in logical order: token p is in block_ids[p // block_size].
 
-    num_cached: how many of the first blocks have been added to the prefix index.
+    num_cached: how many of the first blocks have been added to the prefix index. num_released: how
+    many of the first it does not hold any more, because no token reads them: their entries are
+    void.
     """
 
     block_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
+    num_released: int = 0
+
+    @property
+    def num_held(self) -> int:
+        return len(self.block_ids) - self.num_released
 
 
 class BlockAllocator:

@@ -8,7 +8,7 @@ from penstock.scheduler.batch import Batch
 from penstock.scheduler.kv_cache import KVCache
 from penstock.scheduler.outputs import output_of_drafts
 from penstock.scheduler.sequence import Sequence, Status
-from penstock.scheduler.types import RequestOutput, SampledTokens, TableUpdate, TokenLogprobs
+from penstock.scheduler.types import RequestOutput, SampledTokens, TokenLogprobs
 
 
 class Drafts:
@@ -57,10 +57,7 @@ class Drafts:
             num_drafts = min(num_wanted, budget, num_free)
             if num_drafts <= 0:
                 continue
-            while len(table) * block_size < start + num_drafts:
-                index = len(table)
-                block_id = self._kv.append_block(sequence)
-                batch.table_updates.append(TableUpdate(sequence.slot, index, block_id))
+            self._kv.grow(sequence, start + num_drafts, batch.table_updates)
             sequence.num_computed = start + num_drafts
             batch.num_tokens[row] += num_drafts
             batch.num_drafts[row] = num_drafts

@@ -112,7 +112,7 @@ def _steps_until_room(ahead: Ahead, lengths: AnswerLengths) -> float:
     num_blocks = ahead.num_blocks - ahead.num_free_blocks
     if num_slots <= 0 and num_blocks <= 0:
         return 0.0
-    by_end = sorted((lengths.left(s), len(s.table.block_ids)) for s in ahead.decoding)
+    by_end = sorted((lengths.left(s), s.table.num_held) for s in ahead.decoding)
     if not by_end:
         return 0.0
     num_rounds, last = 0.0, by_end[-1][0]

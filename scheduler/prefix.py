@@ -8,6 +8,8 @@ tokens. (A 64-bit hash would: vLLM moved to SHA-256 for that reason.)
 
 Evictable blocks are evicted in least-recently-used order. A sequence releases its last block first,
 so a block is always evicted before its parent, and every cached block can be found from the root.
+Of layers with a window, blocks are given back as the window leaves them, the first one first: there
+a block is of use without those far before it.
 """
 
 import os

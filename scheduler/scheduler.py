@@ -14,6 +14,7 @@ Time is an argument; nothing here reads a clock, and a simulation runs this very
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from itertools import chain
 
 from penstock.scheduler.batch import Batch
@@ -34,6 +35,7 @@ from penstock.scheduler.fairness import (
     queue_for,
 )
 from penstock.scheduler.forecast import Ahead
+from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.kv_cache import KVCache
 from penstock.scheduler.outputs import output_of, with_prompts
@@ -54,7 +56,6 @@ from penstock.scheduler.types import (
     ScheduledBatch,
     SlotAssignment,
     Started,
-    TableUpdate,
 )
 
 
@@ -65,26 +66,28 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         *,
-        num_blocks: int,
+        groups: Iterable[KVGroup],
         block_size: int,
         max_model_len: int,
         step_model: LiveStepModel | None = None,
-        journal: BlockJournal | None = None,
+        journals: Items[BlockJournal] = (),
     ) -> None:
-        """step_model: without it targets have no effect. journal: where the blocks outlive this
-        process.
+        """groups: of the model's layers. step_model: without it targets have no effect. journals:
+        one for each group, where the blocks outlive this process.
 
         Raises InvalidConfig where one sequence of max_model_len would not fit the blocks.
         """
-        if num_blocks * block_size < max_model_len:
-            raise InvalidConfig(
-                f"the KV cache holds {num_blocks * block_size} tokens, fewer than one sequence of "
-                f"--max-model-len {max_model_len}; lower --max-model-len or raise "
-                "--kv-cache-memory-bytes"
-            )
+        groups = tuple(groups)
+        for group in groups:
+            if group.num_blocks < group.most_blocks(max_model_len, block_size):
+                raise InvalidConfig(
+                    f"the KV cache holds {group.num_blocks * block_size} tokens, fewer than one "
+                    f"sequence of --max-model-len {max_model_len} needs; lower --max-model-len or "
+                    "raise --kv-cache-memory-bytes"
+                )
         self._config = config
         self._max_model_len = max_model_len
-        self._kv = KVCache(num_blocks, block_size, config.enable_prefix_caching, journal)
+        self._kv = KVCache(groups, block_size, config.enable_prefix_caching, journals)
         self._targets = Targets(config, step_model)
         self._waiting = queue_for(config.policy)
         self._fair = self._waiting if isinstance(self._waiting, FairQueue) else None
@@ -104,6 +107,8 @@ class Scheduler:
         self._recomputed_tokens = 0
         self._invalid_logits = 0
         self._started: list[Started] = []
+        # Whether a prompt got no blocks for the next of its tokens, in the step being scheduled.
+        self._is_short_of_blocks = False
         self._drafts = Drafts(self._kv, config.max_num_batched_tokens)
 
     # The four verbs.
@@ -164,6 +169,21 @@ class Scheduler:
         if self._fair is not None:
             self._fair.begin_step(now)
             self._make_place(self._fair)
+        self._plan(batch, now)
+        # Prompts hold each other's next blocks: the cheapest to compute again gives way.
+        while self._is_short_of_blocks and not (batch.slots or self._in_flight):
+            self._preempt_one()
+            self._plan(batch, now)
+        if not batch.slots:
+            return None
+        self._start_decodes()
+        self._step += 1
+        self._in_flight.append((self._step, batch))
+        return batch.scheduled(self._step)
+
+    def _plan(self, batch: Batch, now: float) -> None:
+        """Adds the rows of the next step."""
+        self._is_short_of_blocks = False
         self._schedule_decodes(batch)
         num_tokens = batch.num_decodes + sum(batch.num_drafts.values())
         num_left = self._config.max_num_batched_tokens - num_tokens
@@ -174,12 +194,6 @@ class Scheduler:
             for sequence in self._prefilling:
                 self._schedule_chunk(batch, sequence, budget)
             self._admit_waiting(batch, budget, now)
-        if not batch.slots:
-            return None
-        self._start_decodes()
-        self._step += 1
-        self._in_flight.append((self._step, batch))
-        return batch.scheduled(self._step)
 
     def update(self, sampled: SampledTokens) -> list[RequestOutput]:
         """Takes the results of the oldest step in flight; steps are updated in schedule order."""
@@ -257,12 +271,13 @@ class Scheduler:
         return bool(self._requests)
 
     def stats(self) -> SchedulerStats:
+        first, *more = self._kv.stats()
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
-            num_used_blocks=self._kv.num_used,
-            num_evictable_blocks=self._kv.num_evictable,
-            num_free_blocks=self._kv.num_free,
+            num_used_blocks=first.num_used,
+            num_evictable_blocks=first.num_evictable,
+            num_free_blocks=first.num_free,
             prefix_query_tokens_total=self._prefix_query_tokens,
             prefix_hit_tokens_total=self._prefix_hit_tokens,
             preemptions_total=self._preemptions,
@@ -270,6 +285,7 @@ class Scheduler:
             invalid_logits_total=self._invalid_logits,
             out_of_reach_total=self._targets.num_out_of_reach,
             fairness_index=self._fair.index if self._fair is not None else None,
+            more_groups=tuple(more),
         )
 
     def take_started(self) -> list[Started]:
@@ -319,7 +335,7 @@ class Scheduler:
             prompt_tokens=sum(num for _, num in chunks),
             prompt_positions=sum(num * (start + num // 2) for start, num in chunks),
             num_waiting=len(waiting),
-            num_blocks=num_blocks + admission.num_claimed + self.num_running,
+            num_blocks=num_blocks + admission.shares[0].num_claimed + self.num_running,
             num_slots=len(self._free_slots),
             num_free_blocks=self._kv.num_available,
             has_prefills=bool(self._prefilling),
@@ -355,13 +371,16 @@ class Scheduler:
         """One token for each decoding sequence that may have more than the one in flight."""
         block_size = self._kv.block_size
         candidates = [s for s in self._decoding if s.num_computed < s.max_length - 1]
-        ready = self._make_room(self._drafts.without_verifying(candidates))
+        candidates = self._drafts.without_verifying(candidates)
+        if self._kv.has_windows:
+            for sequence in candidates:
+                if sequence.num_computed % block_size == 0:
+                    self._kv.slide(sequence)
+        ready = self._make_room(candidates)
         for sequence in ready:
             position = sequence.num_computed
             if position % block_size == 0:
-                block_id = self._kv.append_block(sequence)
-                index = position // block_size
-                batch.table_updates.append(TableUpdate(sequence.slot, index, block_id))
+                self._kv.grow(sequence, position + 1, batch.table_updates)
             sequence.num_computed = position + 1
             sequence.num_in_flight += 1
             batch.slots.append(sequence.slot)
@@ -379,23 +398,31 @@ class Scheduler:
             num_needed = [sequence.num_computed % block_size for sequence in ready].count(0)
             if num_needed <= self._kv.num_available:
                 return ready
-            running = [*self._decoding, *self._prefilling]
-            fair = self._fair
-            if fair is not None:
-                loser = fair.victim(running)
-            else:
-                loser = victim(running, self._config.policy)
-            self._preempt(loser)
+            loser = self._preempt_one()
             ready = [sequence for sequence in ready if sequence is not loser]
+
+    def _preempt_one(self) -> Sequence:
+        running = [*self._decoding, *self._prefilling]
+        fair = self._fair
+        loser = fair.victim(running) if fair is not None else victim(running, self._config.policy)
+        self._preempt(loser)
+        return loser
 
     def _schedule_chunk(self, batch: Batch, sequence: Sequence, budget: ChunkBudget) -> None:
         """A row with as much of the prompt as the budget allows."""
         wanted = sequence.num_to_compute
         if self._fair is not None:
             wanted = int(min(wanted, self._fair.most_of(sequence)))
+        if self._kv.has_windows:
+            wanted = min(wanted, self._kv.num_coverable(sequence))
+            if wanted <= 0:
+                self._is_short_of_blocks = True
+                return
         num_tokens = budget.take(sequence.num_computed, wanted)
         if num_tokens == 0:
             return
+        if self._kv.has_windows:
+            self._kv.grow(sequence, sequence.num_computed + num_tokens, batch.table_updates)
         batch.slots.append(sequence.slot)
         batch.starts.append(sequence.num_computed)
         batch.num_tokens.append(num_tokens)
@@ -437,6 +464,8 @@ class Scheduler:
             sequence = self._waiting.peek()
             if sequence is None or sequence.num_in_flight:
                 return  # a preempted one waits for the results of its last step
+            if self._is_short_of_blocks:
+                return  # they are for the prompts that run
             if not (may_start or _belongs_to_batch(sequence)):
                 return
             if below is not None and self._counter_of(sequence) >= below:
@@ -452,17 +481,17 @@ class Scheduler:
 
     def _has_blocks(self, sequence: Sequence) -> bool:
         """Whether it could be admitted, as far as blocks are concerned."""
-        num_claimed = self._kv.plan(sequence).num_claimed
-        return num_claimed + self.num_running <= self._kv.num_available
+        return self._kv.fits(self._kv.plan(sequence), self.num_running)
 
     def _admit(self, batch: Batch, sequence: Sequence, now: float) -> bool:
-        """Gives it a slot and blocks for all its known tokens; false where too few are free.
+        """Gives it a slot and blocks for all its known tokens, or as many as it needs at once in a
+        group with a window; false where too few are free.
 
         A block for each running sequence is kept in reserve, so that an admission does not cause a
         preemption in the next step.
         """
         admission = self._kv.plan(sequence)
-        if admission.num_claimed + self.num_running > self._kv.num_available:
+        if not self._kv.fits(admission, self.num_running):
             return False
         self._waiting.pop()
         if sequence.first_scheduled_s is None:
@@ -497,6 +526,7 @@ class Scheduler:
                 seed=sequence.seed,
                 prompt_request=sequence.prompt_request,
                 adapter=sequence.request.adapter,
+                more_block_ids=tuple([tuple(each.block_ids) for each in sequence.tables[1:]]),
             )
         )
         return True
@@ -520,6 +550,8 @@ class Scheduler:
         """
         for sequence in list(self._prefilling):
             self._kv.cache_full_blocks(sequence)
+            if self._kv.has_windows:
+                self._kv.slide(sequence)
             if sequence.num_to_compute == 0:
                 del self._prefilling[sequence]
                 self._decoding[sequence] = None

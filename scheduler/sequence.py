@@ -52,7 +52,8 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     slot: int = -1  # meaningful while it runs
-    table: BlockTable = field(default_factory=BlockTable)
+    # One for each group of layers, once it has been admitted.
+    tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])
     # Of its full blocks; they survive a preemption.
     block_digests: list[bytes] = field(default_factory=list)
     num_computed: int = 0
@@ -74,6 +75,11 @@ class Sequence:
             self.request.sampling.num_prompt_logprobs, self.request.pooling
         )
         self.prompt_request = None if self.index or wanted == (None, None) else wanted
+
+    @property
+    def table(self) -> BlockTable:
+        """In the first group, which is the only one of most models."""
+        return self.tables[0]
 
     @property
     def num_prompt_tokens(self) -> int:

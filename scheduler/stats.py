@@ -6,10 +6,26 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol, Self
 
 
+class GroupBlocks(NamedTuple):
+    """The blocks of one group of layers: see `penstock.scheduler.groups`."""
+
+    window: int | None
+    num_used: int
+    num_evictable: int
+    num_free: int
+
+    @property
+    def usage(self) -> float:
+        """The share that sequences hold."""
+        num_blocks = self.num_used + self.num_evictable + self.num_free
+        return self.num_used / num_blocks if num_blocks else 0.0
+
+
 class SchedulerStats(NamedTuple):
     """The scheduler after a step. Gauges are current values; counters count since the start.
 
-    A block is used (by a sequence), evictable (used by none, but findable) or free.
+    A block is used (by a sequence), evictable (used by none, but findable) or free; those here are
+    of the first group of layers, more_groups are the others.
     out_of_reach_total: requests refused because of their targets. fairness_index: None unless the
     policy is fair; see `FairQueue.look`.
     """
@@ -26,6 +42,15 @@ class SchedulerStats(NamedTuple):
     invalid_logits_total: int = 0
     out_of_reach_total: int = 0
     fairness_index: float | None = None
+    more_groups: tuple[GroupBlocks, ...] = ()
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of its blocks that sequences hold, of the group where it is largest."""
+        first = GroupBlocks(
+            None, self.num_used_blocks, self.num_evictable_blocks, self.num_free_blocks
+        )
+        return max(group.usage for group in (first, *self.more_groups))
 
     def plus_counters(self, earlier: Self) -> Self:
         """With the counters of a scheduler that another engine had before."""

@@ -127,7 +127,9 @@ class SlotAssignment(NamedTuple):
 
     token_ids: every id known so far, the prompt first and then, after a preemption or in another
     engine than it began in, its outputs.
-    block_ids: its block table in logical order. seed: this sample's own. prompt_request: the
+    block_ids: its block table in logical order, and more_block_ids those in the groups of layers
+    after the first (`penstock.scheduler.groups`); entries that no row reads are 0. seed: this
+    sample's own. prompt_request: the
     outputs still missing of its prompt; its rows then begin at the first token, unless that is
     pooling LAST alone. adapter:
     see Request. What an executor keeps of an
@@ -142,26 +144,38 @@ class SlotAssignment(NamedTuple):
     seed: int
     prompt_request: PromptOutputRequest | None = None
     adapter: str | None = None
+    more_block_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def tables(self) -> tuple[tuple[int, ...], ...]:
+        """The block ids of every group."""
+        return (self.block_ids, *self.more_block_ids)
 
 
 class TableUpdate(NamedTuple):
-    """Entry `index` of the block table of `slot` becomes `block_id`: the sequence has grown."""
+    """Entry `index` of the block table of `slot` becomes `block_id`: the sequence has grown.
+
+    group: of layers, as those of the scheduler's groups.
+    """
 
     slot: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     block_id: int
+    group: int = 0
 
 
 class BlockCopy(NamedTuple):
     """Block `target` gets the content of block `source` before this step writes anything.
 
-    Each is a block id of its tier. The scheduler schedules copies within the device alone.
+    Each is a block id of its tier, in the pool of one group of layers. The scheduler schedules
+    copies within the device alone.
     """
 
     source: int
     target: int
     source_tier: Tier = Tier.DEVICE
     target_tier: Tier = Tier.DEVICE
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

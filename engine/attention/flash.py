@@ -46,19 +46,20 @@ class FlashAttention:
         self._decode, self._prefill = _load()
         _check(shape)
         self._block_size = shape.block_size
-        self._decode_tables: Tensor | None = None
-        self._chunks: _Chunks | None = None
+        # By group of layers.
+        self._decode_tables: dict[int, Tensor] = {}
+        self._chunks: dict[int, _Chunks | None] = {}
 
     def plan(self, step: DeviceStep) -> None:
         num = step.num_decodes
         tables = step.block_tables.index_select(0, step.slots)
-        self._decode_tables = tables[:num]
-        self._chunks = None
+        self._decode_tables[step.group] = tables[:num]
+        self._chunks[step.group] = None
         if step.chunk_starts is not None:
             lens = step.context_lens[num:]
             key_starts = lens.new_zeros(len(lens) + 1)
             torch.cumsum(lens, 0, dtype=torch.int32, out=key_starts[1:])
-            self._chunks = _Chunks(
+            self._chunks[step.group] = _Chunks(
                 block_tables=tables[num:], starts=step.chunk_starts, key_starts=key_starts
             )
 
@@ -73,7 +74,7 @@ class FlashAttention:
     ) -> None:
         # `make_attention` refuses a cache in 8 bits.
         assert isinstance(keys, Tensor) and isinstance(values, Tensor)
-        num, chunks = step.num_decodes, self._chunks
+        num, chunks = step.num_decodes, self._chunks[step.group]
         # How many keys before and after its own a query sees.
         window_size = (-1, -1) if window is None else (window - 1, 0)
         if num:
@@ -82,7 +83,7 @@ class FlashAttention:
                 keys,
                 values,
                 cache_seqlens=step.context_lens[:num],
-                block_table=self._decode_tables,
+                block_table=self._decode_tables[step.group],
                 causal=True,
                 window_size=window_size,
             )

@@ -1,7 +1,8 @@
 """Attention in plain torch: keys and values are gathered by block table, then SDPA computes it.
 
-Runs on every device. The gather copies the whole context, whatever the window; the kernels of
-`penstock.engine.attention.paged` and `penstock.engine.native.model` read blocks in place instead.
+Runs on every device. The gather copies the whole context of a decode, whatever the window; the
+kernels of `penstock.engine.attention.paged` and `penstock.engine.native.model` read blocks in place
+instead.
 """
 
 from collections import defaultdict
@@ -37,13 +38,16 @@ def gathered_attention(
         output[rows] = mixed.flatten(1, 2)
     for row in range(step.num_decodes, len(step.context_lens)):
         first, end = step.query_starts[row], step.query_starts[row + 1]
-        context_len = step.context_lens[row]
-        table = step.block_tables[row : row + 1, : -(-context_len // block_size)]
+        # Blocks behind the first token's window may be another sequence's.
+        start = step.context_lens[row] - (end - first)
+        skipped = 0 if window is None else max(0, start - window + 1) // block_size
+        context_len = step.context_lens[row] - skipped * block_size
+        table = step.block_tables[row : row + 1, skipped : skipped + -(-context_len // block_size)]
         mixed = scaled_dot_product_attention(
             query[None, first:end].transpose(1, 2),
             gather(keys, table, query.dtype)[:, :, :context_len],
             gather(values, table, query.dtype)[:, :, :context_len],
-            visible(step.positions[first:end], context_len, window),
+            visible(step.positions[first:end] - skipped * block_size, context_len, window),
             enable_gqa=True,
         )
         output[first:end] = mixed[0].transpose(0, 1)

@@ -23,7 +23,8 @@ class Attention(Protocol):
 
 
 class DeviceAttention(Protocol):
-    """An attention backend for GPUs: `plan` once a step, then one call per layer."""
+    """An attention backend for GPUs: `plan` once a step for each group of layers, the first one
+    first, then one call per layer."""
 
     @property
     def is_capturable(self) -> bool:

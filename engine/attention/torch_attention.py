@@ -20,14 +20,14 @@ class TorchAttention:
     takes_decode_lens = False
 
     def __init__(self) -> None:
-        self._input: ModelInput | None = None
+        self._inputs: dict[int, ModelInput] = {}  # by group of layers
 
     def plan(self, step: DeviceStep) -> None:
         num, chunk_starts = step.num_decodes, step.chunk_starts
         query_starts = torch.arange(num + 1, dtype=torch.int32, device=step.slots.device)
         if chunk_starts is not None:
             query_starts = torch.cat((query_starts, chunk_starts[1:] + num))
-        self._input = ModelInput(
+        self._inputs[step.group] = ModelInput(
             token_ids=step.token_ids,
             positions=step.positions,
             kv_slots=step.kv_slots,
@@ -47,5 +47,4 @@ class TorchAttention:
         window: int | None,
         out: Tensor,
     ) -> None:
-        assert self._input is not None, "plan must be called first"
-        out.copy_(gathered_attention(query, keys, values, self._input, window))
+        out.copy_(gathered_attention(query, keys, values, self._inputs[step.group], window))

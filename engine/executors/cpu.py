@@ -35,7 +35,8 @@ from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
 from penstock.engine.memory.kept import KeptMemory, identity_of
-from penstock.engine.memory.kv_pool import KVPool, size_cpu_pool
+from penstock.engine.memory.kv_layout import KVLayout
+from penstock.engine.memory.kv_pool import KVPools, resolve_max_model_len, size_cpu_pool
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.model_input import ModelInput, build_model_input
@@ -102,20 +103,21 @@ class CpuExecutor:
         num_weight_bytes = weight_bytes(
             model, config.load_format, model_dir, self._dtype, kept=kept, plan=plan
         )
-        block_bytes = block_size * model.kv_shape.bytes_per_token(kv_type.itemsize)
+        longest = resolve_max_model_len(config.max_model_len, model.max_model_len)
+        layout = KVLayout.of(model.windows, longest)
+        pools = layout.pools(model.kv_shape, block_size, kv_type.itemsize)
         kept_kv = None
         if config.kv_memory is not None:
             # What decides the bytes of a block of the same tokens.
             compiled = None if library is None else Path(library._name).name
             formats = (self._dtype, kv_type, config.load_format, config.quantization)
-            identity = identity_of(model_dir, model, formats, block_size, compiled)
+            identity = identity_of(model_dir, model, formats, block_size, compiled, layout)
             kept_kv = KeptMemory(config.kv_memory, identity)
         size = size_cpu_pool(
             config,
+            pools,
             weight_bytes=num_weight_bytes,
             max_model_len=model.max_model_len,
-            block_size=block_size,
-            block_bytes=block_bytes,
             kept=kept_kv,
         )
         available = available_memory_bytes()
@@ -154,7 +156,7 @@ class CpuExecutor:
         self._native: NativeModel | None = None
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
             shape = model.kv_shape
-            self._pool = KVPool(shape, size.num_blocks, block_size, kv_type, _CPU, kept_kv)
+            self._pool = KVPools(shape, layout, size.of_groups, block_size, kv_type, _CPU, kept_kv)
             if library is not None:
                 try:
                     native = NativeModel(library, llama, self._pool, num_threads)
@@ -175,7 +177,10 @@ class CpuExecutor:
         self._token_table = torch.zeros(max_num_seqs, size.max_model_len + 1, dtype=torch.int64)
         # The same memory: a number takes numpy a tenth of torch's time.
         self._tokens = self._token_table.numpy()
-        self._block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
+        num_groups = len(layout.windows)
+        tables = torch.zeros(num_groups, max_num_seqs, max_blocks, dtype=torch.int32)
+        self._group_tables = tables.unbind()
+        self._block_tables = tables if num_groups > 1 else tables[0]
         self._prompt_lengths = [0] * max_num_seqs
         grammars = Grammars.of_model(
             model_dir, model.vocab_size, model.eos_token_ids, config.load_format
@@ -197,14 +202,15 @@ class CpuExecutor:
             kv_dtype=kv_type,
             computed_by=computed_by,
             quantization=quantized.info if quantized else None,
+            layout=layout,
         )
         total = total_memory_bytes()
         Ledger(
             total=total,
             others=total - available,
             weights=num_weight_bytes,
-            kv_pool=size.num_blocks * block_bytes,
-        ).log(size, block_size)
+            kv_pool=size.num_bytes(pools),
+        ).log(size, pools)
 
     @property
     def info(self) -> ModelInfo:
@@ -215,8 +221,8 @@ class CpuExecutor:
         return self._info.runs_ahead
 
     @property
-    def journal(self) -> BlockJournal | None:
-        return self._pool.journal
+    def journals(self) -> tuple[BlockJournal, ...]:
+        return self._pool.journals
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
@@ -233,20 +239,25 @@ class CpuExecutor:
     def _apply(self, batch: ScheduledBatch) -> None:
         """Updates the tables, in the order that `ScheduledBatch` states."""
         for assignment in batch.assignments:
-            slot, token_ids, num_prompt_tokens, block_ids, sampling, seed, *_ = assignment
-            self._pool.reach(block_ids)
+            slot, token_ids, num_prompt_tokens, _, sampling, seed, *_ = assignment
             self._token_table[slot, : len(token_ids)] = self._tensor(token_ids)
-            self._block_tables[slot, : len(block_ids)] = self._tensor(block_ids)
+            for group, block_ids in enumerate(assignment.tables):
+                self._pool.groups[group].reach(block_ids)
+                self._group_tables[group][slot, : len(block_ids)] = self._tensor(block_ids)
             self._prompt_lengths[slot] = num_prompt_tokens
             self._sampler.assign(slot, sampling, seed)
             self._grammars.assign(assignment)
             self._prompts.assign(assignment)
-        if batch.table_updates:
-            self._pool.reach(update[2] for update in batch.table_updates)
-            slots, indices, blocks = self._tensor(batch.table_updates).unbind(1)
-            self._block_tables[slots, indices] = blocks.to(torch.int32)
-        if batch.copies:
-            self._pool.copy(device_copies(batch.copies))
+        for group, (pool, table) in enumerate(
+            zip(self._pool.groups, self._group_tables, strict=True)
+        ):
+            updates = [update for update in batch.table_updates if update.group == group]
+            if updates:
+                pool.reach(update.block_id for update in updates)
+                slots, indices, blocks, _ = self._tensor(updates).unbind(1)
+                table[slots, indices] = blocks.to(torch.int32)
+            if batch.copies:
+                pool.copy(device_copies(batch.copies, group))
 
     def _run(self, batch: ScheduledBatch) -> SampledTokens:
         if not batch.slots:

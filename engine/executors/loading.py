@@ -2,6 +2,7 @@
 memory."""
 
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
 from penstock.engine.gguf.file import is_gguf
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
+from penstock.engine.memory.kv_layout import GroupPool, KVLayout
 from penstock.engine.memory.kv_pool import PoolSize
 from penstock.engine.model_info import (
     AttentionGroup,
@@ -55,14 +57,21 @@ class Ledger:
         parts = (self.others, self.weights, self.kv_pool, self.activations, self.graphs)
         return self.total - sum(part or 0 for part in parts)
 
-    def log(self, size: PoolSize, block_size: int) -> None:
-        notes = {"kv_pool": f"{size.num_blocks} blocks, {size.num_blocks * block_size} tokens"}
+    def log(self, size: PoolSize, pools: Sequence[GroupPool]) -> None:
+        notes = {"kv_pool": "; ".join(_pool_notes(size, pools))}
         logger.info("memory, in GiB:")
         for name in ("weights", "kv_pool", "activations", "graphs", "others", "free", "total"):
             num_bytes = getattr(self, name)
             if num_bytes is not None:
                 note = f"  ({notes[name]})" if name in notes else ""
                 logger.info("%12s %9.3f%s", name, num_bytes / 2**30, note)
+
+
+def _pool_notes(size: PoolSize, pools: Sequence[GroupPool]) -> Iterator[str]:
+    for num_blocks, pool in zip(size.of_groups, pools, strict=True):
+        note = f"{num_blocks} blocks, {num_blocks * pool.block_size} tokens"
+        window = pool.group.window
+        yield note if window is None else f"{note} of layers with a window of {window}"
 
 
 def choose_device(wanted: Device) -> torch.device:
@@ -241,9 +250,12 @@ def describe(
     kv_dtype: torch.dtype,
     computed_by: str | None = None,
     quantization: QuantizationInfo | None = None,
+    layout: KVLayout | None = None,
 ) -> ModelInfo:
-    """weight_bytes: as in `ModelInfo`. expert_bytes: of all experts of a mixture. kv_dtype: of the
-    KV cache. load_seconds may still grow: it is not copied."""
+    """weight_bytes: as in `ModelInfo`. expert_bytes: of all experts of a mixture. layout: of the
+    pools; None where its groups were not made for a longer sequence than size.max_model_len.
+    kv_dtype: of the KV cache. load_seconds may still grow: it is not copied."""
+    layout = layout or KVLayout.of(model.windows, size.max_model_len)
     layer_bytes = model.kv_shape.layer_bytes_per_token(kv_dtype.itemsize)
     return ModelInfo(
         architecture=model.family,
@@ -264,8 +276,9 @@ def describe(
                 kv_bytes_per_token=num_layers * layer_bytes,
                 flops_per_pair=4 * num_layers * model.num_heads * model.head_dim,
             )
-            for window, num_layers in model.num_layers_by_window.items()
+            for window, num_layers in zip(layout.windows, layout.layer_counts, strict=True)
         ),
+        more_blocks=size.more_blocks,
         flops_per_token=2 * model.num_token_weights,
         flops_per_sampled_token=2 * model.vocab_size * model.hidden_size,
         peak_bandwidth_bytes_per_s=peak_bandwidth(device_name),

@@ -70,8 +70,8 @@ class PredictedExecutor:
         return self._info.runs_ahead
 
     @property
-    def journal(self) -> None:
-        return None
+    def journals(self) -> tuple[()]:
+        return ()
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         """Raises InvalidConfig for what cannot be simulated."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.engine.executor import PendingTokens, check_no_adapter, device_copies
 from penstock.engine.memory.kept import KeptMemory
@@ -49,12 +49,19 @@ def mix(state: int, value: int) -> int:
     return z ^ (z >> 31)
 
 
+class _Pool(NamedTuple):
+    """Of one group of layers: by place, the token written there, and the digest up to it."""
+
+    ids: Any
+    digests: Any
+
+
 class Slot:
     """The per-slot tables of a device, for one slot."""
 
     def __init__(self, assignment: SlotAssignment) -> None:
         self.token_ids = dict(enumerate(assignment.token_ids))
-        self.block_ids = list(assignment.block_ids)
+        self.tables = [list(block_ids) for block_ids in assignment.tables]
         self.num_prompt_tokens = assignment.num_prompt_tokens
         self.sampling = assignment.sampling
         self.seed = assignment.seed
@@ -90,15 +97,18 @@ class ScriptedExecutor:
         self._grammars = grammars
         num_words = max(1, info.vocab_size - 3)
         self._token_at = token_at or (lambda digest, _: 3 % info.vocab_size + digest % num_words)
-        num_positions = info.num_blocks * info.block_size
-        self._pool_ids: Any = [-1] * num_positions
-        self._pool_digests: Any = [0] * num_positions
-        self._journal: BlockJournal | None = None
+        self._groups = info.kv_groups
+        self._pools: list[_Pool] = [
+            _Pool([-1] * num_positions, [0] * num_positions)
+            for num_positions in (group.num_blocks * info.block_size for group in self._groups)
+        ]
+        self._journals: tuple[BlockJournal, ...] = ()
         if kept:
             block_bytes = 8 * info.block_size
             shapes = [(1, block_bytes), (1, block_bytes)]
-            views, self._journal, _ = kept.map(info.num_blocks, shapes)
-            self._pool_ids, self._pool_digests = (view.cast("Q") for view in views)
+            maps = kept.map([(group.num_blocks, shapes) for group in self._groups])
+            self._pools = [_Pool(*(view.cast("Q") for view in each.tensors)) for each in maps]
+            self._journals = tuple(each.journal for each in maps)
         self._slots: dict[int, Slot] = {}
 
     @property
@@ -110,8 +120,8 @@ class ScriptedExecutor:
         return self._info.runs_ahead
 
     @property
-    def journal(self) -> BlockJournal | None:
-        return self._journal
+    def journals(self) -> tuple[BlockJournal, ...]:
+        return self._journals
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
@@ -176,22 +186,24 @@ class ScriptedExecutor:
             self._slots[assignment.slot] = Slot(assignment)
             if self._grammars:
                 self._grammars.assign(assignment)
-        for slot_id, index, block_id in batch.table_updates:
-            block_ids = self._slots[slot_id].block_ids
+        for slot_id, index, block_id, group in batch.table_updates:
+            block_ids = self._slots[slot_id].tables[group]
             block_ids[index : index + 1] = [block_id]
-        for source, target in device_copies(batch.copies):
-            for pool in (self._pool_ids, self._pool_digests):
-                pool[target * size : (target + 1) * size] = pool[
-                    source * size : (source + 1) * size
-                ]
+        for group, pools in enumerate(self._pools):
+            for source, target in device_copies(batch.copies, group):
+                for pool in pools:
+                    pool[target * size : (target + 1) * size] = pool[
+                        source * size : (source + 1) * size
+                    ]
 
     def _write(self, slot: Slot, start: int, num_tokens: int) -> None:
         """As a forward pass writes keys and values: each depends on all positions before it."""
-        for position in range(start, start + num_tokens):
-            before = self._pool_digests[self._place(slot, position - 1)] if position else 0
-            place = self._place(slot, position)
-            self._pool_ids[place] = slot.token_ids[position]
-            self._pool_digests[place] = mix(before, slot.token_ids[position] + 1)
+        for group, pool in enumerate(self._pools):
+            for position in range(start, start + num_tokens):
+                before = pool.digests[self._place(slot, position - 1, group)] if position else 0
+                place = self._place(slot, position, group)
+                pool.ids[place] = slot.token_ids[position]
+                pool.digests[place] = mix(before, slot.token_ids[position] + 1)
 
     def _sample(self, slot: Slot, length: int, allowed: list[int] | None) -> int:
         digest = self._digest(slot, length)
@@ -206,11 +218,12 @@ class ScriptedExecutor:
     def _digest(self, slot: Slot, length: int) -> int:
         """Of its first `length` tokens, as the pool has them."""
         if not self._paranoid:
-            written: int = self._pool_digests[self._place(slot, length - 1)]
+            written: int = self._pools[0].digests[self._place(slot, length - 1)]
             return written
         digest = 0
-        for position in range(length):
-            digest = mix(digest, self._pool_ids[self._place(slot, position)] + 1)
+        for index, (group, pool) in enumerate(zip(self._groups, self._pools, strict=True)):
+            for position in range(group.first_read(length - 1), length):
+                digest = mix(digest, pool.ids[self._place(slot, position, index)] + 1)
         return digest
 
     def _read_prompt(self, slot: Slot, start: int, end: int) -> list[PromptOutput]:
@@ -245,9 +258,9 @@ class ScriptedExecutor:
         top = tuple(((best + i) % vocab_size, float(-i)) for i in range(min(num_top, vocab_size)))
         return PromptLogprobs(float(-distance), distance + 1, top)
 
-    def _place(self, slot: Slot, position: int) -> int:
+    def _place(self, slot: Slot, position: int, group: int = 0) -> int:
         size = self._info.block_size
-        return slot.block_ids[position // size] * size + position % size
+        return slot.tables[group][position // size] * size + position % size
 
     def _logprobs(self, slot: Slot, token_id: int) -> TokenLogprobs | None:
         """The sampled id has probability 1."""
@@ -281,9 +294,14 @@ def scripted_info(
     max_model_len: int = 2048,
     block_size: int = 16,
     num_blocks: int = 4096,
+    windows: tuple[int | None, ...] = (None,),
+    more_blocks: tuple[int, ...] = (),
     eos_token_ids: tuple[int, ...] = (2,),
 ) -> ModelInfo:
-    """The `ModelInfo` of no model: a vocabulary and blocks, and no weights."""
+    """The `ModelInfo` of no model: a vocabulary and blocks, and no weights.
+
+    windows: of groups of layers, whose pools have num_blocks, then more_blocks.
+    """
     return ModelInfo(
         architecture="scripted",
         dtype="none",
@@ -297,11 +315,16 @@ def scripted_info(
         eos_token_ids=eos_token_ids,
         num_parameters=0,
         weight_bytes=0,
-        attention=(AttentionGroup(window=None, kv_bytes_per_token=0, flops_per_pair=0),),
+        attention=tuple(
+            AttentionGroup(window=window, kv_bytes_per_token=0, flops_per_pair=0)
+            for window in windows
+        ),
         flops_per_token=0,
         flops_per_sampled_token=0,
         peak_bandwidth_bytes_per_s=None,
         measured_bandwidth_bytes_per_s=None,
         peak_flops_per_s=None,
         load_seconds={},
+        more_blocks=more_blocks,
+        read_alignment=1,
     )

@@ -122,13 +122,13 @@ def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
     info = executor.info
     step_model = LiveStepModel(info, first_step_model(config, info))
     # What is recorded must have been computed, not only launched.
-    assert not (executor.journal and executor.runs_ahead), executor
+    assert not (executor.journals and executor.runs_ahead), executor
     scheduler = Scheduler(
         config.scheduler,
-        num_blocks=info.num_blocks,
+        groups=info.kv_groups,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
-        journal=executor.journal,
+        journals=executor.journals,
         step_model=step_model,
     )
     gc.collect()

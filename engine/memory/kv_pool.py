@@ -1,20 +1,28 @@
 """Sizes and owns the memory of keys and values. Knows blocks, not sequences."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.memory.host import zeros_on_touch
-from penstock.engine.memory.huge_pages import GrowingHugePages
 from penstock.engine.memory.journal import Journal
-from penstock.engine.memory.kept import KeptMemory
+from penstock.engine.memory.kept import KeptMemory, KeptPool
 from penstock.engine.memory.kv_codes import LIMITS, Codes, KVPages
+from penstock.engine.memory.kv_layout import (
+    GroupPool,
+    KVLayout,
+    bytes_needed,
+    divide,
+    longest_that_fits,
+)
 from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.memory.machine import available_memory_bytes
+from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
@@ -27,8 +35,21 @@ _SPARE = 256
 _DEFAULT_FRACTION = 0.25
 
 
+class LayerPools(Protocol):
+    """Where the layers of a model have their keys and values."""
+
+    def layer(self, index: int) -> tuple[KVPages, KVPages]:
+        """The keys and the values of one layer."""
+        ...
+
+    def group_of(self, index: int) -> int:
+        """Which of a step's block tables are a layer's."""
+        ...
+
+
 class KVPool:
-    """Keys and values apart, each (num_layers, num_blocks, block_size, num_kv_heads, head_dim).
+    """Of layers that share block tables. Keys and values apart, each (num_layers, num_blocks,
+    block_size, num_kv_heads, head_dim).
 
     In 8 bits they are codes, with scales beside them: (num_layers, num_blocks, num_kv_heads,
     block_size) float32, see `penstock.engine.memory.kv_codes`. Else the scales are None.
@@ -41,21 +62,19 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        kept: KeptMemory | None = None,
+        kept: KeptPool | None = None,
     ) -> None:
         """kept: where it is, for a pool in the host's memory; what is in there stays."""
-        of_codes = (kv.num_layers, num_blocks, block_size, kv.num_kv_heads, kv.head_dim)
-        of_scales = (kv.num_layers, num_blocks, kv.num_kv_heads, block_size)
-        shapes: list[_Shape] = [(of_codes, dtype)] * 2
-        if dtype in LIMITS:
-            shapes += [(of_scales, torch.float32)] * 2
-        self.journal: Journal | None = None
+        shapes = _shapes(kv, num_blocks, block_size, dtype)
+        self.journal = kept.journal if kept else None
         """Of its blocks, where it outlives this process."""
-        self._pages: GrowingHugePages | None = None
+        self._pages = kept.pages if kept else None
         if kept is None:
             tensors = [_zeros(*each, device) for each in shapes]
         else:
-            tensors, self.journal, self._pages = _kept(kept, shapes)
+            tensors = [
+                _from(memory, each) for memory, each in zip(kept.tensors, shapes, strict=True)
+            ]
         self.keys, self.values, *scales = tensors
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
@@ -74,6 +93,10 @@ class KVPool:
             return keys, values
         return Codes(keys, self.key_scales[index]), Codes(values, self.value_scales[index])
 
+    def group_of(self, index: int) -> int:
+        """See `LayerPools`."""
+        return 0
+
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """All that belongs to a block, of keys and of values: (num_layers, num_blocks, ...) each,
         in types that can be copied everywhere."""
@@ -90,38 +113,94 @@ class KVPool:
                 tensor[:, targets] = tensor[:, sources]
 
 
+class KVPools:
+    """The pools of all groups of a model's layers. See `LayerPools`."""
+
+    def __init__(
+        self,
+        kv: KVShape,
+        layout: KVLayout,
+        num_blocks: Sequence[int],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept: KeptMemory | None = None,
+    ) -> None:
+        """kv: of the whole model. num_blocks: of each group. kept: see `KVPool`."""
+        shapes = [replace(kv, num_layers=count) for count in layout.layer_counts]
+        maps: Sequence[KeptPool | None] = [None] * len(num_blocks)
+        if kept is not None:
+            maps = kept.map(
+                [
+                    (num, _block_bytes(_shapes(shape, num, block_size, dtype)))
+                    for shape, num in zip(shapes, num_blocks, strict=True)
+                ]
+            )
+        self.groups = [
+            KVPool(shape, num, block_size, dtype, device, each)
+            for shape, num, each in zip(shapes, num_blocks, maps, strict=True)
+        ]
+        self._places = [layout.place_of(index) for index in range(kv.num_layers)]
+
+    @property
+    def journals(self) -> tuple[Journal, ...]:
+        """Of the blocks of each group, where they outlive this process; else none."""
+        return tuple(pool.journal for pool in self.groups if pool.journal is not None)
+
+    def layer(self, index: int) -> tuple[KVPages, KVPages]:
+        group, number = self._places[index]
+        return self.groups[group].layer(number)
+
+    def group_of(self, index: int) -> int:
+        return self._places[index][0]
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSize:
+    """num_blocks: of the first group's pool; more_blocks: of those of the others."""
+
     num_blocks: int
     max_model_len: int
+    more_blocks: tuple[int, ...] = ()
+
+    @property
+    def of_groups(self) -> tuple[int, ...]:
+        return (self.num_blocks, *self.more_blocks)
+
+    def num_bytes(self, pools: Sequence[GroupPool]) -> int:
+        sizes = zip(self.of_groups, pools, strict=True)
+        return sum(num * pool.block_bytes for num, pool in sizes)
 
 
 def size_cpu_pool(
     engine: EngineConfig,
+    pools: Sequence[GroupPool],
     *,
     weight_bytes: int,
     max_model_len: int,
-    block_size: int,
-    block_bytes: int,
     kept: KeptMemory | None = None,
 ) -> PoolSize:
     """`size_pool` with --kv-cache-memory-bytes, or else a quarter of the memory that the weights
     leave free. Never more than max_num_seqs sequences of the full length can fill.
 
-    max_model_len: the model's own limit. kept: a pool that is there already keeps its size, as its
-    memory is no longer free.
+    max_model_len: the model's own limit. kept: pools that are there already keep their sizes, as
+    their memory is no longer free.
     """
-    if kept and kept.num_blocks:
-        engine = replace(engine, kv_cache_memory_bytes=kept.num_blocks * block_bytes)
-    free = max(0, available_memory_bytes() - weight_bytes)
-    budget = engine.kv_cache_memory_bytes or int(_DEFAULT_FRACTION * free)
     max_len = resolve_max_model_len(engine.max_model_len, max_model_len)
-    max_blocks = engine.scheduler.max_num_seqs * -(-max_len // block_size)
+    sizes = kept.num_blocks if kept else None
+    if sizes is not None and len(sizes) == len(pools):
+        in_all = zip(sizes, pools, strict=True)
+        budget = sum(num * pool.block_bytes for num, pool in in_all)
+        if all(num >= pool.most_blocks(max_len) for num, pool in zip(sizes, pools, strict=True)):
+            return PoolSize(sizes[0], max_len, sizes[1:])
+    else:
+        free = max(0, available_memory_bytes() - weight_bytes)
+        budget = engine.kv_cache_memory_bytes or int(_DEFAULT_FRACTION * free)
     return size_pool(
+        pools,
+        engine.scheduler,
         budget=budget,
-        max_blocks=max_blocks,
-        block_size=block_size,
-        block_bytes=block_bytes,
+        max_blocks=engine.scheduler.max_num_seqs * -(-max_len // pools[0].block_size),
         max_len=max_len,
         may_shorten=engine.max_model_len is None,
         advice=lambda needed: f"set --kv-cache-memory-bytes to at least {needed}",
@@ -139,37 +218,57 @@ def resolve_max_model_len(requested: int | None, limit: int) -> int:
 
 
 def size_pool(
+    pools: Sequence[GroupPool],
+    scheduler: SchedulerConfig,
     *,
     budget: int,
     max_blocks: int,
-    block_size: int,
-    block_bytes: int,
     max_len: int,
     may_shorten: bool,
     advice: Callable[[int], str],
 ) -> PoolSize:
     """The number of blocks and the longest sequence. Raises InvalidConfig if max_len does not fit.
 
-    budget: bytes for keys and values. may_shorten: reduce max_len to what fits instead of raising.
-    advice: what to change if this many bytes are needed.
+    budget: bytes for keys and values. max_blocks: of one pool. may_shorten: reduce max_len to what
+    fits instead of raising. advice: what to change if this many bytes are needed.
     """
-    num_blocks = max(0, min(budget // block_bytes, max_blocks))
-    num_tokens = num_blocks * block_size
-    if num_tokens >= max_len:
-        return PoolSize(num_blocks, max_len)
-    if may_shorten and num_blocks:
+    budget = max(0, min(budget, max_blocks * sum(pool.block_bytes for pool in pools)))
+    longest = longest_that_fits(pools, budget, max_len)
+    if longest < max_len and not (may_shorten and longest):
+        needed = bytes_needed(pools, max_len)
+        raise InvalidConfig(
+            f"the KV pool of {budget} bytes holds {longest} tokens, fewer than one "
+            f"sequence of --max-model-len={max_len}; {advice(needed)}"
+            + (f" or --max-model-len to at most {longest}" if longest else "")
+        )
+    if longest < max_len:
         logger.warning(
             "the model's context of %d tokens does not fit the KV pool; --max-model-len is now %d",
             max_len,
-            num_tokens,
+            longest,
         )
-        return PoolSize(num_blocks, num_tokens)
-    needed = -(-max_len // block_size) * block_bytes
-    raise InvalidConfig(
-        f"the KV pool of {max(0, budget)} bytes holds {num_tokens} tokens, fewer than one "
-        f"sequence of --max-model-len={max_len}; {advice(needed)}"
-        + (f" or --max-model-len to at most {num_tokens}" if num_blocks else "")
+    num_blocks = divide(
+        pools,
+        budget,
+        max_model_len=longest,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_step_tokens=scheduler.max_num_batched_tokens,
     )
+    first, *more = (min(num, max_blocks) for num in num_blocks)
+    return PoolSize(first, longest, tuple(more))
+
+
+def _shapes(kv: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[_Shape]:
+    """Of a pool's tensors: keys, values, and where they are codes the scales of both."""
+    of_codes = (kv.num_layers, num_blocks, block_size, kv.num_kv_heads, kv.head_dim)
+    of_scales = (kv.num_layers, num_blocks, kv.num_kv_heads, block_size)
+    shapes: list[_Shape] = [(of_codes, dtype)] * 2
+    return [*shapes, *[(of_scales, torch.float32)] * 2] if dtype in LIMITS else shapes
+
+
+def _block_bytes(shapes: list[_Shape]) -> list[tuple[int, int]]:
+    """Of each tensor, its layers and the bytes of a block in one."""
+    return [(shape[0], torch.Size(shape[2:]).numel() * dtype.itemsize) for shape, dtype in shapes]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -181,17 +280,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return zeros_on_touch((count + _SPARE,), dtype)[:count].view(shape)
 
 
-def _kept(kept: KeptMemory, shapes: list[_Shape]) -> tuple[list[Tensor], Journal, GrowingHugePages]:
-    num_blocks = shapes[0][0][1]
-    block_bytes = [
-        (shape[0], torch.Size(shape[2:]).numel() * dtype.itemsize) for shape, dtype in shapes
-    ]
-    buffers, journal, pages = kept.map(num_blocks, block_bytes)
+def _from(memory: memoryview, of: _Shape) -> Tensor:
+    shape, dtype = of
     # Not all types can be made of a buffer.
-    tensors = [
-        torch.frombuffer(buffer, dtype=torch.uint8)[: torch.Size(shape).numel() * dtype.itemsize]
-        .view(dtype)
-        .view(shape)
-        for buffer, (shape, dtype) in zip(buffers, shapes, strict=True)
-    ]
-    return tensors, journal, pages
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(dtype).view(shape)

@@ -19,7 +19,7 @@ from penstock.engine.kernels.activation import silu_mul
 from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
-from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.memory.kv_pool import LayerPools
 from penstock.engine.models.fused_linear import FUSED_LINEARS, FUSED_PATH, FusedLinear
 from penstock.engine.models.llama import Layer, LlamaModel, embedding_multiplier
 
@@ -47,7 +47,7 @@ class FusedModel:
     """Owns no weights: it computes with those of a `LlamaModel`."""
 
     def __init__(
-        self, model: LlamaModel, pool: KVPool, attention: DeviceAttention, max_rows: int
+        self, model: LlamaModel, pool: LayerPools, attention: DeviceAttention, max_rows: int
     ) -> None:
         """max_rows: the most that sample in one step.
 
@@ -83,12 +83,14 @@ class FusedModel:
         """The last layer's states before the final norm, (T, hidden). Writes keys and values."""
         model, config = self._model, self._model.config
         num_tokens = len(step.token_ids)
-        self._attention.plan(step)
+        steps = step.of_groups
+        for each in steps:
+            self._attention.plan(each)
         residual = model.embedding.new_empty(num_tokens, config.hidden_size)
         mixed = self._mixed(step, residual)
         embed(step.token_ids, model.embedding, residual, self._multiplier)
         run = self._fused if self._fuses and num_tokens <= MAX_ROWS else self._one_by_one
-        run(step, residual, mixed)
+        run(steps, residual, mixed)
         return residual
 
     def logits(self, states: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ class FusedModel:
         shape = (len(residual), config.num_heads, config.head_dim)
         return residual.new_empty(shape) if step.decode_lens is None else residual.new_zeros(shape)
 
-    def _fused(self, step: DeviceStep, residual: Tensor, mixed: Tensor) -> None:
+    def _fused(self, steps: list[DeviceStep], residual: Tensor, mixed: Tensor) -> None:
         config = self._model.config
         eps = config.rms_norm_eps
         active = residual.new_empty(len(residual), config.intermediate_size)
@@ -138,12 +140,12 @@ class FusedModel:
         for index, (layer, linears) in enumerate(layers):
             projected = residual.new_empty(len(residual), linears.qkv.out_features)
             linears.qkv.few(residual, projected, norm=layer.input_norm, eps=eps)
-            self._attend(index, layer, projected, step, mixed)
+            self._attend(index, layer, projected, steps, mixed)
             linears.output.few(flat, residual, residual=residual)
             linears.gate_up.few_gated(residual, active, norm=layer.mlp_norm, eps=eps)
             linears.down.few(active, residual, residual=residual)
 
-    def _one_by_one(self, step: DeviceStep, residual: Tensor, mixed: Tensor) -> None:
+    def _one_by_one(self, steps: list[DeviceStep], residual: Tensor, mixed: Tensor) -> None:
         model, config = self._model, self._model.config
         eps, is_gelu = config.rms_norm_eps, config.activation == "gelu_tanh"
         # What the products read: without norms before them, the residual stream.
@@ -154,7 +156,7 @@ class FusedModel:
             rms_norm(residual, first, eps, normed)
         for index, (layer, linears) in enumerate(zip(model.layers, self._linears, strict=True)):
             projected = _product(linears.qkv, normed)
-            self._attend(index, layer, projected, step, mixed)
+            self._attend(index, layer, projected, steps, mixed)
             change, post = _product(linears.output, flat), layer.attended_norm
             add_rms_norm(change, residual, layer.mlp_norm, eps, normed, post=post)
             silu_mul(_product(linears.gate_up, normed), active, is_gelu=is_gelu)
@@ -168,9 +170,11 @@ class FusedModel:
                 residual += change
 
     def _attend(
-        self, index: int, layer: Layer, projected: Tensor, step: DeviceStep, mixed: Tensor
+        self, index: int, layer: Layer, projected: Tensor, steps: list[DeviceStep], mixed: Tensor
     ) -> None:
-        """Writes attention's output before the output layer to `mixed`."""
+        """Writes attention's output before the output layer to `mixed`. steps: the step, as each
+        group of layers sees it."""
+        step = steps[self._pool.group_of(index)]
         config, angles = self._model.config, self._model.rotary.layers[index]
         keys, values = self._pool.layer(index)
         query_norm, key_norm = layer.query_norm, layer.key_norm

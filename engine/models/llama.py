@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from penstock.engine.attention.protocol import Attention
 from penstock.engine.memory.kv_codes import KVPages, store
-from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.memory.kv_pool import LayerPools
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.experts import ExpertsConfig
@@ -30,11 +30,11 @@ from penstock.engine.models.weights import WeightSource
 class Model(Protocol):
     """What an executor needs of a model. A step is run once, by one of the first two."""
 
-    def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
+    def __call__(self, step: ModelInput, pool: LayerPools) -> Tensor:
         """Logits of the rows that sample: (S, vocab_size) float32. Writes keys and values."""
         ...
 
-    def states(self, step: ModelInput, pool: KVPool, rows: Tensor) -> Tensor:
+    def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
         """The last layer's states after the final norm, of some of the T tokens: (R, hidden_size).
 
         rows: (R,) int64, which tokens, in any order. Writes keys and values.
@@ -122,19 +122,20 @@ class LlamaModel:
         self.expert_bytes = sum(layer.expert_bytes for layer in self.layers)
         self.rotary = RotaryTables(config, max_model_len, device)
 
-    def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
+    def __call__(self, step: ModelInput, pool: LayerPools) -> Tensor:
         return self.logits(self.states(step, pool, step.sample_rows))
 
     def logits(self, states: Tensor) -> Tensor:
         return scaled_logits(self.config, self.lm_head(states))
 
-    def states(self, step: ModelInput, pool: KVPool, rows: Tensor) -> Tensor:
+    def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
         residual = embed(self.config, self.embedding, step.token_ids)
-        angles = self.rotary.at(step.positions)
+        angles, steps = self.rotary.at(step.positions), step.of_groups
         for index, layer in enumerate(self.layers):
             keys, values = pool.layer(index)
+            own = steps[pool.group_of(index)]
             residual = run_layer(
-                self.config, layer, self._attention, residual, angles[index], keys, values, step
+                self.config, layer, self._attention, residual, angles[index], keys, values, own
             )
         return rms_norm(residual[rows], self.norm, self.config.rms_norm_eps)
 

@@ -14,9 +14,11 @@ struct Gather {
     int64_t sequences, tokens_step, max_blocks, block_size;
     const int64_t *slots, *starts, *counts;
     const int64_t *token_table;   // (slots, tokens_step)
-    const int32_t *block_tables;  // (slots, max_blocks)
+    const int32_t *block_tables;  // (groups, slots_of_group, max_blocks)
     int64_t *token_ids, *positions, *kv_slots;  // of all tokens, sequence after sequence
     int32_t *blocks, *query_starts;  // (sequences, max_blocks), written as far as used; sequences + 1
+    // The block tables, and what is made of them, are there once for each group of layers.
+    int64_t groups, slots_of_group, tokens;
 };
 
 // As build_model_input in engine/model_input.py.
@@ -26,13 +28,18 @@ inline void gather(const Gather &g) {
         const int64_t *tokens = g.token_table + g.slots[i] * g.tokens_step;
         const int32_t *blocks = g.block_tables + g.slots[i] * g.max_blocks;
         g.query_starts[i] = int32_t(to);
+        const int64_t used = (g.starts[i] + g.counts[i] + g.block_size - 1) / g.block_size;
+        for (int64_t group = 0; group < g.groups; ++group) {
+            const int32_t *of_group = blocks + group * g.slots_of_group * g.max_blocks;
+            int64_t *slots = g.kv_slots + group * g.tokens + to - g.starts[i];
+            for (int64_t p = g.starts[i]; p < g.starts[i] + g.counts[i]; ++p)
+                slots[p] = of_group[p / g.block_size] * g.block_size + p % g.block_size;
+            std::copy_n(of_group, used, g.blocks + (group * g.sequences + i) * g.max_blocks);
+        }
         for (int64_t p = g.starts[i]; p < g.starts[i] + g.counts[i]; ++p, ++to) {
             g.token_ids[to] = tokens[p];
             g.positions[to] = p;
-            g.kv_slots[to] = blocks[p / g.block_size] * g.block_size + p % g.block_size;
         }
-        const int64_t used = (g.starts[i] + g.counts[i] + g.block_size - 1) / g.block_size;
-        std::copy_n(blocks, used, g.blocks + i * g.max_blocks);
     }
     g.query_starts[g.sequences] = int32_t(to);
 }

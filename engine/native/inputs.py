@@ -26,6 +26,9 @@ class _Gather(Structure):
         ("kv_slots", c_void_p),
         ("blocks", c_void_p),
         ("query_starts", c_void_p),
+        ("groups", c_int64),
+        ("slots_of_group", c_int64),
+        ("tokens", c_int64),
     )
 
 
@@ -44,10 +47,13 @@ def gather_input(
     numbers = c_int64 * num_sequences
     slots, starts = numbers(*batch.slots), numbers(*batch.starts)
     counts = numbers(*batch.num_tokens)
-    of_tokens = torch.empty(3, sum(batch.num_tokens), dtype=torch.int64)
-    token_ids, positions, kv_slots = of_tokens.unbind()
-    max_blocks = block_tables.shape[1]
-    blocks = torch.empty(num_sequences, max_blocks, dtype=torch.int32)
+    num_tokens = sum(batch.num_tokens)
+    *groups, num_slots, max_blocks = block_tables.shape
+    num_groups = groups[0] if groups else 1
+    of_tokens = torch.empty(2, num_tokens, dtype=torch.int64)
+    token_ids, positions = of_tokens.unbind()
+    kv_slots = torch.empty(*groups, num_tokens, dtype=torch.int64)
+    blocks = torch.empty(*groups, num_sequences, max_blocks, dtype=torch.int32)
     query_starts = (c_int32 * (num_sequences + 1))()
     wanted = _Gather(
         sequences=num_sequences,
@@ -64,6 +70,9 @@ def gather_input(
         kv_slots=kv_slots.data_ptr(),
         blocks=blocks.data_ptr(),
         query_starts=ctypes.addressof(query_starts),
+        groups=num_groups,
+        slots_of_group=num_slots,
+        tokens=num_tokens,
     )
     library.penstock_gather(ctypes.byref(wanted))
     ends = query_starts[1:]

@@ -8,7 +8,8 @@ from ctypes import POINTER, Structure, c_char_p, c_double, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.memory.kv_codes import Codes, KVPages
+from penstock.engine.memory.kv_pool import LayerPools
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature
@@ -64,6 +65,7 @@ class _Layer(Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("angles_step", c_int64),
+        ("group", c_int64),
     )
 
 
@@ -119,7 +121,9 @@ class NativeModel:
     The weights are packed where they are, so the LlamaModel itself cannot compute any more.
     """
 
-    def __init__(self, library: ctypes.CDLL, model: LlamaModel, pool: KVPool, threads: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, model: LlamaModel, pool: LayerPools, threads: int
+    ) -> None:
         """library: see `load_library`. Raises UnsupportedFeature or UnsupportedWeightFormat, before
         it packs anything."""
         config = model.config
@@ -139,8 +143,11 @@ class NativeModel:
             release(linear)
             return packed
 
-        def of_layer(scales: Tensor | None, index: int) -> int | None:
-            return None if scales is None else packer.address(scales[index])
+        def pages(of: KVPages) -> tuple[int | None, int | None]:
+            """Where keys or values are, and their scales if they are codes."""
+            if isinstance(of, Codes):
+                return packer.address(of.codes), packer.address(of.scales)
+            return packer.address(of), None
 
         def norm(weight: Tensor | None) -> int | None:
             return None if weight is None else packer.address(weight.float())
@@ -148,6 +155,7 @@ class NativeModel:
         def native_layer(index: int) -> _Layer:
             layer, angles = model.layers[index], model.rotary.layers[index]
             num_rows = len(angles.cos) if angles.cos.stride(0) else 1
+            (keys, key_scales), (values, value_scales) = map(pages, pool.layer(index))
             [output] = pack(layer.output)
             native = _Layer(
                 input_norm=norm(layer.input_norm),
@@ -158,14 +166,15 @@ class NativeModel:
                 active_norm=norm(layer.active_norm),
                 qkv=(NativeLinear * _MAX_STACKED)(*pack(layer.qkv)),
                 output=output,
-                keys=packer.address(pool.keys[index]),
-                values=packer.address(pool.values[index]),
-                key_scales=of_layer(pool.key_scales, index),
-                value_scales=of_layer(pool.value_scales, index),
+                keys=keys,
+                values=values,
+                key_scales=key_scales,
+                value_scales=value_scales,
                 window=layer.window or 0,
                 cos=packer.address(angles.cos[:num_rows]),
                 sin=packer.address(angles.sin[:num_rows]),
                 angles_step=angles.cos.stride(0),
+                group=pool.group_of(index),
             )
             if layer.router is None or mixture is None:
                 native.gate, native.up = pack(layer.gate_up, mlp, mlp)
@@ -194,7 +203,7 @@ class NativeModel:
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             mlp=mlp,
-            block_size=pool.keys.shape[2],
+            block_size=pool.layer(0)[0].shape[1],
             eps=config.rms_norm_eps,
             layers=layers,
             embedding=packer.address(embedding),
@@ -226,7 +235,7 @@ class NativeModel:
         self.products = _products(library)
         """What multiplies matrices, for people to read."""
 
-    def __call__(self, step: ModelInput, pool: KVPool) -> Tensor:
+    def __call__(self, step: ModelInput, pool: LayerPools) -> Tensor:
         """See `Model`. The logits are those of this step until the next is run."""
         num_rows = len(step.sample_rows)
         if len(self._logits) < num_rows:
@@ -235,7 +244,7 @@ class NativeModel:
         self._step(step, step.sample_rows, logits=_address(logits))
         return logits
 
-    def states(self, step: ModelInput, pool: KVPool, rows: Tensor) -> Tensor:
+    def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
         states = torch.empty(len(rows), self._model.hidden, dtype=self._dtype)
         self._step(step, rows, states=_address(states))
         return states
@@ -275,7 +284,7 @@ class NativeModel:
             tokens=len(step.token_ids),
             sequences=len(step.context_lens),
             samples=len(rows),
-            max_blocks=step.block_tables.shape[1],
+            max_blocks=step.block_tables.shape[-1],
             token_ids=_address(step.token_ids),
             positions=_address(step.positions),
             kv_slots=_address(step.kv_slots),

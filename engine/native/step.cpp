@@ -676,11 +676,12 @@ template <class T> class Run : public Job {
         int64_t i = 0;
         for (; i + kLanes <= d; i += kLanes) store(to + d + i, load(value + i));
         for (; i < d; ++i) store(to + d + i, value[i]);
-        typename Runs::KV(layer, places_).put(s_.kv_slots[t], kv_head, to, to + d);
+        typename Runs::KV(layer, places_).put(s_.kv_slots[layer.group * s_.tokens + t], kv_head, to, to + d);
     }
 
     typename Attending::Keys keys_of(const Layer &layer, const Unit &unit, int64_t kv_head) {
-        return {{layer, places_}, kv_head, s_.block_tables + unit.sequence * s_.max_blocks};
+        const int64_t row = layer.group * s_.sequences + unit.sequence;
+        return {{layer, places_}, kv_head, s_.block_tables + row * s_.max_blocks};
     }
     typename Attending::Rows rows_of(const Layer &layer, const Unit &unit) {
         return {s_.positions[unit.first], unit.tokens, group_, layer.window};

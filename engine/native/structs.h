@@ -36,6 +36,7 @@ struct Layer {
     int64_t window;       // positions that a token attends to, its own included; 0: all
     const float *cos, *sin;  // (positions, head_dim / 2), or one row for all
     int64_t angles_step;     // the distance between rows; 0 for one row
+    int64_t group;           // whose slots and block tables it has
 };
 
 struct Model {
@@ -57,8 +58,8 @@ struct Model {
 
 struct Step {
     int64_t tokens, sequences, samples, max_blocks;
-    const int64_t *token_ids, *positions, *kv_slots, *sample_rows;
-    const int32_t *block_tables, *query_starts;
+    const int64_t *token_ids, *positions, *kv_slots, *sample_rows;  // kv_slots: (groups, tokens)
+    const int32_t *block_tables, *query_starts;  // (groups, sequences, max_blocks), (sequences + 1)
     float *logits;  // (samples, vocabulary)
     void *states;   // (samples, hidden), of T, or null: see the functions in step.cpp
 };

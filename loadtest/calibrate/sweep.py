@@ -103,7 +103,7 @@ def run_sweep(
 
     scheduler = Scheduler(
         config,
-        num_blocks=info.num_blocks,
+        groups=info.kv_groups,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
     )

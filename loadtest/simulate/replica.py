@@ -95,7 +95,7 @@ class Replica:
         live = None if targets == (None, None) else LiveStepModel(info, server.step_model)
         self._scheduler = Scheduler(
             server.scheduler,
-            num_blocks=info.num_blocks,
+            groups=info.kv_groups,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
             step_model=live,

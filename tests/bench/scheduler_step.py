@@ -20,6 +20,7 @@ import msgspec
 from penstock.loadtest.report.report import percentile
 from penstock.loadtest.workload.workload import make_prompt
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import StepClass
 from penstock.scheduler.step_model.live import LiveStepModel
@@ -114,7 +115,7 @@ def decode_steps(
     max_len = prompt_len + BLOCK_SIZE + num_steps + 2
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs * max_len),
-        num_blocks=num_seqs * (max_len // BLOCK_SIZE + 1),
+        groups=[KVGroup(num_seqs * (max_len // BLOCK_SIZE + 1))],
         block_size=BLOCK_SIZE,
         max_model_len=max_len,
     )
@@ -139,7 +140,7 @@ def admissions(num_prompts: int, prompt_len: int, seed: int) -> tuple[list[float
     """Seconds of each prompt when it is new, and when it is cached."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=max(2048, prompt_len)),
-        num_blocks=(num_prompts + 1) * (prompt_len // BLOCK_SIZE + 1),
+        groups=[KVGroup((num_prompts + 1) * (prompt_len // BLOCK_SIZE + 1))],
         block_size=BLOCK_SIZE,
         max_model_len=prompt_len + 1,
     )

@@ -7,6 +7,7 @@ from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Abort, FromEngine, Refused, StepReport, Submit
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import FinishReason, RequestId, SampledTokens, ScheduledBatch
 from tests.support.inbox import ListInbox
@@ -39,7 +40,7 @@ class Noting:
 class Bench:
     def __init__(self, runs_ahead: bool = False) -> None:
         scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=4), num_blocks=64, block_size=16, max_model_len=512
+            SchedulerConfig(max_num_seqs=4), groups=[KVGroup(64)], block_size=16, max_model_len=512
         )
         self.inbox = ListInbox()
         self.sent: list[FromEngine] = []
@@ -159,7 +160,7 @@ def test_a_report_tells_the_time_of_the_host_from_that_of_the_device(runs_ahead:
         sent.append(message)
 
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=4), num_blocks=64, block_size=16, max_model_len=512
+        SchedulerConfig(max_num_seqs=4), groups=[KVGroup(64)], block_size=16, max_model_len=512
     )
     loop = EngineLoop(scheduler, executor, inbox, send, lambda: executor.now_s)
     loop.step()  # nothing to do: it waits for commands

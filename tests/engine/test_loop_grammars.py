@@ -12,6 +12,7 @@ from penstock.engine.messages import Abort, FromEngine, StepReport, Submit
 from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import FinishReason, RequestId
 from tests.support.inbox import ListInbox
@@ -49,7 +50,7 @@ class Bench:
         )
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4, enable_prefix_caching=False),
-            num_blocks=num_blocks,
+            groups=[KVGroup(num_blocks)],
             block_size=info.block_size,
             max_model_len=64,
         )

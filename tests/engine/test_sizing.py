@@ -101,8 +101,8 @@ def test_weights_that_do_not_fit_leave_no_cache() -> None:
 
 def test_one_more_sequence_costs_its_rows_of_the_device_tables(sizing: Sizing) -> None:
     def num_bytes(max_num_seqs: int) -> int:
-        tables = DeviceTables(max_num_seqs, 4_096, 64, 0, torch.device("cpu"))
-        return sum(t.nbytes for t in (tables.token_table, tables.block_tables, tables.lengths))
+        tables = DeviceTables(max_num_seqs, 4_096, 64, [0], torch.device("cpu"))
+        return sum(t.nbytes for t in (tables.token_table, *tables.block_tables, tables.lengths))
 
     logits = 4 * sizing.model.vocab_size
     assert sizing.slot_bytes(4_096) == num_bytes(9) - num_bytes(8) + logits

@@ -4,6 +4,7 @@ import pytest
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import DuplicateRequest
+from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import RequestId
 from tests.support.scheduling import make_request
@@ -13,7 +14,9 @@ A = RequestId("a")
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    return Scheduler(SchedulerConfig(max_num_seqs=4), num_blocks=16, block_size=4, max_model_len=64)
+    return Scheduler(
+        SchedulerConfig(max_num_seqs=4), groups=[KVGroup(16)], block_size=4, max_model_len=64
+    )
 
 
 def test_a_request_that_is_not_ready_counts_as_waiting_and_others_overtake_it(

@@ -8,35 +8,48 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
+from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.sequence import Status
 from penstock.scheduler.types import FinishReason, Pooling, Request
-from tests.support.scheduling import Driver, make_request, run_alone
+from tests.support.scheduling import DraftingExecutor, Driver, make_request, run_alone
 
-MAX_MODEL_LEN = 48
+MAX_MODEL_LEN, BLOCK_SIZE = 48, 4
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """A tiny pool and a vocabulary of few ids, so that pressure, hits and collisions are common."""
 
     @initialize(
-        num_blocks=st.integers(12, 40),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(6, 30),
         caching=st.booleans(),
         policy=st.sampled_from(Policy),
         batching=st.sampled_from(Batching),
         drafts=st.booleans(),
+        groups=st.sampled_from([(None,), (None,), (9,), (None, 6), (None, 2, 14)]),
+        data=st.data(),
     )
     def start(
         self,
-        num_blocks: int,
         max_num_seqs: int,
         budget: int,
         caching: bool,
         policy: Policy,
         batching: Batching,
         drafts: bool,
+        groups: tuple[int | None, ...],
+        data: st.DataObject,
     ) -> None:
+        self.windows, self.drafts = groups, drafts
+        # From what one sequence needs at least to more than all of them can use.
+        sizes = [
+            data.draw(
+                st.integers(
+                    KVGroup(0, window, alignment=1).most_blocks(MAX_MODEL_LEN, BLOCK_SIZE), 40
+                )
+            )
+            for window in groups
+        ]
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -45,11 +58,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             batching=batching,
         )
         self.driver = Driver(
-            num_blocks=num_blocks,
-            block_size=4,
+            num_blocks=sizes[0],
+            block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
             config=config,
             drafts=drafts,
+            windows=groups,
+            more_blocks=tuple(sizes[1:]),
         )
         self.requests: dict[str, Request] = {}
         self.ready: set[str] = set()
@@ -129,24 +144,42 @@ class SchedulerMachine(RuleBasedStateMachine):
     def no_block_is_lost_or_doubled(self) -> None:
         if not hasattr(self, "driver"):
             return
-        kv, scheduler = self.driver.kv, self.driver.scheduler
-        held = Counter(
-            block
-            for sequences in scheduler._requests.values()
-            for sequence in sequences
-            for block in sequence.table.block_ids
-        )
-        assert all(kv.ref_count(block) == held[block] for block in range(kv.num_blocks))
-        assert len(held) + kv.num_free + kv.num_evictable == kv.num_blocks
+        scheduler = self.driver.scheduler
+        for index, kv in enumerate(scheduler._kv.groups):
+            held = Counter(
+                block
+                for sequences in scheduler._requests.values()
+                for sequence in sequences
+                for table in sequence.tables[index : index + 1]
+                for block in table.block_ids[table.num_released :]
+            )
+            assert all(kv.ref_count(block) == held[block] for block in range(kv.num_blocks))
+            assert len(held) + kv.num_free + kv.num_evictable == kv.num_blocks
+
+    @invariant()
+    def a_window_holds_what_its_next_token_reads_and_little_more(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        scheduler = self.driver.scheduler
+        for index, kv in enumerate(scheduler._kv.groups):
+            for sequence in [*scheduler._decoding, *scheduler._prefilling]:
+                table = sequence.tables[index]
+                first_read = kv.group.first_read(sequence.num_computed)
+                assert table.num_released * BLOCK_SIZE <= first_read
+                most = kv.group.most_blocks(MAX_MODEL_LEN, BLOCK_SIZE)
+                num_drafts = DraftingExecutor.MAX_DRAFTS if self.drafts else 0
+                assert table.num_held <= most + -(-num_drafts // BLOCK_SIZE)
 
     @invariant()
     def no_sequence_writes_to_a_shared_block(self) -> None:
         if not hasattr(self, "driver"):
             return
-        kv, scheduler = self.driver.kv, self.driver.scheduler
-        for sequence in [*scheduler._decoding, *scheduler._prefilling]:
-            for block in sequence.table.block_ids[sequence.num_computed // kv.block_size :]:
-                assert kv.ref_count(block) == 1
+        scheduler = self.driver.scheduler
+        for index, kv in enumerate(scheduler._kv.groups):
+            for sequence in [*scheduler._decoding, *scheduler._prefilling]:
+                first = sequence.num_computed // BLOCK_SIZE
+                for block in sequence.tables[index].block_ids[first:]:
+                    assert kv.ref_count(block) == 1
 
     @invariant()
     def only_running_sequences_have_slots(self) -> None:
@@ -193,9 +226,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         while driver.launched:
             driver.collect()
         driver.run()
-        assert driver.scheduler.num_waiting == 0 and driver.kv.num_used == 0
+        assert driver.scheduler.num_waiting == 0
+        assert not any(kv.num_used for kv in driver.scheduler._kv.groups)
         for name, request in self.requests.items():
-            alone = run_alone(request, max_model_len=MAX_MODEL_LEN)
+            alone = run_alone(request, max_model_len=MAX_MODEL_LEN, windows=self.windows)
             if driver.finishes[name, 0][0].reason is not FinishReason.ABORT or driver.prompts[name]:
                 assert driver.prompts[name] == alone.prompts[name]
             for index in range(request.n):

@@ -4,6 +4,7 @@ import pytest
 
 from penstock.scheduler.config import Policy, SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, TargetOutOfReach
+from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import StepClass, work_of
 from penstock.scheduler.step_model.live import LiveStepModel
@@ -44,7 +45,11 @@ class Bench:
         )
         self.live = LiveStepModel(SERVED, MODEL if is_known else None)
         self.scheduler = Scheduler(
-            config, num_blocks=4000, block_size=16, max_model_len=20_000, step_model=self.live
+            config,
+            groups=[KVGroup(4000)],
+            block_size=16,
+            max_model_len=20_000,
+            step_model=self.live,
         )
         self.now = 0.0
         self.first_token_s: dict[str, float] = {}

@@ -150,7 +150,7 @@ class Rehearsal:
         info = self.executor.info
         self.scheduler = Scheduler(
             self.config.scheduler,
-            num_blocks=info.num_blocks,
+            groups=info.kv_groups,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
         )

@@ -3,6 +3,7 @@
 That is, late: the step after it is launched already, and its message has many lines.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -38,8 +39,8 @@ class FailsInItsThirdStep:
         return True
 
     @property
-    def journal(self) -> BlockJournal | None:
-        return None  # it runs ahead
+    def journals(self) -> Sequence[BlockJournal]:
+        return ()  # it runs ahead
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         return self._executor.prepare(request)

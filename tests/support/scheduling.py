@@ -8,7 +8,7 @@ from penstock.engine.executors.scripted import ScriptedExecutor, Slot, mix, scri
 from penstock.engine.memory.kept import KeptMemory
 from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.kv_cache import KVCache
+from penstock.scheduler.group_cache import GroupCache
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import (
     AcceptedDraft,
@@ -158,8 +158,11 @@ class Driver:
         vocab_size: int = 512,
         drafts: bool = False,
         kept: KeptMemory | None = None,
+        windows: tuple[int | None, ...] = (None,),
+        more_blocks: tuple[int, ...] = (),
     ) -> None:
-        """drafts: on a `DraftingExecutor`. kept: where the pool is, else."""
+        """drafts: on a `DraftingExecutor`. kept: where the pool is, else. windows, more_blocks: of
+        groups of layers."""
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
         self.config = config
         info = scripted_info(
@@ -167,16 +170,18 @@ class Driver:
             max_model_len=max_model_len,
             block_size=block_size,
             num_blocks=num_blocks,
+            windows=windows,
+            more_blocks=more_blocks,
         )
         self.executor: ScriptedExecutor = (
             DraftingExecutor(info) if drafts else ScriptedExecutor(info, paranoid=True, kept=kept)
         )
         self.scheduler = Scheduler(
             config,
-            num_blocks=num_blocks,
+            groups=self.executor.info.kv_groups,
             block_size=block_size,
             max_model_len=max_model_len,
-            journal=self.executor.journal,
+            journals=self.executor.journals,
         )
         self.launched: deque[PendingTokens] = deque()
         self.batches: list[ScheduledBatch] = []
@@ -188,8 +193,9 @@ class Driver:
         self.now = 0.0
 
     @property
-    def kv(self) -> KVCache:
-        return self.scheduler._kv
+    def kv(self) -> GroupCache:
+        """Of the first group."""
+        return self.scheduler._kv.groups[0]
 
     def launch(self) -> ScheduledBatch | None:
         batch = self.scheduler.schedule(self.now)
@@ -229,9 +235,14 @@ class Driver:
         raise AssertionError(f"requests are still open after {max_steps} steps")
 
 
-def run_alone(request: Request, *, max_model_len: int = 128) -> Driver:
+def run_alone(
+    request: Request, *, max_model_len: int = 128, windows: tuple[int | None, ...] = (None,)
+) -> Driver:
     """The request in an engine of its own, with room for everything, to its end."""
-    driver = Driver(num_blocks=1024, max_model_len=max_model_len)
+    more_blocks = (1024,) * (len(windows) - 1)
+    driver = Driver(
+        num_blocks=1024, max_model_len=max_model_len, windows=windows, more_blocks=more_blocks
+    )
     driver.scheduler.add(request)
     driver.run()
     return driver

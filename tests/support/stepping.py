@@ -19,7 +19,7 @@ class SteppedEngine:
         info = self.executor.info
         self.scheduler = Scheduler(
             config.scheduler,
-            num_blocks=info.num_blocks,
+            groups=info.kv_groups,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
         )

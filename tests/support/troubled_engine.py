@@ -7,6 +7,7 @@ each time that it is tried; or, of the last id, it says that the prompt's logits
 import os
 import signal
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -45,8 +46,8 @@ class Troubled:
         return self._executor.runs_ahead
 
     @property
-    def journal(self) -> BlockJournal | None:
-        return self._executor.journal
+    def journals(self) -> Sequence[BlockJournal]:
+        return self._executor.journals
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         return self._executor.prepare(request)

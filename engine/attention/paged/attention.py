@@ -37,6 +37,8 @@ class PagedAttention:
         self._prefill = PagedPrefill(shape, max_rows, max_tokens, num_sms, device, dtype)
 
     def plan(self, step: DeviceStep) -> None:
+        if step.group:
+            return  # lengths are those of the first group, and tables are read by each layer
         if step.num_decodes:
             for window in self._windows:
                 self._decode.plan(_decode_lens(step), step.slots[: step.num_decodes], window)

@@ -38,7 +38,8 @@ class ChunkGraphs:
         self._inputs = torch.zeros(5 * max_rows + 2, dtype=torch.int32, device=device)
         self._split()[0].fill_(tables.padding_slot)
         self._token_ids, self._positions = self._inputs.new_zeros(2, largest).unbind()
-        self._kv_slots = torch.zeros(largest, dtype=torch.int64, device=device)
+        num_groups = len(tables.block_tables)
+        self._kv_slots = torch.zeros(num_groups, largest, dtype=torch.int64, device=device)
         self._context_lens = self._inputs.new_zeros(max_rows)
         self._graphs = StepGraphs(self._run, device)
 
@@ -83,34 +84,37 @@ class ChunkGraphs:
         return torch.split(self._inputs, [rows, rows, rows + 1, rows + 1, rows])
 
     def _run(self, size: int) -> Tensor:
-        tables, kv_slots = self._tables, self._kv_slots[:size]
+        tables, kv_slots = self._tables, self._kv_slots[:, :size].unbind()
         slots, starts, offsets, chunk_starts, decode_lens = self._split()
-        kv_slots.fill_(tables.padding_kv_slot)
+        for of_group, padding in zip(kv_slots, tables.padding_kv_slots, strict=True):
+            of_group.fill_(padding)
         num_decodes = min(size, self._max_rows)
         step = DeviceStep(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
-            kv_slots=kv_slots,
+            kv_slots=kv_slots[0],
             slots=slots,
             context_lens=self._context_lens,
             num_decodes=num_decodes,
             chunk_starts=chunk_starts,
-            block_tables=tables.block_tables,
+            block_tables=tables.block_tables[0],
             decode_lens=decode_lens[:num_decodes],
+            more_groups=tuple(zip(kv_slots[1:], tables.block_tables[1:], strict=True)),
         )
-        gather_chunks(
-            slots,
-            starts,
-            offsets,
-            tables.token_table,
-            tables.block_tables,
-            tables.block_size,
-            size,
-            step.token_ids,
-            step.positions,
-            kv_slots,
-            self._context_lens,
-        )
+        for each in step.of_groups:
+            gather_chunks(
+                slots,
+                starts,
+                offsets,
+                tables.token_table,
+                each.block_tables,
+                tables.block_size,
+                size,
+                step.token_ids,
+                step.positions,
+                each.kv_slots,
+                self._context_lens,
+            )
         states = self._model(step)
         store_lengths(slots, self._context_lens, tables.lengths)
         return states

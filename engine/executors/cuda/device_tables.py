@@ -5,6 +5,7 @@ for the device: updates go through pinned memory, in the stream's order.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ from penstock.scheduler.types import ScheduledBatch, SlotAssignment
 class DeviceTables:
     """One row for each slot, and a last one for the padding rows of a graph.
 
-    token_table: (slots + 1, max_len + 1) int32. block_tables: (slots + 1, max_blocks) int32.
-    lengths: (slots + 1,) int32, how many tokens have their keys and values written: the position
-    of a decode's token. The last row's length is 0 and its block is `padding_block`.
+    token_table: (slots + 1, max_len + 1) int32. block_tables: (slots + 1, max_blocks) int32, for
+    each group of layers. lengths: (slots + 1,) int32, how many tokens have their keys and values
+    written: the position of a decode's token. The last row's length is 0 and its block is the
+    padding block of each group.
     """
 
     def __init__(
@@ -27,18 +29,23 @@ class DeviceTables:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
-        padding_block: int,
+        padding_blocks: Sequence[int],
         device: torch.device,
     ) -> None:
         def table(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.padding_slot = max_num_seqs
-        self.padding_kv_slot = padding_block * block_size
+        self.padding_kv_slots = [block * block_size for block in padding_blocks]
         self.block_size = block_size
         self.token_table = table(max_num_seqs + 1, max_model_len + 1)
-        self.block_tables = table(max_num_seqs + 1, -(-max_model_len // block_size))
-        self.block_tables[-1] = padding_block
+        num_groups, max_blocks = len(padding_blocks), -(-max_model_len // block_size)
+        all_tables = table(num_groups, max_num_seqs + 1, max_blocks)
+        self.block_tables = all_tables.unbind()
+        for block_table, block in zip(self.block_tables, padding_blocks, strict=True):
+            block_table[-1] = block
+        # A row for each slot of the first group, then of the next.
+        self._rows = all_tables.view(num_groups * (max_num_seqs + 1), max_blocks)
         self.lengths = table(max_num_seqs + 1)
         self._device = device
 
@@ -47,14 +54,22 @@ class DeviceTables:
         for assignment in batch.assignments:
             self._assign(assignment)
         if batch.table_updates:
-            update_block_tables(self.upload(batch.table_updates), self.block_tables)
+            rows = self.padding_slot + 1
+            updates = [
+                (group * rows + slot, index, block_id)
+                for slot, index, block_id, group in batch.table_updates
+            ]
+            update_block_tables(self.upload(updates), self._rows)
 
     def upload(self, values: Sequence[object]) -> Tensor:
         """These integers as int32 on the device, in the same shape."""
         return to_device(values, torch.int32, self._device)
 
     def _assign(self, assignment: SlotAssignment) -> None:
-        slot, token_ids, block_ids = assignment.slot, assignment.token_ids, assignment.block_ids
-        values = self.upload((*token_ids, *block_ids))
+        slot, token_ids = assignment.slot, assignment.token_ids
+        values = self.upload((*token_ids, *chain.from_iterable(assignment.tables)))
         self.token_table[slot, : len(token_ids)] = values[: len(token_ids)]
-        self.block_tables[slot, : len(block_ids)] = values[len(token_ids) :]
+        start = len(token_ids)
+        for block_table, block_ids in zip(self.block_tables, assignment.tables, strict=True):
+            block_table[slot, : len(block_ids)] = values[start : start + len(block_ids)]
+            start += len(block_ids)

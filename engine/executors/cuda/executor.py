@@ -31,7 +31,7 @@ from penstock.engine.kernels.tables import (
     store_lengths,
     store_sampled,
 )
-from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.memory.kv_pool import KVPools
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.sampling.grammar_table import GrammarTable
@@ -99,7 +99,7 @@ class CudaExecutor:
     def __init__(
         self,
         model: FusedModel,
-        pool: KVPool,
+        pool: KVPools,
         tables: DeviceTables,
         grammars: GrammarTable,
         info: ModelInfo,
@@ -127,7 +127,8 @@ class CudaExecutor:
 
         self._slots = torch.full_like(buffer(torch.int32), tables.padding_slot)
         self._token_ids, self._positions = buffer(torch.int32), buffer(torch.int32)
-        self._context_lens, self._kv_slots = buffer(torch.int32), buffer(torch.int64)
+        self._context_lens = buffer(torch.int32)
+        self._kv_slots = [buffer(torch.int64) for _ in tables.block_tables]
         self._sizes = captured_sizes(max_num_seqs)
         self._graphs = StepGraphs(
             self._run_decodes, device, enabled=use_graphs and model.is_capturable
@@ -149,8 +150,8 @@ class CudaExecutor:
         return self._info.runs_ahead
 
     @property
-    def journal(self) -> None:
-        return None
+    def journals(self) -> tuple[()]:
+        return ()
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
@@ -220,9 +221,10 @@ class CudaExecutor:
             self._prompts.assign(assignment)
         self._sampler.flush()
         if batch.copies:
-            copies = self._tables.upload(device_copies(batch.copies))
-            for keys, values in self._pool.pairs():
-                copy_blocks(copies, keys, values)
+            for group, pool in enumerate(self._pool.groups):
+                copies = self._tables.upload(device_copies(batch.copies, group))
+                for keys, values in pool.pairs() if len(copies) else ():
+                    copy_blocks(copies, keys, values)
 
     def _decode(self, slots: tuple[int, ...], mode: Mode) -> tuple[Tensor, Tensor]:
         """Logits of one token for each slot, (len(slots), vocab_size), and the sampled ids."""
@@ -239,27 +241,30 @@ class CudaExecutor:
         size, mode = key
         tables = self._tables
         slots, context_lens = self._slots[:size], self._context_lens[:size]
+        kv_slots = [of_group[:size] for of_group in self._kv_slots]
         step = DeviceStep(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
-            kv_slots=self._kv_slots[:size],
+            kv_slots=kv_slots[0],
             slots=slots,
             context_lens=context_lens,
             num_decodes=size,
             chunk_starts=None,
-            block_tables=tables.block_tables,
+            block_tables=tables.block_tables[0],
+            more_groups=tuple(zip(kv_slots[1:], tables.block_tables[1:], strict=True)),
         )
-        gather_decodes(
-            slots,
-            tables.lengths,
-            tables.token_table,
-            tables.block_tables,
-            tables.block_size,
-            step.token_ids,
-            step.positions,
-            step.kv_slots,
-            context_lens,
-        )
+        for each in step.of_groups:
+            gather_decodes(
+                slots,
+                tables.lengths,
+                tables.token_table,
+                each.block_tables,
+                tables.block_size,
+                step.token_ids,
+                step.positions,
+                each.kv_slots,
+                context_lens,
+            )
         logits = self._model.logits(self._model(step))
         store_lengths(slots, context_lens, tables.lengths)
         ids = self._sampler.sample(logits, slots, context_lens, mode)
@@ -296,33 +301,35 @@ class CudaExecutor:
         slots, starts, offsets = torch.split(values, [num_rows, num_rows, num_rows + 1])
         num_tokens = query_starts[-1]
         token_ids, positions = values.new_empty(2, num_tokens).unbind()
-        kv_slots = torch.empty(num_tokens, dtype=torch.int64, device=self._device)
+        shape = len(tables.block_tables), num_tokens
+        kv_slots = torch.empty(shape, dtype=torch.int64, device=self._device).unbind()
         context_lens = torch.empty_like(slots)
-        gather_chunks(
-            slots,
-            starts,
-            offsets,
-            tables.token_table,
-            tables.block_tables,
-            tables.block_size,
-            max(batch.num_tokens),
-            token_ids,
-            positions,
-            kv_slots,
-            context_lens,
+        step = DeviceStep(
+            token_ids=token_ids,
+            positions=positions,
+            kv_slots=kv_slots[0],
+            slots=slots,
+            context_lens=context_lens,
+            num_decodes=batch.num_decodes,
+            chunk_starts=offsets[batch.num_decodes :] - batch.num_decodes,
+            block_tables=tables.block_tables[0],
+            more_groups=tuple(zip(kv_slots[1:], tables.block_tables[1:], strict=True)),
         )
-        states = self._model(
-            DeviceStep(
-                token_ids=token_ids,
-                positions=positions,
-                kv_slots=kv_slots,
-                slots=slots,
-                context_lens=context_lens,
-                num_decodes=batch.num_decodes,
-                chunk_starts=offsets[batch.num_decodes :] - batch.num_decodes,
-                block_tables=tables.block_tables,
+        for each in step.of_groups:
+            gather_chunks(
+                slots,
+                starts,
+                offsets,
+                tables.token_table,
+                each.block_tables,
+                tables.block_size,
+                max(batch.num_tokens),
+                token_ids,
+                positions,
+                each.kv_slots,
+                context_lens,
             )
-        )
+        states = self._model(step)
         store_lengths(slots, context_lens, tables.lengths)
         return states, slots, context_lens
 

@@ -46,8 +46,9 @@ from penstock.engine.memory.gpu_budget import (
     pool_advice,
     pool_bytes,
 )
+from penstock.engine.memory.kv_layout import KVLayout
 from penstock.engine.memory.kv_pool import (
-    KVPool,
+    KVPools,
     PoolSize,
     resolve_max_model_len,
     size_pool,
@@ -154,10 +155,13 @@ class _Setup:
         )
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         self._kv_dtype = kv_dtype(config.kv_cache_dtype, self._dtype)
-        self._block_bytes = self._block_size * self._model.kv_shape.bytes_per_token(
-            self._kv_dtype.itemsize
-        )
         self._max_len = resolve_max_model_len(config.max_model_len, self._model.max_model_len)
+        self._layout = KVLayout.of(self._model.windows, self._max_len)
+        self._pools = self._layout.pools(
+            self._model.kv_shape, self._block_size, self._kv_dtype.itemsize
+        )
+        # In each pool, a block for the padding rows of graphs.
+        self._padding_bytes = sum(pool.block_bytes for pool in self._pools)
         self._bandwidth: float | None = None
         self._flops: float | None = None
         grammars = Grammars.of_model(
@@ -200,7 +204,7 @@ class _Setup:
         with phases.timed("graphs", capturing, total=self._num_graphs, unit="graphs"):
             executor.capture(phases.advance)
             gpu.release()
-        pool = (size.num_blocks + 1) * self._block_bytes
+        pool = size.num_bytes(self._pools) + self._padding_bytes
         Ledger(
             total=gpu.total_bytes,
             others=max(0, used - weights - pool),
@@ -208,7 +212,7 @@ class _Setup:
             kv_pool=pool,
             activations=activations,
             graphs=max(0, gpu.used_bytes() - used),
-        ).log(size, self._block_size)
+        ).log(size, self._pools)
         return executor
 
     @property
@@ -269,12 +273,17 @@ class _Setup:
         Runs one, with all its keys and values in a pool of one block; and before it small ones, so
         that no kernel has to be compiled while requests wait.
         """
-        size = PoolSize(num_blocks=0, max_model_len=self._max_len)
+        none = (0,) * (len(self._pools) - 1)
+        size = PoolSize(num_blocks=0, max_model_len=self._max_len, more_blocks=none)
         executor = self._executor(llama, size, use_graphs=False)
         if self._gpu.device.type == "cuda" and self._max_len > 1:
-            for batch in small_steps(self._config.scheduler, self._max_len, self._block_size):
+            for batch in small_steps(
+                self._config.scheduler, self._max_len, self._block_size, len(self._pools)
+            ):
                 executor.execute(batch).wait()
-        batch = largest_step(self._config.scheduler, self._max_len, self._block_size)
+        batch = largest_step(
+            self._config.scheduler, self._max_len, self._block_size, len(self._pools)
+        )
         executor.execute(batch).wait()
         # Torch frees nothing by itself, so this is the peak, including the kernels' code.
         peak = self._gpu.used_bytes()
@@ -286,20 +295,21 @@ class _Setup:
     def _size_pool(self, budget: MemoryBudget) -> PoolSize:
         config = self._config
         return size_pool(
-            # One block is kept for the padding rows of graphs.
-            budget=pool_bytes(config, budget) - self._block_bytes,
+            self._pools,
+            config.scheduler,
+            budget=pool_bytes(config, budget) - self._padding_bytes,
             max_blocks=_MAX_BLOCKS,
-            block_size=self._block_size,
-            block_bytes=self._block_bytes,
             max_len=self._max_len,
             may_shorten=config.max_model_len is None,
-            advice=lambda needed: pool_advice(config, budget)(needed + self._block_bytes),
+            advice=lambda needed: pool_advice(config, budget)(needed + self._padding_bytes),
         )
 
     def _executor(self, llama: LlamaModel, size: PoolSize, *, use_graphs: bool) -> CudaExecutor:
         scheduler, device = self._config.scheduler, self._gpu.device
-        num_blocks, block_size = size.num_blocks, self._block_size
-        pool = KVPool(self._model.kv_shape, num_blocks + 1, block_size, self._kv_dtype, device)
+        block_size = self._block_size
+        padded = [num_blocks + 1 for num_blocks in size.of_groups]
+        shape = self._model.kv_shape
+        pool = KVPools(shape, self._layout, padded, block_size, self._kv_dtype, device)
         attention = make_attention(
             self._config,
             self._model.attention_shape(block_size),
@@ -310,7 +320,7 @@ class _Setup:
             max_tokens=scheduler.max_num_batched_tokens,
         )
         tables = DeviceTables(
-            scheduler.max_num_seqs, size.max_model_len, block_size, num_blocks, device
+            scheduler.max_num_seqs, size.max_model_len, block_size, size.of_groups, device
         )
         return CudaExecutor(
             FusedModel(llama, pool, attention, scheduler.max_num_seqs),
@@ -336,11 +346,12 @@ class _Setup:
             expert_bytes=llama.expert_bytes,
             kv_dtype=self._kv_dtype,
             quantization=self._quantization,
+            layout=self._layout,
         )
 
 
 def small_steps(
-    scheduler: SchedulerConfig, max_model_len: int, block_size: int
+    scheduler: SchedulerConfig, max_model_len: int, block_size: int, num_groups: int = 1
 ) -> Iterator[ScheduledBatch]:
     """One of prompts and one of decodes for each sampling mode; and numbers of rows and of tokens
     that take each path through a layer."""
@@ -348,14 +359,16 @@ def small_steps(
     for size in (*TILE_ROWS, MAX_TILED_ROWS + 1):
         counts = [1] * size if size < max_num_seqs else [size]
         if size <= scheduler.max_num_batched_tokens and counts[0] <= max_model_len:
-            yield _prompts(counts, block_size, _GREEDY)
+            yield _prompts(counts, block_size, num_groups, _GREEDY)
     for num_rows in sorted({1, min(MAX_ROWS, max_num_seqs), max_num_seqs}):
         for sampling in (_COSTLY, _FILTERED, _GREEDY):
-            yield _prompts([1] * num_rows, block_size, sampling)
+            yield _prompts([1] * num_rows, block_size, num_groups, sampling)
             yield _batch([1] * num_rows, (), num_decodes=num_rows)
 
 
-def largest_step(scheduler: SchedulerConfig, max_model_len: int, block_size: int) -> ScheduledBatch:
+def largest_step(
+    scheduler: SchedulerConfig, max_model_len: int, block_size: int, num_groups: int = 1
+) -> ScheduledBatch:
     """The most tokens and sampling rows that a step may have, all in block 0, with all options."""
     num_rows = scheduler.max_num_seqs
     counts = [1] * num_rows
@@ -364,26 +377,29 @@ def largest_step(scheduler: SchedulerConfig, max_model_len: int, block_size: int
         more = min(left, max_model_len - 1)
         counts[row] += more
         left -= more
-    return _prompts(counts, block_size, _COSTLY)
+    return _prompts(counts, block_size, num_groups, _COSTLY)
 
 
-def _prompts(counts: list[int], block_size: int, sampling: SamplingParams) -> ScheduledBatch:
+def _prompts(
+    counts: list[int], block_size: int, num_groups: int, sampling: SamplingParams
+) -> ScheduledBatch:
     """Of so many tokens each, all in block 0."""
     assignments = tuple(
-        _assignment(slot, count, -(-count // block_size), sampling)
+        _assignment(slot, count, ((0,) * -(-count // block_size),) * num_groups, sampling)
         for slot, count in enumerate(counts)
     )
     return _batch(counts, assignments, num_decodes=0)
 
 
 def _assignment(
-    slot: int, num_tokens: int, num_blocks: int, sampling: SamplingParams
+    slot: int, num_tokens: int, tables: tuple[tuple[int, ...], ...], sampling: SamplingParams
 ) -> SlotAssignment:
     return SlotAssignment(
         slot=slot,
         token_ids=(0,) * num_tokens,
         num_prompt_tokens=num_tokens,
-        block_ids=(0,) * num_blocks,
+        block_ids=tables[0],
+        more_block_ids=tables[1:],
         sampling=sampling,
         seed=0,
         prompt_request=PromptOutputRequest(1, None) if slot == 0 else None,

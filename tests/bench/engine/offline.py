@@ -96,7 +96,7 @@ class Run:
         info = executor.info
         scheduler = Scheduler(
             config,
-            num_blocks=info.num_blocks,
+            groups=info.kv_groups,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
         )

@@ -17,6 +17,7 @@ from pathlib import Path
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
 from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SampledTokens, SamplingParams
 from tests.bench.engine.offline import FULL, requests_of
@@ -84,7 +85,7 @@ def _works(model: str, max_rows: int, codes: str | None, step: Step) -> list[Wor
 def served(times: StepTimes, requests: list[Request], max_batched_tokens: int) -> tuple[float, int]:
     """Seconds and steps until all of these requests, there at the start, have ended."""
     config = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=max_batched_tokens)
-    scheduler = Scheduler(config, num_blocks=40_000, block_size=64, max_model_len=2048)
+    scheduler = Scheduler(config, groups=[KVGroup(40_000)], block_size=64, max_model_len=2048)
     for request in requests:
         scheduler.add(request)
     us, num_steps, num_open = 0.0, 0, len(requests)

@@ -23,7 +23,8 @@ from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.loading import describe
-from penstock.engine.memory.kv_pool import KVPool, PoolSize
+from penstock.engine.memory.kv_layout import KVLayout
+from penstock.engine.memory.kv_pool import KVPools, PoolSize
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.layers.linear import PlainLinear
@@ -121,7 +122,14 @@ class SmallModel:
     def _build(self, grammars: Grammars, graphs: bool, chunk_graphs: bool) -> CudaExecutor:
         sizes, rows, device = self.sizes, self.scheduler.max_num_seqs, self.device
         num_blocks = rows * -(-sizes.max_len // sizes.block_size)
-        pool = KVPool(self.config.kv_shape, num_blocks + 1, sizes.block_size, self.dtype, device)
+        pool = KVPools(
+            self.config.kv_shape,
+            KVLayout.of(self.config.windows, sizes.max_len),
+            [num_blocks + 1],
+            sizes.block_size,
+            self.dtype,
+            device,
+        )
         multiprocessors = 1
         if device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -143,7 +151,7 @@ class SmallModel:
         return CudaExecutor(
             FusedModel(self.llama, pool, attention, rows),
             pool,
-            DeviceTables(rows, sizes.max_len, sizes.block_size, num_blocks, device),
+            DeviceTables(rows, sizes.max_len, sizes.block_size, [num_blocks], device),
             GrammarTable(grammars, rows, self.config.vocab_size),
             info,
             max_num_seqs=rows,
@@ -179,7 +187,7 @@ class SmallModel:
         info, half = self.executor.info, len(requests) // 2
         scheduler = Scheduler(
             self.scheduler,
-            num_blocks=info.num_blocks,
+            groups=info.kv_groups,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
         )

@@ -175,7 +175,7 @@ def encoded_reports(
             StepReport(
                 step=step,
                 outputs=[RequestOutput(r.id, 0, [token_id], None, None, 0) for r in requests],
-                stats=SchedulerStats(len(requests), *[0] * 8),
+                stats=SchedulerStats(len(requests), *[0] * 8),  # type: ignore[arg-type]
                 work=NO_WORK,
                 started_s=time.monotonic(),
                 step_s=0.004,

@@ -18,7 +18,8 @@ from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.executor import CudaExecutor
-from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.memory.kv_layout import KVLayout
+from penstock.engine.memory.kv_pool import KVPools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.layers.linear import PlainLinear
@@ -27,6 +28,7 @@ from penstock.engine.models.weights import Checkpoint
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
 from tests.support.kernels import DEVICE
@@ -73,7 +75,14 @@ def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
             max_model_len=MAX_LEN,
             device=DEVICE,
         )
-    pool = KVPool(config.kv_shape, NUM_BLOCKS + 1, BLOCK_SIZE, torch.float32, DEVICE)
+    pool = KVPools(
+        config.kv_shape,
+        KVLayout.of(config.windows, MAX_LEN),
+        [NUM_BLOCKS + 1],
+        BLOCK_SIZE,
+        torch.float32,
+        DEVICE,
+    )
     shape = config.attention_shape(BLOCK_SIZE)
     attention = PagedAttention(
         shape, config.windows, MAX_SEQS, 32, num_sms=1, device=DEVICE, dtype=torch.float32
@@ -82,7 +91,7 @@ def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
     return CudaExecutor(
         FusedModel(llama, pool, attention, MAX_SEQS),
         pool,
-        DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS, DEVICE),
+        DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, [NUM_BLOCKS], DEVICE),
         GrammarTable(grammars, MAX_SEQS, config.vocab_size),
         replace(like.info, num_blocks=NUM_BLOCKS),
         max_num_seqs=MAX_SEQS,
@@ -93,7 +102,7 @@ def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
 def _run(executor: Executor, requests: list[Request], *, ahead: bool) -> list[RequestOutput]:
     """All their outputs; `ahead`: each step is launched before the one before is waited for."""
     scheduler = Scheduler(
-        CONFIG, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=MAX_LEN
+        CONFIG, groups=[KVGroup(NUM_BLOCKS)], block_size=BLOCK_SIZE, max_model_len=MAX_LEN
     )
     for request in requests:
         scheduler.add(request)

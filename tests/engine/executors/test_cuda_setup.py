@@ -26,6 +26,7 @@ from penstock.engine.memory.gpu_budget import (
     pool_advice,
     pool_bytes,
 )
+from penstock.engine.memory.kv_layout import GroupPool
 from penstock.engine.memory.kv_pool import PoolSize, size_pool
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.coded import OnGpu
@@ -33,6 +34,7 @@ from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.groups import KVGroup
 from tests.support.gguf_files import quantized, write_gguf
 from tests.support.kernels import ON_GPU
 from tests.support.paths import DEMO_MODEL
@@ -49,10 +51,10 @@ BLOCK = 2**20
 
 def size(budget: int, max_len: int, *, may_shorten: bool = False, block_size: int = 64) -> PoolSize:
     return size_pool(
+        [GroupPool(KVGroup(0), block_size, BLOCK)],
+        SchedulerConfig(),
         budget=budget,
         max_blocks=1000,
-        block_size=block_size,
-        block_bytes=BLOCK,
         max_len=max_len,
         may_shorten=may_shorten,
         advice=lambda needed: f"give it {needed} bytes",

@@ -91,7 +91,7 @@ class Outcome:
         info = executor.info
         self.scheduler = Scheduler(
             CONFIG,
-            num_blocks=info.num_blocks,
+            groups=info.kv_groups,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
         )

@@ -83,7 +83,7 @@ def test_a_pool_of_something_else_is_not_read(memory: int, change: str) -> None:
 def test_the_size_of_the_pool_before_is_known_before_it_is_mapped(memory: int) -> None:
     assert KeptMemory(memory, IDENTITY).num_blocks is None
     engine(memory)
-    assert KeptMemory(memory, IDENTITY).num_blocks == NUM_BLOCKS
+    assert KeptMemory(memory, IDENTITY).num_blocks == (NUM_BLOCKS,)
     assert KeptMemory(memory, bytes(32)).num_blocks is None
     assert os.fstat(memory).st_size == 0  # free before the next pool is sized
 
@@ -94,13 +94,13 @@ def test_a_flipped_bit_costs_its_block_and_what_follows_and_no_token(
 ) -> None:
     first = engine(memory)
     hits(first, make_request("a", 30))
-    journal = first.executor.journal
+    [journal] = first.executor.journals
     assert journal
     parts = journal._parts  # type: ignore[attr-defined]
     third = make_request("", 30).prompt_token_ids[8:12]
     survivors = {block.block_id: block for block in journal.survivors()}
     (block_id,) = (
-        b for b in survivors if tuple(first.executor._pool_ids[b * 4 : b * 4 + 4]) == third
+        b for b in survivors if tuple(first.executor._pools[0].ids[b * 4 : b * 4 + 4]) == third
     )
     place = {"tokens": parts[0].offset + block_id * 32, "digests": parts[1].offset + block_id * 32}
     flip(memory, place.get(part, HEADER + block_id * ENTRY_BYTES + 5))
@@ -203,7 +203,7 @@ class Lives(RuleBasedStateMachine):
     def flip(self, at: float, of: str) -> None:
         """A bit, of what nobody uses at the time: the engine has ended."""
         self._check()
-        journal = self.driver.executor.journal
+        [journal] = self.driver.executor.journals
         assert journal
         parts = journal._parts  # type: ignore[attr-defined]
         start, size = {
@@ -262,13 +262,13 @@ def test_each_block_is_evicted_before_the_one_before_it(
     descriptor = make_descriptor()
     assert descriptor is not None
     try:
-        _, journal, _ = KeptMemory(descriptor, IDENTITY).map(len(digests), [(1, 8)])
+        [(_, journal, _)] = KeptMemory(descriptor, IDENTITY).map([(len(digests), [(1, 8)])])
         parents = [b"the root has one"]
         for block_id, digest in enumerate(digests):
             parent = data.draw(st.sampled_from(parents))
             journal.record([StoredBlock(block_id, digest, parent)])
             parents.append(digest)
-        _, journal, _ = KeptMemory(descriptor, IDENTITY).map(len(digests), [(1, 8)])
+        [(_, journal, _)] = KeptMemory(descriptor, IDENTITY).map([(len(digests), [(1, 8)])])
         order = journal.survivors()
         assert sorted(block.digest for block in order) == sorted(digests)
         places = {block.digest: place for place, block in enumerate(order)}

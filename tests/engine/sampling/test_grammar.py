@@ -15,6 +15,7 @@ from penstock.engine.messages import Abort, FromEngine, Refused, StepReport, Sub
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import (
     FinishReason,
@@ -182,7 +183,7 @@ class Bench:
 
     def __init__(self) -> None:
         scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=4), num_blocks=64, block_size=16, max_model_len=512
+            SchedulerConfig(max_num_seqs=4), groups=[KVGroup(64)], block_size=16, max_model_len=512
         )
         self.inbox, self.executor = ListInbox(), Compiling()
         self.sent: list[FromEngine] = []

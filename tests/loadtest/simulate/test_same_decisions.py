@@ -121,7 +121,7 @@ def served(
     live = LiveStepModel(info, known_model(runs_ahead=info.runs_ahead))
     scheduler = Scheduler(
         config,
-        num_blocks=info.num_blocks,
+        groups=info.kv_groups,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         step_model=live,

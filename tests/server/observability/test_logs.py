@@ -131,7 +131,7 @@ async def test_the_line_is_written_only_while_there_is_work(
     load.step()
     await asyncio.sleep(0.1)
     assert len(caplog.records) >= 2  # one sequence runs, though no step has ended since
-    stats = SchedulerStats(*[0] * 9)
+    stats = SchedulerStats(*[0] * 9)  # type: ignore[arg-type]
     idle = StepReport(0, [], stats, NO_WORK, time.monotonic(), 0.0, 0, 0)
     load.metrics.on_step(idle)
     await asyncio.sleep(0.05)

@@ -61,7 +61,7 @@ class Load:
         self._commands: list[ToEngine] = []
         scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
-            num_blocks=INFO.num_blocks,
+            groups=INFO.kv_groups,
             block_size=INFO.block_size,
             max_model_len=INFO.max_model_len,
         )
@@ -224,7 +224,7 @@ def test_cache_usage_is_the_share_of_the_blocks_that_sequences_hold() -> None:
 
 
 def _report(started_s: float, step_s: float) -> StepReport:
-    stats = SchedulerStats(*[0] * 9)
+    stats = SchedulerStats(*[0] * 9)  # type: ignore[arg-type]
     return StepReport(1, [], stats, NO_WORK, started_s, step_s, model_bytes=100, model_flops=0)
 
 

@@ -1,0 +1,122 @@
+"""Which layers of a model share a pool of keys and values, and how large each pool is. Imports no
+tensors.
+
+Layers with a sliding window need the blocks of its tokens alone, whatever the length of a sequence;
+so those of one window have a pool, and the other layers have one (`penstock.scheduler.groups`).
+`divide` says how the memory is divided between them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+from penstock.engine.memory.kv_shape import KVShape
+from penstock.scheduler.groups import KVGroup
+
+# Of the memory that each pool of layers with a window may have so that short sequences, as many as
+# may run, are not held up by it: the others, of which there are more in a long one, have the rest.
+_MOST_FOR_SHORT = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """windows: of the groups, where there is one without a window that one first. group_of: the
+    group of each layer."""
+
+    windows: tuple[int | None, ...]
+    group_of: tuple[int, ...]
+
+    @classmethod
+    def of(cls, windows: Sequence[int | None], max_model_len: int) -> "KVLayout":
+        """windows: of each layer. One that no sequence outgrows is none."""
+        each = [None if window is None or window >= max_model_len else window for window in windows]
+        groups = sorted(set(each), key=lambda window: -1 if window is None else window)
+        return cls(tuple(groups), tuple(groups.index(window) for window in each))
+
+    @property
+    def layer_counts(self) -> list[int]:
+        """Of each group."""
+        return [self.group_of.count(group) for group in range(len(self.windows))]
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Its group, and its number among the layers of that."""
+        group = self.group_of[layer]
+        return group, self.group_of[:layer].count(group)
+
+    def pools(self, kv: KVShape, block_size: int, itemsize: int) -> "list[GroupPool]":
+        """kv: of the whole model. itemsize: see `KVShape`."""
+        layer_bytes = block_size * kv.layer_bytes_per_token(itemsize)
+        return [
+            GroupPool(KVGroup(0, window), block_size, num_layers * layer_bytes)
+            for window, num_layers in zip(self.windows, self.layer_counts, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPool:
+    """What is to be known of a group before its pool has a size. block_bytes: of one block in all
+    of its layers."""
+
+    group: KVGroup
+    block_size: int
+    block_bytes: int
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """That one sequence of this length needs at once."""
+        return self.group.most_blocks(num_tokens, self.block_size)
+
+
+def bytes_needed(pools: Sequence[GroupPool], num_tokens: int) -> int:
+    """For one sequence of this length."""
+    return sum(pool.most_blocks(num_tokens) * pool.block_bytes for pool in pools)
+
+
+def longest_that_fits(pools: Sequence[GroupPool], budget: int, limit: int) -> int:
+    """The most tokens of one sequence, whole blocks of them or the limit."""
+    size = pools[0].block_size
+    least, most = 0, -(-limit // size)
+    while least < most:
+        middle = (least + most + 1) // 2
+        if bytes_needed(pools, middle * size) <= budget:
+            least = middle
+        else:
+            most = middle - 1
+    return min(least * size, limit)
+
+
+def divide(
+    pools: Sequence[GroupPool],
+    budget: int,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_step_tokens: int,
+) -> list[int]:
+    """The blocks of each pool. One sequence of max_model_len must fit the budget.
+
+    Sequences of one length use up all pools at the same time if the pools are as that length needs
+    them: each has blocks in proportion to what such a sequence needs at once. Shorter ones run out
+    of blocks for windows first, longer ones of the others. That length is here the geometric mean
+    of the shortest window and max_model_len: as many times longer than the one as it is shorter
+    than the other. A pool for a window has more where a tenth of the memory gives all max_num_seqs
+    sequences, and a step of max_step_tokens, what they need of it.
+    """
+    if len(pools) == 1:
+        return [budget // pools[0].block_bytes]
+    windows = [pool.group.window for pool in pools if pool.group.window is not None]
+    typical = isqrt(min(windows) * max_model_len)
+    share = budget / bytes_needed(pools, typical)
+    counts = []
+    spare = budget - bytes_needed(pools, max_model_len)
+    for pool in pools[1:]:
+        least = pool.most_blocks(max_model_len)
+        of_step = -(-max_step_tokens // pool.block_size)
+        for_all = max_num_seqs * least + of_step
+        affordable = int(budget * _MOST_FOR_SHORT / (len(pools) - 1)) // pool.block_bytes
+        wanted = max(int(share * pool.most_blocks(typical)), min(for_all, affordable))
+        more = min(max(0, wanted - least), spare // pool.block_bytes)
+        spare -= more * pool.block_bytes
+        counts.append(least + more)
+    first = pools[0].most_blocks(max_model_len) + spare // pools[0].block_bytes
+    # Of a position, no more blocks are of use than the first pool has.
+    return [first, *(min(count, first) for count in counts)]
