@@ -74,7 +74,8 @@ class ModelInfo:
     types that it does not list; measured_bandwidth and measured_flops were measured at start.
     computed_by: on a processor, what multiplies matrices, and on how many threads, for people.
     quantization: None where weights are as the checkpoint has them. runs_ahead: as the executor's.
-    graph_sizes: to which it pads steps.
+    graph_sizes: to which it pads steps. model_impl: whose implementation of the family computes it,
+    "penstock" or "transformers".
     """
 
     architecture: str
@@ -102,6 +103,7 @@ class ModelInfo:
     quantization: QuantizationInfo | None = None
     runs_ahead: bool = False
     graph_sizes: GraphSizes = NO_GRAPHS
+    model_impl: str = "penstock"
 
     @property
     def windows(self) -> tuple[int | None, ...]:

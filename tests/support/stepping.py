@@ -13,13 +13,18 @@ from penstock.scheduler.types import Request, RequestId, RequestOutput
 class SteppedEngine:
     """Runs what it is given to the end; blocks stay cached from one call to the next."""
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
-        """executor: `CpuExecutor` where none is given."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor | None = None,
+        num_blocks: int | None = None,
+    ) -> None:
+        """executor: `CpuExecutor` where none is given. num_blocks: fewer than the pool has."""
         self.executor = executor or CpuExecutor(config, Path(config.model))
         info = self.executor.info
         self.scheduler = Scheduler(
             config.scheduler,
-            num_blocks=info.num_blocks,
+            num_blocks=num_blocks or info.num_blocks,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
         )
