@@ -12,7 +12,7 @@ import torch
 
 from penstock.engine.config import AttentionBackend, EngineConfig, ModelImpl
 from penstock.engine.executors.cpu import BANDWIDTH_PROBE_BYTES, CpuExecutor
-from penstock.engine.executors.cuda.device import CudaGpu
+from penstock.engine.executors.cuda.device import CudaGpu, Gpu
 from penstock.engine.executors.loading import Ledger, choose_device, choose_dtype, dtype_name
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.gpu_budget import (
@@ -55,13 +55,20 @@ _MAX_BLOCKS = 2**20
 class TransformersExecutor(CpuExecutor):
     """See `penstock.engine.executor.Executor`."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, phases: Phases | None = None) -> None:
-        """Raises InvalidConfig and InvalidModel, for a class that would give wrong answers too."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        phases: Phases | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
+        """gpu: that of --device where none is given. Raises InvalidConfig and InvalidModel, for a
+        class that would give wrong answers too."""
         _check_flags(config)
         self._config = config
         self._phases = phases = phases or Phases()
-        device = choose_device(config.device)
-        self._gpu = CudaGpu(device) if device.type == "cuda" else None
+        device = gpu.device if gpu else choose_device(config.device)
+        self._gpu = CudaGpu(device) if gpu is None and device.type == "cuda" else gpu
         try:
             with torch.inference_mode():
                 self._build(TransformersConfig.from_dir(model_dir), model_dir, device)

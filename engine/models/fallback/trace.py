@@ -89,16 +89,17 @@ class Trace:
             num_kv_heads=key.shape[1],
             key_dim=key.shape[2],
             value_dim=value.shape[2],
-            window=self._window(sees_key),
+            window=self._window(sees_key, query.device),
         )
         self.layers[module] = layer
         positions = torch.arange(len(query), device=query.device)
         key, value = key.transpose(0, 1), value.transpose(0, 1)
         return attend_densely(query, key, value, positions, layer.window, options)
 
-    def _window(self, sees_key: _SeesKey) -> int | None:
+    def _window(self, sees_key: _SeesKey, device: torch.device) -> int | None:
         if sees_key not in self._windows:
-            self._windows[sees_key] = self._probed(sees_key)
+            with device:  # of what the function compares positions with
+                self._windows[sees_key] = self._probed(sees_key)
         return self._windows[sees_key]
 
     def _probed(self, sees_key: _SeesKey) -> int | None:

@@ -3,6 +3,7 @@ executor, and what serves the others."""
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from penstock.engine.config import (
     Quantization,
 )
 from penstock.engine.executor import Executor
+from penstock.engine.executors.cuda.device import Interpreter
+from penstock.engine.executors.transformers import TransformersExecutor
 from penstock.engine.ipc.process import build_executor
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.phases import Phases
@@ -86,6 +89,27 @@ def test_dummy_weights_need_only_config_json(tmp_path: Path) -> None:
     config["architectures"] = [architecture_of("gpt2")]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert start(tmp_path, load_format=LoadFormat.DUMMY).info.max_model_len == 128
+
+
+def test_on_a_gpu_the_pool_has_what_the_largest_step_leaves(moe: Path) -> None:
+    """By the arithmetic of a GPU, on this machine's processor."""
+
+    class SmallGpu(Interpreter):
+        total_bytes = 2**20
+        used = 2**18
+
+        def used_bytes(self) -> int:
+            self.used += 2**10  # of each call more than of the one before
+            return self.used
+
+    config = engine_config(moe, kv_cache_memory_bytes=None, max_model_len=64)
+    executor = TransformersExecutor(config, moe, gpu=SmallGpu())
+    info = executor.info
+    assert info.device == SmallGpu.name
+    held = 2**20 * 0.9 - (2**18 + 4 * 2**10) - 2**10
+    assert info.num_blocks == held // (info.kv_bytes_per_token * info.block_size)
+    with pytest.raises(InvalidConfig, match="set --gpu-memory-utilization to at least"):
+        TransformersExecutor(replace(config, gpu_memory_utilization=0.26), moe, gpu=SmallGpu())
 
 
 @pytest.mark.parametrize(
