@@ -14,6 +14,7 @@ from penstock.engine.config import (
     KVCacheDtype,
     LoadFormat,
     LogFormat,
+    ModelImpl,
     Quantization,
 )
 from penstock.engine.errors import (
@@ -62,6 +63,7 @@ __all__ = [  # noqa: RUF022  # in groups
     "Dtype",  # --dtype
     "KVCacheDtype",  # --kv-cache-dtype
     "LoadFormat",  # --load-format
+    "ModelImpl",  # --model-impl
     "Quantization",  # --quantization
     "LogFormat",  # --log-format
     # Logs, which both processes write alike.
@@ -125,7 +127,7 @@ def open_model(config: EngineConfig) -> ModelFiles:
     from penstock.engine.models.hub import open_model
 
     needs_weights = config.load_format is LoadFormat.AUTO and not config.scripted
-    return open_model(config.model, needs_weights=needs_weights)
+    return open_model(config.model, needs_weights=needs_weights, impl=config.model_impl)
 
 
 def cached_models() -> list[ListedModel]:
@@ -153,8 +155,8 @@ def load_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> "Tokenizer
     """A made-up tokenizer of the model's vocabulary size, where the weights are dummies and the
     directory has no tokenizer; else None. Raises PenstockError for an invalid config.json."""
     from penstock.engine.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
-    from penstock.engine.models.config import ModelConfig
+    from penstock.engine.models.implementation import read_model
 
     if not needs_dummy_tokenizer(directory, load_format):
         return None
-    return dummy_tokenizer(ModelConfig.from_dir(directory).vocab_size)
+    return dummy_tokenizer(read_model(directory).vocab_size)

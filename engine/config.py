@@ -61,6 +61,14 @@ class Quantization(StrEnum):
         return 4 if self is Quantization.INT4 else 8
 
 
+class ModelImpl(StrEnum):
+    """Whose implementation of a family computes the model."""
+
+    AUTO = "auto"  # our own; for a family that has none, transformers'
+    PENSTOCK = "penstock"
+    TRANSFORMERS = "transformers"  # slow, and the reference of our own
+
+
 class AttentionBackend(StrEnum):
     """What computes attention on a GPU; on CPU there is one implementation."""
 
@@ -99,6 +107,7 @@ class EngineConfig:
     quantization: Quantization | None = None
     quantization_report: bool = False
     language_model_only: bool = False
+    model_impl: ModelImpl = ModelImpl.AUTO
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     max_model_len: int | None = None
     block_size: int | None = None

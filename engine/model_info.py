@@ -80,6 +80,7 @@ class ModelInfo:
     graph_sizes: to which it pads steps.
     num_blocks: of the pool of the first attention group; more_blocks: of those of the others. Where
     more_blocks is empty, all layers share one pool. read_alignment: see `KVGroup`.
+    model_impl: whose implementation of the family computes it, "penstock" or "transformers".
     """
 
     architecture: str
@@ -109,6 +110,7 @@ class ModelInfo:
     graph_sizes: GraphSizes = NO_GRAPHS
     more_blocks: tuple[int, ...] = ()
     read_alignment: int = READ_ALIGNMENT
+    model_impl: str = "penstock"
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

@@ -14,6 +14,7 @@ from penstock.engine.client import (
     EngineConfig,
     LoadFormat,
     LogFormat,
+    ModelImpl,
     model_name,
 )
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
@@ -162,6 +163,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             quantization_report=options.quantization_report,
             language_model_only=options.language_model_only,
             attention_backend=AttentionBackend(options.attention_backend),
+            model_impl=ModelImpl(options.model_impl),
             max_model_len=options.max_model_len,
             block_size=options.block_size,
             kv_cache_memory_bytes=options.kv_cache_memory_bytes,

@@ -12,6 +12,7 @@ from penstock.server.flag_values import FlagParser
 from penstock.server.output.pooling import Pooler
 from penstock.server.prompt.tokenizer import GenerationDefaults
 
+_SLOWLY = "yes, slowly: by the class of transformers"
 _HEADER = ("MODEL", "SIZE", "FAMILY", "CAN BE SERVED")
 
 
@@ -46,6 +47,7 @@ def _as_json(model: ListedModel, problem: str | None) -> dict[str, Any]:
         "size_bytes": model.num_bytes,
         "family": model.family,
         "can_be_served": problem is None,
+        "model_impl": None if problem else model.model_impl,
         "problem": problem,
     }
 
@@ -58,7 +60,8 @@ def _table(models: Sequence[ListedModel], problems: Sequence[str | None]) -> str
         )
     rows = [_HEADER]
     for model, problem in zip(models, problems, strict=True):
-        answer = f"no: {problem}" if problem else "yes"
+        yes = "yes" if model.model_impl != "transformers" else _SLOWLY
+        answer = f"no: {problem}" if problem else yes
         rows.append((model.name, shown_size(model.num_bytes), model.family or "-", answer))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER) - 1)]
     return "\n".join(

@@ -16,6 +16,7 @@ from penstock.engine.client import (
     KVCacheDtype,
     LoadFormat,
     LogFormat,
+    ModelImpl,
     Quantization,
 )
 from penstock.scheduler.config import Batching, Policy
@@ -190,6 +191,14 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         action="store_true",
         help="of a model of text and images, serve the text model, as in vLLM; without it the same "
         "is done with a warning, as encoders of images are not supported (default: off)",
+    )
+    _add_choice(
+        group,
+        "--model-impl",
+        ModelImpl,
+        "whose implementation of the model's family is used: penstock is our own, transformers is "
+        "the class of that library, over the same KV cache, which is slow; auto is ours where "
+        "there is one. vLLM's flag, whose vllm is penstock here",
     )
     _add_choice(
         group,

@@ -36,7 +36,12 @@ from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
 from penstock.engine.memory.kept import KeptMemory, identity_of
 from penstock.engine.memory.kv_layout import KVLayout
-from penstock.engine.memory.kv_pool import KVPools, resolve_max_model_len, size_cpu_pool
+from penstock.engine.memory.kv_pool import (
+    KVPools,
+    PoolSize,
+    resolve_max_model_len,
+    size_cpu_pool,
+)
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.model_input import ModelInput, build_model_input
@@ -70,11 +75,13 @@ logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _DEFAULT_BLOCK_SIZE = 16
 # Read once at start for the metrics: larger than any last-level cache we know; it takes 30 ms.
-_BANDWIDTH_PROBE_BYTES = 256 * 2**20
+BANDWIDTH_PROBE_BYTES = 256 * 2**20
 
 
 class CpuExecutor:
     """See `penstock.engine.executor.Executor`."""
+
+    _native: NativeModel | None = None
 
     def __init__(self, config: EngineConfig, model_dir: Path, phases: Phases | None = None) -> None:
         if config.attention_backend is not AttentionBackend.AUTO:
@@ -153,7 +160,6 @@ class CpuExecutor:
         self._build_input = build_model_input
         products = "torch"
         argmax_of: Callable[[Tensor], Tensor] = argmax
-        self._native: NativeModel | None = None
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
             shape = model.kv_shape
             self._pool = KVPools(shape, layout, size.of_groups, block_size, kv_type, _CPU, kept_kv)
@@ -168,26 +174,11 @@ class CpuExecutor:
         computed_by = f"{products}, {num_threads} thread{'s' if num_threads > 1 else ''}"
         logger.info("computed by %s", computed_by)
         with phases.timed("bandwidth", "measuring how fast memory is read"):
-            measured = read_bandwidth(_BANDWIDTH_PROBE_BYTES)
+            measured = read_bandwidth(BANDWIDTH_PROBE_BYTES)
         with phases.timed("flops", "measuring how fast matrices are multiplied"):
             flops = matmul_flops(self._dtype)
 
-        max_num_seqs = config.scheduler.max_num_seqs
-        max_blocks = -(-size.max_model_len // block_size)
-        self._token_table = torch.zeros(max_num_seqs, size.max_model_len + 1, dtype=torch.int64)
-        # The same memory: a number takes numpy a tenth of torch's time.
-        self._tokens = self._token_table.numpy()
-        num_groups = len(layout.windows)
-        tables = torch.zeros(num_groups, max_num_seqs, max_blocks, dtype=torch.int32)
-        self._group_tables = tables.unbind()
-        self._block_tables = tables if num_groups > 1 else tables[0]
-        self._prompt_lengths = [0] * max_num_seqs
-        grammars = Grammars.of_model(
-            model_dir, model.vocab_size, model.eos_token_ids, config.load_format
-        )
-        self._grammars = GrammarTable(grammars, max_num_seqs, model.vocab_size)
-        self._sampler = Sampler(max_num_seqs, model.vocab_size, _CPU, self._grammars, argmax_of)
-        self._prompts = PromptReader(model.vocab_size, self._model.logits)
+        self._make_tables(config, model_dir, model.vocab_size, model.eos_token_ids, size, argmax_of)
         self._info = describe(
             model,
             self._dtype,
@@ -211,6 +202,31 @@ class CpuExecutor:
             weights=num_weight_bytes,
             kv_pool=size.num_bytes(pools),
         ).log(size, pools)
+
+    def _make_tables(
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        size: PoolSize,
+        argmax_of: Callable[[Tensor], Tensor] = argmax,
+    ) -> None:
+        """Once there are a model and a pool: what the step holds of each slot."""
+        max_num_seqs = config.scheduler.max_num_seqs
+        max_blocks = -(-size.max_model_len // self._pool.block_size)
+        self._token_table = torch.zeros(max_num_seqs, size.max_model_len + 1, dtype=torch.int64)
+        # The same memory: a number takes numpy a tenth of torch's time.
+        self._tokens = self._token_table.numpy()
+        num_groups = len(self._pool.groups)
+        tables = torch.zeros(num_groups, max_num_seqs, max_blocks, dtype=torch.int32)
+        self._group_tables = tables.unbind()
+        self._block_tables = tables if num_groups > 1 else tables[0]
+        self._prompt_lengths = [0] * max_num_seqs
+        grammars = Grammars.of_model(model_dir, vocab_size, eos_token_ids, config.load_format)
+        self._grammars = GrammarTable(grammars, max_num_seqs, vocab_size)
+        self._sampler = Sampler(max_num_seqs, vocab_size, _CPU, self._grammars, argmax_of)
+        self._prompts = PromptReader(vocab_size, self._model.logits)
 
     @property
     def info(self) -> ModelInfo:

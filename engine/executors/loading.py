@@ -135,7 +135,7 @@ def log_widening(model: ModelConfig, dtype: torch.dtype, kept: Kept) -> None:
             "become %s as they are read, and take %.3f GiB",
             model.quantization.name,
             stored / 2**30,
-            _name(dtype),
+            dtype_name(dtype),
             held / 2**30,
         )
 
@@ -178,7 +178,7 @@ def weight_bytes(
 
 def reading(num_bytes: int, dtype: torch.dtype) -> str:
     """What the log says before so many bytes of weights are read."""
-    return f"reading {num_bytes / 2**30:.3f} GiB of weights, as {_name(dtype)}"
+    return f"reading {num_bytes / 2**30:.3f} GiB of weights, as {dtype_name(dtype)}"
 
 
 class Counted:
@@ -259,8 +259,8 @@ def describe(
     layer_bytes = model.kv_shape.layer_bytes_per_token(kv_dtype.itemsize)
     return ModelInfo(
         architecture=model.family,
-        dtype=_name(dtype),
-        kv_cache_dtype=_name(kv_dtype),
+        dtype=dtype_name(dtype),
+        kv_cache_dtype=dtype_name(kv_dtype),
         device=device_name,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
@@ -292,5 +292,5 @@ def describe(
     )
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -28,6 +28,7 @@ from penstock.engine.executor import Executor
 from penstock.engine.log_writer import flush_all
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Failed, FromEngine, OnWire, Ready, SubmitAlike, ToEngine
+from penstock.engine.models.fallback.source import TransformersClass
 from penstock.engine.phases import Phases
 from penstock.engine.step_times import first_step_model
 from penstock.scheduler.errors import PenstockError
@@ -84,11 +85,11 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
     if config.scripted:
         from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
         from penstock.engine.memory.kept import KeptMemory, identity_of
-        from penstock.engine.models.config import ModelConfig
+        from penstock.engine.models.implementation import read_model
         from penstock.engine.sampling.grammar import Grammars
         from penstock.engine.sampling.grammar_table import GrammarTable
 
-        model = ModelConfig.from_dir(Path(config.model))
+        model = read_model(Path(config.model), config.model_impl)
         info = scripted_info(
             vocab_size=model.vocab_size,
             max_model_len=config.max_model_len or model.max_model_len,
@@ -105,8 +106,14 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
         return ScriptedExecutor(info, grammars=table, step_s=config.scripted_step_s, kept=kept)
     with phases.timed("import", "importing torch"):
         from penstock.engine.executors.loading import choose_device
+        from penstock.engine.models.implementation import find_implementation
 
         device = choose_device(config.device)
+        implementation = find_implementation(Path(config.model), config.model_impl)
+    if isinstance(implementation, TransformersClass):
+        from penstock.engine.executors.transformers import TransformersExecutor
+
+        return TransformersExecutor(config, Path(config.model), phases)
     if device.type == "cuda":
         from penstock.engine.executors.cuda.setup import build_cuda_executor
 

@@ -127,6 +127,7 @@ class KVPools:
         kept: KeptMemory | None = None,
     ) -> None:
         """kv: of the whole model. num_blocks: of each group. kept: see `KVPool`."""
+        self.block_size = block_size
         shapes = [replace(kv, num_layers=count) for count in layout.layer_counts]
         maps: Sequence[KeptPool | None] = [None] * len(num_blocks)
         if kept is not None:

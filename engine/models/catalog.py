@@ -78,13 +78,21 @@ def _cached_directory(model: CachedRepoInfo, revision: CachedRevisionInfo) -> Li
 
 
 def _listed(name: str, path: Path, num_bytes: int) -> ListedModel:
-    family, problem = None, None
+    family, problem, model_impl = None, None, None
     try:
-        family = (check_gguf if is_gguf(path) else check_directory)(path).family
+        found = (check_gguf if is_gguf(path) else check_directory)(path)
+        family, model_impl = found.family, found.model_impl
     except InvalidModel as error:
         family = _family(path)
         problem = error.brief.replace(f"{path}/", "").replace(f"{path.parent}/", "")
-    return ListedModel(name=name, path=path, num_bytes=num_bytes, family=family, problem=problem)
+    return ListedModel(
+        name=name,
+        path=path,
+        num_bytes=num_bytes,
+        family=family,
+        problem=problem,
+        model_impl=model_impl,
+    )
 
 
 def _family(path: Path) -> str | None:

@@ -12,10 +12,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from penstock.engine.config import ModelImpl
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.fallback.source import TransformersClass
 from penstock.engine.models.formats import not_a_model, without_config, without_weights
 from penstock.engine.models.gguf.choice import gguf_models
+from penstock.engine.models.implementation import find_implementation
 from penstock.engine.models.json_file import Fields, check_regular, read_json
 from penstock.engine.models.quantization.parse import HF_QUANT_CONFIG
 
@@ -36,13 +39,15 @@ _MAX_DEPTH = 2
 _MAX_ENTRIES = 2_000
 
 
-def check_directory(directory: Path, *, needs_weights: bool = True) -> ModelConfig:
+def check_directory(
+    directory: Path, *, needs_weights: bool = True, impl: ModelImpl = ModelImpl.AUTO
+) -> ModelConfig | TransformersClass:
     """Raises InvalidModel unless it can be served."""
     names = names_in(directory)
     for name in names:
         if any(fnmatchcase(name, pattern) for pattern in _READ):
             check_regular(directory / name)
-    config = check_model(str(directory), directory, names, needs_weights=needs_weights)
+    config = check_model(str(directory), directory, names, needs_weights=needs_weights, impl=impl)
     if needs_weights:
         for name in weight_files(str(directory), directory, names):
             open_safetensors(directory / name, framework="numpy")
@@ -63,8 +68,13 @@ def open_safetensors(path: Path, *, framework: str) -> Any:
 
 
 def check_model(
-    model: str, directory: Path, names: Collection[str], *, needs_weights: bool = True
-) -> ModelConfig:
+    model: str,
+    directory: Path,
+    names: Collection[str],
+    *,
+    needs_weights: bool = True,
+    impl: ModelImpl = ModelImpl.AUTO,
+) -> ModelConfig | TransformersClass:
     """Raises InvalidModel unless it can be served.
 
     model: its name for the message. names: of all its files; of these, `directory` must have
@@ -73,7 +83,7 @@ def check_model(
     """
     if CONFIG not in names:
         raise without_config(model, names)
-    config = ModelConfig.from_dir(directory)
+    config = find_implementation(directory, impl)
     if needs_weights:
         if missing := [file for file in weight_files(model, directory, names) if file not in names]:
             raise InvalidModel(

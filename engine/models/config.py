@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from penstock.engine.attention.shape import AttentionShape
+from penstock.engine.config import ModelImpl
 from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
 from penstock.engine.models.experts import MAX_WIDTH, ExpertsConfig
@@ -77,6 +79,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     experts: ExpertsConfig | None = None
+    model_impl: ClassVar[ModelImpl] = ModelImpl.PENSTOCK
 
     @property
     def features(self) -> frozenset[str]:
@@ -309,7 +312,7 @@ class ModelConfig:
             tied_embeddings=_has_tied_embeddings(outer, fields, model_dir)
             if is_wrapped
             else fields.flag("tie_word_embeddings"),
-            eos_token_ids=_eos_token_ids(
+            eos_token_ids=eos_token_ids(
                 fields if outer.get("eos_token_id") is None else outer,
                 model_dir / "generation_config.json",
                 vocab_size,
@@ -342,7 +345,7 @@ def _has_tied_embeddings(outer: Fields, text: Fields, model_dir: Path) -> bool:
     return not any(name.endswith("lm_head.weight") for name in names)
 
 
-def _eos_token_ids(config: Fields, path: Path, vocab_size: int) -> tuple[int, ...]:
+def eos_token_ids(config: Fields, path: Path, vocab_size: int) -> tuple[int, ...]:
     """Every id that ends the output: from generation_config.json, or else from config.json."""
     generation = Fields(path, read_object(path))
     of_config, of_generation = _token_ids(config), _token_ids(generation)

@@ -19,6 +19,7 @@ from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import disable_progress_bars
 
+from penstock.engine.config import ModelImpl
 from penstock.engine.gguf.file import SUFFIX
 from penstock.engine.models.check import (
     CONFIG,
@@ -66,7 +67,9 @@ class _File:
     etag: str
 
 
-def open_model(model: str, *, needs_weights: bool = True) -> ModelFiles:
+def open_model(
+    model: str, *, needs_weights: bool = True, impl: ModelImpl = ModelImpl.AUTO
+) -> ModelFiles:
     """Of a local path or a hub id. Raises InvalidModel for what cannot be served.
 
     needs_weights: False for made-up weights. Without a network, what was downloaded earlier is
@@ -75,7 +78,7 @@ def open_model(model: str, *, needs_weights: bool = True) -> ModelFiles:
     # Of os.path: leaves the ~ of an unknown user as it is, which pathlib raises for.
     local = Path(os.path.expanduser(model))  # noqa: PTH111
     if local.is_dir():
-        return ModelFiles(_checked(local, needs_weights=needs_weights))
+        return ModelFiles(_checked(local, needs_weights=needs_weights, impl=impl))
     reference = parse_reference(model)
     is_file = os.path.lexists(local) or (model.endswith(SUFFIX) and not reference.wanted)
     if is_file and model.endswith(SUFFIX):
@@ -85,7 +88,8 @@ def open_model(model: str, *, needs_weights: bool = True) -> ModelFiles:
         raise not_a_model(model)
     _write_logs_as_ours()
     try:
-        return _Repository.listed(reference.repository).open(reference.wanted, needs_weights)
+        repository = _Repository.listed(reference.repository)
+        return repository.open(reference.wanted, needs_weights, impl)
     except HFValidationError:
         raise InvalidModel(
             f"there is no directory {model!r}, and it is not a Hugging Face id either "
@@ -94,14 +98,15 @@ def open_model(model: str, *, needs_weights: bool = True) -> ModelFiles:
     except InvalidModel:
         raise
     except Exception as error:  # the hub's client also raises errors of its transport
-        return ModelFiles(_downloaded_earlier(reference, error, needs_weights=needs_weights))
+        earlier = _downloaded_earlier(reference, error, needs_weights=needs_weights, impl=impl)
+        return ModelFiles(earlier)
 
 
-def _checked(directory: Path, *, needs_weights: bool) -> Path:
+def _checked(directory: Path, *, needs_weights: bool, impl: ModelImpl) -> Path:
     """The directory, or the GGUF file in it that is served. Raises InvalidModel."""
     names = names_in(directory)
     if not holds_gguf(names):
-        check_directory(directory, needs_weights=needs_weights)
+        check_directory(directory, needs_weights=needs_weights, impl=impl)
         return directory
     path = directory / choose(str(directory), names, None)[0]
     check_gguf(path, needs_weights=needs_weights)
@@ -126,14 +131,14 @@ class _Repository:
         }
         return cls(name, info.sha or constants.DEFAULT_REVISION, files)
 
-    def open(self, wanted: str | None, needs_weights: bool) -> ModelFiles:
+    def open(self, wanted: str | None, needs_weights: bool, impl: ModelImpl) -> ModelFiles:
         """wanted: as in `Reference`."""
         if wanted is not None or holds_gguf(self._files):
             return self._open_gguf(wanted, needs_weights)
         self._get(self._matching(_DECISIVE))
         directory = self._snapshot()
         where = f"{self._name} on {constants.ENDPOINT}"
-        check_model(where, directory, self._files, needs_weights=needs_weights)
+        check_model(where, directory, self._files, needs_weights=needs_weights, impl=impl)
         weights = weight_files(where, directory, self._files) if needs_weights else []
         missing = [name for name in weights if not is_cached(self._name, self._commit, name)]
         self._check_space(missing)
@@ -233,14 +238,18 @@ class _Repository:
         hf_hub_download(self._name, name)
 
 
-def _downloaded_earlier(reference: Reference, error: Exception, *, needs_weights: bool) -> Path:
+def _downloaded_earlier(
+    reference: Reference, error: Exception, *, needs_weights: bool, impl: ModelImpl
+) -> Path:
     """What the cache has of it; raises InvalidModel, for `error` if it has nothing."""
     model = reference.repository
     directory = _cached_snapshot(model)
     if directory is None:
         raise explain(model, error) from None
     try:
-        path = _checked_snapshot(directory, model, reference.wanted, needs_weights=needs_weights)
+        path = _checked_snapshot(
+            directory, model, reference.wanted, needs_weights=needs_weights, impl=impl
+        )
     except InvalidModel as incomplete:
         raise InvalidModel(
             f"{explain(model, error)}; what was downloaded earlier cannot be served: {incomplete}"
@@ -263,12 +272,12 @@ def _cached_snapshot(model: str) -> Path | None:
 
 
 def _checked_snapshot(
-    directory: Path, model: str, wanted: str | None, *, needs_weights: bool
+    directory: Path, model: str, wanted: str | None, *, needs_weights: bool, impl: ModelImpl
 ) -> Path:
     """See `_checked`. wanted: as in `Reference`."""
     names = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
     if wanted is None and not holds_gguf(names):
-        check_directory(directory, needs_weights=needs_weights)
+        check_directory(directory, needs_weights=needs_weights, impl=impl)
         return directory
     path = directory / choose(model, names, wanted)[0]
     check_gguf(path, needs_weights=needs_weights)

@@ -126,6 +126,11 @@ class Fields:
         return name in self._content
 
     @property
+    def content(self) -> dict[str, Any]:
+        """All of them, as the file has them."""
+        return self._content
+
+    @property
     def asked(self) -> frozenset[str]:
         """The names of all fields that something has asked for, whether they are there or not."""
         return frozenset(self._read)

@@ -107,7 +107,8 @@ def _from_sweep(args: argparse.Namespace) -> Calibration:
     from penstock.engine.phases import Phases
 
     config = engine_config(args)
-    files = open_model(config.model, needs_weights=config.load_format is LoadFormat.AUTO)
+    needs_weights = config.load_format is LoadFormat.AUTO
+    files = open_model(config.model, needs_weights=needs_weights, impl=config.model_impl)
     if files.download:
         _say(files.download.what)
         files.download.run()

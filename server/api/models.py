@@ -48,7 +48,8 @@ def _model_card(service: Service, name: str) -> dict[str, object]:
     """OpenAI's fields, vLLM's and Anthropic's, since the clients of all use this path.
 
     root: the model that the server was started with, where vLLM's clients find its tokenizer.
-    quantization, which is ours alone: what --quantization did; null without it.
+    Ours alone: quantization, what --quantization did, null without it; model_impl, whose
+    implementation of the family computes the model, "penstock" or "transformers", which is slow.
     """
     model = service.model
     quantization = model.info.quantization
@@ -67,4 +68,5 @@ def _model_card(service: Service, name: str) -> dict[str, object]:
         "lifecycle": "active",
         "max_input_tokens": model.info.max_model_len,
         "quantization": None if quantization is None else asdict(quantization),
+        "model_impl": model.info.model_impl,
     }

@@ -174,8 +174,17 @@ def tested_families() -> str:
     return _table(("models", "architecture", "flags", "compiled CPU step", "GPU kernels"), rows)
 
 
+def fallback() -> str:
+    """The classes of transformers that the tests call over the paged KV cache."""
+    from tests.support.other_decoders import OTHER_DECODERS, architecture_of
+
+    rows = [(models, f"`{architecture_of(name)}`") for name, (models, *_) in OTHER_DECODERS.items()]
+    return _table(("models", "class"), rows)
+
+
 # Each is written into docs/NAME.md.
 TABLES: dict[str, Callable[[], str]] = {
+    "fallback": fallback,
     "families": tested_families,
     "flags": flags,
     "metrics": metrics,

@@ -43,16 +43,19 @@ def test_the_cache_is_listed_with_sizes_families_and_what_cannot_be_served(
     hub: StubHub, tmp_path: Path
 ) -> None:
     config = json.loads((DEMO_MODEL / "config.json").read_text())
+    config |= {"architectures": ["FalconForCausalLM"], "model_type": "falcon"}
+    hub.add("other/falcon", DEMO_MODEL, **{"config.json": json.dumps(config).encode()})
     config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
     hub.add("other/mixture", DEMO_MODEL, **{"config.json": json.dumps(config).encode()})
-    download(hub, tmp_path, NAME)
-    download(hub, tmp_path, "other/mixture")
+    for name in (NAME, "other/falcon", "other/mixture"):
+        download(hub, tmp_path, name)
     listed = penstock(hub, tmp_path, "models")
     assert (listed.returncode, listed.stderr) == (0, "")
-    header, mixture, served = listed.stdout.splitlines()
+    header, falcon, mixture, served = listed.stdout.splitlines()
     assert header.split() == ["MODEL", "SIZE", "FAMILY", "CAN", "BE", "SERVED"]
     assert mixture.split()[0] == "other/mixture" and "mixtral" in mixture
-    assert mixture.endswith("no: MixtralForCausalLM is not supported")
+    assert mixture.endswith("yes, slowly: by the class of transformers")
+    assert falcon.endswith("no: FalconForCausalLM is not supported")
     sizes = [len(hub.repositories[NAME][name]) for name in set(hub.fetched)]
     assert served.split() == [NAME, f"{sum(sizes) / 1e6:.1f}", "MB", "llama", "yes"]
 

@@ -13,13 +13,21 @@ from penstock.scheduler.types import Request, RequestId, RequestOutput
 class SteppedEngine:
     """Runs what it is given to the end; blocks stay cached from one call to the next."""
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
-        """executor: `CpuExecutor` where none is given."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor | None = None,
+        num_blocks: int | None = None,
+    ) -> None:
+        """executor: `CpuExecutor` where none is given. num_blocks: fewer than the pool has."""
         self.executor = executor or CpuExecutor(config, Path(config.model))
         info = self.executor.info
+        groups = info.kv_groups
+        if num_blocks is not None:
+            groups = tuple(replace(group, num_blocks=num_blocks) for group in groups)
         self.scheduler = Scheduler(
             config.scheduler,
-            groups=info.kv_groups,
+            groups=groups,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
         )

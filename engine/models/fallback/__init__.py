@@ -1,0 +1,6 @@
+"""The fallback: families that have no row in `penstock.engine.models.families`, computed by the
+classes of transformers, over our paged pool of keys and values.
+
+A class that hands its attention to transformers' registry is asked to call ours. What it computes
+besides is its own, and is checked at each start: see `check`.
+"""

@@ -1,0 +1,155 @@
+"""A class of transformers with its settings and weights, from a model's directory.
+
+Weights come from safetensors, and no code of a model's directory is run.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from penstock.engine.config import LoadFormat
+from penstock.engine.models.config import eos_token_ids
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.fallback.errors import UnsupportedClass
+from penstock.engine.models.fallback.source import TransformersClass, check_kinds, find_class
+from penstock.engine.models.json_file import Fields, shown
+from penstock.engine.models.tensor_files import is_finite
+
+logger = logging.getLogger(__name__)
+
+# Settings of rotary positions that depend on the longest sequence of a step: keys that are in the
+# pool would not fit those that come later.
+_CHANGING_ROPES = ("dynamic", "longrope", "su")
+_SHOWN_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersConfig:
+    """What the rest of the program knows of a model that transformers computes. settings: the
+    class's own."""
+
+    family: str
+    architecture: str
+    settings: Any
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_dir(cls, model_dir: Path) -> "TransformersConfig":
+        """Raises InvalidModel."""
+        fields = Fields.read(model_dir / "config.json")
+        served = find_class(fields)
+        if served is None:
+            raise InvalidModel(
+                f"{fields.path} names no decoder of the installed transformers "
+                f"({transformers.__version__})",
+                brief="transformers has no class for it",
+            )
+        settings = _settings(served, fields)
+        # Where config.json does not say it, the class has a default.
+        check_kinds(served, getattr(settings, "layer_types", None))
+
+        def size(name: str) -> int:
+            return Fields(fields.path, {name: getattr(settings, name, None)}).count(name)
+
+        vocab_size = size("vocab_size")
+        return cls(
+            family=served.family,
+            architecture=served.architecture,
+            settings=settings,
+            vocab_size=vocab_size,
+            hidden_size=size("hidden_size"),
+            max_model_len=size("max_position_embeddings"),
+            eos_token_ids=eos_token_ids(fields, model_dir / "generation_config.json", vocab_size),
+        )
+
+
+def check_ropes(config: TransformersConfig, max_model_len: int) -> None:
+    """Raises InvalidModel where positions are rotated by the longest sequence of a step."""
+    for rope in _ropes(getattr(config.settings, "rope_parameters", None)):
+        kind = rope.get("rope_type") or rope.get("type")
+        trained = rope.get("original_max_position_embeddings") or config.max_model_len
+        if kind in _CHANGING_ROPES and max_model_len > trained:
+            raise UnsupportedClass(
+                config.architecture,
+                f"its rotary positions ({kind}) change with the longest sequence, beyond {trained} "
+                f"tokens; use --max-model-len {trained}",
+            )
+
+
+def load_network(
+    config: TransformersConfig,
+    model_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat,
+) -> Any:
+    """transformers' model, in evaluation mode. Raises InvalidModel."""
+    made_by: Any = getattr(transformers, config.architecture)
+    if load_format is LoadFormat.DUMMY:
+        torch.manual_seed(0)
+        return made_by._from_config(config.settings, dtype=dtype).eval().to(device)
+    logs: Any = transformers.logging
+    logs.disable_progress_bar()
+    logs.set_verbosity_error()
+    network, loaded = made_by.from_pretrained(
+        model_dir,
+        config=config.settings,
+        dtype=dtype,
+        attn_implementation="eager",
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    missing = sorted(loaded["missing_keys"]) + [name for name, *_ in loaded["mismatched_keys"]]
+    if missing:
+        raise InvalidModel(
+            f"the safetensors in {model_dir} lack weights of {config.architecture}, or have them "
+            f"in other shapes: {_some(missing)}; download the model again",
+            brief=f"{len(missing)} of its weights are missing",
+        )
+    if unexpected := sorted(loaded["unexpected_keys"]):
+        logger.warning(
+            "transformers' class %s does not read these weights: %s",
+            config.architecture,
+            _some(unexpected),
+        )
+    for name, parameter in network.named_parameters():
+        if not is_finite(parameter.data):
+            raise InvalidModel(
+                f"the weight {name!r} in {model_dir} is not finite in {parameter.dtype}; use "
+                "another --dtype, or download the model again"
+            )
+    return network.eval().to(device)
+
+
+def _settings(served: TransformersClass, fields: Fields) -> Any:
+    settings_class = getattr(transformers, served.architecture).config_class
+    try:
+        return settings_class.from_dict(fields.content)
+    except Exception as error:  # its validation raises errors of several kinds
+        reason = str(error).strip().partition("\n")[0]
+        raise InvalidModel(
+            f"{fields.path} is not valid for {settings_class.__name__} of transformers: "
+            f"{shown(reason)}"
+        ) from error
+
+
+def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
+    """The settings of rotary positions: of all layers, or of each kind of them."""
+    if isinstance(parameters, Mapping):
+        yield parameters
+        for each in parameters.values():
+            yield from _ropes(each)
+
+
+def _some(names: list[str]) -> str:
+    more = f", and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
