@@ -110,6 +110,10 @@ class ScriptedExecutor:
         return self._info.runs_ahead
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def journal(self) -> BlockJournal | None:
         return self._journal
 

@@ -14,6 +14,8 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.llama import LlamaModel, embedding_multiplier
+from penstock.engine.models.lora.adapter import Adapter, Stack
+from penstock.engine.native.adapters import NativeAdapter, native_runs
 from penstock.engine.native.packing import (
     PATH,
     NativeLinear,
@@ -100,6 +102,9 @@ class _Step(Structure):
         ("query_starts", c_void_p),
         ("logits", c_void_p),
         ("states", c_void_p),
+        ("runs", c_void_p),
+        ("num_runs", c_int64),
+        ("width", c_int64),
     )
 
 
@@ -195,6 +200,15 @@ class NativeModel:
             embedding_multiplier=embedding_multiplier(config, self._dtype),
             logit_multiplier=config.logit_multiplier,
         )
+        self._rows = [
+            {
+                Stack.QKV: [linear.rows for linear in layer.qkv if linear.rows],
+                Stack.OUTPUT: [layer.output.rows],
+                Stack.GATE_UP: [mlp, mlp],
+                Stack.DOWN: [layer.down.rows],
+            }
+            for layer in layers
+        ]
         # What the pointers above point into.
         self._kept = (packer, pool)
         # Reused: page faults of new memory take longer than what is written to it.
@@ -229,6 +243,10 @@ class NativeModel:
         self._library.penstock_logits(self._runner, ctypes.byref(native_step))
         return logits
 
+    def packed_adapter(self, adapter: Adapter) -> NativeAdapter:
+        """As `ModelInput.adapters` needs it."""
+        return NativeAdapter(adapter, self._rows)
+
     def argmax(self, logits: Tensor) -> Tensor:
         """As `penstock.engine.sampling.sampler.argmax`."""
         ids = torch.empty(len(logits), dtype=torch.int64)
@@ -250,6 +268,7 @@ class NativeModel:
         states: int | None = None,
     ) -> None:
         query_starts = torch.tensor(step.query_starts, dtype=torch.int32)
+        runs = native_runs(step.adapters)
         native_step = _Step(
             tokens=len(step.token_ids),
             sequences=len(step.context_lens),
@@ -263,6 +282,9 @@ class NativeModel:
             query_starts=_address(query_starts),
             logits=logits,
             states=states,
+            runs=ctypes.addressof(runs),
+            num_runs=len(runs),
+            width=max((run.weights.width for run in step.adapters), default=0),
         )
         self._library.penstock_step(self._runner, ctypes.byref(native_step))
 

@@ -38,6 +38,10 @@ class FailsInItsThirdStep:
         return True
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def journal(self) -> BlockJournal | None:
         return None  # it runs ahead
 

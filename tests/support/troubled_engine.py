@@ -45,6 +45,10 @@ class Troubled:
         return self._executor.runs_ahead
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def journal(self) -> BlockJournal | None:
         return self._executor.journal
 

@@ -149,6 +149,10 @@ class CudaExecutor:
         return self._info.runs_ahead
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def journal(self) -> None:
         return None
 
