@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.engine.config import (
+    ADAPTER_FILES,
+    AdapterSource,
     AttentionBackend,
     Device,
     Dtype,
@@ -14,10 +16,12 @@ from penstock.engine.config import (
     KVCacheDtype,
     LoadFormat,
     LogFormat,
+    LoraConfig,
     ModelImpl,
     Quantization,
 )
 from penstock.engine.errors import (
+    AdapterRefused,
     BadGrammar,
     EngineFailed,
     QueueFull,
@@ -26,6 +30,7 @@ from penstock.engine.errors import (
 )
 from penstock.engine.gguf.file import is_gguf, model_name
 from penstock.engine.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
+from penstock.engine.ipc.adapters import AdapterTable
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.streams import OutputStream
 from penstock.engine.ipc.supervisor import EndCause, EngineState
@@ -34,7 +39,7 @@ from penstock.engine.logs import CLEAR_LINE, is_terminal, printable, say
 from penstock.engine.logs import configure as configure_logs
 from penstock.engine.logs import fields as log_fields
 from penstock.engine.messages import StepReport
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.model_info import LoadedAdapter, ModelInfo
 from penstock.engine.models.json_file import read_json as read_model_json
 from penstock.engine.models.json_file import read_object as read_model_object
 from penstock.engine.models.listed_model import ListedModel
@@ -54,6 +59,8 @@ __all__ = [  # noqa: RUF022  # in groups
     "new_request_id",  # from the HTTP request's id
     "OutputStream",  # the outputs of one request
     "ModelInfo",  # the loaded model: sizes, limits, device, peaks
+    "AdapterTable",  # loads and unloads LoRA adapters
+    "LoadedAdapter",  # a LoRA adapter that requests may name
     "LoadProgress",  # the phase of the start, and how far it is
     "StepReport",  # what one step computed, for metrics
     # Settings.
@@ -66,6 +73,9 @@ __all__ = [  # noqa: RUF022  # in groups
     "ModelImpl",  # --model-impl
     "Quantization",  # --quantization
     "LogFormat",  # --log-format
+    "LoraConfig",  # --enable-lora, and what goes with it
+    "AdapterSource",  # of --lora-modules
+    "ADAPTER_FILES",  # those that are read of one
     # Logs, which both processes write alike.
     "configure_logs",  # sets level, format and the current request's id
     "log_fields",  # what a line has beside its message
@@ -75,6 +85,7 @@ __all__ = [  # noqa: RUF022  # in groups
     "is_terminal",  # whether a line on it may be drawn again
     "CLEAR_LINE",  # what begins such a line
     # Errors, whose messages are sentences for a client or an operator.
+    "AdapterRefused",  # a LoRA adapter cannot be loaded
     "EngineFailed",  # the engine could not start, or ended
     "QueueFull",  # more answers are waiting than may; has the time to retry after
     "RequestEndedEngine",  # the engine ended twice because of this request

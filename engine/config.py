@@ -78,6 +78,40 @@ class AttentionBackend(StrEnum):
     TORCH = "torch"  # slow and simple, to distinguish errors of a kernel from those of a model
 
 
+# Of a LoRA adapter's directory: those that are read.
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSource:
+    """Where a LoRA adapter is: `path` is a directory as PEFT saves it.
+
+    base_model_name: what /v1/models shows as its parent. id: of `LoadedAdapter`, where it was
+    loaded before; it is then loaded only if its files are still the same.
+    """
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Which LoRA adapters may be loaded, all of which are in memory, and may be in one step.
+
+    max_loras: how many at a time. max_rank: of any of their layers. adapters: those of the start.
+    """
+
+    max_loras: int = 8
+    max_rank: int = 16
+    adapters: tuple[AdapterSource, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_loras < 1 or self.max_rank < 1:
+            raise InvalidConfig("--max-loras and --max-lora-rank must be at least 1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All settings of the engine process, and of what watches it.
@@ -96,7 +130,7 @@ class EngineConfig:
     kv_memory: the descriptor of memory for keys and values that outlives the engine process; the
     server sets it (see `penstock.engine.memory.kept`).
     scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),
-    at most one step every scripted_step_s.
+    at most one step every scripted_step_s. lora: None where no adapters can be loaded.
     """
 
     model: str
@@ -122,6 +156,7 @@ class EngineConfig:
     kv_memory: int | None = None
     scripted: bool = False
     scripted_step_s: float = 0.0
+    lora: LoraConfig | None = None
     log_level: str = "info"
     log_format: LogFormat = LogFormat.TEXT
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

@@ -53,5 +53,9 @@ class UnknownAdapter(PenstockError):
         )
 
 
+class AdapterRefused(PenstockError):
+    """A LoRA adapter cannot be loaded; the message says why, and what to change."""
+
+
 class BadGrammar(PenstockError):
     """A grammar, or this model's tokenizer, cannot be compiled; mostly in llguidance's words."""

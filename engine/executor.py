@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from penstock.engine.config import AdapterSource
 from penstock.engine.errors import UnknownAdapter
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.model_info import LoadedAdapter, ModelInfo
 from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.types import (
     BlockCopy,
@@ -50,6 +51,11 @@ class Executor(Protocol):
         """Of the blocks of each group of layers, where they outlive this process; else none."""
         ...
 
+    @property
+    def adapters(self) -> "AdapterStore | None":
+        """None where it has none, whatever the settings."""
+        ...
+
     def prepare(self, request: Request) -> "Future[Any] | None":
         """Begins, in the background, what must be done before the request is scheduled.
 
@@ -62,6 +68,18 @@ class Executor(Protocol):
         ...
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens: ...
+
+
+class AdapterStore(Protocol):
+    """The LoRA adapters of an executor. Those that are loaded may all be in one step."""
+
+    def load(self, source: AdapterSource) -> "Future[LoadedAdapter]":
+        """Reads it in the background. A PenstockError, raised by the future, refuses it."""
+        ...
+
+    def unload(self, adapter_id: str) -> None:
+        """It goes when the requests that were prepared with it have been released."""
+        ...
 
 
 def check_no_adapter(request: Request) -> None:

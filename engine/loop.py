@@ -10,8 +10,18 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from penstock.engine import logs
+from penstock.engine.adapter_commands import AdapterCommands
 from penstock.engine.executor import Executor, PendingTokens
-from penstock.engine.messages import Abort, Accepted, Late, Refused, StepReport, ToEngine
+from penstock.engine.messages import (
+    Abort,
+    Accepted,
+    FromLoop,
+    Late,
+    Refused,
+    StepReport,
+    Submit,
+    ToEngine,
+)
 from penstock.engine.request_ids import caller_of
 from penstock.scheduler.errors import PenstockError, TargetOutOfReach
 from penstock.scheduler.scheduler import Scheduler
@@ -58,7 +68,7 @@ class EngineLoop:
         scheduler: Scheduler,
         executor: Executor,
         inbox: Inbox,
-        send: Callable[[StepReport | Refused | Accepted], None],
+        send: Callable[[FromLoop], None],
         clock: Callable[[], float] = time.monotonic,
         step_model: LiveStepModel | None = None,
     ) -> None:
@@ -71,6 +81,7 @@ class EngineLoop:
         self._clock = clock
         self._launched: _Launched | None = None
         self._preparing: dict[RequestId, Future[Any]] = {}
+        self._adapters = AdapterCommands(executor.adapters, send)
         self._last_end_s = clock()
         self._busy_since_s = self._last_end_s  # the last step's end, or the end of idleness after
         self._windows = executor.info.windows
@@ -104,15 +115,18 @@ class EngineLoop:
         aborted = []
         timeout_s = self._receive_timeout_s()
         for command in self._inbox.receive(timeout_s):
-            if isinstance(command, Abort):
+            if isinstance(command, Submit):
+                self._add(command.request)
+            elif isinstance(command, Abort):
                 _log(logging.DEBUG, command.request_id, "aborted")
                 aborted += self._scheduler.abort(command.request_id, command.index)
             else:
-                self._add(command.request)
+                self._adapters.apply(command)
         if timeout_s != 0:
             self._busy_since_s = self._clock()
         self._release_ended(aborted)
         self._start_prepared()
+        self._adapters.report_loaded()
         return aborted
 
     def _add(self, request: Request) -> None:
@@ -171,7 +185,8 @@ class EngineLoop:
         """How long to wait for a command."""
         if self._scheduler.num_running or self._launched:
             return 0.0
-        return _BATCH_POLL_S if self._scheduler.num_waiting else None
+        is_waiting = self._scheduler.num_waiting or self._adapters.is_loading
+        return _BATCH_POLL_S if is_waiting else None
 
     def _launch(self) -> _Launched | None:
         started_s = self._clock()

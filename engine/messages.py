@@ -6,7 +6,8 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.config import AdapterSource
+from penstock.engine.model_info import LoadedAdapter, ModelInfo
 from penstock.engine.phases import LoadProgress
 from penstock.scheduler.stats import SchedulerStats, StepWork
 from penstock.scheduler.types import (
@@ -77,10 +78,34 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     index: int | None = None
 
 
+class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Server to engine: load this LoRA adapter, and answer with `AdapterLoaded`. number: of the
+    command."""
+
+    number: int
+    source: AdapterSource
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Server to engine: no request will name this adapter any more."""
+
+    adapter_id: str
+
+
+class AdapterLoaded(msgspec.Struct, tag=True, frozen=True):
+    """Engine to server: what became of a `LoadAdapter`. adapter: None where it cannot be loaded,
+    and message says why."""
+
+    number: int
+    adapter: LoadedAdapter | None
+    message: str = ""
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Engine to server, once: the model is loaded."""
+    """Engine to server, once: the model is loaded. adapters: those of its settings that are too."""
 
     info: ModelInfo
+    adapters: tuple[LoadedAdapter, ...] = ()
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -141,6 +166,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     predicted_s: float | None = None
 
 
-ToEngine = Submit | Abort
+ToEngine = Submit | Abort | LoadAdapter | UnloadAdapter
 OnWire = ToEngine | SubmitAlike
-FromEngine = LoadProgress | Ready | Failed | Refused | Accepted | StepReport
+FromLoop = Refused | Accepted | StepReport | AdapterLoaded
+FromEngine = LoadProgress | Ready | Failed | FromLoop

@@ -64,6 +64,23 @@ class QuantizationInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapter:
+    """A LoRA adapter whose weights are in memory.
+
+    id: its name and a digest of its files, so that another adapter of the same name has another: by
+    it requests name it, and cached prefixes are told apart. path, base_model_name: as of
+    `AdapterSource`. rank: the highest of its layers.
+    """
+
+    id: str
+    name: str
+    path: str
+    base_model_name: str | None
+    rank: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What the rest of the program knows of the model that an executor runs.
 

@@ -5,11 +5,23 @@ Nothing is padded: all tokens of a step are in one row of length T, sequence aft
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.scheduler.types import ScheduledBatch
+
+
+class AdapterRun(NamedTuple):
+    """Consecutive tokens of a step that one LoRA adapter changes.
+
+    weights: as the model that computes the step has made them of the adapter.
+    """
+
+    first_token: int
+    num_tokens: int
+    weights: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +35,7 @@ class ModelInput:
     `of_groups` has those of one.
     query_starts: B + 1 offsets into the T tokens; context_lens: B lengths, this step's tokens
     included. The first num_decodes sequences have one token each. sample_rows: (S,) int64, which of
-    the T tokens are sampled after.
+    the T tokens are sampled after. adapters: of the tokens that have one, in their order.
     """
 
     token_ids: Tensor
@@ -34,6 +46,7 @@ class ModelInput:
     context_lens: list[int]
     num_decodes: int
     sample_rows: Tensor
+    adapters: tuple[AdapterRun, ...] = ()
 
     @property
     def of_groups(self) -> "list[ModelInput]":

@@ -24,6 +24,7 @@ from penstock.scheduler.errors import InvalidConfig
 from penstock.server.api import (
     handover,
     health,
+    lora,
     models,
     openapi,
     openapi_page,
@@ -89,6 +90,7 @@ def build_app(service: Service) -> FastAPI:
         embeddings,
         tokenize,
         handover,
+        lora,
         models,
         health,
         openapi,

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,7 @@ from penstock.engine.client import (
     EngineConfig,
     LoadFormat,
     LogFormat,
+    LoraConfig,
     ModelImpl,
     model_name,
 )
@@ -122,7 +124,9 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             port=options.port,
             served_model_names=tuple(options.served_model_name or own_names),
             api_keys=_api_keys(options.api_key, options.api_key_file),
-            handover_key=_handover_key(options.handover_key_file),
+            handover_key=_own_key(options.handover_key_file, "--handover-key-file"),
+            admin_key=_own_key(options.admin_key_file, "--admin-key-file"),
+            lora_root=options.lora_root.resolve() if options.lora_root else None,
             cors=CorsConfig(
                 allowed_origins=tuple(options.allowed_origins),
                 allowed_methods=tuple(options.allowed_methods),
@@ -176,6 +180,7 @@ def _config(options: argparse.Namespace) -> ServeConfig:
             stall_timeout_s=options.engine_stall_timeout,
             scripted=options.scripted,
             scripted_step_s=options.scripted_step_ms / 1e3,
+            lora=_lora(options),
             log_level=options.log_level,
             log_format=LogFormat(options.log_format),
             scheduler=SchedulerConfig(
@@ -228,14 +233,35 @@ def _parsers() -> tuple[FlagParser, FlagParser]:
     return parser, serve
 
 
-def _handover_key(file: Path | None) -> str | None:
-    """Raises InvalidConfig."""
+def _own_key(file: Path | None, flag: str) -> str | None:
+    """Of what asks for a key besides an API key. Raises InvalidConfig."""
     if file is None:
         return None
-    keys = _keys_in(file, "--handover-key-file")
+    keys = _keys_in(file, flag)
     if len(keys) > 1:
-        raise InvalidConfig(f"--handover-key-file {file} has {len(keys)} keys; write one")
+        raise InvalidConfig(f"{flag} {file} has {len(keys)} keys; write one")
     return keys[0]
+
+
+def _lora(options: argparse.Namespace) -> LoraConfig | None:
+    """Raises InvalidConfig."""
+    if not options.enable_lora:
+        if options.lora_modules:
+            raise InvalidConfig("--lora-modules requires --enable-lora")
+        return None
+    if len(options.lora_modules) > options.max_loras:
+        raise InvalidConfig(
+            f"--lora-modules has {len(options.lora_modules)} adapters, which all stay in memory, "
+            f"and --max-loras is {options.max_loras}; raise it"
+        )
+    counts = Counter(source.name for source in options.lora_modules)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise InvalidConfig(f"--lora-modules has {twice[0]!r} twice; names must differ")
+    return LoraConfig(
+        max_loras=options.max_loras,
+        max_rank=options.max_lora_rank,
+        adapters=tuple(options.lora_modules),
+    )
 
 
 def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:

@@ -45,7 +45,8 @@ class ServerConfig:
     """Where the server listens, its names, and which requests it accepts.
 
     api_keys empty: no key is needed. handover_key: with which a router resumes streams of another
-    server; None for nobody. root_path: the path under which a proxy publishes the server.
+    server; None for nobody. lora_root: below which adapters may be loaded while the server runs, by
+    who has admin_key; None for none. root_path: the path under which a proxy publishes the server.
     allowed_hosts: more names by which clients may call this server. request_timeout_s None: no
     limit. chat_template None: the model's own. tool_call_parser, reasoning_parser: a name, "none",
     or None to detect it from the chat template. has_page: whether a page is served at `/`.
@@ -59,6 +60,8 @@ class ServerConfig:
     served_model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     handover_key: str | None = None
+    admin_key: str | None = None
+    lora_root: Path | None = None
     cors: CorsConfig = CorsConfig()
     allowed_hosts: tuple[str, ...] = ()
     root_path: str = ""
@@ -115,6 +118,13 @@ class ServerConfig:
         for flag, path in (("key", self.ssl_keyfile), ("cert", self.ssl_certfile)):
             if path and not path.is_file():
                 raise InvalidConfig(f"--ssl-{flag}file: there is no file {path}")
+        if (self.lora_root is None) != (self.admin_key is None):
+            raise InvalidConfig(
+                "--lora-root and --admin-key-file go together: adapters are loaded from the one, "
+                "while the server runs, by who has the other"
+            )
+        if self.lora_root and not self.lora_root.is_dir():
+            raise InvalidConfig(f"--lora-root: there is no directory {self.lora_root}")
         if self.chat_template and not self.chat_template.is_file():
             raise InvalidConfig(f"--chat-template: there is no file {self.chat_template}")
 
@@ -125,3 +135,13 @@ class ServeConfig:
 
     server: ServerConfig
     engine: EngineConfig
+
+    def __post_init__(self) -> None:
+        lora = self.engine.lora
+        if self.server.lora_root and lora is None:
+            raise InvalidConfig("--lora-root requires --enable-lora")
+        for source in lora.adapters if lora else ():
+            if source.name in self.server.served_model_names:
+                raise InvalidConfig(
+                    f"--lora-modules has an adapter {source.name!r}, which is a name of the model"
+                )

@@ -102,6 +102,17 @@ class ModelNotFound(PenstockError):
         )
 
 
+class AdaptersFixed(PenstockError):
+    """Adapters cannot be loaded while the server runs."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this server loads and unloads no adapters while it runs; start it with --enable-lora, "
+            "--lora-root and --admin-key-file to allow that to who has the key, or name adapters "
+            "with --lora-modules"
+        )
+
+
 class ResponseNotFound(PenstockError):
     """The id is unknown, was not stored, was deleted or evicted, or belongs to another key.
 
@@ -261,6 +272,8 @@ def reply_to(error: BaseException) -> ErrorReply:
             return ErrorReply(401, _BAD_REQUEST, message, None, "invalid_api_key", challenge)
         case ModelNotFound():
             return ErrorReply(404, _BAD_REQUEST, message, "model", "model_not_found")
+        case AdaptersFixed():
+            return ErrorReply(403, _BAD_REQUEST, message, None, "adapters_fixed")
         case ResponseNotFound():
             return ErrorReply(404, _BAD_REQUEST, message, "response_id", "response_not_found")
         case BodyTooLarge():

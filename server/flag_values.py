@@ -8,11 +8,12 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
+import msgspec
 import yaml
 
-from penstock.engine.client import KVCacheDtype
+from penstock.engine.client import AdapterSource, KVCacheDtype
 from penstock.scheduler.errors import InvalidConfig
 
 ENVIRONMENT_PREFIX = "PENSTOCK_"
@@ -48,8 +49,9 @@ VLLM_FLAGS = {
     "--tensor-parallel-size": "one device is supported; start one server for each",
     "--pipeline-parallel-size": "one device is supported; start one server for each",
     "--data-parallel-size": "one device is supported; start one server for each",
-    "--enable-lora": "LoRA adapters are not supported",
-    "--lora-modules": "LoRA adapters are not supported",
+    "--max-cpu-loras": "all adapters stay in memory, as many as --max-loras; leave it out",
+    "--lora-dtype": "adapters are in the type of --dtype; leave it out",
+    "--fully-sharded-loras": "one device is supported; leave it out",
     "--speculative-config": "speculative decoding is not supported",
     "--guided-decoding-backend": "structured output is always on; leave it out",
     "--limit-mm-per-prompt": "models of text alone are supported; leave it out",
@@ -75,6 +77,34 @@ def size(text: str) -> int:
             f"{text!r} is not a whole number, such as 4096, 4k (4,000) or 4K (4,096)"
         )
     return int(value)
+
+
+def lora_module(text: str) -> AdapterSource:
+    """NAME=PATH, or vLLM's JSON: for argparse's `type`."""
+    if not text.lstrip().startswith("{"):
+        name, has_path, path = text.partition("=")
+        if not (name and has_path and path):
+            raise argparse.ArgumentTypeError(
+                f'{text!r} is neither NAME=PATH nor {{"name": NAME, "path": PATH}}'
+            )
+        return AdapterSource(name=name, path=_absolute(path))
+    try:
+        source = msgspec.json.decode(text, type=_LoraModule)
+    except msgspec.MsgspecError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return AdapterSource(
+        name=source.name, path=_absolute(source.path), base_model_name=source.base_model_name
+    )
+
+
+class _LoraModule(msgspec.Struct, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    path: Annotated[str, msgspec.Meta(min_length=1)]
+    base_model_name: str | None = None
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def kv_cache_dtype(text: str) -> KVCacheDtype:

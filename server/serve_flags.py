@@ -22,7 +22,7 @@ from penstock.engine.client import (
 from penstock.scheduler.config import Batching, Policy
 from penstock.scheduler.types import Pooling
 from penstock.server.config import MIB, DuringRestart, PoolerConfig
-from penstock.server.flag_values import Extend, kv_cache_dtype, size
+from penstock.server.flag_values import Extend, kv_cache_dtype, lora_module, size
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.output.reasoning import ReasoningFormat
 from penstock.server.tools.chat_format import NO_PARSER
@@ -81,6 +81,7 @@ def add_serve_flags(serve: argparse.ArgumentParser) -> None:
     )
     _add_listening_flags(serve.add_argument_group("listening"))
     _add_model_flags(serve.add_argument_group("model"))
+    _add_lora_flags(serve.add_argument_group("LoRA adapters"))
     _add_memory_flags(serve.add_argument_group("memory"))
     _add_scheduling_flags(serve.add_argument_group("scheduling"))
     _add_api_flags(serve.add_argument_group("API"))
@@ -219,6 +220,55 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         metavar="N",
         help="CPU threads that compute; lower it if other programs need the cores "
         "(default: all cores)",
+    )
+
+
+def _add_lora_flags(group: "argparse._ArgumentGroup") -> None:
+    flag = group.add_argument
+    flag(
+        "--enable-lora",
+        action="store_true",
+        help="serve LoRA adapters of the model, each as a model of its own name (default: off)",
+    )
+    flag(
+        "--lora-modules",
+        nargs="+",
+        action=Extend,
+        default=[],
+        type=lora_module,
+        metavar="NAME=PATH",
+        help="adapters to load at the start, from directories as PEFT saves them; or vLLM's JSON, "
+        '{"name": NAME, "path": PATH, "base_model_name": PARENT} (default: none)',
+    )
+    flag(
+        "--max-loras",
+        type=int,
+        metavar="N",
+        default=8,
+        help="how many adapters may be loaded at a time; all of them stay in memory, and may be in "
+        "one step (default: %(default)s)",
+    )
+    flag(
+        "--max-lora-rank",
+        type=int,
+        metavar="RANK",
+        default=16,
+        help="the highest rank of an adapter; one with a higher one is refused (default: "
+        "%(default)s)",
+    )
+    flag(
+        "--lora-root",
+        type=Path,
+        metavar="DIRECTORY",
+        help="below which adapters may be loaded while the server runs, on /v1/load_lora_adapter; "
+        "links out of it are refused (default: none, and the routes load nothing)",
+    )
+    flag(
+        "--admin-key-file",
+        type=Path,
+        metavar="FILE",
+        help="a file with the key that loading and unloading adapters needs, in the header "
+        "x-penstock-admin-key (default: none, and nobody may)",
     )
 
 

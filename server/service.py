@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from enum import StrEnum
 
 from penstock.engine.client import (
+    AdapterTable,
     EngineClient,
     EngineConfig,
     EngineState,
@@ -20,7 +21,7 @@ from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request
 from penstock.server.announcement import announce_failure, announce_ready, url_of
 from penstock.server.config import DuringRestart, ServeConfig
-from penstock.server.errors import NotServing
+from penstock.server.errors import ModelNotFound, NotServing
 from penstock.server.loading import (
     download_weights,
     find_model,
@@ -99,6 +100,22 @@ class Service:
     def model(self) -> ServedModel:
         assert self._model, "the gate lets nothing through before the model is loaded"
         return self._model
+
+    @property
+    def adapters(self) -> AdapterTable:
+        """Those that requests may name besides the model."""
+        assert self._engine, "the gate lets nothing through before the model is loaded"
+        return self._engine.adapters
+
+    def model_named(self, name: str | None) -> ServedModel:
+        """The model, with an adapter where that is the name. Without a name, the model itself.
+        Raises ModelNotFound."""
+        if not name or name in self.model.names:
+            return self.model
+        adapter = self.adapters.by_name.get(name)
+        if adapter is None:
+            raise ModelNotFound(name, self.model.name)
+        return self.model.with_adapter(adapter)
 
     @property
     def steps(self) -> StepRecord:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from ctypes import CDLL
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import AttentionBackend, Dtype, EngineConfig, KVCacheDtype
-from penstock.engine.executor import check_no_adapter, device_copies
+from penstock.engine.executor import device_copies
 from penstock.engine.executors.loading import (
     Ledger,
     check_quantization,
@@ -55,6 +56,8 @@ from penstock.engine.models.gguf.weights import weight_formats as gguf_formats
 from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
+from penstock.engine.models.lora.adapter import Adapter
+from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.inputs import gather_input
@@ -158,6 +161,7 @@ class CpuExecutor:
             )
             torch.set_num_threads(num_threads)
         self._build_input = build_model_input
+        make_adapter: Callable[[Adapter], Any] = _as_it_is
         products = "torch"
         argmax_of: Callable[[Tensor], Tensor] = argmax
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
@@ -169,6 +173,7 @@ class CpuExecutor:
                     self._model = self._native = native
                     self._build_input = partial(gather_input, library)
                     products, argmax_of = native.products, native.argmax
+                    make_adapter = native.packed_adapter
                 except UnsupportedWeightFormat as error:
                     _warn_of_torch(error)
         computed_by = f"{products}, {num_threads} thread{'s' if num_threads > 1 else ''}"
@@ -178,6 +183,9 @@ class CpuExecutor:
         with phases.timed("flops", "measuring how fast matrices are multiplied"):
             flops = matmul_flops(self._dtype)
 
+        self._adapters = Adapters(
+            config.lora, model, self._dtype, _CPU, config.scheduler.max_num_seqs, make_adapter
+        )
         self._make_tables(config, model_dir, model.vocab_size, model.eos_token_ids, size, argmax_of)
         self._info = describe(
             model,
@@ -240,12 +248,17 @@ class CpuExecutor:
     def journals(self) -> tuple[BlockJournal, ...]:
         return self._pool.journals
 
+    @property
+    def adapters(self) -> Adapters:
+        return self._adapters
+
     def prepare(self, request: Request) -> "Future[Any] | None":
-        check_no_adapter(request)
+        self._adapters.prepare(request)
         return self._grammars.prepare(request)
 
     def release(self, request_id: RequestId) -> None:
         self._grammars.release(request_id)
+        self._adapters.release(request_id)
 
     def execute(self, batch: ScheduledBatch) -> "Done":
         with torch.inference_mode():
@@ -264,6 +277,7 @@ class CpuExecutor:
             self._sampler.assign(slot, sampling, seed)
             self._grammars.assign(assignment)
             self._prompts.assign(assignment)
+            self._adapters.assign(assignment)
         for group, (pool, table) in enumerate(
             zip(self._pool.groups, self._group_tables, strict=True)
         ):
@@ -280,6 +294,8 @@ class CpuExecutor:
             return SampledTokens(step=batch.step, token_ids=[])
         block_size = self._info.block_size
         step = self._build_input(batch, self._token_table, self._block_tables, block_size)
+        if adapters := self._adapters.runs(batch, step.query_starts):
+            step = replace(step, adapters=adapters)
         rows = [row for row, samples in enumerate(batch.samples) if samples]
         slots = [batch.slots[row] for row in rows]
         self._grammars.start(slots)
@@ -384,6 +400,10 @@ def _library_for(
             _warn_of_torch(error)
             return None
     return library
+
+
+def _as_it_is(adapter: Adapter) -> Adapter:
+    return adapter
 
 
 def _warn_of_torch(reason: InvalidModel | str) -> None:

@@ -70,6 +70,10 @@ class PredictedExecutor:
         return self._info.runs_ahead
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def journals(self) -> tuple[()]:
         return ()
 

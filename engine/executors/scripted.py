@@ -120,6 +120,10 @@ class ScriptedExecutor:
         return self._info.runs_ahead
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def journals(self) -> tuple[BlockJournal, ...]:
         return self._journals
 

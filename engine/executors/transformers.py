@@ -45,6 +45,7 @@ from penstock.engine.models.fallback.check import check_model
 from penstock.engine.models.fallback.load import TransformersConfig, check_ropes, load_network
 from penstock.engine.models.fallback.model import TransformersModel
 from penstock.engine.models.fallback.weights import WeightCount
+from penstock.engine.models.lora.store import Adapters
 from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 
@@ -112,6 +113,7 @@ class TransformersExecutor(CpuExecutor):
                 model.kv_shape, layout, size.of_groups, block_size, kv_type, device
             )
         self._build_input = build_model_input
+        self._adapters = Adapters(None, None, dtype, device, config.scheduler.max_num_seqs)
         self._make_tables(config, model_dir, settings.vocab_size, settings.eos_token_ids, size)
         by = f"the class {settings.architecture} of transformers"
         self._info = self._describe(settings, weights, size, block_size, dtype, kv_type, by)
@@ -238,6 +240,11 @@ def _check_flags(config: EngineConfig) -> None:
         raise InvalidConfig(
             f"--quantization {config.quantization} is for the families that Penstock implements "
             "itself, and this model is computed by a class of transformers; leave it out"
+        )
+    if config.lora is not None:
+        raise InvalidConfig(
+            "--enable-lora is for the families that Penstock implements itself, and this model is "
+            "computed by a class of transformers; leave it out"
         )
     if config.attention_backend is not AttentionBackend.AUTO:
         raise InvalidConfig(

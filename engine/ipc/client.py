@@ -12,12 +12,21 @@ from dataclasses import replace
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed, RequestRefused
+from penstock.engine.ipc.adapters import AdapterTable
 from penstock.engine.ipc.recovery import Recovery, RestartBudget
 from penstock.engine.ipc.stall import Silence, stall_limit_s
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.ipc.supervisor import End, EndCause, EngineProcess, EngineState
 from penstock.engine.memory.kept import make_descriptor
-from penstock.engine.messages import Abort, Accepted, OnWire, Refused, StepReport
+from penstock.engine.messages import (
+    Abort,
+    Accepted,
+    AdapterLoaded,
+    FromLoop,
+    OnWire,
+    Refused,
+    StepReport,
+)
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import LoadProgress
 from penstock.scheduler.config import Policy
@@ -41,7 +50,7 @@ class EngineClient:
         self._config = config
         self._module = module
         self._kv_memory: int | None = None
-        self._process = self._new_process()
+        self._adapters = AdapterTable(config.lora, self._send, self._check_up)
         self._state = EngineState.STARTING
         self._streams = OpenStreams(
             config.scheduler.max_num_seqs,
@@ -49,6 +58,7 @@ class EngineClient:
             self._send,
             is_fair=config.scheduler.policy is Policy.FAIR,
         )
+        self._process = self._new_process()
         self._recovery = Recovery(self._streams, config.scheduler.max_num_seqs)
         self._budget = RestartBudget(config.max_engine_restarts)
         self._restarts: Counter[EndCause] = Counter()
@@ -208,18 +218,37 @@ class EngineClient:
             raise EngineFailed(f"the engine is {self._state}")
         if not self.num_open:
             self._busy_since_s = time.monotonic()
-        return self._streams.submit_alike(requests)
+        streams = self._streams.submit_alike(requests)
+        if requests[0].adapter is not None:
+            self._adapters.count(requests[0].adapter)
+        return streams
 
     def abort(self, request_id: RequestId, index: int | None = None) -> None:
         """Ends a request, or only its answer `index`; no more outputs come for it."""
         self._streams.abort(request_id, index)
 
+    # LoRA adapters.
+
+    @property
+    def adapters(self) -> AdapterTable:
+        """Those that requests may name."""
+        return self._adapters
+
+    def adapters_in_use(self) -> tuple[set[str], set[str]]:
+        """The names of those with a request that runs, and with one that waits."""
+        running, waiting = set[str](), set[str]()
+        for stream in self._streams:
+            if adapter := stream.request.adapter:
+                name = adapter.rpartition("@")[0]
+                (running if stream.has_started else waiting).add(name)
+        return running, waiting
+
     # A process, from its start to its end.
 
     def _new_process(self) -> EngineProcess:
-        return EngineProcess(
-            self._config, self._module, self._on_message, self._on_end, self._kv_memory
-        )
+        in_use = {adapter for stream in self._streams if (adapter := stream.request.adapter)}
+        config = replace(self._config, lora=self._adapters.config(in_use))
+        return EngineProcess(config, self._module, self._on_message, self._on_end, self._kv_memory)
 
     def _drop_kv(self) -> None:
         """The next process, if there is one, begins without the keys and values of this one."""
@@ -233,9 +262,15 @@ class EngineClient:
         self._ended = asyncio.get_running_loop().create_future()
         self._has_stepped = False
         self._info = await self._process.start()
+        self._adapters.on_ready(self._process.adapters)
         self._is_up = self._process.state is EngineState.READY  # it may have ended since
         self._busy_since_s = time.monotonic()
         self._start_s = self._busy_since_s - began_s
+
+    def _check_up(self) -> None:
+        """Raises EngineFailed unless what is sent now arrives."""
+        if self._state is not EngineState.READY:
+            raise EngineFailed(f"the engine is {self._state}; try again when it is ready")
 
     def _send(self, message: OnWire) -> None:
         """What is not sent now is not lost: the next process gets all requests that are then open,
@@ -243,7 +278,7 @@ class EngineClient:
         if self._state is EngineState.READY or (self._is_up and isinstance(message, Abort)):
             self._process.send(message)
 
-    def _on_message(self, message: LoadProgress | StepReport | Refused | Accepted) -> None:
+    def _on_message(self, message: LoadProgress | FromLoop) -> None:
         self._last_message_s = time.monotonic()
         if isinstance(message, LoadProgress):
             self._on_progress(message)
@@ -255,6 +290,9 @@ class EngineClient:
             return
         if isinstance(message, Accepted):
             self._streams.accept(message.request_id)
+            return
+        if isinstance(message, AdapterLoaded):
+            self._adapters.on_loaded(message)
             return
         self._last_report = message
         self._has_stepped = True
@@ -269,6 +307,7 @@ class EngineClient:
             self._is_up = False
             self._ended_at_s = time.monotonic()
             self._recovery.on_end(end)
+            self._adapters.on_end()
         if self._state is EngineState.READY:
             self._state = EngineState.RESTARTING
         if self._ended and not self._ended.done():
@@ -335,6 +374,7 @@ class EngineClient:
         await self._recovery.bring_back(self._process.send)
         if self._is_up:
             self._state = EngineState.READY
+            self._adapters.on_resumed()
             self._busy_since_s = time.monotonic()
             pause_s = self._busy_since_s - self._ended_at_s
             logger.warning(

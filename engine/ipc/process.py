@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from penstock.engine import logs
+from penstock.engine.adapter_commands import load_first
 from penstock.engine.config import EngineConfig
 from penstock.engine.executor import Executor
 from penstock.engine.log_writer import flush_all
@@ -138,9 +139,10 @@ def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
         journals=executor.journals,
         step_model=step_model,
     )
+    adapters = load_first(executor.adapters, config.lora)
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection during a step needs to visit it
-    pipe.send(Ready(info))
+    pipe.send(Ready(info, adapters))
     EngineLoop(scheduler, executor, pipe, pipe.send, step_model=step_model).run()
 
 

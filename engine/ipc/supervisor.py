@@ -25,15 +25,13 @@ import zmq.asyncio
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
 from penstock.engine.messages import (
-    Accepted,
     Failed,
     FromEngine,
+    FromLoop,
     OnWire,
     Ready,
-    Refused,
-    StepReport,
 )
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.model_info import LoadedAdapter, ModelInfo
 from penstock.engine.phases import LoadProgress
 
 logger = logging.getLogger(__name__)
@@ -95,7 +93,7 @@ class EngineProcess:
         self,
         config: EngineConfig,
         module: str,
-        on_message: Callable[[LoadProgress | StepReport | Refused | Accepted], None],
+        on_message: Callable[[LoadProgress | FromLoop], None],
         on_end: Callable[[End], None],
         kv_memory: int | None = None,
     ) -> None:
@@ -110,6 +108,7 @@ class EngineProcess:
         self._on_end = on_end
         self._state = EngineState.STARTING
         self._info: ModelInfo | None = None
+        self.adapters: tuple[LoadedAdapter, ...] = ()  # when it was ready
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._beats: int | None = None  # the pipe from which the process's heartbeat is read
@@ -279,6 +278,7 @@ class EngineProcess:
         message = self._decoder.decode(data)
         if isinstance(message, Ready):
             self._info, self._state = message.info, EngineState.READY
+            self.adapters = message.adapters
             assert self._ready
             self._ready.set_result(message.info)
         elif isinstance(message, Failed):

@@ -24,6 +24,7 @@ from penstock.engine.models.experts import ExpertsConfig
 from penstock.engine.models.layers.experts import mixed
 from penstock.engine.models.layers.linear import Linear, MakeLinear, read_linear, tensor_bytes
 from penstock.engine.models.layers.rotary import Angles, RotaryTables, rotate
+from penstock.engine.models.lora.adapter import Stack, adapted
 from penstock.engine.models.weights import WeightSource
 
 
@@ -135,7 +136,15 @@ class LlamaModel:
             keys, values = pool.layer(index)
             own = steps[pool.group_of(index)]
             residual = run_layer(
-                self.config, layer, self._attention, residual, angles[index], keys, values, own
+                self.config,
+                layer,
+                index,
+                self._attention,
+                residual,
+                angles[index],
+                keys,
+                values,
+                own,
             )
         return rms_norm(residual[rows], self.norm, self.config.rms_norm_eps)
 
@@ -162,6 +171,7 @@ def scaled_logits(config: ModelConfig, logits: Tensor) -> Tensor:
 def run_layer(
     config: ModelConfig,
     layer: Layer,
+    index: int,
     attention: Attention,
     residual: Tensor,
     angles: Angles,
@@ -171,22 +181,22 @@ def run_layer(
 ) -> Tensor:
     """What a layer makes of the states before it, (T, hidden_size).
 
-    angles: of the step's positions. keys, values: the layer's own part of the pool; the step's are
-    written to them.
+    index: which layer of the model it is. angles: of the step's positions. keys, values: the
+    layer's own part of the pool; the step's are written to them.
     """
     eps = config.rms_norm_eps
     x = _normed(residual, layer.input_norm, eps)
-    attended = _attend(config, layer, attention, x, angles, keys, values, step)
+    attended = _attend(config, layer, index, attention, x, angles, keys, values, step)
     residual = residual + _normed(attended, layer.attended_norm, eps)
     x = _normed(residual, layer.mlp_norm, eps)
-    return residual + _normed(_mlp(config, layer, x), layer.active_norm, eps)
+    return residual + _normed(_mlp(config, layer, index, x, step), layer.active_norm, eps)
 
 
-def _mlp(config: ModelConfig, layer: Layer, x: Tensor) -> Tensor:
+def _mlp(config: ModelConfig, layer: Layer, index: int, x: Tensor, step: ModelInput) -> Tensor:
     activation = _ACTIVATIONS[config.activation]
     if layer.router is None:
-        gate, up = layer.gate_up(x).chunk(2, dim=-1)
-        return layer.down(activation(gate) * up)
+        gate, up = adapted(layer.gate_up, x, step.adapters, index, Stack.GATE_UP).chunk(2, dim=-1)
+        return adapted(layer.down, activation(gate) * up, step.adapters, index, Stack.DOWN)
     assert config.experts is not None
     return mixed(
         config.experts,
@@ -207,6 +217,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def _attend(
     config: ModelConfig,
     layer: Layer,
+    index: int,
     attention: Attention,
     x: Tensor,
     angles: Angles,
@@ -215,7 +226,8 @@ def _attend(
     step: ModelInput,
 ) -> Tensor:
     sizes = [num * config.head_dim for num in (config.num_heads, *[config.num_kv_heads] * 2)]
-    query, key, value = torch.split(layer.qkv(x), sizes, dim=1)
+    projected = adapted(layer.qkv, x, step.adapters, index, Stack.QKV)
+    query, key, value = torch.split(projected, sizes, dim=1)
     if config.whole_qk_norm:
         query = _normed(query, layer.query_norm, config.rms_norm_eps)
         key = _normed(key, layer.key_norm, config.rms_norm_eps)
@@ -230,7 +242,7 @@ def _attend(
     if angles.query_factors is not None:
         query = (query.float() * angles.query_factors.view(-1, 1, 1)).to(query.dtype)
     mixed = attention(query, keys, values, step, layer.window)
-    return layer.output(mixed.flatten(1))
+    return adapted(layer.output, mixed.flatten(1), step.adapters, index, Stack.OUTPUT)
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

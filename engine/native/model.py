@@ -15,6 +15,8 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.llama import LlamaModel, embedding_multiplier
+from penstock.engine.models.lora.adapter import Adapter, Stack
+from penstock.engine.native.adapters import NativeAdapter, native_runs
 from penstock.engine.native.packing import (
     PATH,
     NativeLinear,
@@ -112,6 +114,9 @@ class _Step(Structure):
         ("query_starts", c_void_p),
         ("logits", c_void_p),
         ("states", c_void_p),
+        ("runs", c_void_p),
+        ("num_runs", c_int64),
+        ("width", c_int64),
     )
 
 
@@ -222,6 +227,15 @@ class NativeModel:
             expert_mlp=mixture.intermediate_size if mixture else 0,
             are_weights_normed=bool(mixture and mixture.is_normed),
         )
+        self._rows = [
+            {
+                Stack.QKV: [linear.rows for linear in layer.qkv if linear.rows],
+                Stack.OUTPUT: [layer.output.rows],
+                Stack.GATE_UP: [mlp, mlp],
+                Stack.DOWN: [layer.down.rows],
+            }
+            for layer in layers
+        ]
         # What the pointers above point into.
         self._kept = (packer, pool, [layer.experts for layer in layers])
         # Reused: page faults of new memory take longer than what is written to it.
@@ -259,6 +273,10 @@ class NativeModel:
         self._library.penstock_logits(self._runner, ctypes.byref(native_step))
         return logits
 
+    def packed_adapter(self, adapter: Adapter) -> NativeAdapter:
+        """As `ModelInput.adapters` needs it."""
+        return NativeAdapter(adapter, self._rows)
+
     def argmax(self, logits: Tensor) -> Tensor:
         """As `penstock.engine.sampling.sampler.argmax`."""
         ids = torch.empty(len(logits), dtype=torch.int64)
@@ -280,6 +298,7 @@ class NativeModel:
         states: int | None = None,
     ) -> None:
         query_starts = torch.tensor(step.query_starts, dtype=torch.int32)
+        runs = native_runs(step.adapters)
         native_step = _Step(
             tokens=len(step.token_ids),
             sequences=len(step.context_lens),
@@ -293,6 +312,9 @@ class NativeModel:
             query_starts=_address(query_starts),
             logits=logits,
             states=states,
+            runs=ctypes.addressof(runs),
+            num_runs=len(runs),
+            width=max((run.weights.width for run in step.adapters), default=0),
         )
         num_experts = self._library.penstock_step(self._runner, ctypes.byref(native_step))
         if self._model.experts:

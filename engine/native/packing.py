@@ -19,7 +19,7 @@ from penstock.engine.native.library import CODE_FORMATS, formats_mask
 
 PATH = "the compiled CPU step"
 # products.h packs so many rows of a weight together.
-_BAND = 32
+BAND = 32
 # Activations are rounded in the same groups as weights, so groups of more would cost precision.
 _MAX_GROUP = 128
 _GROUP_MULTIPLE = 8
@@ -83,7 +83,7 @@ class Packer:
 
     def _plain(self, layer: PlainLinear) -> NativeLinear:
         rows, columns = layer.weight.shape
-        packed = layer.weight if rows % _BAND == 0 else _bands(rows, columns, layer.weight.dtype)
+        packed = layer.weight if rows % BAND == 0 else _bands(rows, columns, layer.weight.dtype)
         self._library.penstock_pack(
             c_void_p(self.address(packed)),
             c_void_p(layer.weight.data_ptr()),
@@ -99,7 +99,7 @@ class Packer:
         """See fp8.h. Raises InvalidModel."""
         rows, columns = layer.codes.shape
         height, width = layer.block
-        packed = self._arena.empty((-(-rows // _BAND) * _BAND, columns), torch.uint8)
+        packed = self._arena.empty((-(-rows // BAND) * BAND, columns), torch.uint8)
         self._library.penstock_pack_fp8.restype = c_bool
         are_numbers = self._library.penstock_pack_fp8(
             c_void_p(self.address(packed)),
@@ -109,9 +109,9 @@ class Packer:
         )
         if not are_numbers:
             raise InvalidModel("weights in FP8 are NaN; download the model again")
-        is_by_band = height % _BAND == 0
+        is_by_band = height % BAND == 0
         if is_by_band:
-            scales = layer.scales.repeat_interleave(height // _BAND, dim=0)[: len(packed) // _BAND]
+            scales = layer.scales.repeat_interleave(height // BAND, dim=0)[: len(packed) // BAND]
         else:
             scales = _of_bands(layer.scales_by_row())
         return NativeLinear(
@@ -128,7 +128,7 @@ class Packer:
     def _codes(self, layer: GroupedLinear) -> NativeLinear:
         rows, columns = layer.out_features, layer.in_features
         row_bytes = -(-columns // layer.group_size) * layer.group_size * layer.bits // 8
-        packed = self._arena.empty((-(-rows // _BAND) * _BAND, row_bytes), layer.codes.dtype)
+        packed = self._arena.empty((-(-rows // BAND) * BAND, row_bytes), layer.codes.dtype)
         native = NativeLinear(
             weight=self.address(packed),
             bias=self.address(layer.bias),
@@ -250,14 +250,14 @@ def _split(layer: Packable, rows: list[int]) -> list[Packable]:
 
 
 def _bands(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return zeros_on_touch((-(-rows // _BAND) * _BAND, columns), dtype)
+    return zeros_on_touch((-(-rows // BAND) * BAND, columns), dtype)
 
 
 def _of_bands(*of_groups: Tensor | None) -> Tensor:
     """Each (rows, groups) to (bands, groups, how many, 32), filled up with zeros."""
     stacked = torch.stack([each for each in of_groups if each is not None], dim=2)
-    padded = functional.pad(stacked, (0, 0, 0, 0, 0, -len(stacked) % _BAND))
-    return padded.view(-1, _BAND, *stacked.shape[1:]).permute(0, 2, 3, 1).contiguous()
+    padded = functional.pad(stacked, (0, 0, 0, 0, 0, -len(stacked) % BAND))
+    return padded.view(-1, BAND, *stacked.shape[1:]).permute(0, 2, 3, 1).contiguous()
 
 
 def _as_is(linear: Packable) -> list[Packable]:

@@ -22,6 +22,7 @@
 #include "formats.h"
 #include "grouped.h"
 #include "inputs.h"
+#include "low_rank.h"
 #include "structs.h"
 #include "team.h"
 #include "vectors.h"
@@ -41,6 +42,12 @@ constexpr bool kCodes = PENSTOCK_INTEGER_FORMATS;
 // Activations so few that every thread normalises them itself, which takes less time than to wait for
 // another.
 constexpr int64_t kFew = 8192;
+
+// Linear layers that read the same input: which changes of an AdapterLayer are theirs.
+struct Stack {
+    int64_t first, count;
+};
+constexpr Stack kQkv{0, 3}, kOutput{3, 1}, kGateUp{4, 2}, kDown{6, 1}, kNoStack{7, 0};
 
 // Memory that grows, and is not initialised. It begins with a cache line, so that rows may do so.
 template <class X> class Buffer {
@@ -73,6 +80,7 @@ template <class T> struct Runner {
         Attention<Runs> attention;
         Buffer<X> normalised, gathered;
         Buffer<unsigned char> coded, gathered_codes;
+        Buffer<float> adapted;  // what adapters read of some tokens
         std::unique_ptr<float[]> row;  // of x, before it is coded
         std::unique_ptr<float[]> head;
         std::unique_ptr<Stored[]> key_value;  // of one head
@@ -83,7 +91,7 @@ template <class T> struct Runner {
     Runner(const Model &of, int64_t threads) : model(of), team(int(threads)) {
         const int64_t group = model.heads / model.kv_heads;
         for (int64_t i = 0; i < threads; ++i)
-            own.push_back({int(i), Attention<Runs>(std::max(group, kQueries), model.head_dim), {}, {}, {}, {},
+            own.push_back({int(i), Attention<Runs>(std::max(group, kQueries), model.head_dim), {}, {}, {}, {}, {},
                            std::unique_ptr<float[]>(new float[model.hidden]),
                            std::unique_ptr<float[]>(new float[model.head_dim]),
                            std::unique_ptr<Stored[]>(new Stored[2 * model.head_dim]),
@@ -92,7 +100,7 @@ template <class T> struct Runner {
 
     const Model &model;
     std::vector<Own> own;
-    Buffer<float> residual, change, wide, parts, mixed, active;
+    Buffer<float> residual, change, wide, parts, mixed, active, low;
     Buffer<X> x, mlp;
     Buffer<unsigned char> coded;
     Routing routing;
@@ -113,7 +121,7 @@ template <class T> class Run : public Job {
           mlp_step_(padded<X>(m_.mlp)), expert_step_(padded<X>(m_.expert_mlp)),
           expert_rows_(s_.tokens * m_.experts_each),
           part_floats_(Gathered::floats(group_, banded_rows(m_.head_dim))),
-          phases_((m_.experts ? 16 : 13) * m_.num_layers + 4, runner.team.size()) {
+          phases_((13 + (m_.experts ? 3 : 0) + (s_.num_runs ? 4 : 0)) * m_.num_layers + 4, runner.team.size()) {
         const int64_t rows = std::max(s_.tokens, s_.samples) + kSpare;
         residual_ = runner.residual.reserve(s_.tokens * m_.hidden);
         if (m_.has_post_norms) change_ = runner.change.reserve(s_.tokens * m_.hidden);
@@ -124,6 +132,7 @@ template <class T> class Run : public Job {
         reserve_codes();
         for (Own &own : runner.own) own.normalised.reserve((kFew / m_.hidden + kSpare) * x_step_);
         if (!only_head) plan_attention();
+        if (s_.num_runs) plan_adapters();
     }
 
     void run(int thread) override {
@@ -134,8 +143,11 @@ template <class T> class Run : public Job {
         phase++->run(own.thread, s_.tokens, [&](int64_t t) { embed(t); });
         for (int64_t l = 0; l < m_.num_layers; ++l) {
             const Layer &layer = m_.layers[l];
+            if (s_.num_runs) shrink(*phase++, own, l, kQkv, m_.hidden, [&](int64_t t, float *out) {
+                normalise(residual(t), layer.input_norm, out);
+            });
             with_normalised(phase, own, layer.input_norm, layer.qkv[0], [&](Source source) {
-                linear(*phase++, own, layer.qkv, 3, source, s_.tokens,
+                linear(*phase++, own, layer.qkv, 3, source, s_.tokens, {l, kQkv},
                        [&](int64_t t, int64_t n, const float *y, int64_t count) {
                            std::copy_n(y, count, wide_ + t * qkv_ + n);
                        });
@@ -160,18 +172,29 @@ template <class T> class Run : public Job {
                 for (int64_t i = 0; i < count; ++i) to[i] += y[i];
             };
             const auto attended = [&](int64_t t) { return mixed_ + t * attended_; };
+            if (s_.num_runs) shrink(*phase++, own, l, kOutput, attended_, [&](int64_t t, float *out) {
+                if (is_coded(layer.output)) return widen_row(attended(t), attended_, out);
+                widen_row(x_ + t * x_step_, attended_, out);
+            });
             with_rows(phase, own, layer.output, {x_, x_step_}, attended, [&](Source source) {
-                linear(*phase++, own, &layer.output, 1, source, s_.tokens, add);
+                linear(*phase++, own, &layer.output, 1, source, s_.tokens, {l, kOutput}, add);
             });
             add_change(phase, own, layer.attended_norm);
-            if (layer.experts) {
+            if (layer.experts) {  // which no adapter changes
                 mixture(phase, own, layer);
                 continue;
             }
-            gated_linear(phase, own, layer);
+            if (s_.num_runs) shrink(*phase++, own, l, kGateUp, m_.hidden, [&](int64_t t, float *out) {
+                normalise(residual(t), layer.mlp_norm, out);
+            });
+            gated_linear(phase, own, l);
             const auto active = [&](int64_t t) { return active_ + t * m_.mlp; };
+            if (s_.num_runs) shrink(*phase++, own, l, kDown, m_.mlp, [&](int64_t t, float *out) {
+                if (is_coded(layer.down)) return widen_row(active(t), m_.mlp, out);
+                widen_row(mlp_ + t * mlp_step_, m_.mlp, out);
+            });
             with_rows(phase, own, layer.down, {mlp_, mlp_step_}, active, [&](Source source) {
-                linear(*phase++, own, &layer.down, 1, source, s_.tokens, add);
+                linear(*phase++, own, &layer.down, 1, source, s_.tokens, {l, kDown}, add);
             });
             add_change(phase, own, layer.active_norm);
         }
@@ -400,11 +423,16 @@ template <class T> class Run : public Job {
                 linear.is_by_band != 0};
     }
 
+    struct Place {  // of a stack of linear layers
+        int64_t layer;
+        Stack stack;
+    };
+
     // Layers that are stacked: they read the same input. source() gives it when it is first needed.
     // put(token, column, results, how many) takes results.
     template <class Put>
     KEEP_APART void linear(Phase &phase, Own &own, const Linear *layers, int count, Source source,
-                int64_t tokens, Put put) {
+                int64_t tokens, Place place, Put put) {
         int64_t bands = 0;
         for (int i = 0; i < count; ++i) bands += banded_rows(layers[i].rows) / kBand;
         for_bands(phase, own, bands, tokens, [&](int64_t first, int64_t num_tokens, int64_t band) {
@@ -416,6 +444,7 @@ template <class T> class Run : public Job {
             }
             float *c = own.products.get();
             multiply(*layer, source(), first, num_tokens, band, c);
+            if (s_.num_runs) add_adapters(place, layer - layers, band, first, num_tokens, c);
             const int64_t columns = std::min(kBand, layer->rows - band * kBand);
             for (int64_t t = 0; t < num_tokens; ++t)
                 put(first + t, column + band * kBand, c + t * kBand, columns);
@@ -479,7 +508,8 @@ template <class T> class Run : public Job {
     }
 
     // activation(gate) * up, by the thread that computed both.
-    void gated_linear(Phase *&phase, Own &own, const Layer &layer) {
+    void gated_linear(Phase *&phase, Own &own, int64_t index) {
+        const Layer &layer = m_.layers[index];
         with_normalised(phase, own, layer.mlp_norm, layer.gate, [&](Source source) {
             const int64_t bands = banded_rows(m_.mlp) / kBand;
             for_bands(*phase++, own, bands, s_.tokens, [&](int64_t first, int64_t count, int64_t band) {
@@ -487,6 +517,10 @@ template <class T> class Run : public Job {
                 float *gate = own.products.get(), *up = gate + kChunk * kBand;
                 multiply(layer.gate, in, first, count, band, gate);
                 multiply(layer.up, in, first, count, band, up);
+                if (s_.num_runs) {
+                    add_adapters({index, kGateUp}, 0, band, first, count, gate);
+                    add_adapters({index, kGateUp}, 1, band, first, count, up);
+                }
                 const int64_t columns = std::min(kBand, m_.mlp - band * kBand);
                 for (int64_t t = 0; t < count; ++t) {
                     const float *g = gate + t * kBand, *u = up + t * kBand;
@@ -519,7 +553,7 @@ template <class T> class Run : public Job {
         Routing &routing = runner_.routing;
         const Linear &gate = layer.experts->gate, &down = layer.experts->down;
         with_normalised(phase, own, layer.mlp_norm, layer.router, [&](Source source) {
-            linear(*phase++, own, &layer.router, 1, source, s_.tokens,
+            linear(*phase++, own, &layer.router, 1, source, s_.tokens, {0, kNoStack},
                    [&](int64_t t, int64_t n, const float *y, int64_t count) {
                        std::copy_n(y, count, routing.logits(t) + n);
                    });
@@ -629,7 +663,7 @@ template <class T> class Run : public Job {
             for (int64_t i = 0; i < count; ++i) to[i] = y[i] * multiplier;
         };
         const auto of = [&](Source source) {
-            linear(*phase++, own, &m_.lm_head, 1, source, s_.samples, put);
+            linear(*phase++, own, &m_.lm_head, 1, source, s_.samples, {0, kNoStack}, put);
         };
         if (is_coded(m_.lm_head)) {
             const auto value = [&](int64_t i) {
@@ -640,6 +674,80 @@ template <class T> class Run : public Job {
         }
         phase++->run(own.thread, s_.samples, [&](int64_t i) { copy_state(state(i), x_ + i * x_step_); });
         of([&] { return Input{x_, x_step_}; });
+    }
+
+    // ---- LoRA adapters ---------------------------------------------------------------------------
+
+    void plan_adapters() {
+        low_ = runner_.low.reserve(s_.tokens * s_.width);
+        for (int64_t i = 0; i < s_.num_runs; ++i) {
+            const AdapterRun &run = s_.runs[i];
+            for (int64_t t = 0; t < run.tokens; t += kLowRankTokens)
+                adapted_.push_back({run.first + t, std::min(kLowRankTokens, run.tokens - t), run.layers});
+        }
+    }
+
+    // low_ = A x of the tokens that have an adapter. read(t, out) gives x, of so many columns.
+    template <class Read>
+    KEEP_APART void shrink(Phase &phase, Own &own, int64_t layer, Stack stack, int64_t columns,
+                           Read read) {
+        const int64_t step = low_rank_columns(columns), tiles = int64_t(adapted_.size());
+        // Few tiles are split, by ranks, so that every thread has some.
+        const int64_t each = tiles < 2 * runner_.team.size() ? 8 : s_.width;
+        const int64_t blocks = (s_.width + each - 1) / each;
+        phase.run(own.thread, tiles * blocks, [&](int64_t unit) {
+            const AdapterRun &tile = adapted_[unit / blocks];
+            const int64_t begin = unit % blocks * each;
+            float *rows = nullptr;
+            int64_t at = 0;  // of this change's in low_
+            for (int64_t i = stack.first; i < stack.first + stack.count; ++i) {
+                const LowRank &change = tile.layers[layer].changes[i];
+                const int64_t from = std::max<int64_t>(begin - at, 0);
+                const int64_t to = std::min(begin + each - at, change.rank);
+                if (from < to) {
+                    if (!rows) rows = adapter_input(own, tile, columns, step, read);
+                    shrink_rows(rows, tile.tokens, static_cast<const T *>(change.down) + from * step,
+                                to - from, step, low_ + tile.first * s_.width + at + from, s_.width);
+                }
+                at += change.rank;
+            }
+        });
+    }
+    template <class Read>
+    float *adapter_input(Own &own, const AdapterRun &tile, int64_t columns, int64_t step, Read read) {
+        float *rows = own.adapted.reserve(kLowRankTokens * step);
+        for (int64_t t = 0; t < tile.tokens; ++t) {
+            read(tile.first + t, rows + t * step);
+            std::fill(rows + t * step + columns, rows + (t + 1) * step, 0.0f);
+        }
+        return rows;
+    }
+    template <class In> static void widen_row(const In *in, int64_t size, float *out) {
+        for (int64_t i = 0; i < size; ++i) out[i] = widen(in[i]);
+    }
+
+    // c, of one band of a stack's layer `linear` and some tokens, += what their adapters add.
+    KEEP_APART void add_adapters(Place place, int64_t linear, int64_t band, int64_t first,
+                                 int64_t tokens, float *c) {
+        for (int64_t i = 0; i < s_.num_runs; ++i) {
+            const AdapterRun &run = s_.runs[i];
+            const int64_t from = std::max(first, run.first);
+            const int64_t to = std::min(first + tokens, run.first + run.tokens);
+            if (from >= to) continue;
+            int64_t at = 0;
+            const Stack stack = place.stack;
+            for (int64_t j = stack.first; j < stack.first + stack.count; ++j) {
+                const LowRank &change = run.layers[place.layer].changes[j];
+                const int64_t own_band = band - change.first;
+                if (change.linear == linear && own_band >= 0 && own_band < change.bands) {
+                    const T *up = static_cast<const T *>(change.up) + own_band * change.rank * kBand;
+                    for (int64_t t = from; t < to; ++t)
+                        add_low_rank(low_ + t * s_.width + at, up, change.rank, float(change.scale),
+                                     c + (t - first) * kBand);
+                }
+                at += change.rank;
+            }
+        }
     }
 
     // ---- Attention -------------------------------------------------------------------------------
@@ -775,6 +883,8 @@ template <class T> class Run : public Job {
     // Where products read codes: what the heads have attended to, activation(gate) * up, and codes.
     float *mixed_ = nullptr, *active_ = nullptr;
     unsigned char *coded_ = nullptr;
+    float *low_ = nullptr;             // A x of each token that has an adapter, change after change
+    std::vector<AdapterRun> adapted_;  // those tokens, a few at a time
 };
 
 class Likeliest : public Job {

@@ -56,10 +56,31 @@ struct Model {
     int64_t experts, experts_each, expert_mlp, are_weights_normed;
 };
 
+// Of a LoRA adapter: what it adds to a linear layer of a stack, from the band `first` on. Without any: rank 0.
+struct LowRank {
+    const void *down;  // A: (rank, low_rank_columns(columns)), of T
+    const void *up;    // B: (bands, rank, 32), of T
+    int64_t rank, linear, first, bands;  // linear: which of the stack's layers
+    double scale;
+};
+
+// Those of the stacks of qkv, of the output, of gate and up, and of down: see kQkv and the others in step.cpp.
+struct AdapterLayer {
+    LowRank changes[7];
+};
+
+// Consecutive tokens with one adapter.
+struct AdapterRun {
+    int64_t first, tokens;
+    const AdapterLayer *layers;
+};
+
 struct Step {
     int64_t tokens, sequences, samples, max_blocks;
     const int64_t *token_ids, *positions, *kv_slots, *sample_rows;  // kv_slots: (groups, tokens)
     const int32_t *block_tables, *query_starts;  // (groups, sequences, max_blocks), (sequences + 1)
     float *logits;  // (samples, vocabulary)
     void *states;   // (samples, hidden), of T, or null: see the functions in step.cpp
+    const AdapterRun *runs;  // in the order of the tokens
+    int64_t num_runs, width;  // width: the most that the ranks of a stack in one of them add up to
 };

@@ -1,9 +1,11 @@
 """Searches of many candidates, in processes that each take the next one."""
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 from penstock.loadtest.plan.candidates import Candidate
@@ -38,7 +40,17 @@ _load: Load | None = None  # made once in each process: its prompts take seconds
 
 def _begin(task: Task) -> None:
     global _task, _load
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _task, _load = task, task.load()
+
+
+def _end_with_parent() -> None:
+    """A pool's processes hold the pipe that they read from open for each other, so they would wait
+    for a parent that was killed for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _search(candidate: Candidate) -> Searched:

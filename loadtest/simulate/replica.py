@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from penstock.engine.executors.predicted import PredictedExecutor, VirtualClock
 from penstock.engine.loop import EngineLoop
-from penstock.engine.messages import Accepted, Refused, StepReport, Submit, ToEngine
+from penstock.engine.messages import Accepted, FromLoop, Refused, StepReport, Submit, ToEngine
 from penstock.engine.model_info import ModelInfo
 from penstock.loadtest.calibrate.front_end import NO_FRONT_END, FrontEnd
 from penstock.loadtest.simulate.front_end_queue import FrontEndQueue
@@ -159,13 +159,14 @@ class Replica:
         self.num_open -= self._on_outputs(report.outputs, written_s, self._front_end.token_s)
         self._queue.tokens(len(report.outputs))
 
-    def _send(self, message: StepReport | Refused | Accepted) -> None:
+    def _send(self, message: FromLoop) -> None:
         if isinstance(message, Accepted):
             return
         if isinstance(message, Refused):
             self.num_open -= 1
             self._on_refused(message, self.clock.now_s)
             return
+        assert isinstance(message, StepReport), message
         clock = self.clock
         end_s = clock.now_s
         clock.now_s = end_s + self._executor.host_s

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import hmac
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from penstock.server.api.targets import RequestTargets, targets_of
-from penstock.server.errors import ModelNotFound
+from penstock.server.errors import InvalidApiKey
 from penstock.server.http.access import TENANT
 from penstock.server.http.body import BodyMemory, read_body
 from penstock.server.http.disconnect import (
@@ -60,14 +61,13 @@ async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[F
     Raises also what `read_body` raises, and ModelNotFound.
     """
     service, arrival_s, tenant = service_of(http), time.monotonic(), tenant_of_request(http)
-    body, model = await body_of(http), service.model
+    body = await body_of(http)
     fields = without_collection(parse, body)
     if len(body) > _LONG_BODY_BYTES:
         await asyncio.sleep(0)  # it took tens of milliseconds, so others go first now
-    check_model(model, fields.model)
     return Received(
         service=service,
-        model=model,
+        model=service.model_named(fields.model),
         fields=fields,
         tenant=tenant,
         client=client_of(http),
@@ -113,10 +113,11 @@ async def body_of(http: Request) -> bytes:
     return await read_body(http, memory)
 
 
-def check_model(model: ServedModel, name: str | None) -> None:
-    """Without a name, the one model that is served. Raises ModelNotFound."""
-    if name and name not in model.names:
-        raise ModelNotFound(name, model.name)
+def check_own_key(http: Request, header: str, key: str) -> None:
+    """Of a route that asks for a key besides an API key. Raises InvalidApiKey."""
+    given = http.headers.get(header, "")
+    if not hmac.compare_digest(given.encode("latin-1"), key.encode(errors="surrogateescape")):
+        raise InvalidApiKey(is_given=bool(given), header=f"{header}: KEY")
 
 
 async def unless_disconnected(http: Request, answer: Coroutine[Any, Any, Response]) -> Response:

@@ -9,7 +9,6 @@ nothing of them is sent.
 The route is there with --handover-key-file alone.
 """
 
-import hmac
 from typing import Any
 
 import msgspec
@@ -17,10 +16,10 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from penstock.server.api.common import receive, service_of
+from penstock.server.api.common import check_own_key, receive, service_of
 from penstock.server.api.openai.routes import ChatCompletions, Completions
 from penstock.server.api.pipeline import TextResponse
-from penstock.server.errors import InvalidApiKey, InvalidRequest
+from penstock.server.errors import InvalidRequest
 from penstock.server.output.generation_request import Begun
 from penstock.server.protocol.openai import GenerationFields
 
@@ -55,9 +54,7 @@ async def resume(http: Request) -> Response:
     key = service_of(http).config.server.handover_key
     if key is None:
         raise HTTPException(404)
-    given = http.headers.get(KEY_HEADER, "")
-    if not hmac.compare_digest(given.encode("latin-1"), key.encode(errors="surrogateescape")):
-        raise InvalidApiKey(is_given=bool(given), header=f"{KEY_HEADER}: KEY")
+    check_own_key(http, KEY_HEADER, key)
     handed: list[HandedOver] = []
 
     def parse(data: bytes) -> Any:

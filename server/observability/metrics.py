@@ -251,6 +251,7 @@ class Metrics:
         yield from self._counters_by_class()
         yield from self.predictions.metrics()
         yield from self._gauges()
+        yield from self._adapters()
         yield InfoMetricFamily("penstock_build", "The running build", value=build_info())
         if self.model:
             yield from self._engine(self.model)
@@ -439,6 +440,30 @@ class Metrics:
                 "Jain's index of what was computed lately for keys that have to wait: 1 is equal",
                 value=stats.fairness_index,
             )
+
+    def _adapters(self) -> Iterator[Metric]:
+        """Of a server with --enable-lora."""
+        client = self._client
+        if client is None or not client.adapters.max_loras:
+            return
+        running, waiting = client.adapters_in_use()
+        # As in vLLM: of the series that a change of labels leaves behind, the latest counts.
+        info = GaugeMetricFamily(
+            "penstock_lora_requests_info",
+            "When this was so: the adapters with a request that runs, and with one that waits",
+            labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        )
+        names = [",".join(sorted(each)) for each in (running, waiting)]
+        info.add_metric((str(client.adapters.max_loras), *names), time.time())
+        yield info
+        requests = CounterMetricFamily(
+            "penstock_lora_adapter_requests",
+            "Requests that named a LoRA adapter, since it was loaded",
+            labels=("adapter",),
+        )
+        for name, count in client.adapters.num_requests.items():
+            requests.add_metric((name,), count)
+        yield requests
 
     def _engine(self, model: ModelInfo) -> Iterator[Metric]:
         """Metrics that exist once the model is loaded."""

@@ -46,6 +46,7 @@ _VLLM_NAMES = {
     "prefix_query_tokens": "prefix_cache_queries",
     "prefix_hit_tokens": "prefix_cache_hits",
     "requests": "request_success",
+    "lora_requests_info": "lora_requests_info",
 }
 _VLLM_LABELS = {"outcome": "finished_reason"}
 _VLLM_VALUES = {"abandoned": "abort", "failed": "error"}  # of finished_reason

@@ -1,8 +1,8 @@
 """`ServedModel`: all that the server knows of the model once it is loaded."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from penstock.engine.client import ModelInfo
+from penstock.engine.client import LoadedAdapter, ModelInfo
 from penstock.server.observability.version import version
 from penstock.server.output.pooling import Pooler
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
@@ -14,7 +14,8 @@ from penstock.server.tools.chat_format import ChatFormat
 class ServedModel:
     """The first name is the one that answers carry.
 
-    grammars None: grammars are not compiled before the engine sees them.
+    grammars None: grammars are not compiled before the engine sees them. adapter: with which the
+    model is served under this name.
     """
 
     names: tuple[str, ...]
@@ -25,6 +26,14 @@ class ServedModel:
     chat_format: ChatFormat = field(default_factory=ChatFormat)
     grammars: GrammarChecker | None = None
     pooler: Pooler = field(default_factory=Pooler)
+    adapter: LoadedAdapter | None = None
+
+    def with_adapter(self, adapter: LoadedAdapter) -> "ServedModel":
+        return replace(self, names=(adapter.name,), adapter=adapter)
+
+    @property
+    def adapter_id(self) -> str | None:
+        return None if self.adapter is None else self.adapter.id
 
     @property
     def name(self) -> str:
@@ -39,7 +48,9 @@ class ServedModel:
             if info.kv_cache_dtype == info.dtype
             else f"{info.dtype}_{info.kv_cache_dtype}"
         )
-        return f"fp_penstock_{version()}_{info.architecture}_{dtype}_{info.device}"
+        base = f"fp_penstock_{version()}_{info.architecture}_{dtype}_{info.device}"
+        digest = (self.adapter_id or "").rpartition("@")[2]
+        return f"{base}_{digest[:8]}" if digest else base
 
     @property
     def max_model_len(self) -> int:

@@ -59,6 +59,7 @@ def build_generation_request(
             ttft_target_s=ttft_target_s if max_tokens else None,
             itl_target_s=own_itl_target_s,
             cache_salt=cache_salt,
+            adapter=model.adapter_id,
         )
         for token_ids, max_tokens in zip(prompts.token_ids, prompts.max_tokens, strict=True)
     )

@@ -39,6 +39,10 @@ class FailsInItsThirdStep:
         return True
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def journals(self) -> Sequence[BlockJournal]:
         return ()  # it runs ahead
 

@@ -2,9 +2,11 @@
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
 from penstock.engine.executors.loading import weight_source
 from penstock.engine.memory.kv_pool import KVPool
-from penstock.engine.model_input import build_model_input
+from penstock.engine.model_input import AdapterRun, build_model_input
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
@@ -290,12 +292,23 @@ class Harness:
         self.block_tables = shuffled.view(num_sequences, blocks_each).to(torch.int32)
 
     @torch.inference_mode()
-    def run(self, rows: Iterable[tuple[int, int, int]], num_decodes: int = 0) -> list[Tensor]:
-        """rows: (slot, start, number of tokens). Returns the logits of every token, row by row."""
+    def run(
+        self,
+        rows: Iterable[tuple[int, int, int]],
+        num_decodes: int = 0,
+        adapters: Mapping[int, Any] = MappingProxyType({}),
+    ) -> list[Tensor]:
+        """rows: (slot, start, number of tokens). adapters: by slot, as the model has made them.
+        Returns the logits of every token, row by row."""
         slots, starts, counts = zip(*rows, strict=True)
         batch = make_batch(slots, starts, counts, num_decodes=num_decodes)
         step = build_model_input(batch, self.token_table, self.block_tables, self.block_size)
-        object.__setattr__(step, "sample_rows", torch.arange(sum(counts)))
+        runs = tuple(
+            AdapterRun(first, count, adapters[slot])
+            for slot, first, count in zip(slots, step.query_starts, counts, strict=False)
+            if slot in adapters
+        )
+        step = replace(step, sample_rows=torch.arange(sum(counts)), adapters=runs)
         return list(torch.split(self.model(step, self.pool).clone(), list(counts)))
 
 

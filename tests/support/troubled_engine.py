@@ -46,6 +46,10 @@ class Troubled:
         return self._executor.runs_ahead
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def journals(self) -> Sequence[BlockJournal]:
         return self._executor.journals
 

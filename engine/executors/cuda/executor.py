@@ -150,6 +150,10 @@ class CudaExecutor:
         return self._info.runs_ahead
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def journals(self) -> tuple[()]:
         return ()
 

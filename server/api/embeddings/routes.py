@@ -315,6 +315,7 @@ async def _requests(
             tenant=received.client,
             cache_salt=salted(received.tenant, fields.cache_salt),
             pooling=model.pooler.pooling,
+            adapter=model.adapter_id,
         )
         for prompt in prompts
     ]

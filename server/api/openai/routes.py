@@ -12,13 +12,13 @@ from penstock.server.api.openai.completion_writer import CompletionWriter
 from penstock.server.api.openai.writer import AnswerOptions, Head
 from penstock.server.api.pipeline import answer_request
 from penstock.server.output.generation import Generation
+from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import Prompts, chat_prompts, completion_prompts
 from penstock.server.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationFields,
 )
-from penstock.server.service import Service
 
 router = APIRouter()
 
@@ -56,7 +56,7 @@ class Completions:
         generation: Generation,
     ) -> CompletionWriter:
         return CompletionWriter(
-            _head(received.service, generation),
+            _head(received.model, generation),
             received.model.encoder.vocabulary,
             _options(fields, generation),
             generation.usage,
@@ -84,15 +84,15 @@ class ChatCompletions:
         generation: Generation,
     ) -> ChatWriter:
         return ChatWriter(
-            _head(received.service, generation),
+            _head(received.model, generation),
             received.model.encoder.vocabulary,
             _options(fields, generation),
             generation.usage,
         )
 
 
-def _head(service: Service, generation: Generation) -> Head:
-    return Head(generation.request.id, service.model.name, service.model.fingerprint)
+def _head(model: ServedModel, generation: Generation) -> Head:
+    return Head(generation.request.id, model.name, model.fingerprint)
 
 
 def _options(fields: GenerationFields, generation: Generation) -> AnswerOptions:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from penstock.engine.executor import Executor
 from penstock.engine.loop import EngineLoop
-from penstock.engine.messages import Accepted, Refused, StepReport, Submit, ToEngine
+from penstock.engine.messages import FromLoop, StepReport, Submit, ToEngine
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams
@@ -122,7 +122,7 @@ class Run:
         while self._commands:
             yield self._commands.popleft()
 
-    def _note(self, message: StepReport | Refused | Accepted) -> None:
+    def _note(self, message: FromLoop) -> None:
         assert isinstance(message, StepReport), message
         self.num_steps += 1
         self.busy_s += message.step_s

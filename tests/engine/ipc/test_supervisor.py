@@ -14,7 +14,7 @@ import zmq.asyncio
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
 from penstock.engine.ipc.supervisor import End, EndCause, EngineProcess, EngineState
-from penstock.engine.messages import Accepted, Refused, StepReport, Submit
+from penstock.engine.messages import FromLoop, Refused, StepReport, Submit
 from penstock.engine.phases import LoadProgress
 from tests.support.paths import DEMO_MODEL
 from tests.support.scheduling import make_request
@@ -28,9 +28,7 @@ class Life:
     def __init__(self, **changes: object) -> None:
         settings: dict[str, object] = {"model": str(DEMO_MODEL), "scripted": True}
         config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
-        self.messages: asyncio.Queue[LoadProgress | StepReport | Refused | Accepted] = (
-            asyncio.Queue()
-        )
+        self.messages: asyncio.Queue[LoadProgress | FromLoop] = asyncio.Queue()
         self.ends: list[End] = []
         self.has_ended = asyncio.Event()
         self.process = EngineProcess(config, MODULE, self.messages.put_nowait, self._end)

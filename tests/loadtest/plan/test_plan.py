@@ -3,6 +3,9 @@
 import csv
 import json
 import shlex
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from tests.loadtest.plan.test_search import candidate_of, one_at_a_time
 from tests.loadtest.simulate.test_same_decisions import make_info
 from tests.support.made_up_steps import known_model
 from tests.support.paths import ROOT
+from tests.support.serving import wait_until
 
 LLAMA = str(ROOT / "configs" / "models" / "Llama-3.1-8B")
 
@@ -257,3 +261,27 @@ def test_wrong_flags_are_one_sentence(
 def test_targets_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--calibration", "x"]) == 2
     assert "--goodput" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_plan_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock", "plan", "configs/models/Llama-3.1-8B"]
+    command += ["--device", "H200", "--goodput", "ttft:2000", "tpot:50", "--jobs", "2"]
+    with (tmp_path / "errors").open("w") as errors:
+        plan = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
+    children = Path(f"/proc/{plan.pid}/task/{plan.pid}/children")
+    try:
+        wait_until(lambda: len(children.read_text().split()) >= 3)
+        pids = children.read_text().split()
+        time.sleep(1.0)  # so that some of them have begun to search
+    finally:
+        plan.kill()
+        plan.wait()
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -88,6 +88,7 @@ def compare(
             run_layer(
                 model,
                 read_layer(model, weights, PlainLinear, index),
+                index,
                 gathered_attention,
                 before,
                 angles[index],

@@ -1,0 +1,129 @@
+"""`Adapter`: the low-rank changes of a model's linear layers, and what torch computes with them.
+
+Source: Hu et al. 2021, LoRA (arXiv:2106.09685). A layer's output y = W x becomes y + s B (A x).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.engine.model_input import AdapterRun
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.linear import Linear
+
+
+class Stack(StrEnum):
+    """The linear layers of `Layer`, which stack those of a checkpoint."""
+
+    QKV = "qkv"
+    OUTPUT = "output"
+    GATE_UP = "gate_up"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear layer of a checkpoint: the rows of a stack that it is."""
+
+    stack: Stack
+    start: int
+    out_features: int
+    in_features: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.out_features
+
+
+_STACKS = {
+    "self_attn.q_proj": Stack.QKV,
+    "self_attn.k_proj": Stack.QKV,
+    "self_attn.v_proj": Stack.QKV,
+    "self_attn.qkv_proj": Stack.QKV,
+    "self_attn.o_proj": Stack.OUTPUT,
+    "mlp.gate_proj": Stack.GATE_UP,
+    "mlp.up_proj": Stack.GATE_UP,
+    "mlp.gate_up_proj": Stack.GATE_UP,
+    "mlp.down_proj": Stack.DOWN,
+}
+
+
+def projections(model: ModelConfig, layer: int) -> dict[str, Projection]:
+    """Those that adapters may change, by their names in a checkpoint; in order. Experts and what
+    chooses them are not among them."""
+    found: dict[str, Projection] = {}
+    ends = dict.fromkeys(Stack, 0)
+    for name, (rows, columns) in model.linear_shapes(layer).items():
+        if (stack := _STACKS.get(name)) is None:
+            continue
+        found[name] = Projection(stack, ends[stack], rows, columns)
+        ends[stack] += rows
+    return found
+
+
+def max_adapter_bytes(model: ModelConfig, rank: int, itemsize: int) -> int:
+    """Of one that changes all layers by this rank."""
+    per_rank = sum(
+        each.out_features + each.in_features
+        for layer in range(model.num_layers)
+        for each in projections(model, layer).values()
+    )
+    return per_rank * rank * itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Of one projection. down: A, (rank, in_features). up: B, (out_features, rank). scale: of
+    B A x, which is not in B, since B would be rounded once more."""
+
+    projection: Projection
+    down: Tensor
+    up: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.down)
+
+    def of(self, x: Tensor) -> Tensor:
+        """(T, in_features) to (T, out_features)."""
+        return functional.linear(functional.linear(x, self.down), self.up) * self.scale
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """layers: for each layer of the model, the changes of each stack, by their rows."""
+
+    layers: tuple[Mapping[Stack, tuple[Change, ...]], ...]
+
+    @property
+    def changes(self) -> list[Change]:
+        return [each for layer in self.layers for stack in layer.values() for each in stack]
+
+    @property
+    def rank(self) -> int:
+        """The highest of its layers."""
+        return max(change.rank for change in self.changes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(change.down.nbytes + change.up.nbytes for change in self.changes)
+
+
+def adapted(
+    linear: Linear, x: Tensor, runs: tuple[AdapterRun, ...], layer: int, stack: Stack
+) -> Tensor:
+    """What the linear layer makes of x, (T, in_features), changed where a token has an adapter.
+
+    runs: their weights are an `Adapter`. layer: its index.
+    """
+    y = linear(x)
+    for run in runs:
+        rows = slice(run.first_token, run.first_token + run.num_tokens)
+        for change in run.weights.layers[layer].get(stack, ()):
+            columns = slice(change.projection.start, change.projection.end)
+            y[rows, columns] += change.of(x[rows])
+    return y

@@ -1,0 +1,153 @@
+"""`Adapters`: the loaded LoRA adapters of an executor, and which sequence has which."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.engine.config import AdapterSource, LoraConfig
+from penstock.engine.errors import AdapterRefused, UnknownAdapter
+from penstock.engine.model_info import LoadedAdapter
+from penstock.engine.model_input import AdapterRun
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.lora.adapter import Adapter
+from penstock.engine.models.lora.weights import adapter_digest, read_adapter
+from penstock.scheduler.types import Request, RequestId, ScheduledBatch, SlotAssignment
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Held:
+    """weights: as the model computes with them. users: requests that have not ended."""
+
+    loaded: LoadedAdapter
+    weights: Any
+    users: set[RequestId] = field(default_factory=set)
+    is_leaving: bool = False
+
+
+class Adapters:
+    """See `penstock.engine.executor.AdapterStore`. One thread calls it; another reads files."""
+
+    def __init__(
+        self,
+        config: LoraConfig | None,
+        model: ModelConfig | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_num_seqs: int,
+        make: Callable[[Adapter], Any] = lambda adapter: adapter,
+    ) -> None:
+        """config, model: None where none can be loaded. make: gives the weights as the model needs
+        them."""
+        self._config = config
+        self._model = model
+        self._dtype = dtype
+        self._device = device
+        self._make = make
+        self._held: dict[str, _Held] = {}
+        self._id_of: dict[RequestId, str] = {}
+        self._ids: list[str | None] = [None] * max_num_seqs  # by slot
+        self._lock = threading.Lock()  # of what is held, between both threads
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+
+    def load(self, source: AdapterSource) -> "Future[LoadedAdapter]":
+        """See `AdapterStore`."""
+        return self._reader.submit(self._load, source)
+
+    def unload(self, adapter_id: str) -> None:
+        """See `AdapterStore`."""
+        if held := self._held.get(adapter_id):
+            held.is_leaving = True
+            self._drop_unused(held)
+
+    def prepare(self, request: Request) -> None:
+        """The request uses its adapter until it is released. Raises UnknownAdapter."""
+        if request.adapter is None:
+            return
+        held = self._held.get(request.adapter)
+        if held is None:
+            raise UnknownAdapter(request.adapter)
+        held.users.add(request.id)
+        self._id_of[request.id] = request.adapter
+
+    def release(self, request_id: RequestId) -> None:
+        """The request has ended."""
+        adapter_id = self._id_of.pop(request_id, None)
+        if adapter_id is not None:
+            held = self._held[adapter_id]
+            held.users.discard(request_id)
+            self._drop_unused(held)
+
+    def assign(self, assignment: SlotAssignment) -> None:
+        self._ids[assignment.slot] = assignment.adapter
+
+    def runs(self, batch: ScheduledBatch, query_starts: Sequence[int]) -> tuple[AdapterRun, ...]:
+        """Of the batch's tokens, with one adapter for as many sequences as follow each other.
+
+        query_starts: see `ModelInput`.
+        """
+        if not self._held:
+            return ()
+        found: list[AdapterRun] = []
+        last = None
+        for row, slot in enumerate(batch.slots):
+            adapter_id = self._ids[slot]
+            if adapter_id is not None:
+                num_tokens = batch.num_tokens[row]
+                if adapter_id == last:
+                    num_tokens += found.pop().num_tokens
+                first = query_starts[row + 1] - num_tokens
+                found.append(AdapterRun(first, num_tokens, self._held[adapter_id].weights))
+            last = adapter_id
+        return tuple(found)
+
+    def _load(self, source: AdapterSource) -> LoadedAdapter:
+        """Raises PenstockError."""
+        if self._config is None or self._model is None:
+            raise AdapterRefused("start the server with --enable-lora to load adapters")
+        directory = Path(source.path)
+        adapter_id = f"{source.name}@{adapter_digest(directory)}"
+        if source.id not in (None, adapter_id):
+            raise AdapterRefused(
+                f"the files in {directory} are not those that {source.name!r} was loaded from; "
+                "load it again"
+            )
+        with self._lock:
+            if held := self._held.get(adapter_id):
+                held.is_leaving = False
+                return held.loaded
+        with torch.inference_mode():
+            adapter = read_adapter(
+                directory, self._model, self._dtype, self._device, self._config.max_rank
+            )
+            weights = self._make(adapter)
+        loaded = LoadedAdapter(
+            id=adapter_id,
+            name=source.name,
+            path=source.path,
+            base_model_name=source.base_model_name,
+            rank=adapter.rank,
+            num_bytes=adapter.num_bytes,
+        )
+        logger.info(
+            "adapter %s: rank %d, %.1f MiB, from %s",
+            source.name,
+            loaded.rank,
+            loaded.num_bytes / 2**20,
+            source.path,
+        )
+        with self._lock:
+            self._held[adapter_id] = _Held(loaded, weights)
+        return loaded
+
+    def _drop_unused(self, held: _Held) -> None:
+        with self._lock:
+            if held.is_leaving and not held.users:
+                del self._held[held.loaded.id]

@@ -1,0 +1,160 @@
+"""Reads an adapter that PEFT saved: adapter_model.safetensors beside adapter_config.json."""
+
+import hashlib
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from penstock.engine.config import ADAPTER_FILES
+from penstock.engine.errors import AdapterRefused
+from penstock.engine.models.check import open_safetensors
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.json_file import check_regular
+from penstock.engine.models.lora.adapter import Adapter, Change, Projection, Stack, projections
+from penstock.engine.models.lora.peft import CONFIG, PeftConfig
+from penstock.engine.models.tensor_files import PLAIN_DTYPES, is_finite
+
+WEIGHTS = ADAPTER_FILES[1]
+_PICKLED = "adapter_model.bin"
+_BASE = "base_model.model."
+_TENSOR = re.compile(
+    r"(?P<module>(?:model|model\.language_model|language_model\.model)\.layers\.(?P<layer>\d{1,6})\."
+    r"(?P<projection>[\w.]+))\.lora_(?P<side>[AB])\.weight"
+)
+_DIGEST_CHARS = 32
+
+# What tensors of parts that are not supported have in their names.
+_UNSUPPORTED = {
+    "lora_magnitude_vector": "DoRA",
+    "lora_embedding": "changed token embeddings",
+    "embed_tokens": "changed token embeddings",
+    "lm_head": "a changed output layer",
+    ".lora_A.bias": "biases of LoRA layers",
+    ".lora_B.bias": "biases of LoRA layers",
+}
+
+
+def adapter_digest(directory: Path) -> str:
+    """Of its files. Raises AdapterRefused where one of them is missing, InvalidModel for what is
+    not a file."""
+    digest = hashlib.sha256()
+    for name in ADAPTER_FILES:
+        path = directory / name
+        check_regular(path)
+        try:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except FileNotFoundError:
+            raise _missing(directory, name) from None
+        except OSError as error:
+            raise AdapterRefused(f"{path} cannot be read: {error.strerror}") from None
+    return digest.hexdigest()[:_DIGEST_CHARS]
+
+
+def read_adapter(
+    directory: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device, max_rank: int
+) -> Adapter:
+    """dtype: of what it computes with. Raises PenstockError."""
+    config = PeftConfig(directory, max_rank)
+    tensors = _Tensors(directory / WEIGHTS, dtype, device)
+    layers: list[dict[Stack, tuple[Change, ...]]] = []
+    for index in range(model.num_layers):
+        changes: dict[Stack, list[Change]] = defaultdict(list)
+        for name, projection in projections(model, index).items():
+            module = f"{tensors.prefix}layers.{index}.{name}"
+            if config.applies_to(module):
+                rank, scale = config.rank(module), config.scale(module)
+                change = tensors.change(module, projection, rank, scale)
+                changes[projection.stack].append(change)
+        layers.append({stack: tuple(each) for stack, each in changes.items()})
+    tensors.check_all_taken()
+    adapter = Adapter(tuple(layers))
+    if not adapter.changes:
+        raise AdapterRefused(
+            f"{directory / CONFIG}: target_modules names no layer of this model; load the adapter "
+            f"with its own base model (layers here: {', '.join(projections(model, 0))})"
+        )
+    return adapter
+
+
+class _Tensors:
+    """Of one file. prefix: of the names of layers in it."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._path = path
+        self._dtype = dtype
+        self._device = device
+        self._file: Any = open_safetensors(path, framework="pt")
+        self._left: set[str] = set(self._file.keys())
+        self.prefix = "model."
+        for name in sorted(self._left):
+            for part, what in _UNSUPPORTED.items():
+                if part in name:
+                    raise AdapterRefused(
+                        f"{path} has the tensor {name!r}, of {what}, which is not supported; merge "
+                        "the adapter into its base model, or train one without"
+                    )
+            match = _TENSOR.fullmatch(name.removeprefix(_BASE))
+            if match is None:
+                raise AdapterRefused(
+                    f"{path} has the tensor {name!r}, which is of no layer of a Llama-like model; "
+                    "only low-rank changes of its linear layers are supported"
+                )
+            self.prefix = match["module"].partition("layers.")[0]
+
+    def change(self, module: str, projection: Projection, rank: int, scale: float) -> Change:
+        down = self._take(f"{_BASE}{module}.lora_A.weight", (rank, projection.in_features))
+        up = self._take(f"{_BASE}{module}.lora_B.weight", (projection.out_features, rank))
+        return Change(projection, down, up, scale)
+
+    def _take(self, name: str, shape: tuple[int, int]) -> Tensor:
+        if name not in self._left:
+            raise AdapterRefused(
+                f"{self._path} lacks the tensor {name!r}, which {CONFIG} implies; save or download "
+                "the adapter again"
+            )
+        self._left.remove(name)
+        try:
+            stored: Tensor = self._file.get_tensor(name)
+        except SafetensorError as error:
+            raise AdapterRefused(f"{self._path}: {name!r}: {error}") from None
+        if stored.dtype not in PLAIN_DTYPES:
+            raise AdapterRefused(
+                f"{self._path}: {name!r} is {stored.dtype}; only float32, float16 and bfloat16 are "
+                "supported"
+            )
+        if tuple(stored.shape) != shape:
+            raise AdapterRefused(
+                f"{self._path}: {name!r} has the shape {tuple(stored.shape)}, and {shape} is what "
+                "this model and the adapter's rank need; load it with its own base model"
+            )
+        tensor = stored.to(device=self._device, dtype=self._dtype, copy=True).contiguous()
+        if not is_finite(tensor):
+            raise AdapterRefused(
+                f"{self._path}: {name!r} has numbers that are not finite in {self._dtype}; train "
+                "or download the adapter again, or use another --dtype"
+            )
+        return tensor
+
+    def check_all_taken(self) -> None:
+        if self._left:
+            raise AdapterRefused(
+                f"{self._path} has the tensor {min(self._left)!r}, which is of no layer of this "
+                f"model that {CONFIG} names; load the adapter with its own base model"
+            )
+
+
+def _missing(directory: Path, name: str) -> AdapterRefused:
+    if name == WEIGHTS and (directory / _PICKLED).exists():
+        return AdapterRefused(
+            f"{directory / _PICKLED} is pickled, and unpickling may run any code; save the adapter "
+            f"as {WEIGHTS} (save_pretrained of PEFT does)"
+        )
+    return AdapterRefused(
+        f"{directory} has no {name}; name a directory as PEFT saves an adapter, downloaded before"
+    )

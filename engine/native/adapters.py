@@ -1,0 +1,102 @@
+"""LoRA adapters as step.cpp reads them: see structs.h and low_rank.h."""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import Structure, c_double, c_int64, c_void_p
+
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.engine.model_input import AdapterRun
+from penstock.engine.models.lora.adapter import Adapter, Change, Stack
+from penstock.engine.native.packing import BAND
+
+# low_rank.h fills rows of A up to a multiple of so many.
+_COLUMNS = 16
+# structs.h has so many projections of each stack, in this order.
+_PROJECTIONS = {Stack.QKV: 3, Stack.OUTPUT: 1, Stack.GATE_UP: 2, Stack.DOWN: 1}
+
+
+class _LowRank(Structure):
+    _fields_ = (
+        ("down", c_void_p),
+        ("up", c_void_p),
+        ("rank", c_int64),
+        ("linear", c_int64),
+        ("first", c_int64),
+        ("bands", c_int64),
+        ("scale", c_double),
+    )
+
+
+class _AdapterLayer(Structure):
+    _fields_ = (("changes", _LowRank * sum(_PROJECTIONS.values())),)
+
+
+class NativeRun(Structure):
+    """`AdapterRun` of structs.h."""
+
+    _fields_ = (("first", c_int64), ("tokens", c_int64), ("layers", c_void_p))
+
+
+class NativeAdapter:
+    """Keeps what its pointers point into. width: the most that the ranks of a stack add up to."""
+
+    def __init__(self, adapter: Adapter, rows: Sequence[dict[Stack, list[int]]]) -> None:
+        """rows: of each layer, those of the linear layers that a stack is made of, where there are
+        several, and of all of them, where there is one."""
+        self._kept: list[Tensor] = []
+        self.width = 0
+        self.layers = (_AdapterLayer * len(adapter.layers))()
+        for layer, changes, rows_of in zip(self.layers, adapter.layers, rows, strict=True):
+            place = 0
+            for stack, most in _PROJECTIONS.items():
+                low_ranks = [
+                    part
+                    for change in changes.get(stack, ())
+                    for part in self._parts(change, rows_of[stack])
+                ]
+                assert len(low_ranks) <= most, (stack, len(low_ranks))
+                for index, low_rank in enumerate(low_ranks):
+                    layer.changes[place + index] = low_rank
+                self.width = max(self.width, sum(part.rank for part in low_ranks))
+                place += most
+
+    def _parts(self, change: Change, rows: list[int]) -> list[_LowRank]:
+        """Of each linear layer that has some of its rows."""
+        parts = []
+        first_row = 0
+        for index, num_rows in enumerate(rows):
+            start = max(change.projection.start, first_row)
+            end = min(change.projection.end, first_row + num_rows)
+            if start < end:
+                up = change.up[start - change.projection.start : end - change.projection.start]
+                parts.append(self._low_rank(change, up, index, start - first_row))
+            first_row += num_rows
+        return parts
+
+    def _low_rank(self, change: Change, up: Tensor, linear: int, start: int) -> _LowRank:
+        """start: the first row of the linear layer that it changes."""
+        columns = change.down.shape[1]
+        down = functional.pad(change.down, (0, -columns % _COLUMNS)).contiguous()
+        lead = start % BAND
+        padded = functional.pad(up, (0, 0, lead, -(lead + len(up)) % BAND))
+        bands = padded.view(-1, BAND, change.rank).transpose(1, 2).contiguous()
+        self._kept += [down, bands]
+        return _LowRank(
+            down=down.data_ptr(),
+            up=bands.data_ptr(),
+            rank=change.rank,
+            linear=linear,
+            first=start // BAND,
+            bands=len(bands),
+            scale=change.scale,
+        )
+
+
+def native_runs(runs: Sequence[AdapterRun]) -> "ctypes.Array[NativeRun]":
+    made = [
+        NativeRun(run.first_token, run.num_tokens, ctypes.addressof(run.weights.layers))
+        for run in runs
+    ]
+    return (NativeRun * len(made))(*made)
