@@ -10,7 +10,8 @@ from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.executors.loading import describe
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import peak_bandwidth, peak_flops
-from penstock.engine.memory.kv_pool import PoolSize
+from penstock.engine.memory.kv_layout import KVLayout, longest_that_fits
+from penstock.engine.memory.kv_pool import size_pool
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.sizing import GB, Sizing
 from penstock.scheduler.config import SchedulerConfig
@@ -47,29 +48,40 @@ def planned_model(
         )
     block_size = block_size or _BLOCK_SIZE
     longest = min(max_model_len or model.max_model_len, model.max_model_len)
-    num_tokens = sizing.kv_tokens
+    layout = KVLayout.of(model.windows, longest)
+    itemsize = kv_dtype(sizing.kv_cache_dtype, sizing.dtype).itemsize
+    pools = layout.pools(model.kv_shape, block_size, itemsize)
+    budget = sizing.kv_bytes
     if kv_cache_memory_bytes is not None:
-        num_tokens = min(num_tokens, kv_cache_memory_bytes // sizing.token_bytes)
-    if num_tokens < block_size:
+        budget = min(budget, kv_cache_memory_bytes)
+    fitting = longest_that_fits(pools, budget, longest)
+    if not fitting:
         raise InvalidConfig(
             f"the weights take {sizing.weight_bytes / GB:.1f} GB, which leaves no room for keys "
             f"and values in the {machine.memory_bytes / GB:.0f} GB of --device {machine.name}; "
             "raise --memory-gb, or take a smaller model or another device"
         )
-    if max_model_len is None:
-        longest = min(longest, num_tokens // block_size * block_size)
-    num_blocks = min(num_tokens // block_size, scheduler.max_num_seqs * -(-longest // block_size))
+    size = size_pool(
+        pools,
+        scheduler,
+        budget=budget,
+        max_blocks=scheduler.max_num_seqs * -(-longest // block_size),
+        max_len=longest,
+        may_shorten=max_model_len is None,
+        advice=lambda needed: f"it needs {needed} bytes of keys and values; raise --memory-gb",
+    )
     info = describe(
         model,
         sizing.dtype,
         machine.name,
-        PoolSize(num_blocks, longest),
+        size,
         block_size,
         None,
         {},
         weight_bytes=sizing.step_weight_bytes,
         expert_bytes=sizing.expert_bytes,
         kv_dtype=kv_dtype(sizing.kv_cache_dtype, sizing.dtype),
+        layout=layout,
     )
     graph_sizes = GraphSizes(tuple(captured_sizes(scheduler.max_num_seqs)), CHUNK_SIZES)
     step_model = analytic_model(

@@ -18,10 +18,18 @@ import torch
 from penstock.engine.config import Dtype, KVCacheDtype, Quantization
 from penstock.engine.memory.dtypes import TORCH_DTYPES, kv_dtype
 from penstock.engine.memory.hardware import peak_bandwidth
+from penstock.engine.memory.kv_layout import (
+    GroupPool,
+    KVLayout,
+    bytes_needed,
+    divide,
+    longest_that_fits,
+)
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.coded import OnGpu
 from penstock.engine.models.quantization.at_load.plan import Plan
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan
+from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 GB = 10**9
@@ -32,6 +40,7 @@ CONTEXTS = (2_048, 8_192, 32_768)
 DEVICES = (("H100", 80), ("H200", 141))
 _BLOCK_SIZE = 64
 _KEPT = OnGpu(torch.device("meta"))
+_SCHEDULER = SchedulerConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +104,64 @@ class Sizing:
         return self.model.kv_shape.bytes_per_token(self._kv_itemsize)
 
     @property
-    def kv_tokens(self) -> int:
-        """What the KV cache holds. 0 if the weights alone do not fit."""
+    def kv_bytes(self) -> int:
+        """What is left for keys and values. 0 if the weights alone do not fit."""
         machine = self.machine
         share = int(machine.memory_bytes * machine.utilization)
-        return max(0, share - self.weight_bytes - machine.other_bytes) // self.token_bytes
+        return max(0, share - self.weight_bytes - machine.other_bytes)
+
+    @property
+    def kv_tokens(self) -> int:
+        """What the KV cache holds, of sequences of the model's longest length."""
+        if len(self._pools) == 1 and self._pools[0].group.window is None:
+            return self.kv_bytes // self.token_bytes
+        longest = self.model.max_model_len
+        return int(self._num_at_once(longest) * longest)
+
+    def _num_at_once(self, context: int) -> float:
+        """Sequences of so many tokens, the last one in part."""
+        return min(
+            num_blocks / pool.most_blocks(context)
+            for num_blocks, pool in zip(self.num_blocks(), self._pools, strict=True)
+        )
+
+    def num_blocks(
+        self,
+        *,
+        kv_bytes: int | None = None,
+        max_model_len: int | None = None,
+        scheduler: SchedulerConfig = _SCHEDULER,
+    ) -> list[int]:
+        """Of each pool of keys and values, as a server divides the memory. Zeros where one sequence
+        of max_model_len does not fit."""
+        pools, budget = self._pools, self.kv_bytes if kv_bytes is None else kv_bytes
+        longest = max_model_len or self.model.max_model_len
+        longest = min(longest, longest_that_fits(pools, budget, longest))
+        if not longest:
+            return [0] * len(pools)
+        return divide(
+            pools,
+            budget,
+            max_model_len=longest,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_step_tokens=scheduler.max_num_batched_tokens,
+        )
+
+    def bytes_of_one(self, context: int) -> int:
+        """Of keys and values, that a sequence of so many tokens needs at once."""
+        return bytes_needed(self._pools, context)
+
+    @property
+    def layout(self) -> KVLayout:
+        return KVLayout.of(self.model.windows, self.model.max_model_len)
+
+    @property
+    def _pools(self) -> list[GroupPool]:
+        return self.layout.pools(self.model.kv_shape, _BLOCK_SIZE, self._kv_itemsize)
 
     def read_bytes(self, context: int) -> int:
         """Keys and values that a decode step reads of one sequence: in a layer with a window, no
-        more than the window. The cache holds the whole context all the same."""
+        more than the window."""
         layer_bytes = self.model.kv_shape.layer_bytes_per_token(self._kv_itemsize)
         return layer_bytes * sum(
             num_layers * min(context, window or context)
@@ -116,7 +174,9 @@ class Sizing:
 
     def num_sequences(self, context: int) -> int:
         """That fit the cache at the same time. context: tokens of each, prompt and output."""
-        return self.kv_tokens // context
+        if len(self._pools) == 1 and self._pools[0].group.window is None:
+            return self.kv_tokens // context
+        return int(self._num_at_once(context))
 
     def least_tpot_s(self, num_sequences: int, context: int) -> float | None:
         """A decode step at the datasheet's bandwidth: no server can be faster.
@@ -132,7 +192,7 @@ class Sizing:
     def slot_bytes(self, max_model_len: int) -> int:
         """What each of `--max-num-seqs` takes on the device: its rows of the token and block
         tables, and one row of logits in float32."""
-        blocks = -(-max_model_len // _BLOCK_SIZE)
+        blocks = len(self._pools) * -(-max_model_len // _BLOCK_SIZE)
         return 4 * (max_model_len + 1 + blocks + 1 + self.model.vocab_size)
 
     def num_within(self, tpot_s: float, context: int, mbu: float) -> int:
@@ -211,7 +271,7 @@ def main(argv: Sequence[str]) -> int:
         print(_of_experts(sizing))
     print(
         f"one sequence of {max_len:,} tokens, the model's longest: "
-        f"{max_len * sizing.token_bytes / GB:.1f} GB of the KV cache\n"
+        f"{sizing.bytes_of_one(max_len) / GB:.1f} GB of the KV cache\n"
         f"one more of --max-num-seqs at that length: {sizing.slot_bytes(max_len) / 1e6:.2f} MB"
     )
     if options.tpot_ms:

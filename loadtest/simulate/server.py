@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.engine.memory.kv_layout import GroupPool, bytes_needed, divide
+from penstock.engine.model_info import ModelInfo
 from penstock.loadtest.calibrate.calibration import Calibration
 from penstock.loadtest.calibrate.engine_flags import scheduler_config
 from penstock.loadtest.calibrate.front_end import NO_FRONT_END
@@ -45,15 +47,14 @@ def calibrated_server(args: argparse.Namespace) -> Named:
     scheduler, info = scheduler_config(args, read.scheduler), read.model
     if args.block_size is not None:
         raise InvalidConfig("--block-size is that of --calibration; remove it")
-    num_blocks = info.num_blocks
-    if args.kv_cache_memory_bytes is not None:
-        num_blocks = args.kv_cache_memory_bytes // (info.kv_bytes_per_token * info.block_size)
     longest = info.max_model_len if args.max_model_len is None else args.max_model_len
     if longest > info.max_model_len:
         raise InvalidConfig(
             f"--max-model-len is {longest}, and the calibrated model has {info.max_model_len}"
         )
-    info = replace(info, num_blocks=num_blocks, max_model_len=longest)
+    info = replace(info, max_model_len=longest)
+    if args.kv_cache_memory_bytes is not None:
+        info = _with_pools(info, args.kv_cache_memory_bytes, scheduler)
     worst = max((error.mape for error in read.step_model.errors.values()), default=1.0)
     note = f"calibrated on {read.source}; steps are off by {worst:.0%} at worst"
     server = SimulatedServer(
@@ -111,3 +112,28 @@ def planned_server(
         "assume 20 %. The front end is not in the TTFT"
     )
     return Named(Path(args.model_dir).resolve().name, server, note)
+
+
+def _with_pools(info: ModelInfo, num_bytes: int, scheduler: SchedulerConfig) -> ModelInfo:
+    """With pools of keys and values of this size. Raises InvalidConfig where it is too small."""
+    token_bytes = [group.kv_bytes_per_token for group in info.attention]
+    if len(info.kv_groups) == 1:
+        token_bytes = [sum(token_bytes)]
+    pools = [
+        GroupPool(group, info.block_size, each * info.block_size)
+        for group, each in zip(info.kv_groups, token_bytes, strict=True)
+    ]
+    needed = bytes_needed(pools, info.max_model_len)
+    if num_bytes < needed:
+        raise InvalidConfig(
+            f"--kv-cache-memory-bytes is {num_bytes}, and one sequence of --max-model-len "
+            f"{info.max_model_len} needs {needed}; raise the first or lower the second"
+        )
+    first, *more = divide(
+        pools,
+        num_bytes,
+        max_model_len=info.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_step_tokens=scheduler.max_num_batched_tokens,
+    )
+    return replace(info, num_blocks=first, more_blocks=tuple(more))

@@ -45,14 +45,13 @@ class Activity:
         if is_idle:
             return None
         elapsed_s = max(now.at_s - before.at_s, 1e-9)
-        num_blocks = stats.num_used_blocks + stats.num_evictable_blocks + stats.num_free_blocks
         parts = [
             f"running {stats.num_running}",
             f"waiting {num_waiting}",
             f"prompt {(now.prompt_tokens - before.prompt_tokens) / elapsed_s:.1f} tokens/s",
             f"output {(now.output_tokens - before.output_tokens) / elapsed_s:.1f} tokens/s",
             *self._utilization(),
-            f"KV use {stats.num_used_blocks / max(num_blocks, 1):.1%}",
+            f"KV use {stats.kv_usage:.1%}",
         ]
         if num_queried := now.query_tokens - before.query_tokens:
             parts.append(f"prefix hits {(now.hit_tokens - before.hit_tokens) / num_queried:.1%}")

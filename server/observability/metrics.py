@@ -412,6 +412,23 @@ class Metrics:
         yield num_bytes
         yield flops
 
+    def _window_gauges(self) -> Iterator[Metric]:
+        """Of layers with a sliding window, where others have a pool of their own."""
+        groups = self._stats.more_groups
+        if not groups:
+            return
+        states = ("used", "idle", "free")
+        blocks = GaugeMetricFamily(
+            "penstock_kv_window_blocks",
+            "KV blocks of the layers with a sliding window, by its tokens and their state",
+            labels=["window", "state"],
+        )
+        for group in groups:
+            numbers = (group.num_used, group.num_evictable, group.num_free)
+            for state, number in zip(states, numbers, strict=True):
+                blocks.add_metric([str(group.window), state], number)
+        yield blocks
+
     def _gauges(self) -> Iterator[Metric]:
         stats = self._stats
         num_blocks = self.model.num_blocks if self.model else 0
@@ -428,12 +445,13 @@ class Metrics:
                 "KV blocks without content",
             ),
             "kv_cache_usage_ratio": (
-                stats.num_used_blocks / num_blocks if num_blocks else 0.0,
-                "Share of the KV blocks that sequences hold",
+                stats.kv_usage,
+                "Share of the KV blocks that sequences hold; with windows, in the fullest pool",
             ),
         }
         for name, (value, help_text) in gauges.items():
             yield GaugeMetricFamily(f"penstock_{name}", help_text, value=value)
+        yield from self._window_gauges()
         if stats.fairness_index is not None:
             yield GaugeMetricFamily(
                 "penstock_fairness_jain_index",

@@ -18,6 +18,10 @@ from penstock.engine.sizing import (
     example_table,
     main,
 )
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.groups import KVGroup
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.support.paths import ROOT
 
 LLAMA = ROOT / "configs" / "models" / "Llama-3.1-8B"
@@ -76,10 +80,9 @@ def test_a_step_takes_at_least_the_time_to_read_all_it_needs(sizing: Sizing) -> 
     assert sizing.num_within(1e-3, 2_048, mbu=1.0) == 0  # the weights alone take longer
 
 
-def test_a_window_bounds_what_a_step_reads_and_not_what_the_cache_holds(sizing: Sizing) -> None:
+def test_a_window_bounds_what_a_step_reads(sizing: Sizing) -> None:
     windows = (1_024,) * 8 + (None,) * 24
     windowed = Sizing(replace(sizing.model, windows=windows), H100)
-    assert windowed.kv_tokens == sizing.kv_tokens
     per_layer = 2 * 8 * 128 * 2
     assert windowed.read_bytes(2_048) == per_layer * (8 * 1_024 + 24 * 2_048)
     assert windowed.read_bytes(512) == sizing.read_bytes(512) == per_layer * 32 * 512
@@ -87,6 +90,66 @@ def test_a_window_bounds_what_a_step_reads_and_not_what_the_cache_holds(sizing: 
     needed = weights + 64 * windowed.read_bytes(2_048)
     assert windowed.least_tpot_s(64, 2_048) == pytest.approx(needed / 3.35e12)
     assert windowed.num_within(needed / 3.35e12 + 1e-9, 2_048, mbu=1.0) == 64
+
+
+@pytest.mark.parametrize(
+    ("windows", "heads", "least"),
+    [
+        # The shapes of Gemma 3 27B and of gpt-oss-20b.
+        (((1_024,) * 5 + (None,)) * 10 + (1_024,) * 2, (16, 128), 4.0),
+        ((128, None) * 12, (8, 64), 1.8),
+    ],
+    ids=["five windows to one", "every second one"],
+)
+@pytest.mark.parametrize("gb", [16, 48])
+def test_windows_leave_room_for_times_as_many_tokens(
+    sizing: Sizing,
+    windows: tuple[int | None, ...],
+    heads: tuple[int, int],
+    least: float,
+    gb: int,
+) -> None:
+    num_kv_heads, head_dim = heads
+    shape = {"num_layers": len(windows), "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    model = replace(sizing.model, windows=windows, **shape)  # type: ignore[arg-type]
+    weights = Sizing(model, H100).weight_bytes
+    machine = Machine(name="H100", memory_bytes=gb * GB + weights, utilization=1.0, other_bytes=0)
+    sized = Sizing(model, machine)
+    as_before = sized.kv_bytes // sized.token_bytes
+    assert sized.kv_tokens >= least * as_before
+    # A pool and the blocks that a scheduler gets of it are the same.
+    blocks = sized.num_blocks()
+    bytes_of_all = zip(blocks, sized.layout.layer_counts, strict=True)
+    layer_bytes = 64 * model.kv_shape.layer_bytes_per_token(2)
+    assert sum(num * count * layer_bytes for num, count in bytes_of_all) <= sized.kv_bytes
+    longest = model.max_model_len
+    scheduler = Scheduler(
+        SchedulerConfig(),
+        groups=[KVGroup(*each) for each in zip(blocks, sized.layout.windows, strict=True)],
+        block_size=64,
+        max_model_len=longest,
+    )
+    num = 0
+    while True:
+        prompt = (3 + num,) * (longest - 1)
+        sampling = SamplingParams(max_tokens=1)
+        request = Request(
+            id=RequestId(str(num)), prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0
+        )
+        scheduler.add(request)
+        plan = scheduler._kv.plan(scheduler._requests[request.id][0])
+        if not scheduler._kv.fits(plan, 0):
+            break
+        scheduler._kv.admit(scheduler._requests[request.id][0], plan)
+        num += 1
+    assert num == sized.kv_tokens // longest
+
+
+def test_a_model_of_windows_alone_holds_any_length_in_one_window(sizing: Sizing) -> None:
+    windowed = Sizing(replace(sizing.model, windows=(4_096,) * 32), H100)
+    assert windowed.num_sequences(2_048) == sizing.kv_bytes // 131_072 // 64 // 32
+    assert windowed.num_sequences(131_072) == windowed.num_sequences(32_768) > 90
+    assert windowed.bytes_of_one(131_072) == (4_096 // 64 + 1) * 64 * 131_072
 
 
 def test_an_unknown_device_has_no_least_time() -> None:

@@ -1,0 +1,140 @@
+"""Layers with a window give blocks back: the same tokens as if they kept them, and never a read of
+a block that was given back."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine.config import AttentionBackend
+from penstock.engine.executor import Executor
+from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.executors.cuda.device import Interpreter
+from penstock.engine.executors.cuda.setup import build_cuda_executor
+from penstock.engine.memory.kv_pool import KVPools
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.groups import KVGroup
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.types import Request, RequestId, SamplingParams
+from tests.support.tiny_models import engine_config, make_model, save
+
+ON_GPU = torch.cuda.is_available()
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 160, 320
+FAMILIES = ("gemma3", "olmo3", "mistral_window")
+CONFIG = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=50)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_model(request.param, max_position_embeddings=512)
+    return save(made, tmp_path_factory.mktemp("model"))
+
+
+def pools_of(executor: Executor) -> KVPools:
+    pools = executor._pool  # type: ignore[attr-defined]
+    assert isinstance(pools, KVPools)
+    return pools
+
+
+class Run:
+    """Requests in an engine whose scheduler sees some of the executor's blocks."""
+
+    def __init__(self, executor: Executor, groups: list[KVGroup], config: SchedulerConfig) -> None:
+        self.executor, self.groups = executor, groups
+        self.scheduler = Scheduler(
+            config, groups=groups, block_size=BLOCK_SIZE, max_model_len=MAX_LEN
+        )
+        self.ids: dict[tuple[str, int], list[int]] = {}
+        self.cached: dict[str, int] = {}
+
+    @torch.inference_mode()
+    def run(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+        # What was given back may be anything by now; a step may read what it gives back itself.
+        while self._spoil_free_blocks() and (batch := self.scheduler.schedule(0.0)):
+            for output in self.scheduler.update(self.executor.execute(batch).wait()):
+                self.ids.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+                self.cached[output.request_id] = output.num_cached_tokens
+
+    def _spoil_free_blocks(self) -> bool:
+        for cache, pool in zip(
+            self.scheduler._kv.groups, pools_of(self.executor).groups, strict=True
+        ):
+            free = torch.tensor(cache._allocator._free, dtype=torch.int64)
+            pool.keys[:, free] = pool.values[:, free] = torch.nan
+        return True
+
+
+def groups_of(executor: Executor, *, num_blocks: int, releases: bool) -> list[KVGroup]:
+    """releases: else no position is ever behind a window."""
+    alignment = executor.info.read_alignment if releases else 2**20
+    groups = executor.info.kv_groups
+    assert all(group.num_blocks >= num_blocks for group in groups)
+    return [KVGroup(num_blocks, group.window, alignment) for group in groups]
+
+
+def requests(num_tokens: int = 200) -> list[Request]:
+    """A prompt, one that begins as it does, and another with two answers."""
+    generator = torch.Generator().manual_seed(5)
+    first, second = (
+        tuple(torch.randint(3, 96, (n,), generator=generator).tolist()) for n in (107, 40)
+    )
+    greedy = SamplingParams(max_tokens=num_tokens, temperature=0.0)
+    return [
+        Request(id=RequestId("a"), prompt_token_ids=first, sampling=greedy, arrival_s=0.0),
+        Request(
+            id=RequestId("b"),
+            prompt_token_ids=(*first[:100], 7, 8, 9),
+            sampling=greedy,
+            arrival_s=0.0,
+        ),
+        Request(id=RequestId("c"), prompt_token_ids=second, sampling=greedy, arrival_s=0.0, n=2),
+    ]
+
+
+def build_cpu(model: Path) -> Executor:
+    return CpuExecutor(engine_config(model, block_size=BLOCK_SIZE, max_model_len=MAX_LEN), model)
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no prefixes"])
+def test_answers_are_the_same_whether_blocks_are_given_back(model: Path, caching: bool) -> None:
+    executor = build_cpu(model)
+    plenty, few = 4 * 20, 24
+    config = replace(CONFIG, enable_prefix_caching=caching)
+    kept = Run(executor, groups_of(executor, num_blocks=plenty, releases=False), config)
+    kept.run(requests())
+    given_back = Run(executor, groups_of(executor, num_blocks=few, releases=True), config)
+    given_back.run(requests())
+    assert given_back.ids == kept.ids
+    assert all(len(ids) == 200 for ids in kept.ids.values())
+    if any(group.window is None for group in given_back.groups):
+        assert given_back.scheduler.stats().preemptions_total > 0
+    given_back.run([replace(each, id=RequestId(each.id * 2)) for each in requests()])
+    again = {(name[0], index): ids for (name, index), ids in given_back.ids.items()}
+    assert again == kept.ids
+    if caching:
+        assert given_back.cached["bb"] == 96
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
+@pytest.mark.parametrize("backend", [AttentionBackend.TRITON, AttentionBackend.TORCH])
+def test_a_gpus_path_reads_the_tables_of_each_group(model: Path, backend: AttentionBackend) -> None:
+    config = engine_config(
+        model,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_LEN,
+        attention_backend=backend,
+        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=50),
+        kv_cache_memory_bytes=8 * 2**20,
+    )
+    executors = build_cpu(model), build_cuda_executor(config, model, Interpreter())
+    found = []
+    for executor in executors:
+        few = groups_of(executor, num_blocks=24, releases=True)
+        found.append(Run(executor, few, config.scheduler))
+        found[-1].run(requests(6))
+    assert found[1].ids == found[0].ids
+    assert len(found[1].ids) == 4
