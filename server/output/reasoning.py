@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from penstock.server.output.channels import CLOSING, FINAL, OPENING, ChannelSplitter
 from penstock.server.output.json_scanner import WHITESPACE
 from penstock.server.output.parts import Part, ReasoningPart, TextPart, merged
 
 
 class Markers(NamedTuple):
-    """The texts around a model's reasoning."""
+    """The texts around a model's reasoning. answer: what stands before the answer itself."""
 
     opening: str
     closing: str
+    answer: str = ""
 
 
 class ReasoningFormat(StrEnum):
@@ -27,6 +29,8 @@ class ReasoningFormat(StrEnum):
     MISTRAL = "mistral"
     GRANITE = "granite"
     SEED_OSS = "seed_oss"
+    GEMMA4 = "gemma4"
+    OPENAI_GPTOSS = "openai_gptoss"
 
     @property
     def markers(self) -> Markers:
@@ -43,9 +47,11 @@ _MARKERS = {
     ReasoningFormat.MISTRAL: Markers("[THINK]", "[/THINK]"),
     ReasoningFormat.GRANITE: Markers("Here is my thought process:", "Here is my response:"),
     ReasoningFormat.SEED_OSS: Markers("<seed:think>", "</seed:think>"),
+    ReasoningFormat.GEMMA4: Markers("<|channel>thought", "<channel|>"),
+    ReasoningFormat.OPENAI_GPTOSS: Markers(OPENING, CLOSING, FINAL),
 }
 # Markup that a splitter must see even where it consists of special tokens.
-MARKUP = tuple(text for form in ReasoningFormat for text in form.markers)
+MARKUP = (*(text for form in ReasoningFormat for text in form.markers if text), "<|channel>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +77,9 @@ def reasoning_state(
     if form is None or form.markers.closing in answer_prefix:
         return None  # the reasoning has ended
     prompt = prompt.rstrip()
-    is_closed = prompt.endswith(form.markers.closing) or bool(answer_prefix)
+    # Where answers are messages, every prompt ends as if reasoning had.
+    is_message = bool(form.markers.answer)
+    is_closed = (not is_message and prompt.endswith(form.markers.closing)) or bool(answer_prefix)
     is_open = form.markers.opening in answer_prefix or prompt.endswith(form.markers.opening)
     is_open = is_open or (form.begins_open and not is_closed)
     return ReasoningState(
@@ -85,7 +93,15 @@ def format_of_template(template: str) -> ReasoningFormat | None:
 
 
 def _is_in(markers: Collection[str], template: str) -> bool:
-    return any(marker in template for marker in markers)
+    return any(marker in template for marker in markers if marker)
+
+
+def make_splitter(reasoning: ReasoningState | None) -> "ReasoningSplitter | ChannelSplitter | None":
+    if reasoning is None:
+        return None
+    if reasoning.markers.answer:
+        return ChannelSplitter(is_open=reasoning.is_open, is_final=reasoning.is_closed)
+    return ReasoningSplitter(is_open=reasoning.is_open, markers=reasoning.markers)
 
 
 class ReasoningSplitter:
@@ -98,7 +114,7 @@ class ReasoningSplitter:
 
     def __init__(self, *, is_open: bool, markers: Markers = _THINK) -> None:
         self.is_thinking = is_open
-        self._opening, self._closing = markers
+        self._opening, self._closing = markers.opening, markers.closing
         self._is_done = False  # the reasoning has ended, or there is none
         self._is_fresh = True  # only whitespace has followed the marker
         self._may_open = is_open  # a marker although the reasoning is open

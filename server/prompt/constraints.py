@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.server.output.parts import AnswerReader
-from penstock.server.output.reasoning import ReasoningState
+from penstock.server.output.reasoning import ReasoningState, make_splitter
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import Prompts
 from penstock.server.protocol.openai import ChatCompletionRequest, GenerationFields
@@ -15,12 +15,11 @@ from penstock.server.structured.reasoning_grammar import (
     BUDGET_FIELD,
     check_budget,
     has_marker_tokens,
+    in_final_message,
     with_reasoning,
 )
-from penstock.server.tools.answer_reader import make_reader, make_splitter
-from penstock.server.tools.call_grammar import call_grammar, calls_or_answer
-from penstock.server.tools.chat_format import MARKUP
-from penstock.server.tools.parsers import MARKUP as CALL_MARKUP
+from penstock.server.tools.answer_reader import make_reader
+from penstock.server.tools.call_grammar import call_grammar, calls_or_answer, uses_native_format
 
 
 class Grammar(NamedTuple):
@@ -62,7 +61,7 @@ async def constrain(
         assert reader, "the answer has parts"
         return reader
 
-    markup = model.encoder.vocabulary.special_among(MARKUP)
+    markup = model.encoder.vocabulary.special_among(model.chat_format.markup)
     return AnswerFormat(
         grammar=grammar, grammar_bytes=num_bytes, make_reader=make_answer_reader, markup=markup
     )
@@ -82,7 +81,7 @@ async def _with_calls(
     """A call where one is required; a call or the answer's format where one is allowed."""
     if not fields.functions or not (fields.must_call or grammar):
         return grammar
-    marks = model.encoder.vocabulary.special_among(CALL_MARKUP)
+    marks = model.encoder.vocabulary.special_among(model.chat_format.call_markup)
     special = {text: token_id for token_id, text in marks.items()}
     calls = await asyncio.to_thread(call_grammar, fields, model.chat_format.tools, special)
     if grammar is None or fields.must_call:
@@ -103,11 +102,16 @@ def _with_reasoning(
     budget = fields.thinking_budget
     if grammar is None and budget is None:
         return None, reasoning
-    token_ids = model.encoder.ids_of_tokens(reasoning.markers) if reasoning else {}
+    special = model.encoder.vocabulary.special_among(model.chat_format.markup)
+    token_ids = {text: token_id for token_id, text in special.items()}
+    token_ids |= model.encoder.ids_of_tokens(reasoning.markers) if reasoning else {}
     check_budget(reasoning, token_ids, budget)
+    is_native_call = fields.must_call and not fields.raw_call
+    if grammar and not (is_native_call and uses_native_format(model.chat_format.tools, fields)):
+        grammar = grammar._replace(text=in_final_message(grammar.text, reasoning, token_ids))
     if not reasoning or reasoning.is_closed or not has_marker_tokens(reasoning, token_ids):
         return grammar, reasoning if grammar is None else None
-    markup_ids = tuple(model.encoder.vocabulary.special_among(CALL_MARKUP))
+    markup_ids = tuple(model.encoder.vocabulary.special_among(model.chat_format.call_markup))
     answer = grammar.text if grammar else None
     text = with_reasoning(answer, reasoning, token_ids, markup_ids, budget)
     assert text is not None, "reasoning that is not closed has a grammar"

@@ -5,7 +5,7 @@ A grammar is a string: Lark, or JSON with a list of grammars, the first of which
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # Any text, line breaks included.
@@ -30,6 +30,18 @@ def nested(lark: str, grammars: Mapping[str, str | dict[str, Any]]) -> str:
         first, *others = _parts_of(grammar)
         parts += [first | {"name": name}, *others]
     return json.dumps({"grammars": parts})
+
+
+def preceded(grammar: str, before: str, rules: Iterable[str]) -> str:
+    """The grammar, which must be Lark, after what `before` and its rules say.
+
+    In the same Lark: what precedes may begin as the grammar does, or be absent.
+    """
+    first, *others = _parts_of(grammar)
+    rest: str = first["lark_grammar"]
+    assert rest.startswith("start:"), rest
+    lines = [f"start: {before} rest", *rules, rest.replace("start:", "rest:", 1)]
+    return json.dumps({"grammars": [first | {"lark_grammar": "\n".join(lines)}, *others]})
 
 
 def _parts_of(grammar: str | dict[str, Any]) -> list[dict[str, Any]]:

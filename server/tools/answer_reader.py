@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from penstock.server.output.channels import ChannelSplitter
 from penstock.server.output.parts import AnswerReader, Part, TextPart
-from penstock.server.output.reasoning import ReasoningSplitter, ReasoningState
+from penstock.server.output.reasoning import ReasoningSplitter
 from penstock.server.protocol.openai import ChatCompletionRequest
 from penstock.server.protocol.tool_specs import FunctionSpec
 from penstock.server.protocol.tools import ToolFields
@@ -27,7 +28,7 @@ class ChatAnswerReader:
 
     def __init__(
         self,
-        splitter: ReasoningSplitter | None,
+        splitter: ReasoningSplitter | ChannelSplitter | None,
         calls: ToolParser | NamedCallParser | None,
         custom_inputs: CustomInputs | None = None,
     ) -> None:
@@ -69,14 +70,10 @@ class ChatAnswerReader:
         return self._custom_inputs.of(parts) if self._custom_inputs else parts
 
 
-def make_splitter(reasoning: ReasoningState | None) -> ReasoningSplitter | None:
-    if reasoning is None:
-        return None
-    return ReasoningSplitter(is_open=reasoning.is_open, markers=reasoning.markers)
-
-
 def make_reader(
-    fields: ChatCompletionRequest, form: ChatFormat, splitter: ReasoningSplitter | None
+    fields: ChatCompletionRequest,
+    form: ChatFormat,
+    splitter: ReasoningSplitter | ChannelSplitter | None,
 ) -> AnswerReader | None:
     """The reader of one answer; None if all of it is plain text."""
     if fields.raw_call:

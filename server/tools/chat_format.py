@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from penstock.server.output.channels import HARMONY_MARKUP, OPENING
 from penstock.server.output.reasoning import MARKUP as REASONING_MARKUP
 from penstock.server.output.reasoning import ReasoningFormat, format_of_template
 from penstock.server.tools.parsers import MARKUP as CALL_MARKUP
@@ -17,6 +18,9 @@ _TEMPLATE_MARKS = (
     ("<function=", ToolFormat.QWEN3_CODER),
     ("<arg_key>", ToolFormat.GLM45),
     ("<minimax:tool_call>", ToolFormat.MINIMAX_M2),
+    ("<|tool_call>", ToolFormat.GEMMA4),
+    (OPENING, ToolFormat.OPENAI),
+    ("<function_calls>", ToolFormat.OLMO3),
     ("<|tool_calls_section_begin|>", ToolFormat.KIMI_K2),
     (CALLS_BEGIN, ToolFormat.DEEPSEEK_V31),
     ("<tool_call>", ToolFormat.HERMES),
@@ -39,6 +43,22 @@ class ChatFormat:
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     trusts_templates: bool = False
+
+    @property
+    def call_markup(self) -> tuple[str, ...]:
+        """What calls may be written with, even where it consists of special tokens."""
+        return CALL_MARKUP + (HARMONY_MARKUP if self._is_harmony else ())
+
+    @property
+    def markup(self) -> tuple[str, ...]:
+        """That, and what marks reasoning."""
+        return REASONING_MARKUP + self.call_markup
+
+    @property
+    def _is_harmony(self) -> bool:
+        """Whose markers are other models' ends of a turn, and not text there."""
+        harmony = ToolFormat.OPENAI, ReasoningFormat.OPENAI_GPTOSS
+        return self.tools is harmony[0] or self.reasoning is harmony[1]
 
     @classmethod
     def detect(
@@ -71,7 +91,3 @@ def _reasoning_format(template: str, flag: str | None) -> ReasoningFormat | None
     if flag is not None:
         return None if flag == NO_PARSER else ReasoningFormat(flag)
     return format_of_template(template)
-
-
-# Markup that the parsers must see even where it consists of special tokens.
-MARKUP = REASONING_MARKUP + CALL_MARKUP

@@ -25,7 +25,7 @@ _MARKUP = frozenset("<>\"'")
 class _Shape:
     """The text around the arguments of a call (prefix, suffix) and around calls (the rest).
 
-    `{name}` is the function's name, `{n}` any small number.
+    `{name}` is the function's name, `{n}` any small number. is_single: a call ends the answer.
     """
 
     prefix: str
@@ -33,6 +33,7 @@ class _Shape:
     begin: str = ""
     between: str = ""
     end: str = ""
+    is_single: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,10 @@ _SHAPES = {
         prefix="<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>",
         suffix="<|tool_call_end|>",
         end="<|tool_calls_section_end|>",
+    ),
+    ToolFormat.OPENAI: _Shape(
+        prefix="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+        is_single=True,
     ),
     ToolFormat.QWEN3_CODER: _TaggedShape(
         prefix="<tool_call>\n<function={name}>\n",
@@ -126,9 +131,12 @@ def can_enforce(form: ToolFormat | None, schemas: Mapping[str, dict[str, Any]]) 
 
 
 def begins_as_json(form: ToolFormat | None) -> bool:
-    """Whether a call may begin with the same character as any JSON text."""
+    """Whether a call may begin with the same character as any JSON text, or in harmony with the
+    same token as any message."""
     shape = _shape_of(form, {})
-    return shape is not None and (shape.begin + shape.prefix)[0] in "{["
+    return shape is not None and (
+        form is ToolFormat.OPENAI or (shape.begin + shape.prefix)[0] in "{["
+    )
 
 
 def native_call_grammar(
@@ -173,6 +181,7 @@ class _Rules:
 
     def grammar(self, max_calls: int) -> str:
         shape = self._shape
+        max_calls = 1 if shape.is_single else max_calls
         begin, end = self._filled(shape.begin), self._filled(shape.end)
         more = f"({self._filled(shape.between)} call){{0,{max_calls - 1}}}" * (max_calls > 1)
         start = f"start: {begin} call {more} {end}"

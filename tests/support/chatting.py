@@ -72,13 +72,15 @@ QWEN = (
 )
 
 
-def make_model(directory: Path, template: str, **flags: Any) -> ServedModel:
-    """flags: of `ChatFormat.detect`."""
+def make_model(
+    directory: Path, template: str, special: tuple[str, ...] = (), **flags: Any
+) -> ServedModel:
+    """special: more special tokens. flags: of `ChatFormat.detect`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (*SPECIAL, *special)])
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     options = {"tool_parser": None, "reasoning_parser": None} | flags

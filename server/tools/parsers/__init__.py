@@ -13,6 +13,8 @@ from typing import Any
 
 from penstock.server.tools.parsers.base import ToolParser, new_call_id
 from penstock.server.tools.parsers.deepseek import DEEPSEEK_MARKUP, DeepSeekParser
+from penstock.server.tools.parsers.gemma import GEMMA_MARKUP, GemmaParser
+from penstock.server.tools.parsers.harmony import HarmonyParser
 from penstock.server.tools.parsers.header_calls import KimiParser, MistralParser
 from penstock.server.tools.parsers.json_calls import (
     HermesParser,
@@ -21,7 +23,7 @@ from penstock.server.tools.parsers.json_calls import (
     MarkedListParser,
 )
 from penstock.server.tools.parsers.named import NamedCallParser
-from penstock.server.tools.parsers.pythonic import PythonicParser
+from penstock.server.tools.parsers.pythonic import Olmo3Parser, PythonicParser
 from penstock.server.tools.parsers.tagged import (
     GlmParser,
     MinimaxParser,
@@ -32,7 +34,9 @@ from penstock.server.tools.parsers.tagged import (
 __all__ = [
     "MARKUP",
     "DeepSeekParser",
+    "GemmaParser",
     "GlmParser",
+    "HarmonyParser",
     "HermesParser",
     "JsonParser",
     "KimiParser",
@@ -41,6 +45,7 @@ __all__ = [
     "MinimaxParser",
     "MistralParser",
     "NamedCallParser",
+    "Olmo3Parser",
     "PythonicParser",
     "QwenCoderParser",
     "SeedOssParser",
@@ -57,6 +62,7 @@ class ToolFormat(StrEnum):
     HERMES = "hermes"
     LLAMA3_JSON = "llama3_json"
     PYTHONIC = "pythonic"
+    OLMO3 = "olmo3"
     MISTRAL = "mistral"
     QWEN3_CODER = "qwen3_coder"
     DEEPSEEK_V3 = "deepseek_v3"
@@ -67,6 +73,8 @@ class ToolFormat(StrEnum):
     MINIMAX_M2 = "minimax_m2"
     GRANITE = "granite"
     PHI4_MINI_JSON = "phi4_mini_json"
+    GEMMA4 = "gemma4"
+    OPENAI = "openai"
     JSON = "json"
 
 
@@ -74,6 +82,7 @@ _PARSERS: dict[ToolFormat, type[ToolParser]] = {
     ToolFormat.HERMES: HermesParser,
     ToolFormat.LLAMA3_JSON: Llama3JsonParser,
     ToolFormat.PYTHONIC: PythonicParser,
+    ToolFormat.OLMO3: Olmo3Parser,
     ToolFormat.MISTRAL: MistralParser,
     ToolFormat.QWEN3_CODER: QwenCoderParser,
     ToolFormat.DEEPSEEK_V3: DeepSeekParser,
@@ -84,6 +93,8 @@ _PARSERS: dict[ToolFormat, type[ToolParser]] = {
     ToolFormat.MINIMAX_M2: MinimaxParser,
     ToolFormat.GRANITE: MarkedListParser,
     ToolFormat.PHI4_MINI_JSON: MarkedListParser,
+    ToolFormat.GEMMA4: GemmaParser,
+    ToolFormat.OPENAI: HarmonyParser,
     ToolFormat.JSON: JsonParser,
 }
 
@@ -125,4 +136,7 @@ MARKUP = (
     "</minimax:tool_call>",
     "<|tool_call|>",
     "<|/tool_call|>",
+    "<function_calls>",
+    "</function_calls>",
+    *GEMMA_MARKUP,
 )

@@ -57,7 +57,7 @@ class PythonicParser(ToolParser):
             self._reject(char)
 
     def _in_name(self, char: str) -> None:
-        if char == "(" and self._call_text in self._names:
+        if char == "(" and self._is_function(self._call_text):
             self._held += char
             self._depth, self._quote, self._is_escaped = 1, "", False
             self._name = self._call_text
@@ -68,6 +68,9 @@ class PythonicParser(ToolParser):
             self._call_text += char
         else:
             self._reject(char)
+
+    def _is_function(self, name: str) -> bool:
+        return name in self._names
 
     def _in_call(self, char: str) -> None:
         self._held += char
@@ -116,6 +119,43 @@ class PythonicParser(ToolParser):
     def _reject(self, char: str) -> None:
         self._is_line_start = self._held.rstrip(" \t").endswith("\n")
         super()._reject(char)
+
+
+class Olmo3Parser(PythonicParser):
+    """A call a line, between `<function_calls>` and `</function_calls>`: OLMo 3."""
+
+    _BEGIN, _END = "<function_calls>", "</function_calls>"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._ending = ""  # the beginning of _END
+        self._has_calls = False  # since the last _BEGIN
+
+    def _in_text(self, char: str) -> None:
+        if self._match(char, (self._BEGIN,)):
+            self._held, self._ending, self._has_calls = self._BEGIN, "", False
+            self._state = self._before_call
+
+    def _before_call(self, char: str) -> None:
+        ending = self._ending + char
+        if ending == self._END and self._has_calls:
+            self._held = ""
+            self._state = self._in_text
+        elif ending != self._END and self._END.startswith(ending):
+            self._held += char
+            self._ending = ending
+        elif self._ending:
+            self._reject(char)
+        else:
+            super()._before_call(char)
+
+    def _is_function(self, name: str) -> bool:
+        return True  # no text is between these markers by chance
+
+    def _after_python_call(self, char: str) -> None:
+        self._has_calls, self._ending = True, ""
+        self._state = self._before_call
+        self._before_call(char)
 
 
 _JSON_LITERALS = {"true": True, "false": False, "null": None}

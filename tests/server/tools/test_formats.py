@@ -12,10 +12,13 @@ from penstock.server.output.parts import CallArguments, CallStart, Part, TextPar
 from penstock.server.tools.chat_format import ChatFormat
 from penstock.server.tools.parsers import (
     DeepSeekParser,
+    GemmaParser,
     GlmParser,
+    HarmonyParser,
     KimiParser,
     MarkedListParser,
     MinimaxParser,
+    Olmo3Parser,
     QwenCoderParser,
     SeedOssParser,
     ToolFormat,
@@ -118,7 +121,41 @@ def phi(*calls: Call) -> str:
     return f"<|tool_call|>{listed}<|/tool_call|>"
 
 
+def olmo(*calls: Call) -> str:
+    lines = (f"{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for n, a in calls)
+    return f"<function_calls>\n{chr(10).join(lines)}\n</function_calls>"
+
+
+def gemma(*calls: Call, space: str = "") -> str:
+    def value(each: object) -> str:
+        if isinstance(each, str):
+            return f'<|"|>{each}<|"|>'
+        if isinstance(each, list):
+            return f"[{f',{space}'.join(map(value, each))}]"
+        if isinstance(each, dict):
+            return f"{{{f',{space}'.join(f'{k}:{space}{value(v)}' for k, v in each.items())}}}"
+        return json.dumps(each)
+
+    return "".join(f"<|tool_call>call:{name}{value(a)}<tool_call|>" for name, a in calls)
+
+
+def harmony(*calls: Call, constrain: str = " <|constrain|>json") -> str:
+    return "".join(
+        f"<|channel|>commentary to=functions.{name}{constrain}<|message|>{json.dumps(a)}<|call|>"
+        for name, a in calls
+    )
+
+
 EXAMPLES = [
+    (Olmo3Parser, olmo(*BOTH)),
+    (Olmo3Parser, olmo(*BOTH).replace(">\n", ">").replace("\n<", "<")),
+    (Olmo3Parser, "\n".join(olmo(call) for call in BOTH)),
+    (GemmaParser, gemma(*BOTH)),
+    (GemmaParser, gemma(*BOTH, space=" ")),
+    (GemmaParser, gemma(*BOTH).replace("text:", '<|"|>text<|"|>:')),
+    (HarmonyParser, harmony(*BOTH)),
+    (HarmonyParser, harmony(*BOTH, constrain=" json")),
+    (HarmonyParser, harmony(*BOTH, constrain="")),
     (QwenCoderParser, qwen(*BOTH)),
     (QwenCoderParser, qwen(*BOTH).replace("<tool_call>\n", "").replace("\n</tool_call>", "")),
     (SeedOssParser, seed(*BOTH)),
@@ -205,6 +242,15 @@ def test_a_string_streams_before_it_is_complete(kind: type[ToolParser]) -> None:
         (DeepSeekParser, CALL_BEGIN + "add"),
         (KimiParser, "<|tool_call_begin|>add{}"),
         (MarkedListParser, "<|tool_call|>[1]"),
+        (GemmaParser, "<|tool_call>add{a:1}<tool_call|>"),
+        (GemmaParser, "<|tool_call>call:two words{}"),
+        (GemmaParser, "<|tool_call>call:add"),
+        (HarmonyParser, "<|channel|>final<|message|>{}"),
+        (HarmonyParser, "<|channel|>commentary to=python<|message|>{}"),
+        (Olmo3Parser, "<function_calls>"),
+        (Olmo3Parser, "<function_calls>\n</function_calls>"),
+        (Olmo3Parser, "<function_calls>\nadd(1)\n</function_calls>"),
+        (Olmo3Parser, "add(a=1)"),
     ],
 )
 def test_text_that_is_not_a_call_is_unchanged(kind: type[ToolParser], text: str) -> None:
@@ -256,6 +302,41 @@ def test_malformed_markup_ends_the_arguments_and_the_rest_is_text() -> None:
     assert text_of(parts) == "\nand so on"
 
 
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{}", {}),
+        ("{a:-1.5e3,b:true,c:null,d:None}", {"a": -1500.0, "b": True, "c": None, "d": None}),
+        ('{a:{b:[{},[],{c:<|"|>,}]<|"|>}]}}', {"a": {"b": [{}, [], {"c": ",}]"}]}}),
+        ('{ a : [ 1 , <|"|>x<|"|> ] }', {"a": [1, "x"]}),
+        ('{a:Paris,"b":"x"}', {"a": "Paris", "b": "x"}),
+        ('{<|"|>a:b<|"|>:<|"|><|"|>}', {"a:b": ""}),
+    ],
+)
+def test_gemmas_values_become_json(written: str, expected: dict[str, object]) -> None:
+    text = f"<|tool_call>call:add{written}<tool_call|>"
+    assert calls_of(read(GemmaParser, list(text))) == [("add", expected)]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{a:1]", {"a": None}),
+        ("{a:1,b", {"a": 1}),
+        ("{a:1,}", {"a": 1}),
+        ('{a:[<|"|>x<|"|>;', {"a": ["x"]}),
+        ("{a:,", {"a": None}),
+        ("{,", {}),
+    ],
+)
+def test_gemmas_malformed_arguments_end_as_valid_json(
+    written: str, expected: dict[str, object]
+) -> None:
+    parts = read(GemmaParser, list(f"<|tool_call>call:add{written}}} and so on"))
+    ((_, arguments),) = calls_of(parts)
+    assert arguments == expected
+
+
 def test_kimis_ids_are_kept_since_its_template_shows_them_again() -> None:
     starts = [part for part in read(KimiParser, [kimi(*BOTH)]) if isinstance(part, CallStart)]
     assert [start.id for start in starts] == ["functions.add:0", "functions.say:1"]
@@ -264,8 +345,13 @@ def test_kimis_ids_are_kept_since_its_template_shows_them_again() -> None:
 PIECES = ("<tool_call>", "</tool_call>", "<function=", "add", ">", "<parameter=", "a", "\n", "1")
 MORE = ("</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 MARKS = (CALLS_BEGIN, CALL_BEGIN, SEPARATOR, CALL_END, CALLS_END, "{", "}", '"a": 1', "```", "x")
+NEWEST = (
+    *('<|"|>', "<|tool_call>", "call:say", "<tool_call|>", "text:", ",", "[", "]", "null"),
+    *("<function_calls>", "</function_calls>", "add(a=1)", "<|channel|>", "<|message|>"),
+    *("commentary to=functions.add", "<|call|>"),
+)
 OTHERS = ('<invoke name="', '">', '<parameter name="', "</invoke>", "<minimax:tool_call>", "<|")
-CHUNKS = st.lists(st.sampled_from(PIECES + MORE + MARKS + OTHERS))
+CHUNKS = st.lists(st.sampled_from(PIECES + MORE + MARKS + OTHERS + NEWEST))
 
 
 @given(st.sampled_from(PARSERS), CHUNKS, st.data())
@@ -286,6 +372,8 @@ def test_any_string_is_read_back(value: str) -> None:
     call: Call = ("say", {"text": value})
     assert calls_of(read(QwenCoderParser, list(qwen(call)))) == [call]
     assert calls_of(read(GlmParser, list(glm(call)))) == [call]
+    if '<|"|>' not in value:
+        assert calls_of(read(GemmaParser, list(gemma(call)))) == [call]
 
 
 @pytest.mark.parametrize(
@@ -299,6 +387,9 @@ def test_any_string_is_read_back(value: str) -> None:
         (CALLS_BEGIN, ToolFormat.DEEPSEEK_V31),
         ("<|tool|>{{ tools }}<|/tool|>", ToolFormat.PHI4_MINI_JSON),
         ("<|tool_call|>", ToolFormat.GRANITE),
+        ("<function_calls>{{ calls }}</function_calls>", ToolFormat.OLMO3),
+        ("<|tool_call>call:{{ name }}", ToolFormat.GEMMA4),
+        ("<|start|>assistant<|channel|>analysis<|message|>", ToolFormat.OPENAI),
     ],
 )
 def test_these_formats_are_detected_from_the_template_too(template: str, form: ToolFormat) -> None:
