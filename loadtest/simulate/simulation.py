@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 from penstock.engine.messages import Refused
 from penstock.loadtest.report.report import Replay, RequestResult
 from penstock.loadtest.simulate.replica import Replica, SimulatedServer, StepRecord
-from penstock.loadtest.simulate.router import RouterPolicy, make_router
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import TimedRequest, make_prompt
+from penstock.scheduler.routing import RouterPolicy, make_router, prefix_digests
 from penstock.scheduler.stats import SchedulerStats, StepClass
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
 
@@ -208,7 +208,12 @@ class _Run:
             status=200,
         )
         self._note_arrival[request.id] = result.arrivals_s.append
-        replica = self._replicas[self._router.choose(request.prompt_token_ids, self._replicas)]
+        replica = self._replicas[
+            self._router.choose(
+                prefix_digests(request.prompt_token_ids, request.cache_salt),
+                {number: replica.num_open for number, replica in enumerate(self._replicas)},
+            )
+        ]
         if not replica.submit(request):
             self._fail(request.id, "the queue is full", 429, arrival.at_s)
 
