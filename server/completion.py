@@ -17,6 +17,7 @@ from penstock.loadtest.top.cli import make_parser as make_top_parser
 from penstock.server.flag_values import FlagParser
 from penstock.server.health_check import make_parser as make_health_parser
 from penstock.server.model_list import make_parser as make_models_parser
+from penstock.server.ray.flags import make_parser as make_ray_parser
 
 SHELLS = ("bash", "zsh", "fish")
 _DESCRIPTION = """\
@@ -58,6 +59,7 @@ def whole(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     commands.choices["health"] = make_health_parser()
     commands.choices["models"] = make_models_parser()
     commands.choices["plan"] = make_plan_parser()
+    commands.choices["ray"] = make_ray_parser()
     commands.choices["simulate"] = make_simulate_parser()
     commands.choices["top"] = make_top_parser()
     for command in commands.choices.values():

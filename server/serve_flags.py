@@ -1,6 +1,6 @@
 """What `penstock serve` takes: its flags, their help and their defaults.
 
-It knows no value that was given: `penstock.server.cli` makes a config of them.
+It knows no value that was given: `penstock.server.serve_config` makes a config of them.
 """
 
 import argparse

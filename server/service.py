@@ -15,6 +15,7 @@ from penstock.engine.client import (
     EngineState,
     LoadProgress,
     OutputStream,
+    StepReport,
     is_gguf,
 )
 from penstock.scheduler.errors import PenstockError
@@ -121,6 +122,16 @@ class Service:
     def steps(self) -> StepRecord:
         assert self._steps, "the gate lets nothing through before the model is loaded"
         return self._steps
+
+    @property
+    def num_open(self) -> int:
+        """Answers that have not ended, running and waiting together."""
+        return self._engine.num_open if self._engine else 0
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """Of the latest step; None before the first."""
+        return self._engine.last_report if self._engine else None
 
     @property
     def is_loaded(self) -> bool:

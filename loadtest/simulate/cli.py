@@ -35,13 +35,13 @@ from penstock.loadtest.simulate.outcome import (
     render_outcome,
     summary_of,
 )
-from penstock.loadtest.simulate.router import RouterPolicy
 from penstock.loadtest.simulate.server import Named, simulated_server
 from penstock.loadtest.simulate.simulation import Plan, Simulated, as_ids, simulate
 from penstock.loadtest.workload.config import PromptFormat
 from penstock.loadtest.workload.token_counter import estimate_tokens, tokenizer_counter
 from penstock.loadtest.workload.workload import TimedRequest, make_workload
 from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.routing import RouterPolicy
 from penstock.scheduler.stats import StepClass
 
 _DESCRIPTION = """\

@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 from penstock.engine.messages import Refused
 from penstock.loadtest.report.report import Replay, RequestResult
 from penstock.loadtest.simulate.replica import Replica, SimulatedServer, StepRecord
-from penstock.loadtest.simulate.router import RouterPolicy, make_router
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import TimedRequest, make_prompt
+from penstock.scheduler.routing import RouterPolicy, make_router, prefix_digests
 from penstock.scheduler.stats import SchedulerStats, StepClass
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
 
@@ -190,7 +190,12 @@ class _Run:
         timed = self._requests[arrival.number]
         assert isinstance(timed.prompt, list), "simulated prompts are token ids"
         prompt = tuple(timed.prompt)
-        replica = self._replicas[self._router.choose(prompt, self._replicas)]
+        replica = self._replicas[
+            self._router.choose(
+                prefix_digests(prompt),
+                {number: each.num_open for number, each in enumerate(self._replicas)},
+            )
+        ]
         request = Request(
             id=RequestId(str(timed.index)),
             prompt_token_ids=prompt,

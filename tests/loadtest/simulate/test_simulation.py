@@ -17,10 +17,10 @@ from penstock.loadtest.report.report import ReportConfig, summarize
 from penstock.loadtest.simulate.cli import main
 from penstock.loadtest.simulate.outcome import RunClass, run_class, summary_of
 from penstock.loadtest.simulate.replica import SimulatedServer
-from penstock.loadtest.simulate.router import LeastLoaded, PrefixAware, RoundRobin, RouterPolicy
 from penstock.loadtest.simulate.simulation import Plan, Simulated, simulate
 from penstock.loadtest.workload.workload import TimedRequest, make_prompt
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.routing import RouterPolicy
 from penstock.scheduler.step_model.fit import fit
 from tests.loadtest.simulate.test_same_decisions import make_info
 from tests.support.made_up_steps import DEVICE, HOST, made_up_steps
@@ -152,35 +152,6 @@ def test_prompts_that_were_sent_before_are_found_in_the_prefix_cache() -> None:
     summary = summary_of(plan, simulated, ReportConfig())
     assert summary["prefix_hit_ratio"] == pytest.approx(0.675)
     assert 0 < summary["kv_peak"] < 0.1 and summary["preemptions"] == 0
-
-
-class Loaded:
-    def __init__(self, num_open: int = 0) -> None:
-        self.num_open = num_open
-
-
-def test_routers_choose_in_turn_or_by_load() -> None:
-    replicas = [Loaded(3), Loaded(1), Loaded(2)]
-    robin = RoundRobin()
-    assert [robin.choose((1,), replicas) for _ in range(4)] == [0, 1, 2, 0]
-    assert LeastLoaded().choose((1,), replicas) == 1
-    idle = [Loaded(), Loaded()]
-    least = LeastLoaded()
-    assert [least.choose((1,), idle) for _ in range(4)] == [0, 1, 0, 1]
-
-
-def test_a_prefix_goes_where_it_is_cached_unless_too_much_waits_there() -> None:
-    replicas, router = [Loaded(), Loaded(), Loaded()], PrefixAware()
-    chat = tuple(make_prompt("chat", 200, 500))
-    first = router.choose(chat, replicas)
-    other = tuple(make_prompt("other", 200, 500))
-    assert router.choose(other, replicas) != first
-    assert router.choose((*chat, *range(3, 100)), replicas) == first
-    replicas[first].num_open = 20
-    moved = router.choose(chat, replicas)
-    assert moved != first
-    replicas[first].num_open = 0
-    assert router.choose(chat, replicas) == moved  # that is where it is cached now
 
 
 def test_a_router_that_knows_prefixes_has_more_hits() -> None:

@@ -1,0 +1,41 @@
+"""How many replicas a load takes. Ray's own policy counts requests, whatever their length."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+LOAD = "load"
+# Of a replica's capacity. Beyond it, answers wait for one another.
+_TARGET = 0.75
+
+
+class Context(Protocol):
+    """What is read of Ray's AutoscalingContext."""
+
+    target_num_replicas: int
+    policy_state: dict[str, Any]
+
+    @property
+    def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None: ...
+
+
+def load(
+    num_running: int, num_waiting: int, max_num_seqs: int, num_used_blocks: int, num_blocks: int
+) -> float:
+    """Of one replica, as a share of its capacity: of sequences or of the KV cache, whichever is
+    scarcer. Above 1 where requests wait."""
+    waiting = num_waiting / max_num_seqs
+    in_use = num_used_blocks / num_blocks if num_blocks else 0.0
+    return max((num_running + num_waiting) / max_num_seqs, in_use + waiting)
+
+
+def replicas_for_load(context: Context) -> tuple[int, dict[str, Any]]:
+    """As many as hold the whole load at three quarters of their capacity.
+
+    Ray averages the loads over look_back_period_s, and damps what this says by its delays.
+    """
+    loads = (context.aggregated_metrics or {}).get(LOAD)
+    if not loads:
+        return context.target_num_replicas, context.policy_state
+    # Rounded first: 1.5 / 0.75 must not become three replicas.
+    return max(1, math.ceil(round(sum(loads.values()) / _TARGET, 6))), context.policy_state

@@ -1,0 +1,50 @@
+"""What a router compares of a request: digests of its prompt's tokens, or of its conversation."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.scheduler.errors import PenstockError
+from penstock.scheduler.routing import prefix_digests
+from penstock.server.prompt.chat import render_chat
+from penstock.server.prompt.timed_template import TemplateTooSlow
+from penstock.server.prompt.tokenizer import ChatTemplate, PromptEncoder
+from penstock.server.protocol.openai import ChatCompletionRequest
+
+# Tokenizing blocks the router for so long at most: some 10 ms. What follows is not compared.
+_MAX_CHARS = 64 << 10
+_MAX_TEMPLATE_S = 0.02
+
+
+def conversation_digests(conversation: str) -> list[bytes]:
+    """One, which is equal for all requests of a conversation that has an id."""
+    return prefix_digests([0] * 64, salt=f"conversation {conversation}")
+
+
+def body_digests(body: bytes, encoder: PromptEncoder) -> list[bytes]:
+    """None for a body that has no prompt, or that the replica will refuse."""
+    try:
+        fields = json.loads(body)
+        token_ids = _token_ids(fields, encoder)
+    except (ValueError, TypeError, ValidationError, PenstockError, TemplateTooSlow):
+        return []
+    return prefix_digests(token_ids, salt=str(fields.get("cache_salt") or ""))
+
+
+def _token_ids(fields: dict[str, Any], encoder: PromptEncoder) -> Sequence[int]:
+    """Raises what a malformed body raises."""
+    if "messages" in fields:
+        template = encoder.chat_template()
+        if not isinstance(template, ChatTemplate):
+            return ()
+        chat = ChatCompletionRequest.model_validate(fields)
+        text, _ = render_chat(chat, template, _MAX_TEMPLATE_S)
+        return encoder.encode_rendered(text[:_MAX_CHARS])
+    prompt = fields.get("prompt") or ()
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompt = prompt[0]  # of several, the first
+    if isinstance(prompt, str):
+        return encoder.encode(prompt[:_MAX_CHARS])
+    return prompt
