@@ -7,12 +7,13 @@ from ctypes import Structure, c_double, c_int64, c_void_p
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.engine.memory.host import Arena
 from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.lora.adapter import Adapter, Change, Stack
 from penstock.engine.native.packing import BAND
 
-# low_rank.h fills rows of A up to a multiple of so many.
-_COLUMNS = 16
+# low_rank.h packs so many of A's rows, and of their columns.
+_ROWS, _COLUMNS = 4, 16
 # structs.h has so many projections of each stack, in this order.
 _PROJECTIONS = {Stack.QKV: 3, Stack.OUTPUT: 1, Stack.GATE_UP: 2, Stack.DOWN: 1}
 
@@ -45,6 +46,7 @@ class NativeAdapter:
     def __init__(self, adapter: Adapter, rows: Sequence[dict[Stack, list[int]]]) -> None:
         """rows: of each layer, those of the linear layers that a stack is made of, where there are
         several, and of all of them, where there is one."""
+        self._arena = Arena()
         self._kept: list[Tensor] = []
         self.width = 0
         self.layers = (_AdapterLayer * len(adapter.layers))()
@@ -77,11 +79,14 @@ class NativeAdapter:
 
     def _low_rank(self, change: Change, up: Tensor, linear: int, start: int) -> _LowRank:
         """start: the first row of the linear layer that it changes."""
-        columns = change.down.shape[1]
-        down = functional.pad(change.down, (0, -columns % _COLUMNS)).contiguous()
+        rank, columns = change.down.shape
+        padded = functional.pad(change.down, (0, -columns % _COLUMNS, 0, -rank % _ROWS))
+        packs = padded.view(len(padded) // _ROWS, _ROWS, -1, _COLUMNS).transpose(1, 2)
         lead = start % BAND
         padded = functional.pad(up, (0, 0, lead, -(lead + len(up)) % BAND))
-        bands = padded.view(-1, BAND, change.rank).transpose(1, 2).contiguous()
+        bands = padded.view(-1, BAND, rank).transpose(1, 2)
+        down = self._arena.empty(packs.shape, packs.dtype).copy_(packs)
+        bands = self._arena.empty(bands.shape, bands.dtype).copy_(bands)
         self._kept += [down, bands]
         return _LowRank(
             down=down.data_ptr(),

@@ -702,16 +702,20 @@ template <class T> class Run : public Job {
             int64_t at = 0;  // of this change's in low_
             for (int64_t i = stack.first; i < stack.first + stack.count; ++i) {
                 const LowRank &change = tile.layers[layer].changes[i];
-                const int64_t from = std::max<int64_t>(begin - at, 0);
-                const int64_t to = std::min(begin + each - at, change.rank);
+                // In whole packs: the unit that has a pack's first row has all of them.
+                const int64_t from = packed_rows(std::max<int64_t>(begin - at, 0));
+                const int64_t to = std::min(packed_rows(begin + each - at), change.rank);
                 if (from < to) {
                     if (!rows) rows = adapter_input(own, tile, columns, step, read);
-                    shrink_rows(rows, tile.tokens, static_cast<const T *>(change.down) + from * step,
-                                to - from, step, low_ + tile.first * s_.width + at + from, s_.width);
+                    shrink_rows(rows, tile.tokens, static_cast<const T *>(change.down), from, to, step,
+                                low_ + tile.first * s_.width + at, s_.width);
                 }
                 at += change.rank;
             }
         });
+    }
+    static int64_t packed_rows(int64_t rows) {
+        return (std::max<int64_t>(rows, 0) + kLowRankRows - 1) / kLowRankRows * kLowRankRows;
     }
     template <class Read>
     float *adapter_input(Own &own, const AdapterRun &tile, int64_t columns, int64_t step, Read read) {

@@ -58,7 +58,7 @@ struct Model {
 
 // Of a LoRA adapter: what it adds to a linear layer of a stack, from the band `first` on. Without any: rank 0.
 struct LowRank {
-    const void *down;  // A: (rank, low_rank_columns(columns)), of T
+    const void *down;  // A, of T: see low_rank.h
     const void *up;    // B: (bands, rank, 32), of T
     int64_t rank, linear, first, bands;  // linear: which of the stack's layers
     double scale;

@@ -3,15 +3,31 @@
 import copy
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.engine.models.config import ModelConfig
+
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LinearShapes:
+    """The names and shapes of a model's linear layers, without the layers."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    def named_modules(self) -> Iterator[tuple[str, Any]]:
+        for index in range(self._config.num_layers):
+            for name, (rows, columns) in self._config.linear_shapes.items():
+                shape = SimpleNamespace(in_features=columns, out_features=rows)
+                yield f"model.layers.{index}.{name}", shape
 
 
 def save_adapter(
@@ -26,8 +42,9 @@ def save_adapter(
     size: float = 0.1,
     **settings: Any,
 ) -> Path:
-    """Of transformers' `model`. rank, alpha: but for rank_pattern and alpha_pattern of `settings`,
-    which are by the last part of a module's name here. layers: None for all."""
+    """Of transformers' `model`, or its `LinearShapes`. rank, alpha: but for rank_pattern and
+    alpha_pattern of `settings`, which are by the last part of a module's name here. layers: None
+    for all."""
     path.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}

@@ -113,6 +113,11 @@ def build_cuda_executor(
     gpu = gpu or CudaGpu(choose_device(config.device))
     phases = phases or Phases()
     check_quantization(config, model_dir)
+    if config.lora is not None:
+        raise InvalidConfig(
+            "--enable-lora: LoRA adapters are computed on the CPU alone so far; use --device "
+            "cpu, or serve a model into which the adapter is merged"
+        )
     try:
         return _Setup(config, model_dir, gpu, phases).build()
     except RuntimeError as error:
