@@ -25,7 +25,7 @@ class LinearShapes:
 
     def named_modules(self) -> Iterator[tuple[str, Any]]:
         for index in range(self._config.num_layers):
-            for name, (rows, columns) in self._config.linear_shapes.items():
+            for name, (rows, columns) in self._config.linear_shapes(index).items():
                 shape = SimpleNamespace(in_features=columns, out_features=rows)
                 yield f"model.layers.{index}.{name}", shape
 
