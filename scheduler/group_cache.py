@@ -1,8 +1,10 @@
 """`GroupCache`: the blocks of one group of layers, and what a sequence needs of them.
 
-`KVCache` asks every group the same questions: where can a sequence continue (`longest_hit`), what
-does it take (`share`), what may be given back (`slide`). A group that keeps something else of a
-sequence than blocks of all its positions answers them in another way.
+`KVCache` asks every group the same questions: after which block can a sequence continue
+(`longest_hit`), what does it take (`share`, `admit`, `append`), what may be given back (`slide`,
+`trim`, `release`), what can be found from now on (`cache`, `forget`). The digest of a block names
+all tokens up to its end, so a group that keeps something else of them than their keys and values,
+such as a recurrent state after some of the blocks, can answer by the same digests.
 """
 
 from collections.abc import Sequence

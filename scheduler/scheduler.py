@@ -414,10 +414,11 @@ class Scheduler:
         if self._fair is not None:
             wanted = int(min(wanted, self._fair.most_of(sequence)))
         if self._kv.has_windows:
-            wanted = min(wanted, self._kv.num_coverable(sequence))
-            if wanted <= 0:
+            num_coverable = self._kv.num_coverable(sequence)
+            if num_coverable <= 0:
                 self._is_short_of_blocks = True
                 return
+            wanted = min(wanted, num_coverable)
         num_tokens = budget.take(sequence.num_computed, wanted)
         if num_tokens == 0:
             return

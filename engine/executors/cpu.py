@@ -243,16 +243,14 @@ class CpuExecutor:
             self._sampler.assign(slot, sampling, seed)
             self._grammars.assign(assignment)
             self._prompts.assign(assignment)
-        for group, (pool, table) in enumerate(
-            zip(self._pool.groups, self._group_tables, strict=True)
-        ):
+        for group, pool in enumerate(self._pool.groups):
             updates = [update for update in batch.table_updates if update.group == group]
             if updates:
                 pool.reach(update.block_id for update in updates)
                 slots, indices, blocks, _ = self._tensor(updates).unbind(1)
-                table[slots, indices] = blocks.to(torch.int32)
-            if batch.copies:
-                pool.copy(device_copies(batch.copies, group))
+                self._group_tables[group][slots, indices] = blocks.to(torch.int32)
+            if copies := device_copies(batch.copies, group):
+                pool.copy(copies)
 
     def _run(self, batch: ScheduledBatch) -> SampledTokens:
         if not batch.slots:

@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 
 from penstock.engine.models.quantization.schemes import Scheme
 from penstock.scheduler.errors import PenstockError
+from penstock.scheduler.stats import GroupBlocks
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -95,8 +96,9 @@ def families() -> list[Metric]:
     recorded = Metrics()
     recorded.on_response("/v1/completions", "POST", 200)
     recorded.on_ready(on_known_hardware())
-    # Under the fair policy there is one more.
-    recorded._stats = recorded.stats._replace(fairness_index=1.0)
+    # Under the fair policy there is one more, and of a model with windows another.
+    windows = (GroupBlocks(1024, 0, 0, 0),)
+    recorded._stats = recorded.stats._replace(fairness_index=1.0, more_groups=windows)
     return list(recorded.families())
 
 
