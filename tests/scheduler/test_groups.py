@@ -13,17 +13,17 @@ WINDOWS = (None, WINDOW)
 PROMPT = list(range(3, 43))
 
 
-def driver(num_window_blocks: int, **options: int) -> Driver:
-    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=options.pop("budget", 32))
-    return Driver(windows=WINDOWS, more_blocks=(num_window_blocks,), config=config, **options)
+def driver(num_window_blocks: int, budget: int = 32) -> Driver:
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget)
+    return Driver(windows=WINDOWS, more_blocks=(num_window_blocks,), config=config)
 
 
 def ids_of(driver: Driver, name: str, index: int = 0) -> list[int]:
     return driver.tokens[name, index]
 
 
-def alone(name: str, prompt: list[int], **options: int) -> list[int]:
-    request = make_request(name, prompt, **options)
+def alone(name: str, prompt: list[int], max_tokens: int) -> list[int]:
+    request = make_request(name, prompt, max_tokens=max_tokens)
     return ids_of(run_alone(request, windows=WINDOWS), name)
 
 
