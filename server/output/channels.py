@@ -2,8 +2,8 @@
 
     <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>text
 
-Source: OpenAI's description of harmony. What is called a function's name, `to=functions.NAME`, is a
-call, which stays as it is for the parser of calls, but for a header of one form.
+Source: OpenAI's description of harmony. A message to a function, `to=functions.NAME`, is a call: it
+stays markup, which the parser of calls reads, and its header gets one form of those it may have.
 """
 
 import re

@@ -104,7 +104,8 @@ def _with_reasoning(
         return None, reasoning
     special = model.encoder.vocabulary.special_among(model.chat_format.markup)
     token_ids = {text: token_id for token_id, text in special.items()}
-    token_ids |= model.encoder.ids_of_tokens(reasoning.markers) if reasoning else {}
+    if reasoning:
+        token_ids |= model.encoder.ids_of_tokens(filter(None, reasoning.markers))
     check_budget(reasoning, token_ids, budget)
     is_native_call = fields.must_call and not fields.raw_call
     if grammar and not (is_native_call and uses_native_format(model.chat_format.tools, fields)):

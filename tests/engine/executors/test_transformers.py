@@ -29,9 +29,8 @@ from tests.support.fallback_runs import assert_greedy, greedy_answers, prompts
 from tests.support.other_decoders import architecture_of, make_other
 from tests.support.tiny_models import engine_config, make_model, save
 
-# With experts both; one with sinks and windows, the other with keys wider than values.
-# `make test-models` has all families.
-FAMILIES = ("gpt_oss", "deepseek_v3")
+# With experts, sinks and windows; with keys wider than values. All: `make test-models`.
+FAMILIES = ("gpt_oss", pytest.param("deepseek_v3", marks=pytest.mark.slow))
 
 
 def start(path: Path, **changes: Any) -> Executor:
