@@ -46,6 +46,7 @@ class TorchAttention:
         step: DeviceStep,
         window: int | None,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         assert self._input is not None, "plan must be called first"
-        out.copy_(gathered_attention(query, keys, values, self._input, window))
+        out.copy_(gathered_attention(query, keys, values, self._input, window, sinks))

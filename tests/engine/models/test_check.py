@@ -56,7 +56,6 @@ def test_a_complete_model_passes(tmp_path: Path) -> None:
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"load_in_8bit": True}, "bitsandbytes"),
-        ({"quant_method": "mxfp4"}, "MXFP4"),
         ({"quant_method": "aqlm"}, "AQLM"),
         ({"quant_method": "eetq"}, "EETQ"),
         ({"quant_method": "fbgemm_fp8"}, "FBGEMM FP8"),
@@ -102,11 +101,11 @@ def test_a_quantized_checkpoint_is_refused_by_its_format(
         ),
         (
             {
-                "architectures": ["GptOssForCausalLM"],
-                "num_local_experts": 32,
-                "quantization_config": {"quant_method": "mxfp4"},
+                "architectures": ["DeepseekV3ForCausalLM"],
+                "n_routed_experts": 256,
+                "quantization_config": {"quant_method": "fp8"},
             },
-            "GptOssForCausalLM (a mixture of experts, with MXFP4 weights)",
+            "DeepseekV3ForCausalLM (a mixture of experts, with FP8 weights)",
         ),
         ({"architectures": ..., "model_type": "phi"}, "the architecture phi,"),
         ({"architectures": None, "model_type": ...}, "names no architecture and no model_type"),
