@@ -26,7 +26,8 @@ from penstock.engine.memory.kv_layout import (
     longest_that_fits,
 )
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers.coded import OnGpu
+from penstock.engine.models.layers.coded import check_experts_on_gpu, kept_on_gpu
+from penstock.engine.models.layers.kept import Kept
 from penstock.engine.models.quantization.at_load.plan import Plan
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan
 from penstock.scheduler.config import SchedulerConfig
@@ -39,7 +40,7 @@ CONTEXTS = (2_048, 8_192, 32_768)
 # Nominal memory; the devices have a few percent more.
 DEVICES = (("H100", 80), ("H200", 141))
 _BLOCK_SIZE = 64
-_KEPT = OnGpu(torch.device("meta"))
+_META = torch.device("meta")
 _SCHEDULER = SchedulerConfig()
 
 
@@ -69,7 +70,7 @@ class Sizing:
         plan = self._plan
         if plan:
             return plan.weight_bytes
-        return self.model.weight_bytes(self.dtype.itemsize, _KEPT.num_bytes)
+        return self.model.weight_bytes(self.dtype.itemsize, self._kept.num_bytes)
 
     @property
     def step_weight_bytes(self) -> int:
@@ -77,7 +78,7 @@ class Sizing:
         plan = self._plan
         if plan:
             return plan.step_weight_bytes
-        return self.model.step_weight_bytes(self.dtype.itemsize, _KEPT.num_bytes)
+        return self.model.step_weight_bytes(self.dtype.itemsize, self._kept.num_bytes)
 
     @property
     def expert_bytes(self) -> int:
@@ -85,7 +86,7 @@ class Sizing:
         plan = self._plan
         if plan:
             return plan.expert_bytes
-        return self.model.expert_bytes(self.dtype.itemsize, _KEPT.num_bytes)
+        return self.model.expert_bytes(self.dtype.itemsize, self._kept.num_bytes)
 
     def routed_bytes(self, num_tokens: int) -> int:
         """Of the experts that so many tokens are routed to, if all are equally likely."""
@@ -96,7 +97,11 @@ class Sizing:
 
     @property
     def _plan(self) -> Plan | None:
-        return quantization_plan(self.quantization, self.model, self.dtype, _KEPT)
+        return quantization_plan(self.quantization, self.model, self.dtype, self._kept)
+
+    @property
+    def _kept(self) -> Kept:
+        return kept_on_gpu(self.model, _META)
 
     @property
     def token_bytes(self) -> int:
@@ -261,6 +266,7 @@ def main(argv: Sequence[str]) -> int:
         quantization = Quantization(options.quantization) if options.quantization else None
         kv_cache_dtype = KVCacheDtype(options.kv_cache_dtype)
         model = ModelConfig.from_dir(options.model)
+        check_experts_on_gpu(model, quantization)
         sizing = Sizing(model, _machine(options), dtype, quantization, kv_cache_dtype)
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)

@@ -22,10 +22,12 @@ def make_attention(
     device: torch.device,
     max_rows: int,
     max_tokens: int,
+    has_sinks: bool = False,
 ) -> DeviceAttention:
     """The configured backend. Raises InvalidConfig if it is not available here.
 
-    windows: one for each layer, or those that occur. max_rows, max_tokens: of one step. `auto` is
+    windows: one for each layer, or those that occur. max_rows, max_tokens: of one step. has_sinks:
+    whether calls give sinks. `auto` is
     our Triton kernels on every GPU: there is no measurement yet that compares them with flash-attn.
     """
     if config.attention_backend is AttentionBackend.TORCH:
@@ -35,6 +37,11 @@ def make_attention(
             raise InvalidConfig(
                 f"--kv-cache-dtype is {config.kv_cache_dtype}, which FlashAttention 2 does not "
                 "support; leave it out, or use --attention-backend triton"
+            )
+        if has_sinks:
+            raise InvalidConfig(
+                "this model's attention has sinks, which FlashAttention 2 does not support; use "
+                "--attention-backend triton"
             )
         if dtype is torch.float32:
             raise InvalidConfig(

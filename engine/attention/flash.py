@@ -71,8 +71,10 @@ class FlashAttention:
         step: DeviceStep,
         window: int | None,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
-        # `make_attention` refuses a cache in 8 bits.
+        # `make_attention` refuses a cache in 8 bits, and sinks.
+        assert sinks is None
         assert isinstance(keys, Tensor) and isinstance(values, Tensor)
         num, chunks = step.num_decodes, self._chunks[step.group]
         # How many keys before and after its own a query sees.

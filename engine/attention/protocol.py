@@ -11,13 +11,20 @@ from penstock.engine.model_input import ModelInput
 
 class Attention(Protocol):
     def __call__(
-        self, query: Tensor, keys: KVPages, values: KVPages, step: ModelInput, window: int | None
+        self,
+        query: Tensor,
+        keys: KVPages,
+        values: KVPages,
+        step: ModelInput,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of each token to its own sequence: (T, num_heads, head_dim).
 
         query: (T, num_heads, head_dim). keys, values: one layer of the pool, (num_blocks,
         block_size, num_kv_heads, head_dim), this step's tokens already written. window: how many
-        positions a token attends to, its own included, or None for all.
+        positions a token attends to, its own included, or None for all. sinks: (num_heads,)
+        float32, a score of each head that takes its share of the softmax and has no value.
         """
         ...
 
@@ -46,9 +53,10 @@ class DeviceAttention(Protocol):
         step: DeviceStep,
         window: int | None,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
-        """Writes out (T, num_heads, head_dim). keys, values: one layer of the
-        pool, this step's tokens already written."""
+        """Writes out (T, num_heads, head_dim). keys, values: one layer of the pool, this step's
+        tokens already written. sinks: as in `Attention`."""
         ...
 
 
@@ -66,6 +74,7 @@ class RotatingAttention(DeviceAttention, Protocol):
         step: DeviceStep,
         window: int | None,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         """projected: (T, (num_heads + 2 * num_kv_heads) * head_dim). Writes the step's tokens to
         keys and values; the rest is as for a call."""

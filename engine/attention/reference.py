@@ -7,7 +7,12 @@ from penstock.engine.model_input import ModelInput
 
 
 def reference_attention(
-    query: Tensor, keys: Tensor, values: Tensor, step: ModelInput, window: int | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    step: ModelInput,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`Attention` in float32, one sequence at a time, with the full matrix of scores."""
     output = torch.empty_like(query)
@@ -23,7 +28,11 @@ def reference_attention(
         grouped = query[first:end].float().view(-1, num_kv_heads, group, head_dim)
         scores = torch.einsum("qkgd,skd->kgqs", grouped, key) * head_dim**-0.5
         scores = scores.masked_fill(~visible(step.positions[first:end], context_len, window), -1e30)
-        mixed = torch.einsum("kgqs,skd->qkgd", scores.softmax(-1), value)
+        if sinks is not None:
+            of_heads = sinks.view(num_kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, of_heads), dim=-1)
+        weights = scores.softmax(-1)[..., :context_len]
+        mixed = torch.einsum("kgqs,skd->qkgd", weights, value)
         output[first:end] = mixed.flatten(1, 2).to(query.dtype)
     return output
 

@@ -46,5 +46,6 @@ class TorchAttention:
         step: DeviceStep,
         window: int | None,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
-        out.copy_(gathered_attention(query, keys, values, self._inputs[step.group], window))
+        out.copy_(gathered_attention(query, keys, values, self._inputs[step.group], window, sinks))

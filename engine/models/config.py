@@ -41,8 +41,10 @@ class ModelConfig:
     norm_offset: added to a norm's weight, which is then, as with wide_norms, multiplied in float32.
     layer_ropes: of each layer, None for one without rotary positions, where not all have `rope`.
     rotary_dim: how many dimensions of a head are rotated, where not all are. query_scaling: see
-    `RopeSettings`. attention_scale: of scores, where it is not head_dim ** -0.5. experts: None
-    where every layer has one MLP, of intermediate_size.
+    `RopeSettings`. attention_scale: of scores, where it is not head_dim ** -0.5. attention_sinks:
+    whether each head has one score more, which takes its share and has no value. experts: None
+    where every layer has one MLP, of intermediate_size. clamped_swiglu: (alpha, limit), where
+    experts have gpt-oss's activation: gate * sigmoid(alpha * gate) * (up + 1), of both clamped.
     """
 
     family: str
@@ -78,7 +80,9 @@ class ModelConfig:
     attention_scale: float | None = None
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
+    attention_sinks: bool = False
     experts: ExpertsConfig | None = None
+    clamped_swiglu: tuple[float, float] | None = None
     model_impl: ClassVar[ModelImpl] = ModelImpl.PENSTOCK
 
     @property
@@ -173,6 +177,7 @@ class ModelConfig:
             + of_heads
             + qkv * self.qkv_bias
             + hidden * self.output_bias
+            + self.num_heads * self.attention_sinks
         )
         in_mlp = 3 * hidden * mlp + (2 * mlp + hidden) * self.mlp_bias
         num = self.num_layers * in_layer + self._num_dense_layers * in_mlp

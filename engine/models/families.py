@@ -276,6 +276,62 @@ def _ropes_by_kind(fields: Fields, head: Head, local_theta: float) -> Flags:
     }
 
 
+# ---- gpt-oss ------------------------------------------------------------------------------------
+
+_GPT_OSS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _gpt_oss(fields: Fields) -> Flags:
+    has_bias = fields.flag("attention_bias")
+    experts = read_experts(
+        fields,
+        (True,) * fields.count("num_hidden_layers"),
+        intermediate_size=fields.count("intermediate_size", most=MAX_WIDTH),
+        is_normed=True,
+        has_biases=True,
+        router="mlp.router",
+    )
+    if experts is None:
+        raise fields.wrong("num_local_experts", "a positive integer", 0)
+    return {
+        "qkv_bias": has_bias,
+        "output_bias": has_bias,
+        "attention_sinks": True,
+        "experts": experts,
+        "clamped_swiglu": (
+            fields.number("swiglu_alpha", 1.702),
+            fields.number("swiglu_limit", 7.0),
+        ),
+    }
+
+
+def _gpt_oss_windows(fields: Fields, num_layers: int) -> Windows:
+    return by_layer_types(fields, num_layers, every(num_layers, 2))
+
+
+def _gpt_oss_rope(fields: Fields, head: Head) -> Flags:
+    if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
+        fields = fields.with_defaults({"rope_scaling": _GPT_OSS_ROPE})
+    return _one_rope(fields, head)
+
+
 # By model_type.
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM"),
@@ -299,6 +355,15 @@ FAMILIES = {
             "num_local_experts": 128,
             "num_experts_per_tok": 8,
         },
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        flags=_gpt_oss,
+        ropes=_gpt_oss_rope,
+        windows=_gpt_oss_windows,
+        defaults=_GPT_OSS,
+        # They repeat num_experts_per_tok, and the length that YaRN starts from.
+        without_effect=frozenset({"experts_per_token", "initial_context_length"}),
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",

@@ -20,6 +20,8 @@ from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.memory.kv_pool import LayerPools
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.fused_experts import FusedExperts
 from penstock.engine.models.fused_linear import FUSED_LINEARS, FUSED_PATH, FusedLinear
 from penstock.engine.models.llama import Layer, LlamaModel, embedding_multiplier
 
@@ -28,19 +30,24 @@ FEATURES = {
     *("tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm"),
     *("pre_norms", "post_norms", "wide_norms", "norm_offset", "activation", "layer_ropes"),
     *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
-    "logit_multiplier",
+    *("logit_multiplier", "experts", "attention_sinks", "clamped_swiglu"),
 }
 # Of these, those that come between the products that a step of few tokens fuses.
-_BETWEEN_PRODUCTS = {"pre_norms", "post_norms", "activation", "whole_qk_norm"}
+_BETWEEN_PRODUCTS = {"pre_norms", "post_norms", "activation", "whole_qk_norm", "experts"}
+
+
+class _MLP(NamedTuple):
+    gate_up: FusedLinear
+    down: FusedLinear
 
 
 class _Linears(NamedTuple):
-    """One layer's."""
+    """One layer's. mlp: None where it has experts."""
 
     qkv: FusedLinear
     output: FusedLinear
-    gate_up: FusedLinear
-    down: FusedLinear
+    mlp: _MLP | None
+    experts: FusedExperts | None
 
 
 class FusedModel:
@@ -57,10 +64,7 @@ class FusedModel:
         self._model = model
         self._pool = pool
         self._attention = attention
-        self._linears = [
-            _Linears(*map(FUSED_LINEARS.of, (layer.qkv, layer.output, layer.gate_up, layer.down)))
-            for layer in model.layers
-        ]
+        self._linears = [_linears(model.config, layer) for layer in model.layers]
         self._lm_head = FUSED_LINEARS.of(model.lm_head)
         self._fuses = not model.config.features & _BETWEEN_PRODUCTS
         self._multiplier = embedding_multiplier(model.config, model.embedding.dtype)
@@ -142,8 +146,9 @@ class FusedModel:
             linears.qkv.few(residual, projected, norm=layer.input_norm, eps=eps)
             self._attend(index, layer, projected, steps, mixed)
             linears.output.few(flat, residual, residual=residual)
-            linears.gate_up.few_gated(residual, active, norm=layer.mlp_norm, eps=eps)
-            linears.down.few(active, residual, residual=residual)
+            assert linears.mlp is not None
+            linears.mlp.gate_up.few_gated(residual, active, norm=layer.mlp_norm, eps=eps)
+            linears.mlp.down.few(active, residual, residual=residual)
 
     def _one_by_one(self, steps: list[DeviceStep], residual: Tensor, mixed: Tensor) -> None:
         model, config = self._model, self._model.config
@@ -159,8 +164,13 @@ class FusedModel:
             self._attend(index, layer, projected, steps, mixed)
             change, post = _product(linears.output, flat), layer.attended_norm
             add_rms_norm(change, residual, layer.mlp_norm, eps, normed, post=post)
-            silu_mul(_product(linears.gate_up, normed), active, is_gelu=is_gelu)
-            change, post = _product(linears.down, active), layer.active_norm
+            if linears.experts is not None:
+                change = linears.experts(normed)
+            else:
+                assert linears.mlp is not None
+                silu_mul(_product(linears.mlp.gate_up, normed), active, is_gelu=is_gelu)
+                change = _product(linears.mlp.down, active)
+            post = layer.active_norm
             if index + 1 < len(model.layers):
                 following = model.layers[index + 1].input_norm
                 add_rms_norm(change, residual, following, eps, normed, post=post)
@@ -196,7 +206,9 @@ class FusedModel:
             rotary_dim=angles.rotary_dim,
         )
         if step.chunk_starts is None and isinstance(self._attention, RotatingAttention):
-            self._attention.rotated(projected, rotation, keys, values, step, layer.window, mixed)
+            self._attention.rotated(
+                projected, rotation, keys, values, step, layer.window, mixed, layer.sinks
+            )
             return
         query = torch.empty_like(mixed)
         rotate_and_store(
@@ -214,7 +226,20 @@ class FusedModel:
             rotation.query_factors,
             rotation.rotary_dim,
         )
-        self._attention(query, keys, values, step, layer.window, mixed)
+        self._attention(query, keys, values, step, layer.window, mixed, layer.sinks)
+
+
+def _linears(config: ModelConfig, layer: Layer) -> _Linears:
+    """Raises UnsupportedWeightFormat."""
+    of = FUSED_LINEARS.of
+    mlp = experts = None
+    if layer.router is None:
+        mlp = _MLP(of(layer.gate_up), of(layer.down))
+    else:
+        assert config.experts is not None
+        linears = (layer.router, layer.gate_up, layer.down)
+        experts = FusedExperts(config.experts, *linears, config.clamped_swiglu)
+    return _Linears(of(layer.qkv), of(layer.output), mlp, experts)
 
 
 def _product(linear: FusedLinear, x: Tensor) -> Tensor:

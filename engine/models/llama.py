@@ -21,7 +21,7 @@ from penstock.engine.memory.kv_pool import LayerPools
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.experts import ExpertsConfig
-from penstock.engine.models.layers.experts import mixed
+from penstock.engine.models.layers.experts import clamped_swiglu, mixed
 from penstock.engine.models.layers.linear import Linear, MakeLinear, read_linear, tensor_bytes
 from penstock.engine.models.layers.rotary import Angles, RotaryTables, rotate
 from penstock.engine.models.lora.adapter import Stack, adapted
@@ -54,7 +54,8 @@ class Layer:
     Norms are None where the family has none. input_norm and mlp_norm are of what attention and the
     MLP read; attended_norm and active_norm of what they give, before it is added. router: None
     where the layer has one MLP; otherwise gate_up and down are those of all experts, one after the
-    other: (experts * 2 * size, hidden_size) and (experts * hidden_size, size).
+    other: (experts * 2 * size, hidden_size) and (experts * hidden_size, size). sinks: see
+    `Attention`.
     """
 
     input_norm: Tensor | None
@@ -68,6 +69,7 @@ class Layer:
     gate_up: Linear
     down: Linear
     active_norm: Tensor | None
+    sinks: Tensor | None
     window: int | None
 
     @property
@@ -77,7 +79,7 @@ class Layer:
         linears += [self.gate_up, self.down] if self.router is None else [self.router]
         of_heads = (self.query_norm, self.key_norm)
         norms = (self.input_norm, self.attended_norm, self.mlp_norm, self.active_norm, *of_heads)
-        return sum(linear.num_bytes for linear in linears) + tensor_bytes(*norms)
+        return sum(linear.num_bytes for linear in linears) + tensor_bytes(*norms, self.sinks)
 
     @property
     def expert_bytes(self) -> int:
@@ -198,14 +200,13 @@ def _mlp(config: ModelConfig, layer: Layer, index: int, x: Tensor, step: ModelIn
         gate, up = adapted(layer.gate_up, x, step.adapters, index, Stack.GATE_UP).chunk(2, dim=-1)
         return adapted(layer.down, activation(gate) * up, step.adapters, index, Stack.DOWN)
     assert config.experts is not None
-    return mixed(
-        config.experts,
-        x,
-        layer.router(x),
-        layer.gate_up,
-        layer.down,
-        lambda gate, up: activation(gate) * up,
-    )
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        if config.clamped_swiglu is None:
+            return activation(gate) * up
+        return clamped_swiglu(gate, up, *config.clamped_swiglu)
+
+    return mixed(config.experts, x, layer.router(x), layer.gate_up, layer.down, gated)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -241,7 +242,7 @@ def _attend(
     query = rotate(query, cos, sin, angles.rotary_dim)
     if angles.query_factors is not None:
         query = (query.float() * angles.query_factors.view(-1, 1, 1)).to(query.dtype)
-    mixed = attention(query, keys, values, step, layer.window)
+    mixed = attention(query, keys, values, step, layer.window, layer.sinks)
     return adapted(layer.output, mixed.flatten(1), step.adapters, index, Stack.OUTPUT)
 
 
@@ -302,6 +303,9 @@ def read_layer(
         gate_up=linear(num_mlps * 2 * mlp, hidden, mlp_bias, *gate_up_names),
         down=linear(num_mlps * hidden, mlp, mlp_bias, *down_names),
         active_norm=norm(post, hidden, "post_feedforward_layernorm"),
+        sinks=weights.read((config.num_heads,), prefix + _SINKS).float()
+        if config.attention_sinks
+        else None,
         window=config.windows[index],
     )
 
@@ -316,3 +320,4 @@ def _read_router(
 
 
 _QUERY_NORM, _KEY_NORM = "self_attn.q_norm", "self_attn.k_norm"
+_SINKS = "self_attn.sinks"

@@ -31,7 +31,7 @@ FEATURES = {
     *("tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm"),
     *("pre_norms", "post_norms", "wide_norms", "norm_offset", "activation", "layer_ropes"),
     *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
-    *("logit_multiplier", "experts"),
+    *("logit_multiplier", "experts", "attention_sinks", "clamped_swiglu"),
 }
 _ACTIVATIONS = ("silu", "gelu_tanh")
 # structs.h has room for so many layers that are stacked.
@@ -63,6 +63,7 @@ class _Layer(Structure):
         ("values", c_void_p),
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
+        ("sinks", c_void_p),
         ("window", c_int64),
         ("cos", c_void_p),
         ("sin", c_void_p),
@@ -97,6 +98,8 @@ class _Model(Structure):
         ("experts_each", c_int64),
         ("expert_mlp", c_int64),
         ("are_weights_normed", c_int64),
+        ("swiglu_alpha", c_double),
+        ("swiglu_limit", c_double),
     )
 
 
@@ -175,6 +178,7 @@ class NativeModel:
                 values=values,
                 key_scales=key_scales,
                 value_scales=value_scales,
+                sinks=packer.address(layer.sinks),
                 window=layer.window or 0,
                 cos=packer.address(angles.cos[:num_rows]),
                 sin=packer.address(angles.sin[:num_rows]),
@@ -201,6 +205,7 @@ class NativeModel:
         embedding, in_bands = model.embedding, False
         if config.tied_embeddings and isinstance(head, PlainLinear):  # then it is in memory once
             embedding, in_bands = head.weight, True
+        alpha, limit = config.clamped_swiglu or (0.0, 0.0)
         self._model = _Model(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -226,6 +231,8 @@ class NativeModel:
             experts_each=mixture.num_per_token if mixture else 0,
             expert_mlp=mixture.intermediate_size if mixture else 0,
             are_weights_normed=bool(mixture and mixture.is_normed),
+            swiglu_alpha=alpha,
+            swiglu_limit=limit,
         )
         self._rows = [
             {

@@ -596,12 +596,23 @@ template <class T> class Run : public Job {
                     const float *g = gate + i * kBand, *u = up + i * kBand;
                     const int64_t row = segment.first + i, n = band * kBand;
                     if (is_coded(expert.down))
-                        put_active(g, u, columns, active_ + row * m_.expert_mlp + n);
+                        put_gated(g, u, columns, active_ + row * m_.expert_mlp + n);
                     else
-                        put_active(g, u, columns, mlp_ + row * expert_step_ + n);
+                        put_gated(g, u, columns, mlp_ + row * expert_step_ + n);
                 }
             }
         });
+    }
+    template <class Out>
+    void put_gated(const float *gate, const float *up, int64_t columns, Out *out) {
+        if (!m_.swiglu_limit) return put_active(gate, up, columns, out);
+        const float alpha = float(m_.swiglu_alpha), limit = float(m_.swiglu_limit);
+        for (int64_t n = 0; n < columns; ++n) {
+            // In this order, what is NaN stays NaN.
+            const float g = gate[n] > limit ? limit : gate[n];
+            const float u = up[n] > limit ? limit : up[n] < -limit ? -limit : up[n];
+            store(out + n, g / (1.0f + std::exp(-alpha * g)) * (u + 1.0f));
+        }
     }
 
     // What the products of a segment read: its tokens' rows, one after the other.
@@ -855,7 +866,11 @@ template <class T> class Run : public Job {
         for (int64_t row = 0; row < unit.tokens * group_; ++row) {
             const int64_t token = unit.first + row / group_;
             const int64_t column = (kv_head * group_ + row % group_) * d;
-            const float *mixed = all_rows.mixed + row * step, weight = all_rows.weight[row];
+            const float *mixed = all_rows.mixed + row * step;
+            float weight = all_rows.weight[row];
+            // A sink is one score more, whose value is 0: once, after all pieces.
+            if (layer.sinks)
+                weight += std::exp(layer.sinks[kv_head * group_ + row % group_] - all_rows.peak[row]);
             if (is_coded(layer.output))
                 divide(mixed, weight, d, mixed_ + token * attended_ + column);
             else

@@ -33,6 +33,7 @@ struct Layer {
     // As many numbers as (num_blocks, block_size, num_kv_heads, head_dim), as runs.h or coded_runs.h has them.
     void *keys, *values;
     float *key_scales, *value_scales;  // of codes, else null
+    const float *sinks;   // (heads) or null: see put_attended
     int64_t window;       // positions that a token attends to, its own included; 0: all
     const float *cos, *sin;  // (positions, head_dim / 2), or one row for all
     int64_t angles_step;     // the distance between rows; 0 for one row
@@ -54,6 +55,7 @@ struct Model {
     // Of layers with experts: how many they have, how many compute a token, and the size of each. 0 where
     // no layer has any. are_weights_normed: whether those of a token's experts add up to 1.
     int64_t experts, experts_each, expert_mlp, are_weights_normed;
+    double swiglu_alpha, swiglu_limit;  // of experts whose activation is clamped; a limit of 0: none is
 };
 
 // Of a LoRA adapter: what it adds to a linear layer of a stack, from the band `first` on. Without any: rank 0.

@@ -145,6 +145,7 @@ _MODELS = {
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder (mixtures of experts)",
+    "gpt_oss": "gpt-oss-20b, gpt-oss-120b (mixtures of experts)",
     "phi3": "Phi-3, Phi-4, Phi-4-mini",
     "smollm3": "SmolLM3",
     "ministral3": "Ministral 3 (text)",

@@ -173,6 +173,21 @@ MORE_FAMILIES |= {
         },
     ),
 }
+MORE_FAMILIES |= {
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 24,
+            "intermediate_size": 40,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {**_YARN, "truncate": False, "rope_theta": 150_000.0},
+            "swiglu_limit": 0.7,
+        },
+    )
+}
 # The text models of those with images.
 _TEXTS = {"Mistral3": "ministral3", "Gemma3": "gemma3_text"}
 

@@ -53,11 +53,12 @@ class PagedAttention:
         step: DeviceStep,
         window: int | None,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         num, first, tables = step.num_decodes, step.first_chunk, step.block_tables
         slots, lens = step.slots, step.context_lens
         if num:
-            self._decode(query[:num], keys, values, tables, window, out[:num])
+            self._decode(query[:num], keys, values, tables, window, out[:num], sinks=sinks)
         if step.chunk_starts is not None:
             self._prefill(
                 query[first:],
@@ -69,6 +70,7 @@ class PagedAttention:
                 lens[first:],
                 window,
                 out[first:],
+                sinks,
             )
 
     def rotated(
@@ -80,10 +82,11 @@ class PagedAttention:
         step: DeviceStep,
         window: int | None,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         """See `RotatingAttention`."""
         tables, kv_slots = step.block_tables, step.kv_slots
-        self._decode(projected, keys, values, tables, window, out, rotation, kv_slots)
+        self._decode(projected, keys, values, tables, window, out, rotation, kv_slots, sinks=sinks)
 
 
 def _decode_lens(step: DeviceStep) -> Tensor:

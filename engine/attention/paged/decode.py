@@ -96,12 +96,15 @@ class PagedDecode:
         out: Tensor,
         rotation: Rotation | None = None,
         kv_slots: Tensor | None = None,
+        *,
+        sinks: Tensor | None = None,
     ) -> None:
         """Writes out, (B, num_heads, head_dim), of the rows that were planned.
 
         query: like out. keys, values: one layer of the pool. block_tables: (num_slots, max_blocks)
         int32. rotation: if given, query is the projection instead, (B, (num_heads + 2 *
         num_kv_heads) * head_dim), and its keys and values are written to kv_slots, (B,) int64.
+        sinks: see `Attention`.
         """
         shape, work, num_rows = self._shape, self._lists[window], len(out)
         (key_codes, key_scales), (value_codes, value_scales) = pointers(keys), pointers(values)
@@ -128,6 +131,7 @@ class PagedDecode:
             rotation.query_norm if rotation is not None and has_norm else query,
             rotation.key_norm if rotation is not None and has_norm else query,
             None if rotation is None else rotation.query_factors,
+            sinks,
             0.0 if rotation is None else rotation.eps,
             0 if rotation is None else rotation.cos.stride(0),
             num_rows,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from penstock.engine.attention.paged.tiles import attend
+from penstock.engine.attention.paged.tiles import attend, sink_scores
 from penstock.engine.kernels.kv_codes import encode, inverse_scale, scale_of, scale_offsets
 from penstock.engine.kernels.launch import wait_for_kernels_before
 
@@ -189,6 +189,7 @@ def _decode(
     query_norm,
     key_norm,
     query_factors,
+    sinks,
     eps,
     angles_stride,
     num_rows,
@@ -271,6 +272,11 @@ def _decode(
         acc = tl.zeros((GROUP_ROWS, DIMS), tl.float32)
         peak = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
         total = tl.zeros((GROUP_ROWS,), tl.float32)
+        if sinks is not None:
+            # A score more, of the row's first piece alone.
+            sink = sink_scores(sinks, head, member < GROUP)
+            peak = tl.where(item == first, sink, peak)
+            total = tl.where(item == first, 1.0, total)
         for start in range(begin, end, TILE):
             acc, peak, total = attend(
                 q, query_position, table, keys, values, key_scales, value_scales, start, end,

@@ -14,6 +14,7 @@ from penstock.engine.attention.paged.tiles import (
     WorkList,
     attend,
     shape_constants,
+    sink_scores,
 )
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.kernels.kv_codes import pointers
@@ -97,6 +98,7 @@ class PagedPrefill:
         context_lens: Tensor,
         window: int | None,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         """Writes out, (T, num_heads, head_dim), of the tokens of the rows that were planned.
 
@@ -123,6 +125,7 @@ class PagedPrefill:
             self._work.items,
             self._work.first_item,
             out,
+            sinks,
             num_rows,
             block_tables.stride(0),
             window or 0,
@@ -183,6 +186,7 @@ def _prefill(
     items,
     first_item,
     out,
+    sinks,
     num_rows,
     table_stride,
     window,
@@ -230,6 +234,9 @@ def _prefill(
         acc = tl.zeros((QUERY_ROWS, DIMS), tl.float32)
         peak = tl.full((QUERY_ROWS,), -1.0e30, tl.float32)
         total = tl.zeros((QUERY_ROWS,), tl.float32)
+        if sinks is not None:
+            peak = sink_scores(sinks, head, is_query)
+            total += 1.0
         end = first_position + end_token
         begin = 0
         # Below this, every token of the tile attends to every key.

@@ -58,6 +58,12 @@ def _blocks(table, position, is_key, BLOCK_SIZE: tl.constexpr, TILE: tl.constexp
 
 
 @triton.jit
+def sink_scores(sinks, head, mask):
+    """Of some heads, as `attend` scales scores: in powers of two."""
+    return tl.load(sinks + head, mask=mask, other=0.0) * 1.4426950408889634
+
+
+@triton.jit
 def attend(
     q,
     query_position,

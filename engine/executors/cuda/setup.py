@@ -58,7 +58,7 @@ from penstock.engine.model_info import ModelInfo, QuantizationInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.fused_linear import MAX_TILED_ROWS
-from penstock.engine.models.layers.coded import OnGpu
+from penstock.engine.models.layers.coded import OnGpu, check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.quantization.at_load.plan import Plan
@@ -143,8 +143,9 @@ class _Setup:
         self._gpu = gpu
         self._phases = phases
         self._model = ModelConfig.from_dir(model_dir)
+        check_experts_on_gpu(self._model, config.quantization)
         self._dtype = choose_dtype(config.dtype, gpu.device)
-        self._kept = OnGpu(gpu.device)
+        self._kept = kept_on_gpu(self._model, gpu.device)
         log_text_only(config, self._model)
         log_widening(self._model, self._dtype, self._kept)
         self._plan = quantization_plan(config.quantization, self._model, self._dtype, OnGpu(_META))
@@ -323,6 +324,7 @@ class _Setup:
             device=device,
             max_rows=scheduler.max_num_seqs,
             max_tokens=scheduler.max_num_batched_tokens,
+            has_sinks=self._model.attention_sinks,
         )
         tables = DeviceTables(
             scheduler.max_num_seqs, size.max_model_len, block_size, size.of_groups, device

@@ -30,6 +30,12 @@ def routes(experts: ExpertsConfig, logits: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, logits.softmax(-1).gather(1, chosen)
 
 
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """gpt-oss's activation of both."""
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
+
+
 def mixed(
     experts: ExpertsConfig,
     x: Tensor,

@@ -12,6 +12,7 @@ from penstock.engine.models.quantization.config import QuantizationConfig
 from penstock.engine.models.quantization.fp8 import parse_fp8
 from penstock.engine.models.quantization.gptq import parse_gptq
 from penstock.engine.models.quantization.modelopt import parse_modelopt
+from penstock.engine.models.quantization.mxfp4 import parse_mxfp4
 from penstock.engine.models.quantization.settings import Settings
 
 # ModelOpt's, beside a config.json that mostly repeats it.
@@ -25,6 +26,7 @@ _PARSERS: dict[str, Callable[[Settings], QuantizationConfig]] = {
     "gptq": parse_gptq,
     "modelopt": parse_modelopt,
     "modelopt_fp4": parse_modelopt,
+    "mxfp4": parse_mxfp4,
 }
 # Names of methods in the words of the field, for the errors.
 _NAMES = {

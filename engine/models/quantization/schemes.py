@@ -110,14 +110,16 @@ class Gptq:
 class Fp4:
     """E2M1, two to a byte, that of the even column in the low half, with a scale for each group.
 
-    weight: the name of the codes. global_scale: the name of a scale of all groups, whose scales are
-    then e4m3; without it, they are powers of two (E8M0). divides: whether it is to be divided by.
+    weight, scale: the names of the codes and of the groups' scales. global_scale: the name of a
+    scale of all groups, whose scales are then e4m3; without it, they are powers of two (E8M0).
+    divides: whether it is to be divided by.
     """
 
     group_size: int
     weight: str
     global_scale: str | None = None
     divides: bool = False
+    scale: str = "weight_scale"
     weight_format = LEVELS_FORMAT
 
     def num_bytes(self, out_features: int, in_features: int) -> int:

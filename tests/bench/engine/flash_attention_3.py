@@ -83,8 +83,9 @@ class FlashAttention3:
         step: DeviceStep,
         window: int | None,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
-        assert window is None
+        assert window is None and sinks is None
         self._module.flash_attn_varlen_func(query, keys, values, out=out, **self._arguments)
 
 

@@ -13,11 +13,17 @@ NUM_SLOTS, BLOCKS_EACH = 12, 8
 
 
 @pytest.mark.parametrize("kv_dtype", [None, *LIMITS])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_gathered_attention_is_the_references(
-    window: int | None, heads: int, kv_heads: int, block_size: int, kv_dtype: torch.dtype | None
+    window: int | None,
+    heads: int,
+    kv_heads: int,
+    block_size: int,
+    has_sinks: bool,
+    kv_dtype: torch.dtype | None,
 ) -> None:
     generator = torch.Generator().manual_seed(heads)
     num_blocks = NUM_SLOTS * BLOCKS_EACH
@@ -37,7 +43,8 @@ def test_gathered_attention_is_the_references(
         coded = [encode(plain, kv_dtype) for plain in (keys, values)]
         pages = [Codes(codes, scales.transpose(1, 2)) for codes, scales in coded]
         keys, values = (decode(*each) for each in coded)
+    sinks = 2 * torch.randn(heads, generator=generator) if has_sinks else None
     torch.testing.assert_close(
-        gathered_attention(query, pages[0], pages[1], step, window),
-        reference_attention(query, keys, values, step, window),
+        gathered_attention(query, pages[0], pages[1], step, window, sinks),
+        reference_attention(query, keys, values, step, window, sinks),
     )

@@ -75,12 +75,12 @@ class Rows:
         self.offsets = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
         self.out = poisoned(*self.query.shape, dtype=dtype)
 
-    def error(self, window: int | None) -> float:
+    def error(self, window: int | None, sinks: Tensor | None = None) -> float:
         """Of the attention to what is stored: how exactly is not its concern."""
         pool = _plain(self.keys), _plain(self.values)
-        return error(
-            self.out.cpu(), reference_attention(self.query.cpu().float(), *pool, self._step, window)
-        )
+        query = self.query.cpu().float()
+        sinks = None if sinks is None else sinks.cpu()
+        return error(self.out.cpu(), reference_attention(query, *pool, self._step, window, sinks))
 
 
 def _plain(pages: KVPages) -> Tensor:
@@ -107,6 +107,25 @@ def test_decode_agrees_with_the_reference(
     decode.plan(rows.lengths, rows.slots, window)
     decode(rows.query, rows.keys, rows.values, rows.tables, window, rows.out)
     assert rows.error(window) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_sinks_take_their_share_once_whatever_pieces_a_row_has(window: int | None) -> None:
+    shape, dtype, lengths = SHAPES[0], torch.float32, [1, 65, 1100]
+    sinks = 3 * random(shape.num_heads)
+    rows = Rows(shape, lengths, [1] * len(lengths), dtype)
+    decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)
+    decode.plan(rows.lengths, rows.slots, window)
+    decode(rows.query, rows.keys, rows.values, rows.tables, window, rows.out, sinks=sinks)
+    assert rows.error(window, sinks) < TOLERANCE[dtype]
+    rows = Rows(shape, [1, 65, 170], [1, 40, 60], dtype)
+    prefill = PagedPrefill(shape, max_rows=8, max_tokens=300, num_sms=1, device=DEVICE, dtype=dtype)
+    prefill.plan(rows.offsets)
+    prefill(
+        rows.query, rows.keys, rows.values, rows.tables, rows.slots, rows.offsets, rows.lengths,
+        window, rows.out, sinks,
+    )  # fmt: skip
+    assert rows.error(window, sinks) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("kv_dtype", LIMITS)

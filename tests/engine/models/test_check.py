@@ -56,7 +56,6 @@ def test_a_complete_model_passes(tmp_path: Path) -> None:
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"load_in_8bit": True}, "bitsandbytes"),
-        ({"quant_method": "mxfp4"}, "MXFP4"),
         ({"quant_method": "aqlm"}, "AQLM"),
         ({"quant_method": "eetq"}, "EETQ"),
         ({"quant_method": "fbgemm_fp8"}, "FBGEMM FP8"),

@@ -186,6 +186,66 @@ def test_an_fp8_checkpoint_of_experts_has_the_logits_of_its_values(tmp_path: Pat
     )
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def mxfp4(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random blocks and scales as gpt-oss has them, and their values: (experts, rows, columns)."""
+    generator = torch.Generator().manual_seed(seed)
+    num, rows, columns = shape
+    codes = torch.randint(0, 16, (num, rows, columns // 32, 32), generator=generator)
+    powers = torch.randint(121, 125, (num, rows, columns // 32), generator=generator)
+    values = E2M1[codes] * 2.0 ** (powers[..., None] - 127)
+    blocks = codes[..., ::2] | codes[..., 1::2] << 4
+    return blocks.byte(), powers.byte(), values.flatten(2)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
+    """A checkpoint in MXFP4, and transformers' logits of what its codes stand for."""
+    model = make_model("gpt_oss", intermediate_size=32)
+    directory = tmp_path_factory.mktemp("gpt-oss")
+    codes: dict[str, Tensor] = {}
+    for index, layer in enumerate(model.model.layers):
+        for name, shape in (("gate_up_proj", (5, 64, 64)), ("down_proj", (5, 64, 32))):
+            blocks, scales, values = mxfp4(shape, index)
+            getattr(layer.mlp.experts, name).data = values.transpose(1, 2).contiguous()
+            prefix = f"model.layers.{index}.mlp.experts.{name}"
+            codes |= {f"{prefix}_blocks": blocks, f"{prefix}_scales": scales}
+    plain = save(model, directory / "plain")
+    tensors = load_file(plain / "model.safetensors")
+    kept = {k: v for k, v in tensors.items() if not k.endswith(("gate_up_proj", "down_proj"))}
+    settings = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    }
+    changes = {"quantization_config": settings, "experts_per_token": 2}
+    path = edited(plain, directory / "mxfp4", kept | codes, **changes)
+    with torch.inference_mode():
+        return path, model(PROMPT).logits[0]
+
+
+def test_gpt_oss_in_mxfp4_has_the_logits_of_its_values(gpt_oss: tuple[Path, Tensor]) -> None:
+    path, expected = gpt_oss
+    for kept in (AsStored(), AsStored({"int4 levels"})):
+        torch.testing.assert_close(logits_of(path, kept=kept), expected, atol=1e-4, rtol=0)
+    config = ModelConfig.from_dir(path)
+    held: Any = harness(path, make_linear=PlainLinear, kept=AsStored({"int4 levels"})).model
+    assert config.expert_bytes(4) == held.expert_bytes
+    plain = ModelConfig.from_dir(path.with_name("plain")).expert_bytes(4)
+    assert held.expert_bytes < plain / 4
+
+
+@needs_compiler
+def test_gpt_oss_stays_in_4_bits_in_the_compiled_step(gpt_oss: tuple[Path, Tensor]) -> None:
+    path, expected = gpt_oss
+    options: dict[str, Any] = {"native": True, "has_codes": True}
+    alone = logits_of(path, threads=1, **options)
+    assert torch.equal(in_company(harness(path, threads=2, **options)), alone)
+    # Activations are rounded to 8 bits.
+    assert (alone - expected).abs().mean() < 0.02 * expected.std()
+
+
 @needs_compiler
 @pytest.mark.parametrize("method", [Quantization.INT8, Quantization.INT4, Quantization.FP8])
 def test_experts_are_rounded_at_load_and_their_routers_are_not(
@@ -259,6 +319,60 @@ def test_what_is_not_compiled_beside_experts_is_refused_by_name(mixture: Path) -
     odd = replace(config, experts=replace(config.experts, intermediate_size=23))
     with pytest.raises(UnsupportedFeature, match="experts of an odd size"):
         check_features(odd, torch.bfloat16)
+
+
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
+def test_the_published_gpt_oss_has_its_size_and_its_windows(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
+    config = ModelConfig.from_dir(tmp_path)
+    assert config.num_parameters / 1e9 == pytest.approx(20.91, abs=0.01)
+    assert config.weight_bytes(2) / 1e9 == pytest.approx(14.4, abs=0.1)
+    assert config.windows == (128, None) * 12 and config.max_model_len == 131_072
 
 
 def test_the_published_sizes_are_those_of_the_model() -> None:

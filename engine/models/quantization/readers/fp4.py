@@ -17,9 +17,9 @@ def read_fp4(tensors: LayerTensors, scheme: Fp4) -> GroupedPart:
     codes = tensors.codes(scheme.weight, torch.uint8, 2)
     shape = (len(codes), -(-columns // scheme.group_size))
     if scheme.global_scale is None:
-        scales = tensors.scales("weight_scale", shape, dtypes=_POWERS)
+        scales = tensors.scales(scheme.scale, shape, dtypes=_POWERS)
     else:
-        scales = tensors.scales("weight_scale", shape, dtypes=(torch.float8_e4m3fn,))
+        scales = tensors.scales(scheme.scale, shape, dtypes=(torch.float8_e4m3fn,))
         of_all = tensors.scales(scheme.global_scale, ()).float().reshape(())
         scales = scales / of_all if scheme.divides else scales * of_all
         tensors.check_finite(scheme.global_scale, scales)

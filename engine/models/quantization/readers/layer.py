@@ -25,7 +25,7 @@ _READERS: dict[type, Callable[[LayerTensors, Any], Part]] = {
     Integers: read_integers,
 }
 # The tensors of which any shows that a layer is in the checkpoint.
-_WEIGHTS = ("weight", "weight_packed", "qweight")
+_WEIGHTS = ("weight", "weight_packed", "qweight", "blocks")
 
 
 def read_layer(

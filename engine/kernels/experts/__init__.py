@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, tiles of rows that share an expert, and their products."""

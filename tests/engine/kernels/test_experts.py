@@ -1,0 +1,104 @@
+"""The kernels of mixtures agree with torch, however many tokens share an expert."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
+
+from penstock.engine.config import Quantization
+from penstock.engine.kernels.experts.routing import FEW_ROWS, MANY_ROWS, route, tiles_of
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import UnsupportedWeightFormat
+from penstock.engine.models.experts import ExpertsConfig
+from penstock.engine.models.fused_experts import FusedExperts
+from penstock.engine.models.layers.coded import check_experts_on_gpu, kept_on_gpu
+from penstock.engine.models.layers.experts import clamped_swiglu, mixed, routes
+from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.quantization.schemes import Fp8
+from penstock.scheduler.errors import InvalidConfig
+from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, random
+from tests.support.paths import MODEL_CONFIGS
+from tests.support.weight_formats import coded
+
+HIDDEN, SIZE = 40, 24  # no whole tiles
+EXPERTS = ExpertsConfig(
+    layers=(True,), num_experts=5, num_per_token=2, intermediate_size=SIZE, is_normed=True
+)
+
+
+@pytest.mark.parametrize("is_normed", [True, False])
+@pytest.mark.parametrize(("num_experts", "each"), [(5, 2), (128, 8), (3, 3)])
+def test_tokens_are_routed_as_torch_routes_them(
+    num_experts: int, each: int, is_normed: bool
+) -> None:
+    experts = replace(EXPERTS, num_experts=num_experts, num_per_token=each, is_normed=is_normed)
+    logits = random(7, num_experts).round(decimals=0)  # many are equal
+    chosen, weights = routes(experts, logits)
+    found = route(logits, each, is_normed=is_normed)
+    assert found.experts.tolist() == chosen.tolist()
+    torch.testing.assert_close(found.weights, weights)
+
+
+@pytest.mark.parametrize(("num_tokens", "rows"), [(1, FEW_ROWS), (9, FEW_ROWS), (70, MANY_ROWS)])
+def test_every_row_is_in_one_tile_with_others_of_its_expert(num_tokens: int, rows: int) -> None:
+    chosen = routes(EXPERTS, random(num_tokens, 5))[0].int()
+    tiles = tiles_of(chosen, 5)
+    assert tiles.rows == rows
+    order, found = tiles.order.tolist(), []
+    for expert, first, count in zip(
+        tiles.experts.tolist(), tiles.firsts.tolist(), tiles.counts.tolist(), strict=True
+    ):
+        assert count <= rows
+        taken = order[first : first + count]
+        assert {chosen.flatten().tolist()[row] for row in taken} <= {expert}
+        found += taken
+    assert sorted(found) == list(range(2 * num_tokens))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 12, 70])
+@pytest.mark.parametrize("clamp", [None, (1.702, 0.5)])  # gpt-oss's, which has biases too
+@torch.inference_mode()
+def test_experts_give_what_torch_gives(
+    num_tokens: int, dtype: torch.dtype, clamp: tuple[float, float] | None
+) -> None:
+    def linear(rows: int, columns: int) -> PlainLinear:
+        bias = None if clamp is None else random(rows, dtype=dtype) / 4
+        return PlainLinear(random(rows, columns, dtype=dtype) / columns**0.5, bias)
+
+    def wide(layer: PlainLinear) -> PlainLinear:
+        return PlainLinear(layer.weight.float(), None if layer.bias is None else layer.bias.float())
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return functional.silu(gate) * up if clamp is None else clamped_swiglu(gate, up, *clamp)
+
+    router, gate_up = linear(5, HIDDEN), linear(5 * 2 * SIZE, HIDDEN)
+    down = linear(5 * HIDDEN, SIZE)
+    x = random(num_tokens, HIDDEN, dtype=dtype)
+    found = FusedExperts(EXPERTS, router, gate_up, down, clamp)(x)
+    logits = router(x)  # of the same rounding, so that the same experts are chosen
+    expected = mixed(EXPERTS, x.float(), logits, wide(gate_up), wide(down), gated)
+    assert error(found, expected) < 5 * TOLERANCE[dtype]
+
+
+def test_a_gpu_keeps_no_codes_of_a_mixture() -> None:
+    mixture = ModelConfig.from_dir(MODEL_CONFIGS / "Qwen3-30B-A3B")
+    dense = ModelConfig.from_dir(MODEL_CONFIGS / "Qwen3-8B")
+    shape = (Fp8((128, 128)), 2048, 2048)
+    assert kept_on_gpu(mixture, DEVICE).num_bytes(*shape) is None
+    assert kept_on_gpu(dense, DEVICE).num_bytes(*shape) is not None
+    check_experts_on_gpu(mixture, None)
+    check_experts_on_gpu(dense, Quantization.INT8)
+    with pytest.raises(InvalidConfig, match=r"--quantization is int8, .* use --device cpu"):
+        check_experts_on_gpu(mixture, Quantization.INT8)
+
+
+def test_experts_in_codes_are_refused_by_name() -> None:
+    router = PlainLinear(random(5, HIDDEN), None)
+    gate_up = coded(8, 8)(random(5 * 2 * SIZE, HIDDEN).cpu(), None)
+    with pytest.raises(UnsupportedWeightFormat, match="'int8', which the GPU's step for experts"):
+        FusedExperts(EXPERTS, router, gate_up, gate_up)
