@@ -81,8 +81,10 @@ class GroupCache:
         """The most blocks, up to `end`, after which a sequence can continue: all that its next
         token reads is there. digests: of the sequence's blocks."""
         if self.group.window is None:
-            for i in range(end):
-                if self._find(digests[i]) is None:
+            find, unverified = self._index.find, self._unverified
+            for i, digest in enumerate(digests[:end]):
+                block_id = find(digest)
+                if block_id is None or (block_id in unverified and not self._verify(block_id)):
                     return i
             return end
         # From the end, so that each block is looked up once: a missing one is a new end.
@@ -114,7 +116,9 @@ class GroupCache:
             blocks = parent.block_ids[first:num_full]
             copied = parent.block_ids[num_full] if num_computed % size else None
         else:
-            blocks = [self._found(digest) for digest in digests[first:num_full]]
+            found = map(self._index.find, digests[first:num_full])
+            blocks = [block_id for block_id in found if block_id is not None]
+            assert len(blocks) == num_full - first, "they were found before"
         num_new = -(-num_tokens // size) - num_full
         if self.group.window is not None:
             most = self.group.most_blocks(num_tokens, size)
@@ -175,7 +179,7 @@ class GroupCache:
         table.num_cached = table.num_released = 0
 
     def cache(self, table: BlockTable, digests: Sequence[bytes], root: bytes) -> None:
-        """Makes its first blocks findable, whose digests these are."""
+        """Makes its first blocks findable, whose digests these are. root: for a journal alone."""
         for i in range(max(table.num_cached, table.num_released), len(digests)):
             if self._index.add(digests[i], table.block_ids[i]) and self._journal:
                 parent = digests[i - 1] if i else root
@@ -207,11 +211,6 @@ class GroupCache:
         block_id = self._index.find(digest)
         if block_id is None or (block_id in self._unverified and not self._verify(block_id)):
             return None
-        return block_id
-
-    def _found(self, digest: bytes) -> int:
-        block_id = self._index.find(digest)
-        assert block_id is not None, "it was found before"
         return block_id
 
     def _verify(self, block_id: int) -> bool:

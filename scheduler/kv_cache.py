@@ -42,6 +42,7 @@ class KVCache:
         self.block_size = block_size
         self._enable_prefix_caching = enable_prefix_caching
         used: Items[BlockJournal | None] = journals if enable_prefix_caching else ()
+        self._has_journals = bool(used)
         self._key = PROCESS_KEY
         if used and used[0]:
             self._key = used[0].key
@@ -140,10 +141,13 @@ class KVCache:
         if not self._enable_prefix_caching:
             return
         num_full = min(sequence.num_computed, len(sequence.token_ids)) // self.block_size
-        if sequence.table.num_cached >= num_full:
+        tables = sequence.tables
+        if tables[0].num_cached >= num_full:
             return
-        digests, root = self._digests(sequence, num_full), self._root(sequence)
-        for each, table in zip(self.groups, sequence.tables, strict=True):
+        digests = self._digests(sequence, num_full)
+        root = self._root(sequence) if self._has_journals else b""
+        self._first.cache(tables[0], digests, root)
+        for each, table in zip(self._others, tables[1:], strict=True):
             each.cache(table, digests, root)
 
     def record(self) -> None:
