@@ -26,7 +26,7 @@ _CLASSIFIERS = re.compile(r"For(Sequence|Token)Classification$|RewardModel$")
 _ADAPTER = (
     "adapter_config.json",
     "a LoRA adapter",
-    "merge it into its base model (`merge_and_unload` of peft) and serve the result",
+    "serve its base model with --enable-lora and name it with --lora-modules",
 )
 _OTHERS = (
     ("model_index.json", "a diffusers pipeline", "use a model that generates text"),

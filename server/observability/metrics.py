@@ -21,6 +21,7 @@ from prometheus_client.core import (
 from penstock.engine.client import EndCause, EngineClient, ModelInfo, StepReport
 from penstock.scheduler.stats import SchedulerStats, StepClass, class_of
 from penstock.scheduler.types import RequestId, Started
+from penstock.server.observability.adapters import adapter_metrics
 from penstock.server.observability.exposition import Renderer
 from penstock.server.observability.histograms import (
     LENGTHS,
@@ -462,26 +463,9 @@ class Metrics:
     def _adapters(self) -> Iterator[Metric]:
         """Of a server with --enable-lora."""
         client = self._client
-        if client is None or not client.adapters.max_loras:
-            return
-        running, waiting = client.adapters_in_use()
-        # As in vLLM: of the series that a change of labels leaves behind, the latest counts.
-        info = GaugeMetricFamily(
-            "penstock_lora_requests_info",
-            "When this was so: the adapters with a request that runs, and with one that waits",
-            labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-        )
-        names = [",".join(sorted(each)) for each in (running, waiting)]
-        info.add_metric((str(client.adapters.max_loras), *names), time.time())
-        yield info
-        requests = CounterMetricFamily(
-            "penstock_lora_adapter_requests",
-            "Requests that named a LoRA adapter, since it was loaded",
-            labels=("adapter",),
-        )
-        for name, count in client.adapters.num_requests.items():
-            requests.add_metric((name,), count)
-        yield requests
+        if client and (max_loras := client.adapters.max_loras):
+            running, waiting = client.adapters_in_use()
+            yield from adapter_metrics(max_loras, running, waiting, client.adapters.num_requests)
 
     def _engine(self, model: ModelInfo) -> Iterator[Metric]:
         """Metrics that exist once the model is loaded."""

@@ -89,7 +89,8 @@ def metrics() -> str:
 
 
 def families() -> list[Metric]:
-    """Those of a server that knows its device's peaks, and whose policy is fair."""
+    """Those of a server that knows its device's peaks, whose policy is fair, and with LoRA."""
+    from penstock.server.observability.adapters import adapter_metrics
     from penstock.server.observability.metrics import Metrics
     from tests.support.known_hardware import on_known_hardware
 
@@ -99,7 +100,7 @@ def families() -> list[Metric]:
     # Under the fair policy there is one more, and of a model with windows another.
     windows = (GroupBlocks(1024, 0, 0, 0),)
     recorded._stats = recorded.stats._replace(fairness_index=1.0, more_groups=windows)
-    return list(recorded.families())
+    return [*recorded.families(), *adapter_metrics(1, {"a"}, set(), {"a": 1})]
 
 
 def _metric_row(family: Metric) -> tuple[str, ...]:

@@ -76,10 +76,10 @@ def test_a_family_of_ours_that_we_refuse_is_not_left_to_transformers(tmp_path: P
         ),
         (
             {
-                "architectures": ["GptOssForCausalLM"],
+                "architectures": ["MixtralForCausalLM"],
                 "quantization_config": {"quant_method": "mxfp4"},
             },
-            "in the format MXFP4; the architecture GptOssForCausalLM has no implementation of our",
+            "in the format MXFP4; the architecture MixtralForCausalLM has no implementation of our",
         ),
     ],
 )
