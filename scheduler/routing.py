@@ -16,10 +16,11 @@ from penstock.scheduler.prefix import block_digest, root_digest
 _PIECE = 64
 # Of digests, for each replica: 31,250 blocks of 64 tokens are those of a large device's pool.
 _MAX_PIECES = 31_250
-# No replica has more than this multiple of the mean, plus the slack, of open or of recent requests:
-# then waiting costs more than computing the prefix again.
+# A replica that has the prefix is passed over if it has more than this multiple of the mean, plus
+# the slack, of open requests, or, while it has more of them than another, of recent ones: then
+# waiting costs more than computing the prefix again.
 _MOST_OF_MEAN = 1.25
-_SLACK = 2.0
+_OPEN_SLACK, _RECENT_SLACK = 8.0, 2.0
 # What was sent to a replica counts for so much less with each further request: of about the last
 # fifty.
 _DECAY = 0.98
@@ -112,9 +113,15 @@ class PrefixAware(Generic[Name]):
         holders = [name for name in num_open if matches[name] == longest]
         if not longest or 2 * longest < len(digests):
             holders = []
-        most_open = _limit(num_open.values())
-        most_recent = _limit(self._recent.values())
-        fit = [n for n in holders if num_open[n] < most_open and self._recent[n] < most_recent]
+        least_open = min(num_open.values())
+        most_open = _limit(num_open.values(), _OPEN_SLACK)
+        most_recent = _limit(self._recent.values(), _RECENT_SLACK)
+        fit = [
+            name
+            for name in holders
+            if num_open[name] == least_open
+            or (num_open[name] < most_open and self._recent[name] < most_recent)
+        ]
         chosen = min(fit or num_open, key=lambda name: (num_open[name], self._recent[name]))
         self._note(chosen, digests)
         return chosen
@@ -145,5 +152,5 @@ class PrefixAware(Generic[Name]):
             sent.popitem(last=False)
 
 
-def _limit(loads: Collection[float]) -> float:
-    return _MOST_OF_MEAN * sum(loads) / len(loads) + _SLACK
+def _limit(loads: Collection[float], slack: float) -> float:
+    return _MOST_OF_MEAN * sum(loads) / len(loads) + slack

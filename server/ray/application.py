@@ -22,6 +22,8 @@ _SPARE_REQUESTS = 1024
 _HEALTH_PERIOD_S = 5.0
 _HEALTH_TIMEOUT_S = 15.0
 _STATS_PERIOD_S = 0.5
+# --log-requests is Penstock's own.
+_NO_ACCESS_LOG = {"enable_access_log": False}
 
 
 def build(arguments: dict[str, Any]) -> Application:
@@ -54,10 +56,14 @@ def make_application(config: ServeConfig, scale: Scale) -> Application:
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter, request_routing_stats_period_s=_STATS_PERIOD_S
         ),
+        logging_config=_NO_ACCESS_LOG,
         **_num_replicas(scale),
     )(serve.ingress()(Replica)).bind(config)
     ingress = serve.deployment(
-        name=f"{NAME}-ingress", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=4096
+        name=f"{NAME}-ingress",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=4096,
+        logging_config=_NO_ACCESS_LOG,
     )(serve.ingress()(Ingress)).bind(config, replica)
     # Private, and what Ray's own LLM app uses. There is no other way to choose a replica by the
     # prompt without a process in each stream.

@@ -38,6 +38,8 @@ def _serve(config: ServeConfig, scale: Scale) -> None:
 
     from penstock.server.ray.application import NAME, make_application
 
+    is_ours = "RAY_ADDRESS" not in os.environ
+
     stopped = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -45,12 +47,9 @@ def _serve(config: ServeConfig, scale: Scale) -> None:
             os._exit(128 + number)  # Ray's processes end with this one
         stopped.set()
 
-    if "RAY_ADDRESS" in os.environ:
-        ray.init(log_to_driver=True)
-    else:
-        ray.init(
-            include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, log_to_driver=True
-        )
+    # None of another one's settings may be given again.
+    own = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    ray.init(log_to_driver=True, **(own if is_ours else {}))
     try:
         serve.start(http_options={"host": config.server.host, "port": config.server.port})
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -60,6 +59,6 @@ def _serve(config: ServeConfig, scale: Scale) -> None:
         while not stopped.wait(1.0):
             pass
         say("penstock: running requests may finish; a second signal ends them", sys.stderr)
-        serve.shutdown()
+        serve.shutdown() if is_ours else serve.delete(NAME)
     finally:
         ray.shutdown()

@@ -4,8 +4,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.routing import prefix_digests
 from penstock.server.prompt.chat import render_chat
@@ -28,9 +26,12 @@ def body_digests(body: bytes, encoder: PromptEncoder) -> list[bytes]:
     try:
         fields = json.loads(body)
         token_ids = _token_ids(fields, encoder)
-    except (ValueError, TypeError, ValidationError, PenstockError, TemplateTooSlow):
+        return prefix_digests(token_ids, salt=str(fields.get("cache_salt") or ""))
+    # Fields may have any type here. What is wrong with them, the replica says.
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
         return []
-    return prefix_digests(token_ids, salt=str(fields.get("cache_salt") or ""))
+    except (PenstockError, TemplateTooSlow):
+        return []
 
 
 def _token_ids(fields: dict[str, Any], encoder: PromptEncoder) -> Sequence[int]:

@@ -13,6 +13,8 @@ import yaml
 
 from penstock.server.config import ServerConfig
 from penstock.server.observability.metrics import Metrics
+from penstock.server.observability.metrics_alias import MetricsAlias
+from penstock.server.ray import environment
 from tests.support.image import IMAGES
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL
@@ -135,6 +137,40 @@ def test_kustomize_builds_each_overlay(overlay: str, tmp_path: Path) -> None:
     limits = container["resources"]["limits"]
     assert ("nvidia.com/gpu" in limits, "tolerations" in pod) == (overlay == "gpu",) * 2
     assert ("cpu" in limits) == (overlay == "cpu")
+
+
+def test_kubernetes_accepts_the_pods_of_the_ray_cluster(tmp_path: Path) -> None:
+    spec = _documents(MANIFESTS / "ray" / "rayservice.yaml")[0]["spec"]
+    cluster = spec["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **group["template"]}
+        for group in groups
+    ]
+    _validate(pods, tmp_path)
+    [application] = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    drain_s = application["args"]["shutdown-timeout"]
+    assert spec["rayClusterDeletionDelaySeconds"] > drain_s
+    assert pods[1]["spec"]["terminationGracePeriodSeconds"] > drain_s
+    for pod in pods:
+        given = {each["name"]: each["value"] for each in pod["spec"]["containers"][0]["env"]}
+        assert given == environment.variables(drain_s)
+        assert pod["spec"]["enableServiceLinks"] is False
+
+
+def test_the_inference_pool_selects_the_pods_and_their_port(tmp_path: Path) -> None:
+    objects = _built("inference-extension")
+    _validate([o for o in objects if o["kind"] != "InferencePool"], tmp_path)
+    pod = _one(objects, "Deployment")["spec"]["template"]
+    pool = _one(objects, "InferencePool")["spec"]
+    assert pool["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    [container] = pod["spec"]["containers"]
+    assert pool["targetPorts"] == [{"number": container["ports"][0]["containerPort"]}]
+    assert pod["metadata"]["labels"]["llm-d.ai/engine-type"] == "vllm"
+    assert container["args"][-2:] == ["--metrics-alias", "vllm"]
+    text = Metrics(MODEL, alias=MetricsAlias.VLLM).text().decode()
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
+        assert f"# TYPE vllm:{name} gauge" in text
 
 
 def test_no_service_puts_variables_into_the_pod_that_the_server_would_read_as_flags() -> None:
@@ -305,7 +341,7 @@ def _validate(objects: list[dict[str, Any]], directory: Path) -> None:
 
 
 def _dockerfiles() -> list[str]:
-    return [str(DOCKER / "Dockerfile"), str(DOCKER / "Dockerfile.cpu")]
+    return [str(DOCKER / f"Dockerfile{kind}") for kind in ("", ".cpu", ".ray")]
 
 
 def _tool(name: str, install: str) -> str:
