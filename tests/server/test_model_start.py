@@ -107,9 +107,9 @@ def test_an_unsupported_model_ends_the_server_with_one_sentence(
     hub: StubHub, tmp_path: Path
 ) -> None:
     config = json.loads(hub.repositories[NAME]["config.json"])
-    config["architectures"] = ["MixtralForCausalLM"]
+    config["architectures"] = ["FalconForCausalLM"]
     hub.repositories[NAME]["config.json"] = json.dumps(config).encode()
-    assert "MixtralForCausalLM" in refusal(NAME)
+    assert "FalconForCausalLM" in refusal(NAME)
     assert "has no model of that name" in refusal("someone/other")
     (tmp_path / "empty").mkdir()
     assert "is empty" in refusal(str(tmp_path / "empty"))

@@ -142,7 +142,7 @@ def test_a_tokenizer_that_must_be_converted_comes_with_all_its_files(
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM"),
         ({"quantization_config": {"quant_method": "hqq"}}, "the format HQQ"),
         ({"hidden_size": "wide"}, "'hidden_size' must be a positive integer"),
     ],
