@@ -180,6 +180,7 @@ def tested_families() -> str:
 
 def fallback() -> str:
     """The classes of transformers that the tests call over the paged KV cache."""
+    from penstock.engine.models.families import FAMILIES
     from tests.support.other_decoders import OTHER_DECODERS, architecture_of
 
     rows = [
