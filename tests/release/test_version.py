@@ -9,7 +9,7 @@ import pytest
 from tests.release import version
 from tests.support.paths import ROOT
 
-_IMAGE = re.compile(r"(?:-t|image:|:/cache) (penstock(?::[\w.-]+)?)\b")
+_IMAGE = re.compile(r"(?:-t|image:|:/cache) (penstock(?:-ray)?(?::[\w.-]+)?)(?![\w-])")
 
 
 def test_every_place_has_the_version_of_pyproject() -> None:
@@ -46,6 +46,7 @@ def test_an_image_is_named_by_this_version_wherever_it_is_named() -> None:
         if file.is_file()
         for image in _IMAGE.findall(file.read_text(encoding="utf-8"))
     }
-    ours = (f"penstock:{version.version()}", f"penstock:{version.version()}-cpu")
+    number = version.version()
+    ours = (f"penstock:{number}", f"penstock:{number}-cpu", f"penstock-ray:{number}")
     assert len(images) >= 6
     assert {each for each in images if each[1] not in ours} == set()
