@@ -25,6 +25,7 @@ FILES = (
     "tests/engine/kernels/test_blocks.py",
     "tests/engine/sampling/test_sampler.py",
     "tests/engine/kernels/test_codes.py",
+    "tests/engine/kernels/test_experts.py",
     "tests/engine/kernels/test_scaled.py",
     "tests/engine/models/test_fused_linear.py",
 )
