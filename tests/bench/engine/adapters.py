@@ -24,24 +24,11 @@ from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.models.config import ModelConfig
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
+from tests.bench.peers.models import SHAPES
 from tests.support.adapters import LinearShapes, save_adapter
 from tests.support.stepping import SteppedEngine
 
 _STREAMS, _RANK = 8, 16
-# Of SmolLM2-135M.
-_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100000,
-    "tie_word_embeddings": True,
-}
 
 
 def main() -> None:
@@ -55,7 +42,7 @@ def main() -> None:
 
 
 def _measure(directory: Path, options: argparse.Namespace) -> None:
-    (directory / "config.json").write_text(json.dumps(_CONFIG))
+    (directory / "config.json").write_text(json.dumps(SHAPES["135m"]))
     plain, adapted = (_engine(directory, options.threads, lora) for lora in (None, LoraConfig()))
     assert isinstance(adapted.executor, CpuExecutor)
     ids: list[str | None] = []
