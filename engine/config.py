@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.config import Batching, SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 
 
@@ -129,6 +129,8 @@ class EngineConfig:
     stall_timeout_s: see `penstock.engine.ipc.stall`.
     kv_memory: the descriptor of memory for keys and values that outlives the engine process; the
     server sets it (see `penstock.engine.memory.kept`).
+    kv_offload_dir: where blocks of keys and values are written that no sequence uses, and
+    kv_offload_bytes the most that all files there may take; None for nowhere.
     scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),
     at most one step every scripted_step_s. lora: None where no adapters can be loaded.
     """
@@ -154,6 +156,8 @@ class EngineConfig:
     max_engine_restarts: int = 10
     stall_timeout_s: float = 120.0
     kv_memory: int | None = None
+    kv_offload_dir: str | None = None
+    kv_offload_bytes: int = 10 * 2**30
     scripted: bool = False
     scripted_step_s: float = 0.0
     lora: LoraConfig | None = None
@@ -173,6 +177,7 @@ class EngineConfig:
                 f"--engine-stall-timeout is {self.stall_timeout_s:g}; it must be at least 3 "
                 "seconds, since an engine that is well may show no sign of life for one"
             )
+        self._check_offload()
         if self.quantization_report and self.quantization is None:
             raise InvalidConfig(
                 f"--quantization-report needs --quantization {'|'.join(Quantization)}"
@@ -181,4 +186,20 @@ class EngineConfig:
             raise InvalidConfig(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it is a share of the "
                 "GPU's memory, more than 0 and at most 1"
+            )
+
+    def _check_offload(self) -> None:
+        if self.kv_offload_bytes < 1:
+            raise InvalidConfig("--kv-offload-gb must be more than 0")
+        if self.kv_offload_dir is None:
+            return
+        if not self.scheduler.enable_prefix_caching:
+            raise InvalidConfig(
+                "--kv-offload-dir cannot be combined with --no-enable-prefix-caching, without "
+                "which no block is found again; leave one of them out"
+            )
+        if self.scheduler.batching is not Batching.CONTINUOUS:
+            raise InvalidConfig(
+                f"--kv-offload-dir cannot be combined with --batching {self.scheduler.batching}: a "
+                "prompt whose blocks are being read would miss its batch; leave one of them out"
             )

@@ -4,6 +4,7 @@ A model's layers are in one or more groups (`penstock.scheduler.groups`), each w
 each sequence, a table of its own. What a sequence can continue from must be in all of them.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.prefix import PROCESS_KEY, block_digest, root_digest
 from penstock.scheduler.sequence import Sequence, Status
 from penstock.scheduler.stats import GroupBlocks
+from penstock.scheduler.tier import BlockTier, TierBlock
 from penstock.scheduler.types import BlockCopy, TableUpdate
 
 
@@ -29,7 +31,8 @@ class KVCache:
     """The blocks of every sequence.
 
     With journals, one for each group, blocks that an earlier engine computed are findable too, each
-    once its content has been verified.
+    once its content has been verified. A tier gets the blocks that sequences give back; if there
+    are journals too, its key is theirs.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class KVCache:
         block_size: int,
         enable_prefix_caching: bool,
         journals: Items[BlockJournal] = (),
+        tier: BlockTier | None = None,
     ) -> None:
         self.block_size = block_size
         self._enable_prefix_caching = enable_prefix_caching
@@ -46,9 +50,13 @@ class KVCache:
         self._key = PROCESS_KEY
         if used and used[0]:
             self._key = used[0].key
+        if tier is not None:
+            assert not used or self._key == tier.key, "journals have the key of the tier"
+            self._key = tier.key
+        each_used = used or (None,) * len(groups)
         self.groups = [
-            GroupCache(group, block_size, journal)
-            for group, journal in zip(groups, used or (None,) * len(groups), strict=True)
+            GroupCache(group, block_size, journal, tier, number)
+            for number, (group, journal) in enumerate(zip(groups, each_used, strict=True))
         ]
         self._first, *self._others = self.groups
         self._windowed = [
@@ -107,6 +115,25 @@ class KVCache:
                 target = table.block_ids[share.first + len(share.blocks)]
                 copies.append(BlockCopy(share.copied, target, group=index))
         return copies
+
+    def beyond(self, sequence: Sequence, num_cached: int) -> tuple[list[TierBlock], int]:
+        """What is to be loaded from the tier so that more of its tokens are cached than num_cached,
+        and how many these are then."""
+        digests = self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size)
+        end = self._agreed(digests, [each.longest_reach for each in self.groups])
+        if end * self.block_size <= num_cached:
+            return [], num_cached
+        blocks = [
+            TierBlock(group, digest)
+            for group, each in enumerate(self.groups)
+            for digest in each.missing(digests[:end])
+        ]
+        return blocks, end * self.block_size
+
+    def refresh(self, admission: Admission) -> None:
+        """The cached blocks of a sequence that is to be admitted are evicted after all others."""
+        for each, share in zip(self.groups, admission.shares, strict=True):
+            each.refresh(share.blocks)
 
     def grow(self, sequence: Sequence, num_tokens: int, updates: list[TableUpdate]) -> None:
         """Appends blocks to its tables, as many as so many tokens need."""
@@ -192,13 +219,19 @@ class KVCache:
         if not self._enable_prefix_caching or sequence.needs_whole_prompt:
             return []
         digests = self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size)
+        return digests[: self._agreed(digests, [each.longest_hit for each in self.groups])]
+
+    def _agreed(
+        self, digests: list[bytes], longest: list[Callable[[list[bytes], int], int]]
+    ) -> int:
+        """After how many blocks a sequence can continue in all groups."""
         end, num_agreed, index = len(digests), 0, 0
         # Each group may shorten it, until all of them in a row leave it as it is.
-        while num_agreed < len(self.groups):
-            found = self.groups[index].longest_hit(digests, end)
+        while num_agreed < len(longest):
+            found = longest[index](digests, end)
             num_agreed = num_agreed + 1 if found == end else 1
-            end, index = found, (index + 1) % len(self.groups)
-        return digests[:end]
+            end, index = found, (index + 1) % len(longest)
+        return end
 
     def _digests(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """The digests of its first blocks, each computed once in the sequence's life."""

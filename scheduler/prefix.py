@@ -2,9 +2,9 @@
 
 A block's digest is chained over its tokens and its parent's digest, back to salt and adapter, so
 equal digests mean equal tokens at equal positions under an equal salt and adapter. It is a 128-bit
-BLAKE2 with a secret random key, which is the process's own, or the journal's where blocks outlive
-the process: no client can prepare two prompts with equal digests, so a hit needs no comparison of
-tokens. (A 64-bit hash would: vLLM moved to SHA-256 for that reason.)
+BLAKE2 with a secret random key, which is the process's own, or the journal's or the tier's where
+blocks outlive the process: no client can prepare two prompts with equal digests, so a hit needs no
+comparison of tokens. (A 64-bit hash would: vLLM moved to SHA-256 for that reason.)
 
 Evictable blocks are evicted in least-recently-used order. A sequence releases its last block first,
 so a block is always evicted before its parent, and every cached block can be found from the root.
@@ -61,6 +61,10 @@ class PrefixIndex:
         self._block_of[digest] = block_id
         self._digest_of[block_id] = digest
         return True
+
+    def digest_of(self, block_id: int) -> bytes | None:
+        """None where it is not findable."""
+        return self._digest_of.get(block_id)
 
     def is_cached(self, block_id: int) -> bool:
         return block_id in self._digest_of

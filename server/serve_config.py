@@ -85,6 +85,8 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
             gpu_memory_utilization=options.gpu_memory_utilization,
             enforce_eager=options.enforce_eager,
             num_threads=options.num_threads,
+            kv_offload_dir=str(options.kv_offload_dir) if options.kv_offload_dir else None,
+            kv_offload_bytes=int(options.kv_offload_gb * 2**30),
             calibration=str(options.calibration) if options.calibration else None,
             max_num_queued_reqs=options.max_num_queued_reqs,
             max_engine_restarts=options.max_engine_restarts,

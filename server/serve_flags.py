@@ -318,6 +318,24 @@ def _add_memory_flags(group: "argparse._ArgumentGroup") -> None:
         default=True,
         help="share the KV blocks of prompts that begin alike (default: on)",
     )
+    flag(
+        "--kv-offload-dir",
+        type=Path,
+        metavar="DIR",
+        help="write KV blocks to files in this directory when no sequence uses them any more, and "
+        "read them when a prompt begins with them and that is quicker than computing it, after a "
+        "restart too; several servers and models may share it. They are what prompts said: keep "
+        "the directory private (default: blocks end with their memory)",
+    )
+    flag(
+        "--kv-offload-gb",
+        type=float,
+        metavar="GIB",
+        default=10.0,
+        help="most GiB that all files in --kv-offload-dir may take, of every server and model "
+        "that uses it; those that were used least recently are removed. Memory is limited by "
+        "--kv-cache-memory-bytes alone (default: %(default)s)",
+    )
 
 
 def _add_scheduling_flags(group: "argparse._ArgumentGroup") -> None:

@@ -1,10 +1,12 @@
 """What the scheduler's tests share: requests in a word, and a driver for the halves of a step."""
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.scripted import ScriptedExecutor, Slot, mix, scripted_info
+from penstock.engine.memory.disk_tier import BlockMemory, DiskTier
 from penstock.engine.memory.kept import KeptMemory
 from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
@@ -160,9 +162,10 @@ class Driver:
         kept: KeptMemory | None = None,
         windows: tuple[int | None, ...] = (None,),
         more_blocks: tuple[int, ...] = (),
+        make_tier: Callable[[BlockMemory], DiskTier] | None = None,
     ) -> None:
         """drafts: on a `DraftingExecutor`. kept: where the pool is, else. windows, more_blocks: of
-        groups of layers."""
+        groups of layers. make_tier: of one without threads."""
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
         self.config = config
         info = scripted_info(
@@ -174,14 +177,18 @@ class Driver:
             more_blocks=more_blocks,
         )
         self.executor: ScriptedExecutor = (
-            DraftingExecutor(info) if drafts else ScriptedExecutor(info, paranoid=True, kept=kept)
+            DraftingExecutor(info)
+            if drafts
+            else ScriptedExecutor(info, paranoid=True, kept=kept, make_tier=make_tier)
         )
+        self.tier: DiskTier | None = self.executor.tier  # type: ignore[assignment]
         self.scheduler = Scheduler(
             config,
             groups=self.executor.info.kv_groups,
             block_size=block_size,
             max_model_len=max_model_len,
             journals=self.executor.journals,
+            tier=self.tier,
         )
         self.launched: deque[PendingTokens] = deque()
         self.batches: list[ScheduledBatch] = []
@@ -230,6 +237,8 @@ class Driver:
         for _ in range(max_steps):
             if not self.scheduler.has_work:
                 return
+            if self.tier:
+                self.tier.work()
             self.step()
             self.now += 0.01
         raise AssertionError(f"requests are still open after {max_steps} steps")

@@ -157,6 +157,10 @@ class CudaExecutor:
     def journals(self) -> tuple[()]:
         return ()
 
+    @property
+    def tier(self) -> None:
+        return None
+
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
         return self._grammars.prepare(request)

@@ -54,6 +54,7 @@ from penstock.engine.memory.kv_pool import (
     size_pool,
 )
 from penstock.engine.memory.machine import num_cores
+from penstock.engine.memory.offload import refuse_offload
 from penstock.engine.model_info import ModelInfo, QuantizationInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
@@ -118,6 +119,7 @@ def build_cuda_executor(
             "--enable-lora: LoRA adapters are computed on the CPU alone so far; use --device "
             "cpu, or serve a model into which the adapter is merged"
         )
+    refuse_offload(config, "on a GPU")
     try:
         return _Setup(config, model_dir, gpu, phases).build()
     except RuntimeError as error:
