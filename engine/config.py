@@ -130,7 +130,7 @@ class EngineConfig:
     kv_memory: the descriptor of memory for keys and values that outlives the engine process; the
     server sets it (see `penstock.engine.memory.kept`).
     kv_offload_dir: where blocks of keys and values are written that no sequence uses, and
-    kv_offload_bytes the most that all files there may take; None for nowhere.
+    kv_offload_bytes the most that all files there may take, None for 10 GiB; None for nowhere.
     scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),
     at most one step every scripted_step_s. lora: None where no adapters can be loaded.
     """
@@ -157,7 +157,7 @@ class EngineConfig:
     stall_timeout_s: float = 120.0
     kv_memory: int | None = None
     kv_offload_dir: str | None = None
-    kv_offload_bytes: int = 10 * 2**30
+    kv_offload_bytes: int | None = None
     scripted: bool = False
     scripted_step_s: float = 0.0
     lora: LoraConfig | None = None
@@ -189,9 +189,12 @@ class EngineConfig:
             )
 
     def _check_offload(self) -> None:
-        if self.kv_offload_bytes < 1:
-            raise InvalidConfig("--kv-offload-gb must be more than 0")
         if self.kv_offload_dir is None:
+            if self.kv_offload_bytes is not None:
+                raise InvalidConfig(
+                    "--kv-offload-gb is the limit of a directory: name it with --kv-offload-dir, "
+                    "or leave the flag out"
+                )
             return
         if not self.scheduler.enable_prefix_caching:
             raise InvalidConfig(

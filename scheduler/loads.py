@@ -73,6 +73,8 @@ class Loads:
 
     def num_within_reach(self, sequence: Sequence, num_cached: int) -> int:
         """How many of its first tokens need not be computed, if the pool has num_cached."""
+        if sequence.needs_whole_prompt:
+            return num_cached
         blocks, end = self._kv.beyond(sequence, num_cached)
         return end if blocks and self._pays(num_cached, end, self._new(blocks)) else num_cached
 

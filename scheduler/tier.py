@@ -19,8 +19,8 @@ class TierBlock(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A load that has ended. is_intact: whether the pool's block has the content now; else nothing
-    has been written to it."""
+    """A load that has ended. is_intact: whether the pool's block has the content now; else it may
+    have any."""
 
     block: TierBlock
     is_intact: bool
@@ -73,7 +73,8 @@ class BlockTier(Protocol):
         ...
 
     def flush(self) -> None:
-        """Returns when what was stored is where it goes. The process is about to end."""
+        """Returns when what was stored is where it goes, or cannot be brought there in a few
+        seconds."""
         ...
 
     def stats(self) -> TierStats:

@@ -331,10 +331,9 @@ def _add_memory_flags(group: "argparse._ArgumentGroup") -> None:
         "--kv-offload-gb",
         type=float,
         metavar="GIB",
-        default=10.0,
         help="most GiB that all files in --kv-offload-dir may take, of every server and model "
         "that uses it; those that were used least recently are removed. Memory is limited by "
-        "--kv-cache-memory-bytes alone (default: %(default)s)",
+        "--kv-cache-memory-bytes alone (default: 10)",
     )
 
 

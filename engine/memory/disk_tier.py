@@ -27,6 +27,8 @@ _TOUCH_S = 60.0
 _SCAN_S = 60.0
 # After a write failed, as where the disk is full.
 _WRITE_PAUSE_S = 30.0
+# What is not written by then, when the process is about to end, is not written.
+_FLUSH_S = 5.0
 # Of the measured bandwidth, each new measurement is this share; and each load that was not begun
 # moves it as far back to what was measured at the start, so that a disk gets another chance.
 _NEW_SHARE = 0.3
@@ -184,7 +186,7 @@ class DiskTier:
     def flush(self) -> None:
         is_done = threading.Event()
         self._writes.put(is_done.set)
-        is_done.wait()
+        is_done.wait(_FLUSH_S)
 
     # What threads do.
 
@@ -195,7 +197,10 @@ class DiskTier:
         is_paused = started_s < self._write_after_s
         content = None if is_paused else self._memory.read(*where)
         # Withdrawn before this line, it may have been written to while it was copied.
-        if self._stores.pop(where, None) is not token or content is None:
+        if self._stores.get(where) is not token:
+            return
+        self._stores.pop(where, None)
+        if content is None:
             return
         try:
             self._files.write(block, content)

@@ -10,13 +10,15 @@ from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT_BYTES = 10 * 2**30
+
 
 def block_files(config: EngineConfig, identity: bytes) -> BlockFiles | None:
     """None without --kv-offload-dir. identity: see `BlockFiles`. Raises InvalidConfig."""
     if config.kv_offload_dir is None:
         return None
     directory = Path(config.kv_offload_dir).expanduser()
-    return BlockFiles(directory, identity, config.kv_offload_bytes)
+    return BlockFiles(directory, identity, config.kv_offload_bytes or _DEFAULT_BYTES)
 
 
 def disk_tier(files: BlockFiles, memory: BlockMemory) -> DiskTier:

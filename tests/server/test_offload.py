@@ -57,7 +57,8 @@ def test_a_server_reads_the_blocks_of_the_one_before_for_the_same_key_alone(tmp_
         (("--kv-offload-dir", "/proc/nowhere"), "--kv-offload-dir /proc/nowhere cannot be used"),
         (("--kv-offload-dir", "x", "--no-enable-prefix-caching"), "leave one of them out"),
         (("--kv-offload-dir", "x", "--batching", "static"), "would miss its batch"),
-        (("--kv-offload-dir", "x", "--kv-offload-gb", "0"), "must be more than 0"),
+        (("--kv-offload-dir", "x", "--kv-offload-gb", "0"), "must be more than 0, and finite"),
+        (("--kv-offload-gb", "5"), "name it with --kv-offload-dir"),
     ],
 )
 def test_a_directory_that_cannot_be_used_is_an_error_at_the_start(
