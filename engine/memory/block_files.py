@@ -49,6 +49,17 @@ _PROBE_BYTES = 32 * 2**20
 class Unreadable(Exception):
     """A block's file is missing, cut off, changed, or of something else."""
 
+    is_missing = False
+
+
+class Missing(Unreadable):
+    """It is not there."""
+
+    is_missing = True
+
+    def __init__(self) -> None:
+        super().__init__("missing")
+
 
 class File(NamedTuple):
     path: str
@@ -136,7 +147,7 @@ class BlockFiles:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise Unreadable("missing") from None
+            raise Missing from None
         found = bytearray(HEADER_BYTES + num_bytes + 1)
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             length = 0

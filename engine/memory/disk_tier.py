@@ -249,7 +249,9 @@ class DiskTier:
             self._known.pop(block, None)
             self._files.remove(block)
             self._count(damaged_blocks_total=1)
-            logger.warning(
+            logger.log(
+                # Another server that keeps the limit removes files too.
+                logging.DEBUG if error.is_missing else logging.WARNING,
                 "a file of --kv-offload-dir is %s; its block of keys and values is computed again",
                 error,
             )
