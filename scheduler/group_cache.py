@@ -8,11 +8,13 @@ such as a recurrent state after some of the blocks, can answer by the same diges
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from penstock.scheduler.blocks import BlockAllocator, BlockTable
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.journal import BlockJournal, StoredBlock
+from penstock.scheduler.kv_events import KVEvents
 from penstock.scheduler.prefix import PrefixIndex
 from penstock.scheduler.stats import GroupBlocks
 from penstock.scheduler.tier import BlockTier, TierBlock
@@ -43,9 +45,10 @@ class GroupCache:
         block_size: int,
         journal: BlockJournal | None,
         tier: BlockTier | None = None,
+        events: KVEvents | None = None,
         number: int = 0,
     ) -> None:
-        """number: of the group, by which the tier knows it."""
+        """number: of the group, by which the tier and events know it."""
         self.group = group
         self._block_size = block_size
         self._journal = journal
@@ -56,7 +59,8 @@ class GroupCache:
         self._unverified = {block.block_id for block in survivors}
         self._unrecorded: list[StoredBlock] = []  # of the step that runs
         self._allocator = BlockAllocator(group.num_blocks, self._unverified)
-        self._index = PrefixIndex()
+        on_removed = partial(events.on_removed, number) if events is not None else None
+        self._index = PrefixIndex(on_removed)
         for block in survivors:
             is_new = self._index.add(block.digest, block.block_id)
             assert is_new, f"the journal has {block} twice"
@@ -247,6 +251,9 @@ class GroupCache:
             blocks, self._unrecorded = self._unrecorded, []
             find = self._index.find
             self._journal.record([b for b in blocks if find(b.digest) == b.block_id])
+
+    def is_findable(self, digest: bytes) -> bool:
+        return self._index.find(digest) is not None
 
     def forget(self, table: BlockTable, digests: Sequence[bytes]) -> None:
         """Makes the blocks of a table, and those with these digests, unfindable."""

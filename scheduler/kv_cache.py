@@ -12,6 +12,7 @@ from penstock.scheduler.blocks import BlockTable
 from penstock.scheduler.group_cache import GroupCache, Share
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.journal import BlockJournal
+from penstock.scheduler.kv_events import KVEvents
 from penstock.scheduler.prefix import PROCESS_KEY, block_digest, root_digest
 from penstock.scheduler.sequence import Sequence, Status
 from penstock.scheduler.stats import GroupBlocks
@@ -42,6 +43,7 @@ class KVCache:
         enable_prefix_caching: bool,
         journals: Items[BlockJournal] = (),
         tier: BlockTier | None = None,
+        events: KVEvents | None = None,
     ) -> None:
         self.block_size = block_size
         self._enable_prefix_caching = enable_prefix_caching
@@ -55,9 +57,10 @@ class KVCache:
             self._key = tier.key
         each_used = used or (None,) * len(groups)
         self.groups = [
-            GroupCache(group, block_size, journal, tier, number)
+            GroupCache(group, block_size, journal, tier, events, number)
             for number, (group, journal) in enumerate(zip(groups, each_used, strict=True))
         ]
+        self._events = events if enable_prefix_caching else None
         self._first, *self._others = self.groups
         self._windowed = [
             (index, cache)
@@ -114,6 +117,8 @@ class KVCache:
             if share.copied is not None:
                 target = table.block_ids[share.first + len(share.blocks)]
                 copies.append(BlockCopy(share.copied, target, group=index))
+        if self._events is not None:
+            self._tell(self._events, sequence, 0, admission.num_computed // self.block_size)
         return copies
 
     def beyond(self, sequence: Sequence, num_cached: int) -> tuple[list[TierBlock], int]:
@@ -171,11 +176,13 @@ class KVCache:
         tables = sequence.tables
         if tables[0].num_cached >= num_full:
             return
-        digests = self._digests(sequence, num_full)
+        digests, start = self._digests(sequence, num_full), tables[0].num_cached
         root = self._root(sequence) if self._has_journals else b""
         self._first.cache(tables[0], digests, root)
         for each, table in zip(self._others, tables[1:], strict=True):
             each.cache(table, digests, root)
+        if self._events is not None:
+            self._tell(self._events, sequence, start, num_full)
 
     def record(self) -> None:
         """The step that was launched last has completed, so its findable blocks may outlive this
@@ -241,6 +248,11 @@ class KVCache:
             token_ids = sequence.token_ids[i * size : (i + 1) * size]
             digests.append(block_digest(parent, token_ids, self._key))
         return digests[:num_blocks]
+
+    def _tell(self, events: KVEvents, sequence: Sequence, start: int, end: int) -> None:
+        end = min(end, len(sequence.block_digests))  # a fork has no digests yet
+        for group, each in enumerate(self.groups):
+            events.tell(group, sequence, start, end, each.is_findable)
 
     def _root(self, sequence: Sequence) -> bytes:
         return root_digest(sequence.request.cache_salt, sequence.request.adapter, self._key)

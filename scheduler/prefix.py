@@ -15,6 +15,7 @@ a block is of use without those far before it.
 import os
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
@@ -39,7 +40,9 @@ def block_digest(parent: bytes, token_ids: list[int], key: bytes = PROCESS_KEY) 
 class PrefixIndex:
     """Digests to blocks, and the evictable blocks, the least recently used first."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_removed: Callable[[bytes], None] | None = None) -> None:
+        """on_removed: gets the digest of each block that is no longer findable."""
+        self._on_removed = on_removed
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -84,13 +87,18 @@ class PrefixIndex:
         """A block is no longer findable, if it was, and so no longer evictable."""
         digest = self._digest_of.pop(block_id, None)
         if digest is not None:
-            del self._block_of[digest]
             self._evictable.pop(block_id, None)
+            self._remove(digest)
 
     def evict(self) -> int | None:
         """The least recently used evictable block, no longer findable; None where there is none."""
         if not self._evictable:
             return None
         block_id, _ = self._evictable.popitem(last=False)
-        del self._block_of[self._digest_of.pop(block_id)]
+        self._remove(self._digest_of.pop(block_id))
         return block_id
+
+    def _remove(self, digest: bytes) -> None:
+        del self._block_of[digest]
+        if self._on_removed is not None:
+            self._on_removed(digest)

@@ -38,6 +38,7 @@ from penstock.scheduler.forecast import Ahead
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.kv_cache import KVCache
+from penstock.scheduler.kv_events import KVEvents
 from penstock.scheduler.loads import Loads
 from penstock.scheduler.outputs import output_of, with_prompts
 from penstock.scheduler.policy import may_start_batch, victim
@@ -74,10 +75,11 @@ class Scheduler:
         step_model: LiveStepModel | None = None,
         journals: Items[BlockJournal] = (),
         tier: BlockTier | None = None,
+        events: KVEvents | None = None,
     ) -> None:
         """groups: of the model's layers. step_model: without it targets have no effect. journals:
         one for each group, where the blocks outlive this process. tier: for continuous batching
-        with prefix caching.
+        with prefix caching. events: is told which blocks can be found.
 
         Raises InvalidConfig where one sequence of max_model_len would not fit the blocks.
         """
@@ -91,7 +93,7 @@ class Scheduler:
                 )
         self._config = config
         self._max_model_len = max_model_len
-        self._kv = KVCache(groups, block_size, config.enable_prefix_caching, journals, tier)
+        self._kv = KVCache(groups, block_size, config.enable_prefix_caching, journals, tier, events)
         self._targets = Targets(config, step_model)
         self._loads = Loads(self._kv, tier, self._targets.compute_s) if tier is not None else None
         self._waiting = queue_for(config.policy)

@@ -87,6 +87,7 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
             enforce_eager=options.enforce_eager,
             num_threads=options.num_threads,
             kv_offload_dir=str(options.kv_offload_dir) if options.kv_offload_dir else None,
+            kv_events=options.kv_events_config,
             kv_offload_bytes=_gib(options.kv_offload_gb),
             calibration=str(options.calibration) if options.calibration else None,
             max_num_queued_reqs=options.max_num_queued_reqs,

@@ -27,6 +27,7 @@ from penstock.engine import logs
 from penstock.engine.adapter_commands import load_first
 from penstock.engine.config import EngineConfig
 from penstock.engine.executor import Executor
+from penstock.engine.ipc.kv_events import KVEventPublisher
 from penstock.engine.log_writer import flush_all
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Failed, FromEngine, OnWire, Ready, SubmitAlike, ToEngine
@@ -36,6 +37,7 @@ from penstock.engine.phases import Phases
 from penstock.engine.step_times import first_step_model
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.forecast import prefill_s
+from penstock.scheduler.kv_events import KVEvents
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.tier import BlockTier
@@ -151,6 +153,10 @@ def serve(
     assert not ((executor.journals or executor.tier) and executor.runs_ahead), executor
     if executor.tier is not None:
         at_end.append(executor.tier.flush)
+    events = publisher = None
+    if config.kv_events is not None:
+        events = KVEvents(info.block_size)
+        publisher = KVEventPublisher(config.kv_events, info.kv_groups, info.block_size)
     scheduler = Scheduler(
         config.scheduler,
         groups=info.kv_groups,
@@ -158,6 +164,7 @@ def serve(
         max_model_len=info.max_model_len,
         journals=executor.journals,
         tier=executor.tier,
+        events=events,
         step_model=step_model,
     )
     if executor.tier is not None:
@@ -166,7 +173,21 @@ def serve(
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection during a step needs to visit it
     pipe.send(Ready(info, adapters))
-    EngineLoop(scheduler, executor, pipe, pipe.send, step_model=step_model).run()
+    send = pipe.send
+    if events is not None and publisher is not None:
+        send = partial(_send_and_publish, pipe.send, events, publisher)
+    EngineLoop(scheduler, executor, pipe, send, step_model=step_model).run()
+
+
+def _send_and_publish(
+    send: Callable[[FromEngine], None],
+    events: KVEvents,
+    publisher: KVEventPublisher,
+    message: FromEngine,
+) -> None:
+    """Events of a step go out with its report."""
+    send(message)
+    publisher.publish(events.take())
 
 
 def _log_what_loading_takes(tier: BlockTier, step_model: LiveStepModel, info: ModelInfo) -> None:

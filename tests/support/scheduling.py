@@ -11,6 +11,7 @@ from penstock.engine.memory.kept import KeptMemory
 from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.group_cache import GroupCache
+from penstock.scheduler.kv_events import KVEvents
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import (
     AcceptedDraft,
@@ -163,6 +164,7 @@ class Driver:
         windows: tuple[int | None, ...] = (None,),
         more_blocks: tuple[int, ...] = (),
         make_tier: Callable[[BlockMemory], DiskTier] | None = None,
+        events: KVEvents | None = None,
     ) -> None:
         """drafts: on a `DraftingExecutor`. kept: where the pool is, else. windows, more_blocks: of
         groups of layers. make_tier: of one without threads."""
@@ -189,6 +191,7 @@ class Driver:
             max_model_len=max_model_len,
             journals=self.executor.journals,
             tier=self.tier,
+            events=events,
         )
         self.launched: deque[PendingTokens] = deque()
         self.batches: list[ScheduledBatch] = []
