@@ -158,20 +158,22 @@ class Sizing:
 
     @property
     def layout(self) -> KVLayout:
-        return KVLayout.of(self.model.windows, self.model.max_model_len)
+        return self.model.kv_layout(self.model.max_model_len)
 
     @property
     def _pools(self) -> list[GroupPool]:
         return self.layout.pools(self.model.kv_shape, _BLOCK_SIZE, self._kv_itemsize)
 
     def read_bytes(self, context: int) -> int:
-        """Keys and values that a decode step reads of one sequence: in a layer with a window, no
-        more than the window."""
+        """Keys and values that a decode step reads of one sequence, in a layer with a window no
+        more than the window, and its recurrent state."""
         layer_bytes = self.model.kv_shape.layer_bytes_per_token(self._kv_itemsize)
-        return layer_bytes * sum(
+        state = self.layout.state
+        num_read = sum(
             num_layers * min(context, window or context)
             for window, num_layers in self.model.num_layers_by_window.items()
         )
+        return layer_bytes * num_read + (0 if state is None else state.num_bytes)
 
     @property
     def _kv_itemsize(self) -> int:
