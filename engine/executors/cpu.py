@@ -228,7 +228,7 @@ class CpuExecutor:
         self._token_table = torch.zeros(max_num_seqs, size.max_model_len + 1, dtype=torch.int64)
         # The same memory: a number takes numpy a tenth of torch's time.
         self._tokens = self._token_table.numpy()
-        num_groups = len(self._pool.groups)
+        num_groups = len(self._pool.all_groups)
         tables = torch.zeros(num_groups, max_num_seqs, max_blocks, dtype=torch.int32)
         self._group_tables = tables.unbind()
         self._block_tables = tables if num_groups > 1 else tables[0]
@@ -273,14 +273,14 @@ class CpuExecutor:
             slot, token_ids, num_prompt_tokens, _, sampling, seed, *_ = assignment
             self._token_table[slot, : len(token_ids)] = self._tensor(token_ids)
             for group, block_ids in enumerate(assignment.tables):
-                self._pool.groups[group].reach(block_ids)
+                self._pool.all_groups[group].reach(block_ids)
                 self._group_tables[group][slot, : len(block_ids)] = self._tensor(block_ids)
             self._prompt_lengths[slot] = num_prompt_tokens
             self._sampler.assign(slot, sampling, seed)
             self._grammars.assign(assignment)
             self._prompts.assign(assignment)
             self._adapters.assign(assignment)
-        for group, pool in enumerate(self._pool.groups):
+        for group, pool in enumerate(self._pool.all_groups):
             updates = [update for update in batch.table_updates if update.group == group]
             if updates:
                 pool.reach(update.block_id for update in updates)

@@ -152,24 +152,25 @@ class KVPools:
                     for shape, num in zip(shapes, num_blocks, strict=True)
                 ]
             )
-        self._pools = [
+        self.groups = [
             KVPool(shape, num, block_size, dtype, device, each)
             for shape, num, each in zip(shapes, num_blocks, maps, strict=True)
         ]
         self._states = states
-        self.groups: list[KVPool | StatePool] = [*self._pools]
+        # In the order in which the scheduler has them.
+        self.all_groups: list[KVPool | StatePool] = [*self.groups]
         if states is not None:
-            self.groups.append(states)
+            self.all_groups.append(states)
         self._places = [layout.place_of(index) for index in range(len(layout.group_of))]
 
     @property
     def journals(self) -> tuple[Journal, ...]:
         """Of the blocks of each group, where they outlive this process; else none."""
-        return tuple(pool.journal for pool in self._pools if pool.journal is not None)
+        return tuple(pool.journal for pool in self.groups if pool.journal is not None)
 
     def layer(self, index: int) -> tuple[KVPages, KVPages]:
         group, number = self._places[index]
-        return self._pools[group].layer(number)
+        return self.groups[group].layer(number)
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
         assert self._states is not None

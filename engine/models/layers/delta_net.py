@@ -122,7 +122,8 @@ def torch_recurrence(
 
 def _heads(config: DeltaNetConfig, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of each value head: two of (num_value_heads, key_dim), and (num_value_heads, value_dim)."""
-    query, key, value = mixed.split((config.num_keys, config.num_keys, config.num_values))
+    sizes = [config.num_keys, config.num_keys, config.num_values]
+    query, key, value = torch.split(mixed, sizes)
     num_served = config.num_value_heads // config.num_key_heads
 
     def served(x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def test_a_sequence_goes_on_from_a_snapshot_that_another_step_took(
     made.token_table[2] = made.token_table[0]
     for state, length in ((4, 12), (5, 40)):
         assert isinstance(made.pool, KVPools)
-        made.pool.groups[1].copy([(state, 2)])
+        made.pool.all_groups[1].copy([(state, 2)])
         (found,) = made.run([(2, length, PROMPT_LEN - length)])
         torch.testing.assert_close(found, expected[0, length:], atol=TOLERANCE, rtol=0)
 
