@@ -11,6 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.engine.config import Quantization
+from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.executors.cuda.device import Interpreter
+from penstock.engine.executors.cuda.setup import build_cuda_executor
+from penstock.engine.memory.kv_layout import divide, longest_that_fits
 from penstock.engine.memory.kv_pool import KVPools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.delta_net import DeltaNetConfig
@@ -25,6 +30,7 @@ from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.native.delta_net import NativeRecurrence
 from penstock.engine.native.library import load_delta_net_library
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams, StateSnapshot
 from tests.support.compiler import HAS_COMPILER
 from tests.support.stepping import SteppedEngine, ids_of
@@ -193,6 +199,39 @@ def test_answers_of_200_tokens_are_greedy_with_chunks_preemption_hits_and_sample
         chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
         # Two tokens whose logits are as close as this may change places.
         assert len(answer) == 200 and (logits.amax(1) - chosen).max() < TOLERANCE
+
+
+def test_a_gpu_and_quantization_refuse_them_by_name(tmp_path: Path) -> None:
+    path = save(make_model("qwen3_5_narrow"), tmp_path)
+    with pytest.raises(InvalidConfig, match="use --device cpu"):
+        build_cuda_executor(engine_config(path), path, Interpreter())
+    wanted = engine_config(path, quantization=Quantization.INT8)
+    with pytest.raises(InvalidConfig, match="--quantization is int8"):
+        CpuExecutor(wanted, path)
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 256])
+@pytest.mark.parametrize("budget_mib", [600, 4000])
+def test_the_memory_is_divided_between_keys_and_states(
+    budget_mib: int, max_num_seqs: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3.5-9B"]))
+    config = ModelConfig.from_dir(tmp_path)
+    pools = config.kv_layout(8192).pools(config.kv_shape, 16, 2)
+    longest = longest_that_fits(pools, budget_mib * 2**20, 8192)
+    blocks, states = divide(
+        pools,
+        budget_mib * 2**20,
+        max_model_len=longest,
+        max_num_seqs=max_num_seqs,
+        max_step_tokens=2048,
+    )
+    assert longest == 8192 and blocks * 16 >= 8192 and 1 <= states <= 3 * max_num_seqs
+    taken = blocks * pools[0].block_bytes + states * pools[1].block_bytes
+    assert 0.95 * budget_mib * 2**20 < taken <= budget_mib * 2**20
+    if budget_mib == 4000 and max_num_seqs == 256:
+        # As many conversations of 4096 tokens as there are states for, three for each.
+        assert blocks * 16 / 4096 == pytest.approx(states / 3, rel=0.1)
 
 
 def test_encoders_and_draft_layers_are_not_read(tmp_path: Path) -> None:
