@@ -118,7 +118,7 @@ class Sizing:
     @property
     def kv_tokens(self) -> int:
         """What the KV cache holds, of sequences of the model's longest length."""
-        if len(self._pools) == 1 and self._pools[0].group.window is None:
+        if self._is_uniform:
             return self.kv_bytes // self.token_bytes
         longest = self.model.max_model_len
         return int(self._num_at_once(longest) * longest)
@@ -158,20 +158,27 @@ class Sizing:
 
     @property
     def layout(self) -> KVLayout:
-        return KVLayout.of(self.model.windows, self.model.max_model_len)
+        return self.model.kv_layout(self.model.max_model_len)
+
+    @property
+    def _is_uniform(self) -> bool:
+        """Whether all layers keep the keys and values of all tokens."""
+        return self.layout.windows == (None,) and self.layout.state is None
 
     @property
     def _pools(self) -> list[GroupPool]:
         return self.layout.pools(self.model.kv_shape, _BLOCK_SIZE, self._kv_itemsize)
 
     def read_bytes(self, context: int) -> int:
-        """Keys and values that a decode step reads of one sequence: in a layer with a window, no
-        more than the window."""
+        """Keys and values that a decode step reads of one sequence, in a layer with a window no
+        more than the window, and its recurrent state."""
         layer_bytes = self.model.kv_shape.layer_bytes_per_token(self._kv_itemsize)
-        return layer_bytes * sum(
+        state = self.layout.state
+        num_read = sum(
             num_layers * min(context, window or context)
             for window, num_layers in self.model.num_layers_by_window.items()
         )
+        return layer_bytes * num_read + (0 if state is None else state.num_bytes)
 
     @property
     def _kv_itemsize(self) -> int:
@@ -179,7 +186,7 @@ class Sizing:
 
     def num_sequences(self, context: int) -> int:
         """That fit the cache at the same time. context: tokens of each, prompt and output."""
-        if len(self._pools) == 1 and self._pools[0].group.window is None:
+        if self._is_uniform:
             return self.kv_tokens // context
         return int(self._num_at_once(context))
 

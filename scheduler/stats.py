@@ -7,12 +7,14 @@ from typing import NamedTuple, Protocol, Self
 
 
 class GroupBlocks(NamedTuple):
-    """The blocks of one group of layers: see `penstock.scheduler.groups`."""
+    """The blocks of one group of layers: see `penstock.scheduler.groups`. Where is_recurrent, they
+    are states, and those that are evictable are snapshots."""
 
     window: int | None
     num_used: int
     num_evictable: int
     num_free: int
+    is_recurrent: bool = False
 
     @property
     def usage(self) -> float:
@@ -26,6 +28,8 @@ class SchedulerStats(NamedTuple):
 
     A block is used (by a sequence), evictable (used by none, but findable) or free; those here are
     of the first group of layers, more_groups are the others.
+    prefix_stateless_tokens_total: prompt tokens whose blocks were found, but no snapshot of the
+    recurrent state after them, so that they were computed again.
     out_of_reach_total: requests refused because of their targets. fairness_index: None unless the
     policy is fair; see `FairQueue.look`.
     """
@@ -43,6 +47,7 @@ class SchedulerStats(NamedTuple):
     out_of_reach_total: int = 0
     fairness_index: float | None = None
     more_groups: tuple[GroupBlocks, ...] = ()
+    prefix_stateless_tokens_total: int = 0
 
     @property
     def kv_usage(self) -> float:

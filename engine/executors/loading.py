@@ -33,6 +33,7 @@ from penstock.engine.models.tensor_files import is_finite
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.groups import StateGroup
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,9 @@ class Ledger:
 
 def _pool_notes(size: PoolSize, pools: Sequence[GroupPool]) -> Iterator[str]:
     for num_blocks, pool in zip(size.of_groups, pools, strict=True):
+        if isinstance(pool.group, StateGroup):
+            yield f"{num_blocks} recurrent states of {pool.block_bytes / 2**20:.1f} MiB"
+            continue
         note = f"{num_blocks} blocks, {num_blocks * pool.block_size} tokens"
         window = pool.group.window
         yield note if window is None else f"{note} of layers with a window of {window}"
@@ -255,7 +259,11 @@ def describe(
     """weight_bytes: as in `ModelInfo`. expert_bytes: of all experts of a mixture. layout: of the
     pools; None where its groups were not made for a longer sequence than size.max_model_len.
     kv_dtype: of the KV cache. load_seconds may still grow: it is not copied."""
-    layout = layout or KVLayout.of(model.windows, size.max_model_len)
+    layout = layout or model.kv_layout(size.max_model_len)
+    more_blocks, num_states, state_bytes = size.more_blocks, 0, 0
+    if layout.state is not None:
+        *others, num_states = more_blocks
+        more_blocks, state_bytes = tuple(others), layout.state.num_bytes
     layer_bytes = model.kv_shape.layer_bytes_per_token(kv_dtype.itemsize)
     return ModelInfo(
         architecture=model.family,
@@ -278,7 +286,9 @@ def describe(
             )
             for window, num_layers in zip(layout.windows, layout.layer_counts, strict=True)
         ),
-        more_blocks=size.more_blocks,
+        more_blocks=more_blocks,
+        num_states=num_states,
+        state_bytes=state_bytes,
         flops_per_token=2 * model.num_token_weights,
         flops_per_sampled_token=2 * model.vocab_size * model.hidden_size,
         peak_bandwidth_bytes_per_s=peak_bandwidth(device_name),

@@ -46,7 +46,6 @@ from penstock.engine.memory.gpu_budget import (
     pool_advice,
     pool_bytes,
 )
-from penstock.engine.memory.kv_layout import KVLayout
 from penstock.engine.memory.kv_pool import (
     KVPools,
     PoolSize,
@@ -143,6 +142,11 @@ class _Setup:
         self._gpu = gpu
         self._phases = phases
         self._model = ModelConfig.from_dir(model_dir)
+        if self._model.delta_net is not None:
+            raise InvalidConfig(
+                f"{config.model} has layers with a gated delta net, which are computed on a "
+                "processor alone; use --device cpu"
+            )
         check_experts_on_gpu(self._model, config.quantization)
         self._dtype = choose_dtype(config.dtype, gpu.device)
         self._kept = kept_on_gpu(self._model, gpu.device)
@@ -162,7 +166,7 @@ class _Setup:
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         self._kv_dtype = kv_dtype(config.kv_cache_dtype, self._dtype)
         self._max_len = resolve_max_model_len(config.max_model_len, self._model.max_model_len)
-        self._layout = KVLayout.of(self._model.windows, self._max_len)
+        self._layout = self._model.kv_layout(self._max_len)
         self._pools = self._layout.pools(
             self._model.kv_shape, self._block_size, self._kv_dtype.itemsize
         )
