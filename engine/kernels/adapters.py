@@ -65,7 +65,8 @@ def add_low_rank(x: Tensor, changes: LowRanks, tiles: AdapterTiles, out: Tensor)
     split = _SPLIT_COLUMNS if tiles.rows == _FEW_ROWS else columns
     splits = ceil_div(columns, split)
     ranks = min(_MAX_RANKS, max(16, next_power_of_2(max_rank)))
-    parts = x.new_empty(num_tokens, splits, projections * max_rank, dtype=changes.scales.dtype)
+    width = projections * max_rank
+    parts = x.new_empty(num_tokens, splits, width, dtype=changes.scales.dtype)
     num_tiles = len(tiles.counts)
     _shrink[(projections * ceil_div(max_rank, ranks), splits, num_tiles)](
         x,
@@ -76,9 +77,9 @@ def add_low_rank(x: Tensor, changes: LowRanks, tiles: AdapterTiles, out: Tensor)
         columns,
         split,
         num_slots,
-        PROJECTIONS=projections,
+        width,
+        splits,
         MAX_RANK=max_rank,
-        SPLITS=splits,
         ROWS=tiles.rows,
         RANKS=ranks,
         COLUMNS=min(_COLUMNS, max(16, next_power_of_2(columns))),
@@ -97,9 +98,9 @@ def add_low_rank(x: Tensor, changes: LowRanks, tiles: AdapterTiles, out: Tensor)
         outputs,
         out.stride(0),
         num_slots,
-        PROJECTIONS=projections,
+        width,
+        splits,
         MAX_RANK=max_rank,
-        SPLITS=splits,
         ROWS=tiles.rows,
         RANKS=ranks,
         OUTPUTS=BAND,
@@ -111,9 +112,11 @@ def add_low_rank(x: Tensor, changes: LowRanks, tiles: AdapterTiles, out: Tensor)
 
 # Slices of one tensor, at any offset: see `tables._gather_chunks`.
 _UNALIGNED = ["ranks", "order", "slots", "firsts", "counts"]
+# Else each would be compiled for each kind of layer.
+_COUNTS = ["split", "num_slots", "width", "splits"]
 
 
-@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_UNALIGNED)
 def _shrink(
     x,
     down,
@@ -126,9 +129,9 @@ def _shrink(
     columns,
     split,
     num_slots,
-    PROJECTIONS: tl.constexpr,
+    width,
+    splits,
     MAX_RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -141,7 +144,7 @@ def _shrink(
     if count == 0:
         return
     BLOCKS: tl.constexpr = (MAX_RANK + RANKS - 1) // RANKS
-    projection = tl.program_id(0) // BLOCKS
+    projection = (tl.program_id(0) // BLOCKS).to(tl.int64)
     slot = tl.load(slots + tile).to(tl.int64)
     num_ranks = tl.load(ranks + projection * num_slots + slot)
     first_rank = tl.program_id(0) % BLOCKS * RANKS
@@ -152,8 +155,8 @@ def _shrink(
     token = tl.load(order + place, mask=is_row, other=0).to(tl.int64)
     rank = first_rank + tl.arange(0, RANKS)
     is_rank = rank < num_ranks
-    down_row = (slot * PROJECTIONS + projection) * MAX_RANK + rank
-    begin = tl.program_id(1) * split
+    down_row = slot * width + projection * MAX_RANK + rank
+    begin = tl.program_id(1).to(tl.int64) * split
     total = tl.zeros((ROWS, RANKS), tl.float32)
     for start in range(begin, tl.minimum(begin + split, columns), COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -169,12 +172,12 @@ def _shrink(
             other=0.0,
         )
         total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
-    part = (token * SPLITS + tl.program_id(1)) * (PROJECTIONS * MAX_RANK) + projection * MAX_RANK
+    part = (token * splits + tl.program_id(1)) * width + projection * MAX_RANK
     target = parts + part[:, None] + rank[None, :]
     tl.store(target, total, mask=is_row[:, None] & is_rank[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=[*_UNALIGNED, "scales"])
+@triton.jit(do_not_specialize=_COUNTS[1:], do_not_specialize_on_alignment=[*_UNALIGNED, "scales"])
 def _expand(
     parts,
     up,
@@ -189,9 +192,9 @@ def _expand(
     outputs,
     out_stride,
     num_slots,
-    PROJECTIONS: tl.constexpr,
+    width,
+    splits,
     MAX_RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -204,7 +207,7 @@ def _expand(
     if count == 0:
         return
     band = bands + 3 * tl.program_id(0)
-    projection = tl.load(band)
+    projection = tl.load(band).to(tl.int64)
     slot = tl.load(slots + tile).to(tl.int64)
     num_ranks = tl.load(ranks + projection * num_slots + slot)
     if num_ranks == 0:
@@ -214,16 +217,17 @@ def _expand(
     token = tl.load(order + place, mask=is_row, other=0).to(tl.int64)
     output = tl.load(band + 1) + tl.arange(0, OUTPUTS)
     is_output = output < tl.load(band + 2)
-    part = token * SPLITS * (PROJECTIONS * MAX_RANK) + projection * MAX_RANK
+    part = token * splits * width + projection * MAX_RANK
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, num_ranks, RANKS):
         rank = start + tl.arange(0, RANKS)
         is_rank = rank < num_ranks
         mask = is_row[:, None] & is_rank[None, :]
         reduced = tl.zeros((ROWS, RANKS), tl.float32)
-        for index in range(SPLITS):
-            source = parts + part[:, None] + index * (PROJECTIONS * MAX_RANK) + rank[None, :]
+        source = parts + part[:, None] + rank[None, :]
+        for _ in range(splits):
             reduced += tl.load(source, mask=mask, other=0.0)
+            source += width
         w = tl.load(
             up + (slot * MAX_RANK + rank)[:, None] * outputs + output[None, :],
             mask=is_rank[:, None] & is_output[None, :],
