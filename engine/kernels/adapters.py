@@ -36,7 +36,7 @@ class LowRanks(NamedTuple):
     down: A, (slots, P * max_rank, columns). up: B transposed, (slots, max_rank, outputs), where a
     projection has its own outputs. ranks: (P, slots) int32, 0 where an adapter leaves a projection
     as it is. scales: (P, slots) float32. bands: (N, 3) int32, the outputs in parts of at most BAND:
-    the projection, the first output, and the end.
+    the projection, the first output, and the end. alignment: what divides all first outputs.
     """
 
     down: Tensor
@@ -44,6 +44,7 @@ class LowRanks(NamedTuple):
     ranks: Tensor
     scales: Tensor
     bands: Tensor
+    alignment: int
 
 
 def tile_rows(num_tokens: int) -> int:
@@ -62,8 +63,10 @@ def add_low_rank(x: Tensor, changes: LowRanks, tiles: AdapterTiles, out: Tensor)
     num_tokens, columns = x.shape
     projections, num_slots = changes.ranks.shape
     max_rank, outputs = changes.up.shape[1:]
-    split = _SPLIT_COLUMNS if tiles.rows == _FEW_ROWS else columns
-    splits = ceil_div(columns, split)
+    chunk = min(_COLUMNS, max(16, next_power_of_2(columns)))
+    # Chunks of columns that a program adds up.
+    num_chunks = ceil_div(_SPLIT_COLUMNS if tiles.rows == _FEW_ROWS else columns, chunk)
+    splits = ceil_div(columns, num_chunks * chunk)
     ranks = min(_MAX_RANKS, max(16, next_power_of_2(max_rank)))
     width = projections * max_rank
     parts = x.new_empty(num_tokens, splits, width, dtype=changes.scales.dtype)
@@ -75,14 +78,14 @@ def add_low_rank(x: Tensor, changes: LowRanks, tiles: AdapterTiles, out: Tensor)
         *tiles[:4],
         parts,
         columns,
-        split,
+        num_chunks,
         num_slots,
         width,
         splits,
         MAX_RANK=max_rank,
         ROWS=tiles.rows,
         RANKS=ranks,
-        COLUMNS=min(_COLUMNS, max(16, next_power_of_2(columns))),
+        COLUMNS=chunk,
         num_warps=4,
         num_stages=3,
         **overlapped(),
@@ -104,6 +107,7 @@ def add_low_rank(x: Tensor, changes: LowRanks, tiles: AdapterTiles, out: Tensor)
         ROWS=tiles.rows,
         RANKS=ranks,
         OUTPUTS=BAND,
+        ALIGNMENT=changes.alignment,
         num_warps=4,
         num_stages=3,
         **overlapped(),
@@ -113,7 +117,7 @@ def add_low_rank(x: Tensor, changes: LowRanks, tiles: AdapterTiles, out: Tensor)
 # Slices of one tensor, at any offset: see `tables._gather_chunks`.
 _UNALIGNED = ["ranks", "order", "slots", "firsts", "counts"]
 # Else each would be compiled for each kind of layer.
-_COUNTS = ["split", "num_slots", "width", "splits"]
+_COUNTS = ["num_chunks", "num_slots", "width", "splits"]
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_UNALIGNED)
@@ -127,7 +131,7 @@ def _shrink(
     counts,
     parts,
     columns,
-    split,
+    num_chunks,
     num_slots,
     width,
     splits,
@@ -156,9 +160,10 @@ def _shrink(
     rank = first_rank + tl.arange(0, RANKS)
     is_rank = rank < num_ranks
     down_row = slot * width + projection * MAX_RANK + rank
-    begin = tl.program_id(1).to(tl.int64) * split
+    begin = tl.program_id(1).to(tl.int64) * num_chunks * COLUMNS
+    end = tl.minimum(begin + num_chunks * COLUMNS, columns)
     total = tl.zeros((ROWS, RANKS), tl.float32)
-    for start in range(begin, tl.minimum(begin + split, columns), COLUMNS):
+    for start in range(begin, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         is_column = column < columns
         a = tl.load(
@@ -198,6 +203,7 @@ def _expand(
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Adds s B (A x) to a band of the outputs of a tile's rows."""
@@ -215,7 +221,7 @@ def _expand(
     is_row = tl.arange(0, ROWS) < count
     place = tl.load(firsts + tile) + tl.arange(0, ROWS)
     token = tl.load(order + place, mask=is_row, other=0).to(tl.int64)
-    output = tl.load(band + 1) + tl.arange(0, OUTPUTS)
+    output = tl.multiple_of(tl.load(band + 1), ALIGNMENT) + tl.arange(0, OUTPUTS)
     is_output = output < tl.load(band + 2)
     part = token * splits * width + projection * MAX_RANK
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)

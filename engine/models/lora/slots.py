@@ -3,6 +3,7 @@
 All of it is allocated at start, for as many adapters of as high a rank as the settings allow.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -147,6 +148,7 @@ class _Stack:
             ranks=ranks,
             scales=scales,
             bands=torch.tensor(bands, dtype=torch.int32).to(device),
+            alignment=math.gcd(16, *(first for _, first, _ in bands)),
         )
 
     @property

@@ -51,6 +51,7 @@ def changes(
         torch.tensor(ranks, dtype=torch.int32).t().contiguous().to(DEVICE),
         scales.to(DEVICE),
         torch.tensor(bands, dtype=torch.int32, device=DEVICE),
+        alignment=8,
     )
 
 
