@@ -157,8 +157,9 @@ class ModelInfo:
         return sum(group.kv_bytes_per_token for group in self.attention)
 
     def step_bytes(self, work: StepWork) -> int:
-        """The least bytes that a correct step reads: once each weight that it uses, once the keys
-        and values that are within each layer's window, and once the state of each sequence.
+        """The least bytes that a correct step reads: once each weight that it uses, those of its
+        LoRA adapters included, once the keys and values that are within each layer's window, and
+        once the state of each sequence.
 
         Where work.num_experts is not known, those count that `RoutedExperts.expected` tells. The
         attention of plain torch (`gathered_attention`) reads whole contexts whatever the window.
@@ -202,10 +203,11 @@ class ModelInfo:
 
     def _weight_bytes(self, work: StepWork) -> int:
         """Of the weights that the step uses."""
+        num_bytes = self.weight_bytes + work.adapter_bytes
         if self.experts is None:
-            return self.weight_bytes
+            return num_bytes
         num_experts = work.num_experts
         if num_experts is None:
             num_tokens = work.num_prefill_tokens + work.num_decode_tokens
             num_experts = self.experts.expected(num_tokens)
-        return self.weight_bytes + self.experts.expert_bytes * num_experts
+        return num_bytes + self.experts.expert_bytes * num_experts

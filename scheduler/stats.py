@@ -112,7 +112,8 @@ class StepWork(NamedTuple):
     sample or to verify a draft. num_scored: prompt tokens that do so besides. attention: for each
     of the model's windows, in its order. num_experts: experts of a mixture that the step's tokens
     were routed to, summed over the layers; None where that is not known. num_padding: see
-    `GraphSizes`. num_chunks: of the sequences, those that run a prefill chunk.
+    `GraphSizes`. num_chunks: of the sequences, those that run a prefill chunk. adapter_bytes: of
+    the LoRA adapters that the step reads.
     """
 
     num_prefill_tokens: int
@@ -124,6 +125,7 @@ class StepWork(NamedTuple):
     num_experts: int | None = None
     num_padding: int = 0
     num_chunks: int = 0
+    adapter_bytes: int = 0
 
 
 NO_WORK = StepWork(0, 0, 0, 0, 0, ())

@@ -263,7 +263,7 @@ class SampledTokens:
     failed: of the sampling rows, those whose sequences cannot continue, and why; their ids are
     void. prompts: one for each row that ends a prompt with a prompt_request (see SlotAssignment),
     in row order, whether the row samples or not; None where NaN or infinities are in what it would
-    be made of, and then the sequence ends. num_experts: as in `StepWork`.
+    be made of, and then the sequence ends. num_experts, adapter_bytes: as in `StepWork`.
     """
 
     step: int
@@ -274,6 +274,7 @@ class SampledTokens:
     accepted: dict[int, list[AcceptedDraft]] = field(default_factory=dict)
     num_drafts: dict[int, int] = field(default_factory=dict)
     num_experts: int | None = None
+    adapter_bytes: int = 0
 
 
 class Finish(NamedTuple):

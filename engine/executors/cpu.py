@@ -27,6 +27,7 @@ from penstock.engine.executors.loading import (
     describe,
     log_text_only,
     log_widening,
+    most_adapter_bytes,
     reading,
     weight_bytes,
     weight_source,
@@ -211,6 +212,7 @@ class CpuExecutor:
             others=total - available,
             weights=num_weight_bytes,
             kv_pool=size.num_bytes(pools),
+            adapters=most_adapter_bytes(config.lora, model, self._dtype),
         ).log(size, pools)
 
     def _make_tables(
@@ -305,10 +307,15 @@ class CpuExecutor:
         else:
             logits = self._model(step, self._pool)
         num_experts = None if self._native is None else self._native.num_experts_read
+        adapter_bytes = self._adapters.num_bytes(batch)
         lengths = [step.context_lens[row] for row in rows]
         if not rows:
             return SampledTokens(
-                step=batch.step, token_ids=[], prompts=prompts, num_experts=num_experts
+                step=batch.step,
+                token_ids=[],
+                prompts=prompts,
+                num_experts=num_experts,
+                adapter_bytes=adapter_bytes,
             )
         prompt_lengths = [self._prompt_lengths[slot] for slot in slots]
         ids, logprobs = self._sampler.sample(
@@ -326,6 +333,7 @@ class CpuExecutor:
             failed=failed_rows(token_ids, of_grammars),
             prompts=prompts,
             num_experts=num_experts,
+            adapter_bytes=adapter_bytes,
         )
 
     def _compute_and_read(
