@@ -170,7 +170,7 @@ class Loads:
         load = _Load(deadline_s, {}, set(blocks))
         self._open[load] = None
         for block in blocks:
-            load.block_ids[block] = self._kv.groups[block.group].take()
+            load.block_ids[block] = self._kv.take(block.group)
             self._load_of[block] = load
         # The first is marked as used last: without it, the others are of no use.
         for block in reversed(blocks):
@@ -191,7 +191,7 @@ class Loads:
         for block in reversed(load.block_ids):
             del self._load_of[block]
             digest = None if block in load.failed else block.digest
-            self._kv.groups[block.group].settle(load.block_ids[block], digest)
+            self._kv.settle(block.group, load.block_ids[block], digest)
 
     def _without(self, done: set[_Load]) -> list[Sequence]:
         """The sequences that wait for none but these."""

@@ -21,7 +21,6 @@ import zmq
 
 from penstock.engine.config import KVEventsConfig
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.kv_events import KVEvent, Stored
 
 logger = logging.getLogger(__name__)
@@ -72,16 +71,19 @@ class EventBatch(msgspec.Struct, array_like=True):
 class KVEventPublisher:
     """Sends from a thread of its own. One other thread calls it, which never waits."""
 
-    def __init__(self, config: KVEventsConfig, groups: Sequence[KVGroup], block_size: int) -> None:
-        """Raises InvalidConfig for an address that cannot be used."""
+    def __init__(
+        self, config: KVEventsConfig, windows: Sequence[int | None], block_size: int
+    ) -> None:
+        """windows: of the groups of layers. Raises InvalidConfig for an address that cannot be
+        used."""
         self._config = config
-        self._groups = groups
+        self._windows = windows
         self._block_size = block_size
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: Queue[tuple[int, EventBatch]] = Queue(config.max_queue_size)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._num_made = self._num_dropped = 0
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._pub: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._pub.set_hwm(config.hwm)
         self._pub.setsockopt(zmq.LINGER, 1000)  # ms for the last batch to be sent
@@ -123,7 +125,7 @@ class KVEventPublisher:
     def _on_wire(self, event: KVEvent) -> BlockStored | BlockRemoved:
         if not isinstance(event, Stored):
             return BlockRemoved([_number(event.digest)], _MEDIUM, event.group)
-        window = self._groups[event.group].window
+        window = self._windows[event.group]
         keys = [[event.adapter] if event.adapter else [] for _ in event.digests]
         if event.parent is None and event.cache_salt:
             keys[0].append(event.cache_salt)

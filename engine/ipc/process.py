@@ -37,6 +37,7 @@ from penstock.engine.phases import Phases
 from penstock.engine.step_times import first_step_model
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.forecast import prefill_s
+from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.kv_events import KVEvents
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step_model.live import LiveStepModel
@@ -156,7 +157,8 @@ def serve(
     events = publisher = None
     if config.kv_events is not None:
         events = KVEvents(info.block_size)
-        publisher = KVEventPublisher(config.kv_events, info.kv_groups, info.block_size)
+        windows = [group.window for group in info.kv_groups if isinstance(group, KVGroup)]
+        publisher = KVEventPublisher(config.kv_events, windows, info.block_size)
     scheduler = Scheduler(
         config.scheduler,
         groups=info.kv_groups,

@@ -43,3 +43,15 @@ def refuse_offload(config: EngineConfig, of: str) -> None:
             f"--kv-offload-dir is not supported for a model that is computed {of}, only for those "
             "that Penstock's own implementations compute on the CPU; leave the flag out"
         )
+
+
+def refuse_with_states(config: EngineConfig) -> None:
+    """For a model with recurrent states: without the state after them, the blocks of a prompt's
+    beginning are of no use. Raises InvalidConfig."""
+    flags = {"--kv-offload-dir": config.kv_offload_dir, "--kv-events-config": config.kv_events}
+    for flag, value in flags.items():
+        if value is not None:
+            raise InvalidConfig(
+                f"{flag} is not supported for {config.model}: it has layers with a recurrent "
+                "state, which is neither written to files nor told of; leave the flag out"
+            )

@@ -334,7 +334,7 @@ class Tiers(RuleBasedStateMachine):
         self._check(self.drivers[which])
         self.drivers[which] = self._engine()
 
-    @precondition(lambda self: files_in(self.directory))
+    @precondition(lambda self: bool(files_in(self.directory)))
     @rule(kind=st.sampled_from(DAMAGES), seed=st.integers(0, 1000))
     def damage(self, kind: str, seed: int) -> None:
         files = files_in(self.directory)
@@ -352,7 +352,7 @@ class Tiers(RuleBasedStateMachine):
         for driver in getattr(self, "drivers", ()):
             scheduler = driver.scheduler
             assert scheduler._loads is not None
-            for index, kv in enumerate(scheduler._kv.groups):
+            for index, kv in enumerate(scheduler._kv._blocks):
                 held = Counter(
                     block
                     for sequences in scheduler._requests.values()
@@ -370,7 +370,7 @@ class Tiers(RuleBasedStateMachine):
             assert driver.tier
             driver.tier.work()
             driver.scheduler.schedule(driver.now)  # takes what nobody waits for any more
-            assert not any(kv.num_used for kv in driver.scheduler._kv.groups)
+            assert not any(kv.num_used for kv in driver.scheduler._kv._blocks)
             assert not driver.tier._open_bytes
             self._check(driver)
         if hasattr(self, "scratch"):

@@ -27,7 +27,7 @@ def context() -> Iterator["zmq.Context[Socket]"]:
 
 def replayed(context: "zmq.Context[Socket]", endpoint: str, first: int) -> list[tuple[int, bytes]]:
     """All batches from number `first` on, as a client of vLLM's asks for them."""
-    batches = []
+    batches: list[tuple[int, bytes]] = []
     with context.socket(zmq.DEALER) as socket:
         socket.connect(endpoint)
         socket.send_multipart((b"", first.to_bytes(8, "big")))
@@ -69,7 +69,7 @@ def test_events_tell_of_what_can_be_found_and_of_nothing_else(
                     assert isinstance(event, Removed)
                     found.remove(event)
                     num_removed += 1
-            for group, kv in enumerate(driver.scheduler._kv.groups):
+            for group, kv in enumerate(driver.scheduler._kv._blocks):
                 assert {digest for g, digest in found if g == group} == set(kv._index._block_of)
     assert num_stored > 100 and num_removed > 50
 
@@ -81,7 +81,7 @@ def test_batches_are_as_vllm_sends_them_and_are_sent_again(
     config = KVEventsConfig(endpoint=endpoint, replay_endpoint=replay, topic="kv@pod@model")
     events = KVEvents(4)
     driver = Driver(windows=(None, 6), more_blocks=(64,), events=events)
-    publisher = KVEventPublisher(config, driver.executor.info.kv_groups, 4)
+    publisher = KVEventPublisher(config, driver.windows, 4)
     subscriber = context.socket(zmq.SUB)
     subscriber.connect(endpoint)
     subscriber.subscribe("kv@")
