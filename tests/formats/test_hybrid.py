@@ -25,9 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     path = save(model, tmp_path_factory.mktemp("model"))
     shutil.copy(DEMO_MODEL / "tokenizer.json", path)
     settings = json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(
-        json.dumps({**settings, "chat_template": TEMPLATE})
-    )
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
     flags = ("--device", "cpu", "--dtype", "float32", "--served-model-name", "hybrid")
     running = RunningServer(str(path), *flags, "--language-model-only")
     try:
