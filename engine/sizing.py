@@ -167,10 +167,10 @@ class Sizing:
     def read_bytes(self, context: int) -> int:
         """Keys and values that a decode step reads of one sequence: in a layer with a window, no
         more than the window."""
-        layer_bytes = self.model.kv_shape.layer_bytes_per_token(self._kv_itemsize)
-        return layer_bytes * sum(
-            num_layers * min(context, window or context)
-            for window, num_layers in self.model.num_layers_by_window.items()
+        layers = zip(self.model.kv_shape.heads, self.model.windows, strict=True)
+        return sum(
+            heads.bytes_per_token(self._kv_itemsize) * min(context, window or context)
+            for heads, window in layers
         )
 
     @property

@@ -193,6 +193,9 @@ class Counted:
         self._phases.advance(weight.nbytes)
         return weight
 
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        return self._source.table(shape, name)
+
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         linear = self._source.quantized(shape, bias, *names)
         if linear is not None:
@@ -218,6 +221,9 @@ class Widened:
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         return self._source.read(shape, *names)
+
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        return self._source.table(shape, name)
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         linear = self._source.quantized(shape, bias, *names)
@@ -256,7 +262,6 @@ def describe(
     pools; None where its groups were not made for a longer sequence than size.max_model_len.
     kv_dtype: of the KV cache. load_seconds may still grow: it is not copied."""
     layout = layout or KVLayout.of(model.windows, size.max_model_len)
-    layer_bytes = model.kv_shape.layer_bytes_per_token(kv_dtype.itemsize)
     return ModelInfo(
         architecture=model.family,
         dtype=dtype_name(dtype),
@@ -270,14 +275,7 @@ def describe(
         eos_token_ids=model.eos_token_ids,
         num_parameters=model.num_parameters,
         weight_bytes=weight_bytes,
-        attention=tuple(
-            AttentionGroup(
-                window=window,
-                kv_bytes_per_token=num_layers * layer_bytes,
-                flops_per_pair=4 * num_layers * model.num_heads * model.head_dim,
-            )
-            for window, num_layers in zip(layout.windows, layout.layer_counts, strict=True)
-        ),
+        attention=_attention_groups(model, layout, kv_dtype.itemsize),
         more_blocks=size.more_blocks,
         flops_per_token=2 * model.num_token_weights,
         flops_per_sampled_token=2 * model.vocab_size * model.hidden_size,
@@ -290,6 +288,26 @@ def describe(
         experts=None if model.experts is None else model.experts.routed(expert_bytes),
         quantization=quantization,
     )
+
+
+def _attention_groups(
+    model: ModelConfig, layout: KVLayout, itemsize: int
+) -> tuple[AttentionGroup, ...]:
+    kv = model.kv_shape
+    groups = []
+    for group, window in enumerate(layout.windows):
+        layers = [layer for layer, its in enumerate(layout.group_of) if its == group]
+        own = layout.layers_of(group, kv)
+        held = sum(kv.heads[layer].bytes_per_token(itemsize) for layer in own)
+        groups.append(
+            AttentionGroup(
+                window=window,
+                kv_bytes_per_token=sum(kv.heads[i].bytes_per_token(itemsize) for i in layers),
+                flops_per_pair=4 * model.num_heads * sum(kv.heads[i].head_dim for i in layers),
+                held_bytes_per_token=None if own == layers else held,
+            )
+        )
+    return tuple(groups)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

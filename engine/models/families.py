@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.engine.models import gemma4
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.experts import MAX_WIDTH, qwen_layers, read_experts
 from penstock.engine.models.formats import unsupported_family
@@ -276,6 +277,10 @@ def _ropes_by_kind(fields: Fields, head: Head, local_theta: float) -> Flags:
     }
 
 
+def _gemma4_rope(fields: Fields, head: Head) -> Flags:
+    return gemma4.ropes(fields, head.dim, head.windows)
+
+
 # ---- gpt-oss ------------------------------------------------------------------------------------
 
 _GPT_OSS = {
@@ -409,6 +414,22 @@ FAMILIES = {
         windows=_exaone4_windows,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
+    "gemma4_text": Family(
+        architecture="Gemma4ForCausalLM",
+        flags=gemma4.flags,
+        ropes=_gemma4_rope,
+        windows=gemma4.windows,
+        activation="gelu_tanh",
+        defaults=gemma4.DEFAULTS,
+    ),
+    "gemma4_unified_text": Family(
+        architecture="Gemma4UnifiedForCausalLM",
+        flags=gemma4.flags,
+        ropes=_gemma4_rope,
+        windows=gemma4.windows,
+        activation="gelu_tanh",
+        defaults=gemma4.UNIFIED_DEFAULTS,
+    ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
         flags=_gemma3,
@@ -435,6 +456,8 @@ class Wrapper:
 WRAPPERS = {
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", ("gemma3_text",)),
+    "gemma4": Wrapper("Gemma4ForConditionalGeneration", ("gemma4_text",)),
+    "gemma4_unified": Wrapper("Gemma4UnifiedForConditionalGeneration", ("gemma4_unified_text",)),
 }
 
 

@@ -5,7 +5,7 @@ attention distinguishes them. The output layer gets only the rows that sample, a
 whose logprobs were requested.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,15 @@ from penstock.engine.memory.kv_pool import LayerPools
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.experts import ExpertsConfig
+from penstock.engine.models.layer_shape import LayerShape
 from penstock.engine.models.layers.experts import clamped_swiglu, mixed
+from penstock.engine.models.layers.gemma4 import (
+    ExpertsBeside,
+    PerLayerInput,
+    PerLayerInputs,
+)
 from penstock.engine.models.layers.linear import Linear, MakeLinear, read_linear, tensor_bytes
+from penstock.engine.models.layers.norm import rms_norm, unit_norm
 from penstock.engine.models.layers.rotary import Angles, RotaryTables, rotate
 from penstock.engine.models.lora.adapter import Stack, adapted
 from penstock.engine.models.weights import WeightSource
@@ -55,7 +62,8 @@ class Layer:
     MLP read; attended_norm and active_norm of what they give, before it is added. router: None
     where the layer has one MLP; otherwise gate_up and down are those of all experts, one after the
     other: (experts * 2 * size, hidden_size) and (experts * hidden_size, size). sinks: see
-    `Attention`.
+    `Attention`. beside, per_layer_input, scalar: of Gemma 4; the last multiplies what the layer
+    gives, (1,).
     """
 
     input_norm: Tensor | None
@@ -71,6 +79,10 @@ class Layer:
     active_norm: Tensor | None
     sinks: Tensor | None
     window: int | None
+    shape: LayerShape
+    beside: ExpertsBeside | None
+    per_layer_input: PerLayerInput | None
+    scalar: Tensor | None
 
     @property
     def num_bytes(self) -> int:
@@ -79,11 +91,16 @@ class Layer:
         linears += [self.gate_up, self.down] if self.router is None else [self.router]
         of_heads = (self.query_norm, self.key_norm)
         norms = (self.input_norm, self.attended_norm, self.mlp_norm, self.active_norm, *of_heads)
-        return sum(linear.num_bytes for linear in linears) + tensor_bytes(*norms, self.sinks)
+        others = [part for part in (self.beside, self.per_layer_input) if part is not None]
+        return sum(part.num_bytes for part in (*linears, *others)) + tensor_bytes(
+            *norms, self.sinks, self.scalar
+        )
 
     @property
     def expert_bytes(self) -> int:
         """Of all experts."""
+        if self.beside is not None:
+            return self.beside.expert_bytes
         return 0 if self.router is None else self.gate_up.num_bytes + self.down.num_bytes
 
 
@@ -112,6 +129,7 @@ class LlamaModel:
             )
             self.layers = list(layers)
         self.norm = read_norm(config, weights, hidden, "model.norm.weight")
+        self.per_layer_inputs = PerLayerInputs.read(config, weights, make_linear)
         # An output layer that is packed and tied to the embedding is in memory twice: the gather of
         # input rows needs the plain matrix.
         self.lm_head = (
@@ -122,6 +140,8 @@ class LlamaModel:
         layer_bytes = sum(layer.num_bytes for layer in self.layers)
         # As `ModelInfo.weight_bytes`: only the output layer reads a tied embedding.
         self.step_weight_bytes = layer_bytes + self.norm.nbytes + self.lm_head.num_bytes
+        if self.per_layer_inputs is not None:
+            self.step_weight_bytes += self.per_layer_inputs.num_bytes
         self.expert_bytes = sum(layer.expert_bytes for layer in self.layers)
         self.rotary = RotaryTables(config, max_model_len, device)
 
@@ -133,6 +153,9 @@ class LlamaModel:
 
     def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
         residual = embed(self.config, self.embedding, step.token_ids)
+        inputs: Sequence[Tensor | None] = [None] * len(self.layers)
+        if self.per_layer_inputs is not None:
+            inputs = self.per_layer_inputs(step.token_ids, residual)
         angles, steps = self.rotary.at(step.positions), step.of_groups
         for index, layer in enumerate(self.layers):
             keys, values = pool.layer(index)
@@ -147,6 +170,7 @@ class LlamaModel:
                 keys,
                 values,
                 own,
+                inputs[index],
             )
         return rms_norm(residual[rows], self.norm, self.config.rms_norm_eps)
 
@@ -167,7 +191,11 @@ def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
 def scaled_logits(config: ModelConfig, logits: Tensor) -> Tensor:
     """Of what the output layer gives: float32."""
     logits = logits.float()
-    return logits if config.logit_multiplier == 1 else logits * config.logit_multiplier
+    if config.logit_multiplier != 1:
+        logits = logits * config.logit_multiplier
+    if config.logit_softcap is not None:
+        logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
+    return logits
 
 
 def run_layer(
@@ -180,33 +208,41 @@ def run_layer(
     keys: KVPages,
     values: KVPages,
     step: ModelInput,
+    inputs: Tensor | None = None,
 ) -> Tensor:
     """What a layer makes of the states before it, (T, hidden_size).
 
     index: which layer of the model it is. angles: of the step's positions. keys, values: the
-    layer's own part of the pool; the step's are written to them.
+    layer's own part of the pool; the step's are written to them, unless it reads another layer's.
+    inputs: its own of each token, (T, size), where the model has any.
     """
     eps = config.rms_norm_eps
     x = _normed(residual, layer.input_norm, eps)
     attended = _attend(config, layer, index, attention, x, angles, keys, values, step)
     residual = residual + _normed(attended, layer.attended_norm, eps)
-    x = _normed(residual, layer.mlp_norm, eps)
-    return residual + _normed(_mlp(config, layer, index, x, step), layer.active_norm, eps)
+    change = _mlp(config, layer, index, _normed(residual, layer.mlp_norm, eps), step)
+    if layer.beside is not None:
+        change = layer.beside(residual, change, partial(_gated, config), eps)
+    residual = residual + _normed(change, layer.active_norm, eps)
+    if layer.per_layer_input is not None:
+        assert inputs is not None
+        residual = residual + layer.per_layer_input(residual, inputs, eps)
+    return residual if layer.scalar is None else residual * layer.scalar
 
 
 def _mlp(config: ModelConfig, layer: Layer, index: int, x: Tensor, step: ModelInput) -> Tensor:
-    activation = _ACTIVATIONS[config.activation]
     if layer.router is None:
         gate, up = adapted(layer.gate_up, x, step.adapters, index, Stack.GATE_UP).chunk(2, dim=-1)
-        return adapted(layer.down, activation(gate) * up, step.adapters, index, Stack.DOWN)
+        return adapted(layer.down, _gated(config, gate, up), step.adapters, index, Stack.DOWN)
     assert config.experts is not None
-
-    def gated(gate: Tensor, up: Tensor) -> Tensor:
-        if config.clamped_swiglu is None:
-            return activation(gate) * up
-        return clamped_swiglu(gate, up, *config.clamped_swiglu)
-
+    gated = partial(_gated, config)
     return mixed(config.experts, x, layer.router(x), layer.gate_up, layer.down, gated)
+
+
+def _gated(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
+    if config.clamped_swiglu is None:
+        return _ACTIVATIONS[config.activation](gate) * up
+    return clamped_swiglu(gate, up, *config.clamped_swiglu)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -226,20 +262,27 @@ def _attend(
     values: KVPages,
     step: ModelInput,
 ) -> Tensor:
-    sizes = [num * config.head_dim for num in (config.num_heads, *[config.num_kv_heads] * 2)]
     projected = adapted(layer.qkv, x, step.adapters, index, Stack.QKV)
-    query, key, value = torch.split(projected, sizes, dim=1)
-    if config.whole_qk_norm:
-        query = _normed(query, layer.query_norm, config.rms_norm_eps)
-        key = _normed(key, layer.key_norm, config.rms_norm_eps)
-    query, key, value = (each.view(len(x), -1, config.head_dim) for each in (query, key, value))
-    if not config.whole_qk_norm:
-        query = _normed(query, layer.query_norm, config.rms_norm_eps)
-        key = _normed(key, layer.key_norm, config.rms_norm_eps)
+    query, *own = torch.split(projected, list(layer.shape.qkv.values()), dim=1)
     cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
-    store(keys, step.kv_slots, rotate(key, cos, sin, angles.rotary_dim))
-    store(values, step.kv_slots, value)
-    query = rotate(query, cos, sin, angles.rotary_dim)
+
+    def heads(projected: Tensor, norm: Tensor | None) -> Tensor:
+        """Of queries or keys."""
+        head_dim, eps = layer.shape.heads.head_dim, config.rms_norm_eps
+        if config.whole_qk_norm:
+            projected = _normed(projected, norm, eps)
+        each = projected.view(len(x), -1, head_dim)
+        if not config.whole_qk_norm:
+            each = _normed(each, norm, eps)
+        return rotate(each, cos, sin, angles.rotary_dim)
+
+    if own:
+        value = own[-1].view(len(x), -1, layer.shape.heads.head_dim)
+        if config.value_norm:
+            value = unit_norm(value, config.rms_norm_eps)
+        store(keys, step.kv_slots, heads(own[0], layer.key_norm))
+        store(values, step.kv_slots, value)
+    query = heads(query, layer.query_norm)
     if angles.query_factors is not None:
         query = (query.float() * angles.query_factors.view(-1, 1, 1)).to(query.dtype)
     mixed = attention(query, keys, values, step, layer.window, layer.sinks)
@@ -248,12 +291,6 @@ def _attend(
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else rms_norm(x, weight, eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if weight.dtype is not x.dtype:  # see `ModelConfig.wide_norms`
-        return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-    return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def read_norm(config: ModelConfig, weights: WeightSource, size: int, name: str) -> Tensor:
@@ -265,9 +302,10 @@ def read_layer(
     config: ModelConfig, weights: WeightSource, make_linear: MakeLinear, index: int
 ) -> Layer:
     prefix = f"model.layers.{index}."
-    hidden, head_dim, mlp = config.hidden_size, config.head_dim, config.intermediate_size
+    hidden, shape = config.hidden_size, config.layer_shape(index)
+    head_dim, mlp = shape.heads.head_dim, shape.intermediate_size
     mlp_bias, num_mlps = config.mlp_bias, 1
-    query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    kv_size = shape.heads.num_kv_heads * head_dim
 
     def norm(is_there: bool, size: int, name: str) -> Tensor | None:
         return read_norm(config, weights, size, f"{prefix}{name}.weight") if is_there else None
@@ -276,13 +314,14 @@ def read_layer(
         full_names = (prefix + name for name in names)
         return read_linear(weights, make_linear, rows, columns, *full_names, has_bias=has_bias)
 
-    qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_names = tuple(shape.qkv)
     gate_up_names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     if config.has_fused_names:
         qkv_names, gate_up_names = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
     down_names: tuple[str, ...] = ("mlp.down_proj",)
     router = None
-    if (experts := config.experts_of(index)) is not None:
+    experts = config.experts_of(index)
+    if experts is not None and not experts.is_beside_mlp:
         mlp, mlp_bias = experts.intermediate_size, experts.has_biases
         num_mlps = experts.num_experts
         gate_up_names = tuple(experts.gate_up_names())
@@ -291,12 +330,13 @@ def read_layer(
     # With norms after the layers' parts, the first of these keeps the name of Llama's second.
     mlp_norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
     pre, post, of_heads = config.pre_norms, config.post_norms, config.qk_norm
+    whole = config.whole_qk_norm
     return Layer(
         input_norm=norm(pre, hidden, "input_layernorm"),
-        qkv=linear(query_size + 2 * kv_size, hidden, config.qkv_bias, *qkv_names),
-        query_norm=norm(of_heads, query_size if config.whole_qk_norm else head_dim, _QUERY_NORM),
-        key_norm=norm(of_heads, kv_size if config.whole_qk_norm else head_dim, _KEY_NORM),
-        output=linear(hidden, query_size, config.output_bias, "self_attn.o_proj"),
+        qkv=linear(shape.qkv_size, hidden, config.qkv_bias, *qkv_names),
+        query_norm=norm(of_heads, shape.query_size if whole else head_dim, _QUERY_NORM),
+        key_norm=norm(of_heads and shape.has_keys, kv_size if whole else head_dim, _KEY_NORM),
+        output=linear(hidden, shape.query_size, config.output_bias, "self_attn.o_proj"),
         attended_norm=norm(post, hidden, "post_attention_layernorm"),
         mlp_norm=norm(pre, hidden, mlp_norm),
         router=router,
@@ -307,6 +347,12 @@ def read_layer(
         if config.attention_sinks
         else None,
         window=config.windows[index],
+        shape=shape,
+        beside=ExpertsBeside.read(config, experts, weights, make_linear, prefix)
+        if experts is not None and experts.is_beside_mlp
+        else None,
+        per_layer_input=PerLayerInput.read(config, weights, make_linear, prefix),
+        scalar=weights.read((1,), f"{prefix}layer_scalar") if config.layer_scalars else None,
     )
 
 

@@ -116,7 +116,7 @@ def planned_server(
 
 def _with_pools(info: ModelInfo, num_bytes: int, scheduler: SchedulerConfig) -> ModelInfo:
     """With pools of keys and values of this size. Raises InvalidConfig where it is too small."""
-    token_bytes = [group.kv_bytes_per_token for group in info.attention]
+    token_bytes = [group.held_bytes for group in info.attention]
     if len(info.kv_groups) == 1:
         token_bytes = [sum(token_bytes)]
     pools = [

@@ -56,8 +56,8 @@ from penstock.engine.memory.kv_pool import (
 from penstock.engine.memory.machine import num_cores
 from penstock.engine.model_info import ModelInfo, QuantizationInfo
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import FusedModel
-from penstock.engine.models.fused_linear import MAX_TILED_ROWS
+from penstock.engine.models.fused import FEATURES, FusedModel
+from penstock.engine.models.fused_linear import FUSED_PATH, MAX_TILED_ROWS
 from penstock.engine.models.layers.coded import OnGpu, check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
@@ -143,6 +143,7 @@ class _Setup:
         self._gpu = gpu
         self._phases = phases
         self._model = ModelConfig.from_dir(model_dir)
+        self._model.check_features(FUSED_PATH, FEATURES)
         check_experts_on_gpu(self._model, config.quantization)
         self._dtype = choose_dtype(config.dtype, gpu.device)
         self._kept = kept_on_gpu(self._model, gpu.device)
