@@ -22,6 +22,7 @@ from penstock.engine.config import AttentionBackend, Dtype, EngineConfig, KVCach
 from penstock.engine.executor import device_copies
 from penstock.engine.executors.loading import (
     Ledger,
+    check_dtype,
     check_quantization,
     choose_dtype,
     describe,
@@ -97,6 +98,7 @@ class CpuExecutor:
         # The server's process shares them: a thread that it interrupts holds up no other.
         num_threads = config.num_threads or num_cores()
         model = ModelConfig.from_dir(model_dir)
+        check_dtype(config.dtype, model)
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         with phases.timed("compile", "loading the step that is compiled for this processor"):
             self._dtype, library = _dtype_and_library(config, model, model_dir)

@@ -22,6 +22,7 @@ from penstock.engine.model_info import (
 )
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
 from penstock.engine.models.json_file import Fields
 from penstock.engine.models.layers.kept import Kept
@@ -87,6 +88,16 @@ def choose_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
     if wanted is Dtype.AUTO:
         return torch.bfloat16 if computes_bfloat16(device) else torch.float32
     return TORCH_DTYPES[wanted]
+
+
+def check_dtype(wanted: Dtype, model: ModelConfig) -> None:
+    """Raises InvalidConfig where the model's activations do not fit the type."""
+    is_float16 = TORCH_DTYPES.get(wanted) is torch.float16
+    if is_float16 and FAMILIES[model.family].exceeds_float16:
+        raise InvalidConfig(
+            f"--dtype is {wanted}, and models of the family {model.family} have activations above "
+            "65504, which float16 does not hold; use --dtype bfloat16 or --dtype float32"
+        )
 
 
 def weight_source(

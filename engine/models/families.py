@@ -55,7 +55,8 @@ class Family:
     config.json; what they ask it for is understood. defaults: of keys that config.json may lack,
     where they are not Llama's. computes: keys of `rope_parameters` that it understands and others
     do not. without_effect: keys that change the answer in other families alone. has_fused_names:
-    whether q, k, v, and gate, up, are one tensor each.
+    whether q, k, v, and gate, up, are one tensor each. exceeds_float16: whether activations of its
+    models are larger than what float16 holds.
     """
 
     architecture: str
@@ -67,6 +68,7 @@ class Family:
     computes: frozenset[str] = frozenset()
     without_effect: frozenset[str] = frozenset()
     has_fused_names: bool = False
+    exceeds_float16: bool = False
 
 
 # ---- Qwen ---------------------------------------------------------------------------------------
@@ -437,6 +439,7 @@ FAMILIES = {
         windows=_gemma3_windows,
         activation="gelu_tanh",
         defaults=_GEMMA3,
+        exceeds_float16=True,
     ),
 }
 

@@ -25,6 +25,7 @@ from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES
 from penstock.engine.executors.loading import (
     Ledger,
+    check_dtype,
     check_quantization,
     choose_device,
     choose_dtype,
@@ -143,6 +144,7 @@ class _Setup:
         self._gpu = gpu
         self._phases = phases
         self._model = ModelConfig.from_dir(model_dir)
+        check_dtype(config.dtype, self._model)
         self._model.check_features(FUSED_PATH, FEATURES)
         check_experts_on_gpu(self._model, config.quantization)
         self._dtype = choose_dtype(config.dtype, gpu.device)
