@@ -392,14 +392,12 @@ def _library_for(
     model: ModelConfig, dtype: torch.dtype, build: Callable[[torch.dtype], CDLL | None]
 ) -> CDLL | None:
     """None where torch computes the model."""
-    library = build(dtype)
-    if library is not None:
-        try:
-            check_features(model, dtype)
-        except UnsupportedFeature as error:
-            _warn_of_torch(error)
-            return None
-    return library
+    try:
+        check_features(model, dtype)
+    except UnsupportedFeature as error:
+        _warn_of_torch(error)
+        return None
+    return build(dtype)
 
 
 def _as_it_is(adapter: Adapter) -> Adapter:

@@ -27,11 +27,14 @@ ON_GPU = torch.cuda.is_available()
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 160, 320
 FAMILIES = ("gemma3", "olmo3", "mistral_window")
 # Mixtures of experts, two shapes of heads, and keys and values that layers share.
-ON_CPU = (*FAMILIES, "gpt_oss", "qwen3_moe", "gemma4_moe", "gemma4_small_wrapped")
+MORE = ("gpt_oss", "qwen3_moe", "gemma4_small_wrapped")
 CONFIG = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=50)
 
 
-@pytest.fixture(scope="module", params=ON_CPU)
+@pytest.fixture(
+    scope="module",
+    params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = make_model(request.param, max_position_embeddings=512)
     return save(made, tmp_path_factory.mktemp("model"))
@@ -89,7 +92,7 @@ def groups_of(executor: Executor, *, num_blocks: int, releases: bool) -> list[KV
 
 
 def requests(num_tokens: int = 200) -> list[Request]:
-    """A prompt, one that begins as it does, and another with three answers that are sampled."""
+    """A prompt, one that begins as it does, and another with three answers, sampled to the end."""
     generator = torch.Generator().manual_seed(5)
     first, second = (
         tuple(torch.randint(3, 96, (n,), generator=generator).tolist()) for n in (107, 40)
@@ -141,7 +144,13 @@ def test_answers_are_the_same_whether_blocks_are_given_back(model: Path, caching
 def test_another_engine_finds_what_one_before_it_kept_in_every_group(model: Path) -> None:
     memory = make_descriptor()
     assert memory is not None
-    config = engine_config(model, block_size=BLOCK_SIZE, max_model_len=MAX_LEN, kv_memory=memory)
+    config = engine_config(
+        model,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_LEN,
+        kv_cache_memory_bytes=4 * 2**20,
+        kv_memory=memory,
+    )
     try:
         runs = []
         for _ in range(2):
