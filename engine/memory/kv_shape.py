@@ -24,8 +24,8 @@ class KVHeads(NamedTuple):
 class KVShape:
     """The keys and values of one token.
 
-    heads: of each layer of a model. sources: of each, the layer whose keys and values it reads,
-    where some have none of their own.
+    heads: of each layer of a model; a layer with a recurrence has none, num_kv_heads being 0.
+    sources: of each, the layer whose keys and values it reads, where some have none of their own.
     """
 
     heads: tuple[KVHeads, ...]
@@ -46,7 +46,7 @@ class KVShape:
 
     @property
     def own_layers(self) -> list[int]:
-        """Those with keys and values of their own."""
+        """Those that read no other's keys and values."""
         return [layer for layer in range(self.num_layers) if self.source_of(layer) == layer]
 
     def bytes_per_token(self, itemsize: int) -> int:

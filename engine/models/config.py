@@ -9,7 +9,9 @@ from typing import ClassVar
 
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.config import ModelImpl
+from penstock.engine.memory.kv_layout import KVLayout
 from penstock.engine.memory.kv_shape import KVHeads, KVShape
+from penstock.engine.models.delta_net import DeltaNetConfig
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
 from penstock.engine.models.experts import MAX_WIDTH, ExpertsConfig
 from penstock.engine.models.families import FAMILIES, Head, find_family
@@ -46,6 +48,10 @@ class ModelConfig:
     whether each head has one score more, which takes its share and has no value. experts: None
     where every layer has one MLP, of intermediate_size. clamped_swiglu: (alpha, limit), where
     experts have gpt-oss's activation: gate * sigmoid(alpha * gate) * (up + 1), of both clamped.
+
+    delta_net: None where all layers have attention; its layers have None among windows.
+    attention_gates: whether what attention gives is multiplied by the sigmoid of a gate, which
+    q_proj gives after each head's query.
 
     Of Gemma 4: full_heads, of the layers without a window, where these have others; and whether
     they have one matrix for both, keys_are_values: see `LayerShape`. value_norm: values are
@@ -91,6 +97,8 @@ class ModelConfig:
     attention_sinks: bool = False
     experts: ExpertsConfig | None = None
     clamped_swiglu: tuple[float, float] | None = None
+    delta_net: DeltaNetConfig | None = None
+    attention_gates: bool = False
     full_heads: KVHeads | None = None
     keys_are_values: bool = False
     value_norm: bool = False
@@ -135,15 +143,25 @@ class ModelConfig:
         heads, is_full = KVHeads(self.num_kv_heads, self.head_dim), self.windows[layer] is None
         if is_full and self.full_heads is not None:
             heads = self.full_heads
+        is_recurrent = self.delta_net_of(layer) is not None
+        if is_recurrent:
+            heads = heads._replace(num_kv_heads=0)
         is_shared = layer >= self.num_layers - self.num_shared_kv_layers
         is_wide = is_shared and self.wide_shared_mlps
         return LayerShape(
             num_heads=self.num_heads,
             heads=heads,
             intermediate_size=self.intermediate_size * (2 if is_wide else 1),
-            has_keys=not is_shared,
+            has_gates=self.attention_gates,
+            has_keys=not is_shared and not is_recurrent,
             has_values=not (is_full and self.keys_are_values),
         )
+
+    def kv_layout(self, max_model_len: int) -> KVLayout:
+        if self.delta_net is None:
+            return KVLayout.of(self.windows, max_model_len)
+        layers, state = self.delta_net.layers, self.delta_net.state_shape
+        return KVLayout.of(self.windows, max_model_len, layers, state)
 
     def attention_shape(self, block_size: int) -> AttentionShape:
         return AttentionShape(
@@ -156,6 +174,11 @@ class ModelConfig:
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """None where the layer has one MLP alone."""
         return self.experts if self.experts is not None and self.experts.layers[layer] else None
+
+    def delta_net_of(self, layer: int) -> DeltaNetConfig | None:
+        """None where the layer has attention."""
+        has_one = self.delta_net is not None and self.delta_net.layers[layer]
+        return self.delta_net if has_one else None
 
     def linear_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of a layer's matrices, by their names in a checkpoint."""
@@ -174,8 +197,11 @@ class ModelConfig:
                 "mlp.gate_up_proj": (2 * mlp, hidden),
                 "mlp.down_proj": (hidden, mlp),
             }
-        shapes = {name: (rows, hidden) for name, rows in shape.qkv.items()}
-        shapes["self_attn.o_proj"] = (hidden, shape.query_size)
+        if (net := self.delta_net_of(layer)) is not None:
+            shapes = net.linear_shapes(hidden)
+        else:
+            shapes = {name: (rows, hidden) for name, rows in shape.qkv.items()}
+            shapes["self_attn.o_proj"] = (hidden, shape.query_size)
         if experts is None or experts.is_beside_mlp:
             shapes |= {
                 "mlp.gate_proj": (mlp, hidden),
@@ -193,18 +219,23 @@ class ModelConfig:
     def _num_vector_weights(self, layer: int) -> int:
         """Of a layer's norms, biases and numbers of its own."""
         hidden, shape, experts = self.hidden_size, self.layer_shape(layer), self.experts_of(layer)
-        num_heads = 1 + shape.has_keys
-        if self.whole_qk_norm:
-            num_heads = self.num_heads + shape.heads.num_kv_heads
-        num = 2 * hidden * (self.pre_norms + self.post_norms)
-        num += num_heads * shape.heads.head_dim * self.qk_norm
-        num += shape.qkv_size * self.qkv_bias + hidden * self.output_bias
-        num += self.num_heads * self.attention_sinks + self.layer_scalars
+        num = 2 * hidden * (self.pre_norms + self.post_norms) + self.layer_scalars
+        net = self.delta_net_of(layer)
+        num += self._num_attention_vectors(shape) if net is None else net.num_small_weights
         if self.per_layer_inputs is not None:
             num += hidden  # a norm
         if experts is None:
             num += (2 * shape.intermediate_size + hidden) * self.mlp_bias
         return num
+
+    def _num_attention_vectors(self, shape: LayerShape) -> int:
+        """Of norms of heads, biases and sinks."""
+        num_heads = 1 + shape.has_keys
+        if self.whole_qk_norm:
+            num_heads = self.num_heads + shape.heads.num_kv_heads
+        num = num_heads * shape.heads.head_dim * self.qk_norm
+        num += shape.qkv_size * self.qkv_bias + self.hidden_size * self.output_bias
+        return num + self.num_heads * self.attention_sinks
 
     @property
     def num_token_weights(self) -> int:
@@ -215,7 +246,10 @@ class ModelConfig:
         if self.experts is not None:
             each, size = self.experts.num_per_token, self.experts.intermediate_size
             of_layer = self.hidden_size * (self.experts.num_experts + 3 * each * size)
+            of_layer += self.experts.num_shared_weights(self.hidden_size)
             num += self.experts.num_layers * of_layer
+        if self.delta_net is not None:
+            num += self.delta_net.num_layers * self.delta_net.num_products_per_token
         return num
 
     @property
@@ -225,7 +259,9 @@ class ModelConfig:
         layers, hidden = range(self.num_layers), self.hidden_size
         num = sum(self._num_matrix_weights(i) + self._num_vector_weights(i) for i in layers)
         if self.experts is not None:
-            num += self.experts.num_layers * self.experts.num_router_weights(hidden)
+            of_all = self.experts.num_router_weights(hidden)
+            of_all += self.experts.num_shared_weights(hidden)
+            num += self.experts.num_layers * of_all
         if self.per_layer_inputs is not None:
             num += self.per_layer_inputs.num_projection_weights(self.num_layers, hidden)
             num += self.per_layer_inputs.size  # a norm
@@ -360,7 +396,7 @@ class ModelConfig:
             has_fused_names=family.has_fused_names,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=fields.count("intermediate_size", most=MAX_WIDTH),
+            intermediate_size=_intermediate_size(fields, flags.get("experts")),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -382,6 +418,13 @@ class ModelConfig:
         if is_wrapped:
             check_keys(outer, family.without_effect, head_dim=head_dim, has_encoders=True)
         return config
+
+
+def _intermediate_size(fields: Fields, experts: ExpertsConfig | None) -> int:
+    """0 where no layer has one MLP, and none is given."""
+    if experts is not None and all(experts.layers) and fields.get("intermediate_size") is None:
+        return 0
+    return fields.count("intermediate_size", most=MAX_WIDTH)
 
 
 def _check_activation(fields: Fields, activation: str) -> None:

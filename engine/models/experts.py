@@ -11,6 +11,10 @@ from penstock.engine.models.json_file import Fields
 # Far more than any model has.
 _MAX_EXPERTS = 2**14
 MAX_WIDTH = 2**22
+# Of the shared expert, in a layer.
+SHARED_GATE_UP = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+SHARED_DOWN = "mlp.shared_expert.down_proj"
+SHARED_GATE = "mlp.shared_expert_gate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +25,10 @@ class ExpertsConfig:
     layers: for each of the model's layers, whether it has experts; the others have one MLP.
     intermediate_size: of one expert. is_normed: the weights are a softmax over the chosen experts;
     otherwise over all. has_biases: of the router and of the experts. router, experts: their names
-    in a layer. is_beside_mlp: whether the layers have one MLP as well, as those of Gemma 4; these
-    also have norms of what router and experts read and give, and a factor of each expert's weight.
+    in a layer. shared_size: of the expert that computes every token besides, by the weight that a
+    gate of its own gives; 0 where there is none. is_beside_mlp: whether the layers have one MLP as
+    well, as those of Gemma 4; these also have norms of what router and experts read and give, and a
+    factor of each expert's weight.
     """
 
     layers: tuple[bool, ...]
@@ -33,6 +39,7 @@ class ExpertsConfig:
     has_biases: bool = False
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
+    shared_size: int = 0
     is_beside_mlp: bool = False
 
     @property
@@ -64,15 +71,23 @@ class ExpertsConfig:
     def linear_shapes(self, hidden_size: int) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of a layer's matrices by name, without the router, which no
         checkpoint quantizes."""
-        return {
+        shapes = {
             **dict.fromkeys(self.gate_up_names(), (self.intermediate_size, hidden_size)),
             **dict.fromkeys(self.down_names(), (hidden_size, self.intermediate_size)),
         }
+        if self.shared_size:
+            shapes |= dict.fromkeys(SHARED_GATE_UP, (self.shared_size, hidden_size))
+            shapes[SHARED_DOWN] = (hidden_size, self.shared_size)
+        return shapes
 
     def num_router_weights(self, hidden_size: int) -> int:
         """Elements, in one layer, norms and factors included."""
         of_router = self.num_experts * (hidden_size + self.has_biases)
         return of_router + (self.num_experts + 4 * hidden_size) * self.is_beside_mlp
+
+    def num_shared_weights(self, hidden_size: int) -> int:
+        """Elements of the shared expert and its gate, in one layer."""
+        return (3 * self.shared_size + 1) * hidden_size if self.shared_size else 0
 
     def num_weights(self, hidden_size: int) -> int:
         """Elements of one expert."""

@@ -20,9 +20,22 @@ from penstock.engine.memory.kv_codes import KVPages, store
 from penstock.engine.memory.kv_pool import LayerPools
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.experts import ExpertsConfig
+from penstock.engine.models.delta_net import DeltaNetConfig
+from penstock.engine.models.experts import (
+    SHARED_DOWN,
+    SHARED_GATE,
+    SHARED_GATE_UP,
+    ExpertsConfig,
+)
 from penstock.engine.models.layer_shape import LayerShape
-from penstock.engine.models.layers.experts import clamped_swiglu, mixed
+from penstock.engine.models.layers.delta_net import (
+    DeltaNet,
+    Recurrence,
+    Segments,
+    segments_of,
+    torch_recurrence,
+)
+from penstock.engine.models.layers.experts import SharedExpert, clamped_swiglu, mixed
 from penstock.engine.models.layers.gemma4 import (
     ExpertsBeside,
     PerLayerInput,
@@ -62,8 +75,9 @@ class Layer:
     MLP read; attended_norm and active_norm of what they give, before it is added. router: None
     where the layer has one MLP; otherwise gate_up and down are those of all experts, one after the
     other: (experts * 2 * size, hidden_size) and (experts * hidden_size, size). sinks: see
-    `Attention`. beside, per_layer_input, scalar: of Gemma 4; the last multiplies what the layer
-    gives, (1,).
+    `Attention`. shared: the expert that computes every token, or None. delta_net: None where the
+    layer has attention; otherwise qkv are the inputs of its convolution and its output gates.
+    beside, per_layer_input, scalar: of Gemma 4; the last multiplies what the layer gives, (1,).
     """
 
     input_norm: Tensor | None
@@ -80,6 +94,8 @@ class Layer:
     sinks: Tensor | None
     window: int | None
     shape: LayerShape
+    shared: SharedExpert | None
+    delta_net: DeltaNet | None
     beside: ExpertsBeside | None
     per_layer_input: PerLayerInput | None
     scalar: Tensor | None
@@ -91,7 +107,8 @@ class Layer:
         linears += [self.gate_up, self.down] if self.router is None else [self.router]
         of_heads = (self.query_norm, self.key_norm)
         norms = (self.input_norm, self.attended_norm, self.mlp_norm, self.active_norm, *of_heads)
-        others = [part for part in (self.beside, self.per_layer_input) if part is not None]
+        parts = (self.shared, self.delta_net, self.beside, self.per_layer_input)
+        others = [part for part in parts if part is not None]
         return sum(part.num_bytes for part in (*linears, *others)) + tensor_bytes(
             *norms, self.sinks, self.scalar
         )
@@ -117,9 +134,11 @@ class LlamaModel:
         max_model_len: int,
         device: torch.device,
         num_load_threads: int = 1,
+        recurrence: Recurrence = torch_recurrence,
     ) -> None:
         self.config = config
         self._attention = attention
+        self._recurrence = recurrence
         hidden, vocab = config.hidden_size, config.vocab_size
         with ThreadPoolExecutor(num_load_threads) as pool:
             self.embedding = weights.read((vocab, hidden), "model.embed_tokens.weight")
@@ -157,7 +176,17 @@ class LlamaModel:
         if self.per_layer_inputs is not None:
             inputs = self.per_layer_inputs(step.token_ids, residual)
         angles, steps = self.rotary.at(step.positions), step.of_groups
+        segments: Segments = segments_of(steps[-1]) if self.config.delta_net else ()
         for index, layer in enumerate(self.layers):
+            if layer.delta_net is not None:
+                x = _normed(residual, layer.input_norm, self.config.rms_norm_eps)
+                mixed = _recur(
+                    layer, layer.delta_net, self._recurrence, x, *pool.states(index), segments
+                )
+                residual = _through_mlp(
+                    self.config, layer, index, residual + mixed, step, inputs[index]
+                )
+                continue
             keys, values = pool.layer(index)
             own = steps[pool.group_of(index)]
             residual = run_layer(
@@ -220,6 +249,18 @@ def run_layer(
     x = _normed(residual, layer.input_norm, eps)
     attended = _attend(config, layer, index, attention, x, angles, keys, values, step)
     residual = residual + _normed(attended, layer.attended_norm, eps)
+    return _through_mlp(config, layer, index, residual, step, inputs)
+
+
+def _through_mlp(
+    config: ModelConfig,
+    layer: Layer,
+    index: int,
+    residual: Tensor,
+    step: ModelInput,
+    inputs: Tensor | None,
+) -> Tensor:
+    eps = config.rms_norm_eps
     change = _mlp(config, layer, index, _normed(residual, layer.mlp_norm, eps), step)
     if layer.beside is not None:
         change = layer.beside(residual, change, partial(_gated, config), eps)
@@ -230,13 +271,29 @@ def run_layer(
     return residual if layer.scalar is None else residual * layer.scalar
 
 
+def _recur(
+    layer: Layer,
+    delta_net: DeltaNet,
+    recurrence: Recurrence,
+    x: Tensor,
+    matrices: Tensor,
+    inputs: Tensor,
+    segments: Segments,
+) -> Tensor:
+    """What a gated delta net makes of x, (T, hidden_size)."""
+    projected, gates = layer.qkv(x).float(), delta_net.gates(x).float()
+    mixed = recurrence(delta_net, projected, gates, matrices, inputs, segments)
+    return layer.output(mixed.to(x.dtype))
+
+
 def _mlp(config: ModelConfig, layer: Layer, index: int, x: Tensor, step: ModelInput) -> Tensor:
     if layer.router is None:
         gate, up = adapted(layer.gate_up, x, step.adapters, index, Stack.GATE_UP).chunk(2, dim=-1)
         return adapted(layer.down, _gated(config, gate, up), step.adapters, index, Stack.DOWN)
     assert config.experts is not None
     gated = partial(_gated, config)
-    return mixed(config.experts, x, layer.router(x), layer.gate_up, layer.down, gated)
+    y = mixed(config.experts, x, layer.router(x), layer.gate_up, layer.down, gated)
+    return y if layer.shared is None else y + layer.shared(x, gated)
 
 
 def _gated(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
@@ -264,6 +321,10 @@ def _attend(
 ) -> Tensor:
     projected = adapted(layer.qkv, x, step.adapters, index, Stack.QKV)
     query, *own = torch.split(projected, list(layer.shape.qkv.values()), dim=1)
+    gate = None
+    if config.attention_gates:
+        query, gate = query.view(len(x), config.num_heads, -1).chunk(2, dim=-1)
+        query = query.flatten(1)
     cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
 
     def heads(projected: Tensor, norm: Tensor | None) -> Tensor:
@@ -286,6 +347,8 @@ def _attend(
     if angles.query_factors is not None:
         query = (query.float() * angles.query_factors.view(-1, 1, 1)).to(query.dtype)
     mixed = attention(query, keys, values, step, layer.window, layer.sinks)
+    if gate is not None:
+        mixed = mixed * torch.sigmoid(gate)
     return adapted(layer.output, mixed.flatten(1), step.adapters, index, Stack.OUTPUT)
 
 
@@ -319,7 +382,7 @@ def read_layer(
     if config.has_fused_names:
         qkv_names, gate_up_names = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
     down_names: tuple[str, ...] = ("mlp.down_proj",)
-    router = None
+    router = shared = delta_net = None
     experts = config.experts_of(index)
     if experts is not None and not experts.is_beside_mlp:
         mlp, mlp_bias = experts.intermediate_size, experts.has_biases
@@ -327,16 +390,30 @@ def read_layer(
         gate_up_names = tuple(experts.gate_up_names())
         down_names = tuple(experts.down_names())
         router = _read_router(experts, weights, make_linear, hidden, prefix + experts.router)
+        if size := experts.shared_size:
+            shared = SharedExpert(
+                linear(2 * size, hidden, False, *SHARED_GATE_UP),
+                linear(hidden, size, False, SHARED_DOWN),
+                make_linear(weights.read((1, hidden), f"{prefix}{SHARED_GATE}.weight"), None),
+            )
+    qkv_size, qkv_bias = shape.qkv_size, config.qkv_bias
+    output_name, output_size, output_bias = "self_attn.o_proj", shape.query_size, config.output_bias
+    if (net := config.delta_net_of(index)) is not None:
+        delta_net = _read_delta_net(config, net, weights, make_linear, prefix)
+        qkv_names = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+        output_name, output_size = "linear_attn.out_proj", net.num_values
+        qkv_size = net.num_channels + output_size
+        qkv_bias = output_bias = False
     # With norms after the layers' parts, the first of these keeps the name of Llama's second.
     mlp_norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
-    pre, post, of_heads = config.pre_norms, config.post_norms, config.qk_norm
-    whole = config.whole_qk_norm
+    pre, post, whole = config.pre_norms, config.post_norms, config.whole_qk_norm
+    of_heads = config.qk_norm and net is None
     return Layer(
         input_norm=norm(pre, hidden, "input_layernorm"),
-        qkv=linear(shape.qkv_size, hidden, config.qkv_bias, *qkv_names),
+        qkv=linear(qkv_size, hidden, qkv_bias, *qkv_names),
         query_norm=norm(of_heads, shape.query_size if whole else head_dim, _QUERY_NORM),
         key_norm=norm(of_heads and shape.has_keys, kv_size if whole else head_dim, _KEY_NORM),
-        output=linear(hidden, shape.query_size, config.output_bias, "self_attn.o_proj"),
+        output=linear(hidden, output_size, output_bias, output_name),
         attended_norm=norm(post, hidden, "post_attention_layernorm"),
         mlp_norm=norm(pre, hidden, mlp_norm),
         router=router,
@@ -348,11 +425,36 @@ def read_layer(
         else None,
         window=config.windows[index],
         shape=shape,
+        shared=shared,
+        delta_net=delta_net,
         beside=ExpertsBeside.read(config, experts, weights, make_linear, prefix)
         if experts is not None and experts.is_beside_mlp
         else None,
         per_layer_input=PerLayerInput.read(config, weights, make_linear, prefix),
         scalar=weights.read((1,), f"{prefix}layer_scalar") if config.layer_scalars else None,
+    )
+
+
+def _read_delta_net(
+    config: ModelConfig,
+    net: DeltaNetConfig,
+    weights: WeightSource,
+    make_linear: MakeLinear,
+    prefix: str,
+) -> DeltaNet:
+    def read(shape: tuple[int, ...], name: str) -> Tensor:
+        return weights.read(shape, f"{prefix}linear_attn.{name}").float()
+
+    heads = (net.num_value_heads,)
+    gate_names = (f"{prefix}linear_attn.in_proj_{name}" for name in "ba")
+    return DeltaNet(
+        config=net,
+        gates=read_linear(weights, make_linear, 2 * heads[0], config.hidden_size, *gate_names),
+        taps=read((net.num_channels, 1, net.num_taps), "conv1d.weight").squeeze(1).t().contiguous(),
+        decay=-read(heads, "A_log").exp(),
+        bias=read(heads, "dt_bias"),
+        norm=read((net.value_dim,), "norm.weight"),
+        eps=config.rms_norm_eps,
     )
 
 
