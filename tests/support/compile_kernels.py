@@ -411,7 +411,8 @@ def _ints(*shape: int) -> torch.Tensor:
 
 def _tiles(num_tokens: int) -> AdapterTiles:
     num_tiles = most_tiles(num_tokens, MAX_LORAS)
-    return AdapterTiles(_ints(num_tokens), *_ints(3, num_tiles).unbind(), tile_rows(num_tokens))
+    slots, firsts, counts = _ints(3, num_tiles).unbind()
+    return AdapterTiles(_ints(num_tokens), slots, firsts, counts, tile_rows(num_tokens))
 
 
 def launches_in_a_decode_layer(model: MetaModel, num_decodes: int) -> Counter[str]:

@@ -182,7 +182,7 @@ def test_an_adapter_changes_other_families_too(family: str, tmp_path: Path) -> N
     beside experts."""
     model = make_model(family, **({} if family == "gemma3" else {"num_hidden_layers": 1}))
     path = save(model, tmp_path / "base")
-    targets = ("q_proj", "v_proj", "o_proj")
+    targets: tuple[str, ...] = ("q_proj", "v_proj", "o_proj")
     if family != "qwen3_moe":
         targets = (*ALL, "qkv_proj", "gate_up_proj")
     adapter = save_adapter(model, tmp_path / "adapter", targets=targets)

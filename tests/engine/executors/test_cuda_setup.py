@@ -3,6 +3,7 @@
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_adapters_of_a_model_that_is_set_up_give_what_the_cpu_executor_gives(
     if name is None:
         path = plain
     adapter = save_adapter(model, tmp_path / "adapter")
-    found = []
+    found: list[Any] = []
     for base in (plain, path):
         config = interpreted(base, lora=LoraConfig(max_loras=2, max_rank=8))
         executor = build_cuda_executor(config, base, Interpreter()) if found else None
