@@ -107,6 +107,19 @@ def forecast_ttft_s(
     return rest_s + max(before_s, room_s) + own_s
 
 
+def prefill_s(live: LiveStepModel, chunks: Sequence[tuple[int, int]]) -> float | None:
+    """How long steps take that compute nothing but these chunks of one prompt, (start, end) each;
+    None where nothing is known yet of such steps."""
+    total_s = 0.0
+    for start, end in chunks:
+        amounts = live.served.amounts(_work(live, 0, 0, end - start, start))
+        chunk_s = live.predict(amounts, StepClass.PREFILL)
+        if chunk_s is None:
+            return None
+        total_s += chunk_s
+    return total_s
+
+
 def _steps_until_room(ahead: Ahead, lengths: AnswerLengths) -> float:
     """Until as many answers have ended as hold the slots and blocks that are missing."""
     num_slots = ahead.num_waiting + 1 - ahead.num_slots

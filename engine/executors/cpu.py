@@ -34,6 +34,7 @@ from penstock.engine.executors.loading import (
     weight_source,
 )
 from penstock.engine.gguf.file import is_gguf
+from penstock.engine.memory.disk_tier import DiskTier
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
@@ -45,6 +46,8 @@ from penstock.engine.memory.kv_pool import (
     size_cpu_pool,
 )
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
+from penstock.engine.memory.offload import block_files, disk_tier, refuse_with_states
+from penstock.engine.memory.pool_bytes import PoolBytes
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.model_input import ModelInput, build_model_input
 from penstock.engine.models.config import ModelConfig
@@ -88,6 +91,7 @@ class CpuExecutor:
     """See `penstock.engine.executor.Executor`."""
 
     _native: NativeModel | None = None
+    _tier: DiskTier | None = None
 
     def __init__(self, config: EngineConfig, model_dir: Path, phases: Phases | None = None) -> None:
         if config.attention_backend is not AttentionBackend.AUTO:
@@ -101,6 +105,8 @@ class CpuExecutor:
         num_threads = config.num_threads or num_cores()
         model = ModelConfig.from_dir(model_dir)
         check_dtype(config.dtype, model)
+        if model.delta_net is not None:
+            refuse_with_states(config)
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         with phases.timed("compile", "loading the step that is compiled for this processor"):
             self._dtype, library = _dtype_and_library(config, model, model_dir)
@@ -120,13 +126,15 @@ class CpuExecutor:
         longest = resolve_max_model_len(config.max_model_len, model.max_model_len)
         layout = model.kv_layout(longest)
         pools = layout.pools(model.kv_shape, block_size, kv_type.itemsize)
+        # What decides the bytes of a block of the same tokens.
+        compiled = None if library is None else Path(library._name).name
+        formats = (self._dtype, kv_type, config.load_format, config.quantization)
+        identity = identity_of(model_dir, model, formats, block_size, compiled, layout)
+        files = block_files(config, identity)
         kept_kv = None
         if config.kv_memory is not None and layout.state is None:
-            # What decides the bytes of a block of the same tokens.
-            compiled = None if library is None else Path(library._name).name
-            formats = (self._dtype, kv_type, config.load_format, config.quantization)
-            identity = identity_of(model_dir, model, formats, block_size, compiled, layout)
-            kept_kv = KeptMemory(config.kv_memory, identity)
+            key = files.key if files else None
+            kept_kv = KeptMemory(config.kv_memory, identity, key)
         size = size_cpu_pool(
             config,
             pools,
@@ -172,6 +180,7 @@ class CpuExecutor:
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
             shape = model.kv_shape
             self._pool = KVPools(shape, layout, size.of_groups, block_size, kv_type, _CPU, kept_kv)
+            self._tier = None if files is None else disk_tier(files, PoolBytes(self._pool))
             if library is not None:
                 try:
                     native = NativeModel(library, llama, self._pool, num_threads)
@@ -253,6 +262,10 @@ class CpuExecutor:
     @property
     def journals(self) -> tuple[BlockJournal, ...]:
         return self._pool.journals
+
+    @property
+    def tier(self) -> DiskTier | None:
+        return self._tier
 
     @property
     def adapters(self) -> Adapters:

@@ -39,6 +39,7 @@ from penstock.engine.memory.kv_pool import (
 )
 from penstock.engine.memory.kv_shape import KVHeads
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
+from penstock.engine.memory.offload import refuse_offload
 from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.engine.model_input import ModelInput, build_model_input
 from penstock.engine.models.fallback.check import check_model
@@ -246,6 +247,7 @@ def _check_flags(config: EngineConfig) -> None:
             "--enable-lora is for the families that Penstock implements itself, and this model is "
             "computed by a class of transformers; leave it out"
         )
+    refuse_offload(config, "by a class of transformers")
     if config.attention_backend is not AttentionBackend.AUTO:
         raise InvalidConfig(
             f"--attention-backend {config.attention_backend} is for the families that Penstock "

@@ -56,6 +56,7 @@ from penstock.engine.memory.kv_pool import (
     size_pool,
 )
 from penstock.engine.memory.machine import num_cores
+from penstock.engine.memory.offload import refuse_offload
 from penstock.engine.model_info import ModelInfo, QuantizationInfo
 from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.config import ModelConfig
@@ -118,6 +119,7 @@ def build_cuda_executor(
     gpu = gpu or CudaGpu(choose_device(config.device))
     phases = phases or Phases()
     check_quantization(config, model_dir)
+    refuse_offload(config, "on a GPU")
     try:
         return _Setup(config, model_dir, gpu, phases).build()
     except RuntimeError as error:
