@@ -346,15 +346,22 @@ class Scheduler:
         for each in waiting:
             num_cached = each.num_cached_at_arrival
             chunks.append((num_cached, each.num_to_compute - num_cached))
-        num_blocks = sum(-(-each.num_to_compute // self._kv.block_size) for each in waiting)
         return Ahead(
             decoding=self._decoding,
             prompt_tokens=sum(num for _, num in chunks),
             prompt_positions=sum(num * (start + num // 2) for start, num in chunks),
             num_waiting=len(waiting),
-            num_blocks=num_blocks + admission.shares[0].num_claimed + self.num_running,
+            num_blocks=[
+                sum(
+                    each.group.most_blocks(one.num_to_compute, self._kv.block_size)
+                    for one in waiting
+                )
+                + share.num_claimed
+                + self.num_running
+                for each, share in zip(self._kv.groups, admission.shares, strict=True)
+            ],
             num_slots=len(self._free_slots),
-            num_free_blocks=self._kv.num_available,
+            num_free_blocks=[each.num_available for each in self._kv.groups],
             has_prefills=bool(self._prefilling),
         )
 

@@ -22,6 +22,7 @@ from penstock.engine.config import AttentionBackend, Dtype, EngineConfig, KVCach
 from penstock.engine.executor import device_copies
 from penstock.engine.executors.loading import (
     Ledger,
+    check_dtype,
     check_quantization,
     choose_dtype,
     describe,
@@ -103,6 +104,7 @@ class CpuExecutor:
         # The server's process shares them: a thread that it interrupts holds up no other.
         num_threads = config.num_threads or num_cores()
         model = ModelConfig.from_dir(model_dir)
+        check_dtype(config.dtype, model)
         if model.delta_net is not None:
             refuse_with_states(config)
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
@@ -416,14 +418,12 @@ def _library_for(
     model: ModelConfig, dtype: torch.dtype, build: Callable[[torch.dtype], CDLL | None]
 ) -> CDLL | None:
     """None where torch computes the model."""
-    library = build(dtype)
-    if library is not None:
-        try:
-            check_features(model, dtype)
-        except UnsupportedFeature as error:
-            _warn_of_torch(error)
-            return None
-    return library
+    try:
+        check_features(model, dtype)
+    except UnsupportedFeature as error:
+        _warn_of_torch(error)
+        return None
+    return build(dtype)
 
 
 def _recurrence(model: ModelConfig, num_threads: int) -> Recurrence:

@@ -37,7 +37,7 @@ from penstock.engine.memory.kv_pool import (
     size_cpu_pool,
     size_pool,
 )
-from penstock.engine.memory.kv_shape import KVShape
+from penstock.engine.memory.kv_shape import KVHeads
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
 from penstock.engine.memory.offload import refuse_offload
 from penstock.engine.model_info import AttentionGroup, ModelInfo
@@ -261,7 +261,7 @@ def _attention_groups(model: TransformersModel, itemsize: int) -> tuple[Attentio
     flops: dict[int | None, int] = defaultdict(int)
     for layer in model.layers.values():
         for width in (layer.key_dim, layer.value_dim):
-            one = KVShape(num_layers=1, num_kv_heads=layer.num_kv_heads, head_dim=width)
+            one = KVHeads(layer.num_kv_heads, width)
             kv_bytes[layer.window] += one.bytes_per_token(itemsize) // 2
             flops[layer.window] += 2 * layer.num_heads * width
     return tuple(

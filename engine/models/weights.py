@@ -38,6 +38,11 @@ class WeightSource(Protocol):
         """The tensors `names` of the checkpoint, stacked along their first dimension to `shape`."""
         ...
 
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        """One of which a step reads few rows: in the type that it is stored in, and where there is
+        a file, mapped from it."""
+        ...
+
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         """The linear layer of these, in a format of its own; None where the weights are plain.
 
@@ -81,6 +86,13 @@ class Checkpoint:
                 self._check_overflow(name, part, stored)
             start += len(part)
         return fused
+
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        """See `WeightSource`."""
+        tensor = self._tensor(name)
+        if tensor.shape != shape:
+            raise self._files.wrong_shape(name, tensor, shape)
+        return tensor
 
     def quantized(
         self, shape: tuple[int, int], bias: Tensor | None, *names: str
@@ -131,6 +143,9 @@ class RandomWeights:
             return self._empty(shape).fill_(1.0)
         weight = self._empty(shape)
         return weight.normal_(std=_STD, generator=_generator(names[0], weight.device))
+
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        return self.read(shape, name)
 
     def quantized(
         self, shape: tuple[int, int], bias: Tensor | None, *names: str
