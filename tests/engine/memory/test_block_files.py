@@ -10,7 +10,7 @@ import torch
 from penstock.engine.memory.block_files import HEADER_BYTES, BlockFiles, Unreadable
 from penstock.engine.memory.kv_layout import KVLayout
 from penstock.engine.memory.kv_pool import KVPools
-from penstock.engine.memory.kv_shape import KVShape
+from penstock.engine.memory.kv_shape import KVHeads, KVShape
 from penstock.engine.memory.pool_bytes import PoolBytes
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.tier import TierBlock
@@ -113,8 +113,9 @@ def test_a_disk_that_cannot_be_written_stops_writing_and_no_request(tmp_path: Pa
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
 def test_a_blocks_bytes_are_the_same_in_another_place_of_its_pool(dtype: torch.dtype) -> None:
-    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=8)
-    layout = KVLayout.of([None, 4, None], 64)
+    # Layers of one group whose heads differ, as Gemma 4 has them.
+    shape = KVShape((KVHeads(2, 8), KVHeads(2, 8), KVHeads(1, 16), KVHeads(2, 8)))
+    layout = KVLayout.of([None, 4, None, None], 64)
     pools = KVPools(shape, layout, (5, 4), 4, dtype, torch.device("cpu"))
     memory = PoolBytes(pools)
     for group, pool in enumerate(pools.groups):
