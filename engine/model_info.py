@@ -98,6 +98,8 @@ class ModelInfo:
     num_blocks: of the pool of the first attention group; more_blocks: of those of the others. Where
     more_blocks is empty, all layers share one pool. read_alignment: see `KVGroup`.
     model_impl: whose implementation of the family computes it, "penstock" or "transformers".
+    tensor_parallel_size: how many ranks have a part of every layer each. Bytes, operations, peaks
+    and measurements are then one rank's.
     """
 
     architecture: str
@@ -128,6 +130,7 @@ class ModelInfo:
     more_blocks: tuple[int, ...] = ()
     read_alignment: int = READ_ALIGNMENT
     model_impl: str = "penstock"
+    tensor_parallel_size: int = 1
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

@@ -85,6 +85,7 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
             gpu_memory_utilization=options.gpu_memory_utilization,
             enforce_eager=options.enforce_eager,
             num_threads=options.num_threads,
+            tensor_parallel_size=options.tensor_parallel_size,
             calibration=str(options.calibration) if options.calibration else None,
             max_num_queued_reqs=options.max_num_queued_reqs,
             max_engine_restarts=options.max_engine_restarts,

@@ -25,7 +25,9 @@ from penstock.engine.models.layers.experts import clamped_swiglu, mixed
 from penstock.engine.models.layers.linear import Linear, MakeLinear, read_linear, tensor_bytes
 from penstock.engine.models.layers.rotary import Angles, RotaryTables, rotate
 from penstock.engine.models.lora.adapter import Stack, adapted
+from penstock.engine.models.shard import Shard
 from penstock.engine.models.weights import WeightSource
+from penstock.engine.ranks.group import Group
 
 
 class Model(Protocol):
@@ -55,7 +57,7 @@ class Layer:
     MLP read; attended_norm and active_norm of what they give, before it is added. router: None
     where the layer has one MLP; otherwise gate_up and down are those of all experts, one after the
     other: (experts * 2 * size, hidden_size) and (experts * hidden_size, size). sinks: see
-    `Attention`.
+    `Attention`. group: of ranks whose outputs of attention and of the MLP add up to the layer's.
     """
 
     input_norm: Tensor | None
@@ -71,6 +73,7 @@ class Layer:
     active_norm: Tensor | None
     sinks: Tensor | None
     window: int | None
+    group: Group | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -100,14 +103,18 @@ class LlamaModel:
         max_model_len: int,
         device: torch.device,
         num_load_threads: int = 1,
+        shard: Shard | None = None,
+        group: Group | None = None,
     ) -> None:
+        """config: of the shard, where this rank has one. group: of the ranks with the others."""
         self.config = config
+        self.shard, self.group = shard, group
         self._attention = attention
         hidden, vocab = config.hidden_size, config.vocab_size
         with ThreadPoolExecutor(num_load_threads) as pool:
             self.embedding = weights.read((vocab, hidden), "model.embed_tokens.weight")
             layers = pool.map(
-                lambda index: read_layer(config, weights, make_linear, index),
+                lambda index: read_layer(config, weights, make_linear, index, group),
                 range(config.num_layers),
             )
             self.layers = list(layers)
@@ -132,9 +139,11 @@ class LlamaModel:
         return scaled_logits(self.config, self.lm_head(states))
 
     def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
-        residual = embed(self.config, self.embedding, step.token_ids)
+        residual = self._embed(step.token_ids)
         angles, steps = self.rotary.at(step.positions), step.of_groups
         for index, layer in enumerate(self.layers):
+            if self.group:
+                self.group.doing.phase = f"layer {index}"
             keys, values = pool.layer(index)
             own = steps[pool.group_of(index)]
             residual = run_layer(
@@ -149,6 +158,14 @@ class LlamaModel:
                 own,
             )
         return rms_norm(residual[rows], self.norm, self.config.rms_norm_eps)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self.shard is None:
+            return embed(self.config, self.embedding, token_ids)
+        own = token_ids - self.shard.first_id
+        is_own = (own >= 0) & (own < len(self.embedding))
+        states = embed(self.config, self.embedding, own.where(is_own, 0))
+        return summed(self.group, states * is_own.unsqueeze(1))
 
 
 def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:
@@ -189,9 +206,20 @@ def run_layer(
     eps = config.rms_norm_eps
     x = _normed(residual, layer.input_norm, eps)
     attended = _attend(config, layer, index, attention, x, angles, keys, values, step)
+    attended = summed(layer.group, attended)
     residual = residual + _normed(attended, layer.attended_norm, eps)
     x = _normed(residual, layer.mlp_norm, eps)
-    return residual + _normed(_mlp(config, layer, index, x, step), layer.active_norm, eps)
+    active = summed(layer.group, _mlp(config, layer, index, x, step))
+    return residual + _normed(active, layer.active_norm, eps)
+
+
+def summed(group: Group | None, tensor: Tensor) -> Tensor:
+    """The sum of what all ranks have; in float32, where that of a type is not known to a group."""
+    if group is None:
+        return tensor
+    wide = tensor.float() if tensor.dtype is torch.float16 else tensor
+    group.all_reduce(wide)
+    return wide.to(tensor.dtype)
 
 
 def _mlp(config: ModelConfig, layer: Layer, index: int, x: Tensor, step: ModelInput) -> Tensor:
@@ -230,8 +258,7 @@ def _attend(
     projected = adapted(layer.qkv, x, step.adapters, index, Stack.QKV)
     query, key, value = torch.split(projected, sizes, dim=1)
     if config.whole_qk_norm:
-        query = _normed(query, layer.query_norm, config.rms_norm_eps)
-        key = _normed(key, layer.key_norm, config.rms_norm_eps)
+        query, key = _normed_whole(layer, query, key, config.rms_norm_eps)
     query, key, value = (each.view(len(x), -1, config.head_dim) for each in (query, key, value))
     if not config.whole_qk_norm:
         query = _normed(query, layer.query_norm, config.rms_norm_eps)
@@ -244,6 +271,22 @@ def _attend(
         query = (query.float() * angles.query_factors.view(-1, 1, 1)).to(query.dtype)
     mixed = attention(query, keys, values, step, layer.window, layer.sinks)
     return adapted(layer.output, mixed.flatten(1), step.adapters, index, Stack.OUTPUT)
+
+
+def _normed_whole(layer: Layer, query: Tensor, key: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Each over all heads, those of other ranks too."""
+    if layer.group is None:
+        return _normed(query, layer.query_norm, eps), _normed(key, layer.key_norm, eps)
+    means = torch.stack([each.float().square().mean(-1) for each in (query, key)])
+    # Every rank has as many heads, and a head that several have counts equally often as another.
+    of_all = summed(layer.group, means) / layer.group.size
+    factors = (of_all + eps).rsqrt().unsqueeze(-1)
+    norms = (layer.query_norm, layer.key_norm)
+    query, key = (
+        (each.float() * factor * weight).to(each.dtype)
+        for each, factor, weight in zip((query, key), factors, norms, strict=True)
+    )
+    return query, key
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -262,7 +305,11 @@ def read_norm(config: ModelConfig, weights: WeightSource, size: int, name: str) 
 
 
 def read_layer(
-    config: ModelConfig, weights: WeightSource, make_linear: MakeLinear, index: int
+    config: ModelConfig,
+    weights: WeightSource,
+    make_linear: MakeLinear,
+    index: int,
+    group: Group | None = None,
 ) -> Layer:
     prefix = f"model.layers.{index}."
     hidden, head_dim, mlp = config.hidden_size, config.head_dim, config.intermediate_size
@@ -307,6 +354,7 @@ def read_layer(
         if config.attention_sinks
         else None,
         window=config.windows[index],
+        group=group,
     )
 
 

@@ -103,5 +103,7 @@ def test_a_rank_that_has_ended_is_waited_for_no_longer(tmp_path: Path) -> None:
     group = SharedMemoryGroup(load_ranks_library(), descriptor, 0, 2, timeout_s=60.0)
     os.close(descriptor)
     group.end(1)
-    with pytest.raises(RankFailed, match="rank 1 has ended while rank 0 waited for it in starting"):
+    with pytest.raises(
+        RankFailed, match="rank 1 has ended while rank 0 waited for it in its start"
+    ):
         group.barrier()
