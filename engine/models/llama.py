@@ -278,6 +278,7 @@ def _normed_whole(layer: Layer, query: Tensor, key: Tensor, eps: float) -> tuple
     if layer.group is None:
         return _normed(query, layer.query_norm, eps), _normed(key, layer.key_norm, eps)
     means = torch.stack([each.float().square().mean(-1) for each in (query, key)])
+    assert layer.query_norm is not None and layer.key_norm is not None, "whole_qk_norm has both"
     # Every rank has as many heads, and a head that several have counts equally often as another.
     of_all = summed(layer.group, means) / layer.group.size
     factors = (of_all + eps).rsqrt().unsqueeze(-1)
