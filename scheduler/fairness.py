@@ -4,7 +4,9 @@ Each tenant has a counter of what was computed for it, and the waiting sequence 
 is admitted (the virtual token counter of Sheng et al. 2024, arXiv:2401.00588). An output token
 counts as two prompt tokens, since it takes a step of its own; a cached one as next to nothing. What
 is computed again after a preemption is not charged. A tenant that comes back after a pause has at
-least the least counter of those that stayed: nobody saves up service.
+least the least counter of those that stayed, but for a credit of what its share of a few seconds
+is: so one that asks for less than its share may do so in bursts, and nobody saves up more. A new
+one has no credit.
 """
 
 import heapq
@@ -28,19 +30,22 @@ _INDEX_EVERY_S = 1.0
 _QUANTUM = 512
 _COMPANY_S = 30.0
 _HALF_LIFE_S = 60.0  # of the service that the fairness index is about
+_CREDIT_S = 10.0  # of an equal share of the service that there is
+_NEW_SHARE = 0.2  # of the mean of that, each second
 
 
 class Tenant:
-    """Those requests that share one counter. recent: the service of the last minute or so."""
+    """Those requests that share one counter. recent: the service of the last minute or so;
+    faded: what is left in it of the time before the index was renewed."""
 
     __slots__ = (
-        *("counter", "name", "num_open", "num_running", "recent", "was_waiting", "waiting"),
-        "left_s",
+        *("counter", "faded", "name", "num_open", "num_running", "recent", "waiting"),
+        *("left_s", "was_waiting"),
     )
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.counter = self.recent = 0.0
+        self.counter = self.recent = self.faded = 0.0
         self.num_open = self.num_running = 0
         self.left_s = -math.inf
         self.waiting = OrderedQueue(lambda _: 0)
@@ -65,6 +70,7 @@ class FairQueue(WaitingQueue):
         self._looked_s: float | None = None
         self._now = 0.0
         self._num_recent = 1
+        self._service_rate = 0.0  # of all tenants, a second
         self._quantum_left = math.inf
         self.index = 1.0
 
@@ -81,13 +87,15 @@ class FairQueue(WaitingQueue):
 
     def open(self, name: str, num_sequences: int) -> None:
         """A request of this tenant arrives."""
-        tenant = self._tenants.get(name)
+        tenant, credit = self._tenants.get(name), 0.0
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name)
+        else:
+            credit = _CREDIT_S * self._service_rate / self._num_recent
         if not tenant.num_open:
             least = min((each.counter for each in self._active.values()), default=None)
             lifted_to = self._last_counter if least is None else least
-            tenant.counter = max(tenant.counter, lifted_to)
+            tenant.counter = max(tenant.counter, lifted_to - credit)
             self._active[name] = tenant
         tenant.num_open += num_sequences
 
@@ -219,12 +227,17 @@ class FairQueue(WaitingQueue):
         self._num_recent = max(1, len(self._active) + num_left)
         fade = 0.5 ** (elapsed_s / _HALF_LIFE_S)
         waited = []
+        if elapsed_s:
+            service = sum(each.recent - each.faded for each in self._tenants.values())
+            self._service_rate += _NEW_SHARE * (service / elapsed_s - self._service_rate)
         for tenant in self._active.values():
             tenant.recent *= fade
             is_waiting = len(tenant.waiting) > 0
             if is_waiting and tenant.was_waiting:
                 waited.append(tenant.recent)
             tenant.was_waiting = is_waiting
+        for tenant in self._tenants.values():
+            tenant.faded = tenant.recent
         squares = len(waited) * sum(each**2 for each in waited)
         self.index = sum(waited) ** 2 / squares if squares else 1.0
 

@@ -10,6 +10,10 @@ from math import inf, sqrt
 from penstock.scheduler.stats import StepClass, StepWork
 from penstock.scheduler.step_model.live import Expected, LiveStepModel, SteppedModel
 
+# Prompt tokens of a step of which nothing is known yet, in multiples of what any step may run: few,
+# since a target would be missed by as many steps as it takes to learn; and enough to learn from.
+_UNKNOWN_FLOORS = 4
+
 
 class ChunkBudget:
     """Of one step. max_tokens: the most prompt tokens that it may run, whatever time they take.
@@ -151,12 +155,13 @@ def chunk_budget(
     floor: int,
     decodes: StepWork,
 ) -> ChunkBudget:
-    """Without a target, or as long as nothing is known of the time, that of tokens alone."""
+    """Without a target, that of tokens alone; and of few, as long as nothing is known of the
+    time."""
     if live is None or target_s is None or not decodes.num_decode_tokens:
         return ChunkBudget(max_tokens)
     expected = live.expected(StepClass.MIXED)
     if expected is None:
-        return ChunkBudget(max_tokens)
+        return ChunkBudget(min(max_tokens, _UNKNOWN_FLOORS * floor))
     return TimedChunkBudget(
         max_tokens,
         floor=floor,

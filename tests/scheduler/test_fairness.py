@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import pytest
+
 from penstock.scheduler.config import Policy, SchedulerConfig
 from penstock.scheduler.fairness import FairQueue
 from penstock.scheduler.types import FinishReason
@@ -95,16 +97,50 @@ def test_a_newcomer_takes_a_slot_from_one_who_holds_more_than_an_equal_share() -
     assert driver.scheduler.stats().preemptions_total == 2  # nobody is above its share
 
 
-def test_one_who_comes_back_has_saved_nothing_up() -> None:
+def under_a_flood(seconds: float) -> Driver:
+    """One tenant was served once; then another floods for so long."""
     driver = make_driver()
     flood(driver, "a", 1)
     driver.run()
-    flood(driver, "b", 40)
-    for _ in range(80):
+    flood(driver, "b", 400)
+    until_s = driver.now + seconds
+    while driver.now < until_s:
         driver.step()
-    served = fair(driver)._active["b"].counter
-    driver.scheduler.add(make_request("again", 20, tenant="a"))
-    assert fair(driver)._active["a"].counter == served > 100
+        driver.now += 0.1
+    return driver
+
+
+def test_one_who_comes_back_has_saved_up_its_share_of_ten_seconds_at_most() -> None:
+    for seconds in (30.0, 60.0):
+        driver = under_a_flood(seconds)
+        served, rate = fair(driver)._active["b"].counter, fair(driver)._service_rate
+        driver.scheduler.add(make_request("again", 20, tenant="a"))
+        # Two tenants were there of late, or one, when the first had long been away.
+        num_recent = fair(driver)._num_recent
+        saved = served - fair(driver)._active["a"].counter
+        assert saved == pytest.approx(min(served - 40, 10.0 * rate / num_recent)) and saved > 0
+        assert rate < 2 * served / seconds
+
+
+def test_a_new_one_has_saved_nothing_up() -> None:
+    driver = under_a_flood(30.0)
+    driver.scheduler.add(make_request("new", 20, tenant="c"))
+    queue = fair(driver)
+    assert queue._active["c"].counter == queue._active["b"].counter > 100
+
+
+def test_a_burst_of_one_who_asked_for_little_comes_before_what_a_flood_has_waiting() -> None:
+    driver = under_a_flood(30.0)
+    for index in range(6):
+        driver.scheduler.add(make_request(f"x{index}", 20, max_tokens=5, tenant="a"))
+    before = num_ended(driver)["b"]
+    for _ in range(60):
+        driver.step()
+        if num_ended(driver)["x"] == 6:
+            break
+    assert num_ended(driver)["x"] == 6
+    # Those of the flood that ran already, and in the slots that are its equal share.
+    assert num_ended(driver)["b"] - before <= 6
 
 
 def test_what_is_computed_again_is_not_charged() -> None:
