@@ -5,6 +5,7 @@ here as the scheduler made them; each keeps its own token and block tables. Rank
 """
 
 import os
+import subprocess
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -43,7 +44,13 @@ def build_parallel_executor(config: EngineConfig, phases: Phases) -> "ParallelEx
     check_parallel(config, model_dir)
     size = config.tensor_parallel_size
     with phases.timed("ranks", f"starting {size - 1} more processes"):
-        library = load_ranks_library()
+        try:
+            library = load_ranks_library()
+        except (OSError, subprocess.SubprocessError) as error:
+            raise InvalidConfig(
+                f"--tensor-parallel-size {size} needs a C++ compiler for the sums over all ranks; "
+                f"install g++ ({getattr(error, 'stderr', None) or error})"
+            ) from error
         memory = shared_memory(library, size)
         followers = Followers(config, size, memory)
         group = SharedMemoryGroup(library, memory, 0, size, timeout_s=START_TIMEOUT_S)
