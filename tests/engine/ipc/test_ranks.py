@@ -112,6 +112,7 @@ async def test_the_end_of_a_rank_is_one_sentence_even_while_nothing_runs() -> No
         assert why.startswith("rank 1 was ended by signal 9") and "\n" not in why
 
 
+@pytest.mark.slow
 async def test_a_rank_that_is_stopped_holds_nobody_up_for_five_seconds() -> None:
     async with started(max_engine_restarts=0) as client:
         asking = asyncio.ensure_future(ids_of(client, REQUESTS[0]))
@@ -125,6 +126,7 @@ async def test_a_rank_that_is_stopped_holds_nobody_up_for_five_seconds() -> None
         assert "while rank 0 waited for it in step " in why
 
 
+@pytest.mark.slow
 async def test_no_rank_is_left_when_its_engine_is_killed() -> None:
     async with started() as client:
         engine, rank = client.pid, rank_of(client)
@@ -144,6 +146,7 @@ async def test_a_rank_that_cannot_start_says_why() -> None:
     await client.close()
 
 
+@pytest.mark.slow
 def test_no_process_is_left_when_the_server_is_killed() -> None:
     flags = ("--device", "cpu", "--kv-cache-memory-bytes", "16M", "-tp", "2")
     server = RunningServer(*flags)

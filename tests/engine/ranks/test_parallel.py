@@ -57,6 +57,7 @@ def test_a_rank_reads_half_of_the_bytes(tmp_path: Path) -> None:
     assert part.flops_per_token * 2 == whole.flops_per_token
 
 
+@pytest.mark.slow  # they compile three more libraries
 @pytest.mark.parametrize(
     "changes",
     [{"dtype": Dtype.BFLOAT16}, {"dtype": Dtype.FLOAT16}, {"kv_cache_dtype": KVCacheDtype.INT8}],
