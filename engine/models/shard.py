@@ -120,7 +120,10 @@ class Shard:
         if rows is not None:
             sizes = [part.whole for part in rows]
             _check(name, tensor, 0, sum(sizes))
-            cut = [_cut(each, part) for each, part in zip(tensor.split(sizes), rows, strict=True)]
+            cut = [
+                _cut(each, part)
+                for each, part in zip(torch.split(tensor, sizes), rows, strict=True)
+            ]
             return cut[0] if len(cut) == 1 else torch.cat(cut)
         if columns is not None:
             _check(name, tensor, 1, columns.whole)
