@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, NewType
 
+from penstock.scheduler.prompt_logprobs import PackedLogprobs
+
 RequestId = NewType("RequestId", str)
 
 
@@ -218,18 +220,6 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-class PromptLogprobs(NamedTuple):
-    """Log probabilities at one prompt position, given the tokens before it.
-
-    logprob, rank: of the prompt's token; rank 1 is the most likely one. top: (token id, logprob) of
-    the most likely, in falling order.
-    """
-
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
-
-
 class PromptOutput(NamedTuple):
     """The outputs of a prompt. logprobs: of all its tokens but the first, or None.
 
@@ -237,7 +227,7 @@ class PromptOutput(NamedTuple):
     normalized nor cut; or None.
     """
 
-    logprobs: list[PromptLogprobs] | None
+    logprobs: PackedLogprobs | None
     embedding: bytes | None
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 # Before torch is imported anywhere: two spinning threads on busy cores slow everything tenfold.
@@ -18,6 +19,10 @@ import pytest
 from hypothesis import settings
 
 from tests.support.serving import RunningServer
+
+# Hundreds of servers and commands are started: without its cache each compiles all that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 settings.register_profile("penstock", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("penstock")

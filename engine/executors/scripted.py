@@ -23,10 +23,10 @@ from penstock.engine.memory.kept import KeptMemory
 from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.journal import BlockJournal
+from penstock.scheduler.prompt_logprobs import PackedLogprobs, PromptLogprobs
 from penstock.scheduler.types import (
     FinishReason,
     Pooling,
-    PromptLogprobs,
     PromptOutput,
     Request,
     RequestId,
@@ -66,7 +66,7 @@ class Slot:
         self.sampling = assignment.sampling
         self.seed = assignment.seed
         self.prompt_request = assignment.prompt_request
-        self.prompt_logprobs: list[PromptLogprobs] = []
+        self.prompt_logprobs: list[PackedLogprobs] = []
         self.state_sums = [0.0] * HIDDEN_SIZE
 
 
@@ -235,10 +235,9 @@ class ScriptedExecutor:
         assert slot.prompt_request
         num_prompt, (num_top, pooling) = slot.num_prompt_tokens, slot.prompt_request
         if num_top is not None:
-            slot.prompt_logprobs += [
-                self._score(slot, position, num_top)
-                for position in range(start + 1, min(end, num_prompt - 1) + 1)
-            ]
+            positions = range(start + 1, min(end, num_prompt - 1) + 1)
+            rows = (self._score(slot, position, num_top) for position in positions)
+            slot.prompt_logprobs.append(PackedLogprobs.of(rows))
         for position in range(start, end):
             if pooling is Pooling.MEAN or (pooling and position == num_prompt - 1):
                 state = _state(self._digest(slot, position + 1))
@@ -249,7 +248,7 @@ class ScriptedExecutor:
         count = num_prompt if pooling is Pooling.MEAN else 1
         return [
             PromptOutput(
-                slot.prompt_logprobs if num_top is not None else None,
+                PackedLogprobs.joined(slot.prompt_logprobs) if num_top is not None else None,
                 _floats([x / count for x in slot.state_sums]) if pooling else None,
             )
         ]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from penstock.engine.sampling.sampler import raw_logprobs
+from penstock.scheduler.prompt_logprobs import PackedLogprobs
 from penstock.scheduler.types import (
     Pooling,
-    PromptLogprobs,
     PromptOutput,
     PromptOutputRequest,
     ScheduledBatch,
@@ -39,7 +39,7 @@ class _Gathered:
     requested: PromptOutputRequest
     slot: int
     num_tokens: int
-    logprobs: list[PromptLogprobs] = field(default_factory=list)
+    logprobs: list[PackedLogprobs] = field(default_factory=list)
     state: Tensor | None = None
     is_valid: bool = True
 
@@ -136,11 +136,19 @@ class PromptReader:
             own = x.gather(1, ids.unsqueeze(1))
             ranks = (x > own).sum(-1) + 1
             best = x.topk(min(num_top, self._vocab_size))
-            columns = (own.squeeze(1), ranks, best.indices, best.values)
-            rows = zip(*(column.tolist() for column in columns), strict=True)
-            for logprob, rank, top_ids, top in rows:
-                pairs = zip(top_ids, top, strict=True)
-                gathered.logprobs.append(PromptLogprobs(logprob, rank, tuple(pairs)))
+            packed = PackedLogprobs(
+                best.indices.shape[1],
+                _bytes(own, torch.float32),
+                _bytes(ranks, torch.int32),
+                _bytes(best.indices, torch.int32),
+                _bytes(best.values, torch.float32),
+            )
+            gathered.logprobs.append(packed)
+
+
+def _bytes(column: Tensor, dtype: torch.dtype) -> bytes:
+    values: bytes = column.to("cpu", dtype).contiguous().numpy().tobytes()
+    return values
 
 
 def _output(gathered: _Gathered) -> PromptOutput:
@@ -151,4 +159,5 @@ def _output(gathered: _Gathered) -> PromptOutput:
         count = gathered.num_tokens * _INTEGER_ONE if pooling is Pooling.MEAN else 1
         values = (gathered.state.double() / count).tolist()
         embedding = struct.pack(f"<{len(values)}f", *values)
-    return PromptOutput(gathered.logprobs if num_logprobs is not None else None, embedding)
+    logprobs = None if num_logprobs is None else PackedLogprobs.joined(gathered.logprobs)
+    return PromptOutput(logprobs, embedding)

@@ -160,7 +160,7 @@ class TextResponse(Response):
 async def _written(writer: Writer, deltas: list[OutputDelta], generation: Generation) -> bytes:
     """In a thread if logprobs of many tokens, a hundred thousand small objects, are encoded."""
     write = partial(writer.body, deltas, generation)
-    num_logprobs = sum(len(delta.logprobs) + len(delta.echoed) for delta in deltas)
+    num_logprobs = sum(len(delta.logprobs) + len(delta.echoed or ()) for delta in deltas)
     if generation.prompts or num_logprobs > _MAX_LOGPROBS_ON_LOOP:
         return await asyncio.to_thread(write)
     return write()

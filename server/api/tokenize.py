@@ -20,6 +20,7 @@ from penstock.server.prompt.chat import chat_prompt
 from penstock.server.prompt.limits import check_could_fit, check_does_not_overflow
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
+from penstock.server.protocol.json_body import json_of
 from penstock.server.protocol.openai import ChatCompletionRequest, TokenId, Wire, invalid_fields
 from penstock.server.tools.prompting import check_servable
 
@@ -33,7 +34,7 @@ class _Fields(Wire):
     def parse(cls, body: bytes) -> Self:
         """Raises InvalidRequest; `param` names the field."""
         try:
-            return cls.model_validate_json(body)
+            return cls.model_validate(json_of(body))
         except ValidationError as error:
             raise invalid_fields(error, cls) from error
 

@@ -6,7 +6,7 @@ from penstock.scheduler.types import FinishReason, RequestOutput
 from penstock.server.errors import GrammarFailed, InvalidLogits
 from penstock.server.output.delta import LogprobEntry, OutputDelta
 from penstock.server.output.detokenizer import StopScanner, TextDecoder
-from penstock.server.output.logprobs import EchoedToken
+from penstock.server.output.logprobs import EchoedTokens
 from penstock.server.output.parts import AnswerReader, Part, TextPart, merged
 
 
@@ -43,11 +43,11 @@ class Choice:
         self._parts: list[Part] = []  # not yet sent
         self._num_echoed = self._num_sent = len(echo)
         self._entries: list[LogprobEntry] = []  # of tokens whose text is held back
-        self._echoed: Sequence[EchoedToken] = ()  # until they have been sent
+        self._echoed: EchoedTokens | None = None  # until they have been sent
         # The logprobs are then those of all sampled ids, as the ids are.
         self._shows_all = self._shows_stop = wants_token_ids
 
-    def echo_logprobs(self, echoed: Sequence[EchoedToken]) -> None:
+    def echo_logprobs(self, echoed: EchoedTokens) -> None:
         """Call it before the first token. The token that ends the answer is then reported too:
         evaluation harnesses expect as many entries after the prompt's as were sampled."""
         self._echoed, self._shows_stop = echoed, True
@@ -105,7 +105,7 @@ class Choice:
         num_new = len(text)
         if self._echo:
             text, self._echo = self._echo + text, ""
-        echoed, self._echoed = self._echoed, ()
+        echoed, self._echoed = self._echoed, None
         if self._token_ids is None and self._reader is None:
             return OutputDelta(self.index, text, entries, reason, echoed=echoed)
         token_ids: Sequence[int] = ()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.scheduler.types import TokenLogprobs
-from penstock.server.output.logprobs import EchoedToken
+from penstock.server.output.logprobs import EchoedTokens
 from penstock.server.output.parts import Part, TextPart, merged
 
 
@@ -34,7 +34,7 @@ class OutputDelta(NamedTuple):
     finish_reason: str | None
     token_ids: Sequence[int] = ()
     parts: Sequence[Part] | None = None
-    echoed: Sequence[EchoedToken] = ()
+    echoed: EchoedTokens | None = None
     ended_by: str | int | None = None
 
     @property

@@ -20,7 +20,7 @@ from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta, Usage, coalesced, joined
 from penstock.server.output.detokenizer import StopScanner, TextDecoder, Vocabulary
 from penstock.server.output.generation_request import Begun, GenerationRequest
-from penstock.server.output.logprobs import echoed_tokens
+from penstock.server.output.logprobs import EchoedTokens
 
 
 class Generation:
@@ -294,7 +294,7 @@ class Generation:
             assert output.logprobs is not None
             token_ids = self.request.requests[prompt].prompt_token_ids
             echo = self.request.echoes[prompt]
-            echoed = echoed_tokens(self._vocabulary, token_ids, output.logprobs, echo)
+            echoed = EchoedTokens(self._vocabulary, token_ids, output.logprobs, echo)
             for choice in self.choices[prompt * self.request.n : (prompt + 1) * self.request.n]:
                 choice.echo_logprobs(echoed)
 

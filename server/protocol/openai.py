@@ -5,13 +5,14 @@ change the answer are refused by name (`NEUTRAL`); all others are ignored.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.protocol.json_body import json_of
 from penstock.server.protocol.structured_outputs import constraint_by_any_name
 from penstock.server.protocol.tool_specs import (
     CustomSpec,
@@ -160,7 +161,7 @@ class GenerationFields(Wire):
     @classmethod
     def parse(cls, body: bytes) -> Self:
         """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
-        return cls._checked(partial(cls.model_validate_json, body), len(body))
+        return cls._checked(json_of(body), len(body))
 
     @classmethod
     def of(cls, values: dict[str, Any], *, num_bytes: int) -> Self:
@@ -168,12 +169,12 @@ class GenerationFields(Wire):
 
         Raises as `parse` does.
         """
-        return cls._checked(partial(cls.model_validate, values), num_bytes)
+        return cls._checked(values, num_bytes)
 
     @classmethod
-    def _checked(cls, validate: Callable[[], Self], num_bytes: int) -> Self:
+    def _checked(cls, values: Any, num_bytes: int) -> Self:
         try:
-            fields = validate()
+            fields = cls.model_validate(values)
         except ValidationError as error:
             raise invalid_fields(error, cls) from error
         fields._num_bytes = num_bytes
@@ -544,9 +545,6 @@ def invalid_fields(
     errors = error.errors(include_url=False)
     # Of a union every branch reports an error; one that is not about types is of the branch meant.
     first = next((e for e in errors if not e["type"].endswith("_type")), errors[0])
-    if first["type"] == "json_invalid":
-        detail = first["msg"].removeprefix("Invalid JSON: ")
-        return InvalidRequest(f"the body is not valid JSON: {detail}", code="invalid_json")
     names = _field_names(model)
     place = first["loc"]
     if place[:1] == ("logit_bias",):  # whose keys the path holds too

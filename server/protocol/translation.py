@@ -9,6 +9,7 @@ import msgspec
 from pydantic import ConfigDict, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest
+from penstock.server.protocol.json_body import json_of
 from penstock.server.protocol.openai import Wire, invalid_fields
 from penstock.server.protocol.unused_fields import UNUSED
 from penstock.server.structured.constraint import RENAMED
@@ -41,7 +42,7 @@ class TranslatedRequest(Wire):
     def parse(cls, body: bytes) -> Self:
         """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
         try:
-            fields = cls.model_validate_json(body)
+            fields = cls.model_validate(json_of(body))
         except ValidationError as error:
             raise invalid_fields(error, cls) from error
         fields._num_bytes = len(body)

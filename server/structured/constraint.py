@@ -47,6 +47,19 @@ class Constraint(NamedTuple):
     build: Callable[[], str]
 
 
+def _check_length(num_chars: int, limit: int = MAX_GRAMMAR_CHARS) -> None:
+    """Before anything looks at a text, during which no other thread would run. Raises
+    ValueError."""
+    if num_chars > limit:
+        raise ValueError(f"it has {num_chars} characters, more than the {limit} allowed")
+
+
+def _read(text: str) -> Any:
+    """Of JSON in a text of JSON. Raises ValueError."""
+    _check_length(len(text))
+    return json.loads(text)
+
+
 def json_schema_grammar(
     schema: dict[str, Any], *, whitespace: str = _WHITESPACE, is_lenient: bool = False
 ) -> str:
@@ -55,10 +68,7 @@ def json_schema_grammar(
     whitespace: a regex of what may stand between tokens. is_lenient: keywords that cannot be
     enforced are ignored, not refused. Raises ValueError.
     """
-    if len(text := json.dumps(schema, allow_nan=False)) > MAX_GRAMMAR_CHARS:
-        raise ValueError(
-            f"it has {len(text)} characters, more than the {MAX_GRAMMAR_CHARS} allowed"
-        )
+    _check_length(len(json.dumps(schema, allow_nan=False)))
     check_schema(schema)
     enforced = enforceable(schema, is_lenient=is_lenient)
     return grammar_of_schema(enforced, whitespace=whitespace, is_lenient=is_lenient)
@@ -77,6 +87,7 @@ def regex_grammar(regex: str) -> str:
 
     Raises ValueError.
     """
+    _check_length(len(regex))
     regex = without_anchors(regex)
     check_regex(regex)
     return LLMatcher.grammar_from_regex(regex)
@@ -90,6 +101,8 @@ def without_anchors(regex: str) -> str:
 
 
 def choice_grammar(choices: list[str]) -> str:
+    """Raises ValueError."""
+    _check_length(sum(map(len, choices)))
     # One terminal, not a rule: then all choices are one automaton.
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
@@ -97,8 +110,7 @@ def choice_grammar(choices: list[str]) -> str:
 
 def gbnf_grammar(text: str) -> str:
     """A grammar in GBNF, llama.cpp's notation, or in Lark. Raises ValueError."""
-    if len(text) > MAX_GBNF_CHARS:
-        raise ValueError(f"it has {len(text)} characters, more than the {MAX_GBNF_CHARS} allowed")
+    _check_length(len(text), MAX_GBNF_CHARS)
     try:
         lark = any_to_lark(text)
     except RecursionError as error:
@@ -113,10 +125,7 @@ def gbnf_grammar(text: str) -> str:
 
 def lark_grammar(text: str) -> str:
     """Raises ValueError."""
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise ValueError(
-            f"it has {len(text)} characters, more than the {MAX_GRAMMAR_CHARS} allowed"
-        )
+    _check_length(len(text))
     check_lark(text)
     return LLMatcher.grammar_from_lark(text)
 
@@ -127,7 +136,7 @@ def structural_tag_grammar(value: dict[str, Any] | str) -> str:
     value: vLLM's first form: `structures` of begin, schema and end, and `triggers`. Raises
     ValueError.
     """
-    value = json.loads(value) if isinstance(value, str) else value
+    value = _read(value) if isinstance(value, str) else value
     try:
         triggers = value["triggers"]
         tags = [_tag(structure, triggers) for structure in value["structures"]]
@@ -279,7 +288,7 @@ def _from_structured_outputs(fields: dict[str, Any]) -> Constraint:
 def _schema_grammar(schema: dict[str, Any] | str) -> str:
     """schema: an object, or its JSON text. Raises ValueError."""
     if isinstance(schema, str):
-        schema = json.loads(schema)
+        schema = _read(schema)
         if not isinstance(schema, dict):
             raise ValueError("it is not a JSON object")
     return json_schema_grammar(schema)

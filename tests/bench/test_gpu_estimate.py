@@ -48,11 +48,47 @@ def test_no_goal_is_missed_by_what_is_expected() -> None:
     assert "NOT MET" not in committed
 
 
-def test_a_product_of_cublas_takes_what_others_measured() -> None:
+_BEFORE = """
+from tests.bench.gpu.assumptions import *
+from tests.bench.gpu.assumptions import _timed
+from dataclasses import replace
+cublas = Work(name="cuBLAS", programs=0, fit=0, busy=0, product=(256, 6144, 4096))
+product = Work(name="_skinny", programs=264, fit=2, busy=264, memory_bytes=43_000_000,
+               ahead_bytes=4_300_000, in_flight=50_000)
+before = Timed(replace(product, name="_embed"), us=20.0, memory_us=0.0)
+half = replace(product, programs=66, busy=66, in_flight=20_000)
+empty = replace(product, programs=264 * 3)
+given = replace(EXPECTED, read_share=1.0, gap=1.0, latency=0.5, end=0.5)
+"""
+
+
+def _us(work: str, before: str, model: str) -> str:
+    return f"_timed({work}, {before}, {model}).us"
+
+
+# All in one process, whose imports take longer than all that it computes.
+_TIMES = {
+    "cublas": _us("cublas", "before", "EXPECTED"),
+    "product": _us("product", "None", "EXPECTED"),
+    "half": _us("half", "None", "EXPECTED"),
+    "empty": _us("empty", "None", "EXPECTED"),
+    "given": _us("product", "None", "given"),
+    "given, after another": _us("product", "before", "given"),
+}
+
+
+@pytest.fixture(scope="module")
+def us() -> dict[str, float]:
+    """How long each of `_TIMES` takes."""
+    prints = "".join(f"print({each})\n" for each in _TIMES.values())
+    lines = _printed("-c", _BEFORE + prints).splitlines()
+    return dict(zip(_TIMES, map(float, lines), strict=True))
+
+
+def test_a_product_of_cublas_takes_what_others_measured(us: dict[str, float]) -> None:
     assert product_us(256, 6144, 4096, Of.MEDIAN) == 22.1
     assert product_us(256, 6144, 4096, Of.SLOWEST) == 25.8
-    measured = 'Work(name="cuBLAS", programs=0, fit=0, busy=0, product=(256, 6144, 4096))'
-    assert _time(f"_timed({measured}, before, EXPECTED).us") == 22.1
+    assert us["cublas"] == 22.1
 
 
 def test_between_two_measured_sizes_a_product_takes_its_share_of_both() -> None:
@@ -67,36 +103,17 @@ def test_between_two_measured_sizes_a_product_takes_its_share_of_both() -> None:
     assert us(16384, 4096, 4096) == pytest.approx(2 * us(8192, 4096, 4096))
 
 
-_TIMES = """
-from tests.bench.gpu.assumptions import *
-from tests.bench.gpu.assumptions import _timed
-from dataclasses import replace
-product = Work(name="_skinny", programs=264, fit=2, busy=264, memory_bytes=43_000_000,
-               ahead_bytes=4_300_000, in_flight=50_000)
-before = Timed(replace(product, name="_embed"), us=20.0, memory_us=0.0)
-print({})
-"""
-
-
-def _time(expression: str) -> float:
-    return float(_printed("-c", _TIMES.format(expression)))
-
-
-@pytest.mark.slow
-def test_a_product_takes_its_bytes_and_what_surrounds_them() -> None:
-    given = "replace(EXPECTED, read_share=1.0, gap=1.0, latency=0.5, end=0.5)"
-    assert _time(f"_timed(product, None, {given}).us") == pytest.approx(10 + 2)
+def test_a_product_takes_its_bytes_and_what_surrounds_them(us: dict[str, float]) -> None:
+    assert us["given"] == pytest.approx(10 + 2)
     # What was prefetched while the kernel before left the memory idle is not read again.
-    assert _time(f"_timed(product, before, {given}).us") == pytest.approx(9 + 2)
+    assert us["given, after another"] == pytest.approx(9 + 2)
 
 
-def test_half_of_the_device_with_little_on_its_way_is_slower_than_the_memory() -> None:
-    half = "replace(product, programs=66, busy=66, in_flight=20_000)"
-    slow = f"_timed({half}, None, EXPECTED).us / _timed(product, None, EXPECTED).us"
-    assert _time(slow) > 1.5
+def test_half_of_the_device_with_little_on_its_way_is_slower_than_the_memory(
+    us: dict[str, float],
+) -> None:
+    assert us["half"] / us["product"] > 1.5
 
 
-def test_programs_that_find_nothing_to_do_take_time() -> None:
-    empty = "replace(product, programs=264 * 3)"
-    more = f"_timed({empty}, None, EXPECTED).us - _timed(product, None, EXPECTED).us"
-    assert _time(more) == pytest.approx(2 * 0.8)
+def test_programs_that_find_nothing_to_do_take_time(us: dict[str, float]) -> None:
+    assert us["empty"] - us["product"] == pytest.approx(2 * 0.8)

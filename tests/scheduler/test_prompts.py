@@ -9,6 +9,7 @@ from penstock.engine.executors.scripted import HIDDEN_SIZE, scripted_info
 from penstock.engine.ipc.client import EngineClient
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import PromptTooLong
+from penstock.scheduler.prompt_logprobs import PackedLogprobs
 from penstock.scheduler.stats import work_of
 from penstock.scheduler.types import FinishReason, Pooling, PromptOutput, Request, RequestId
 from tests.support.paths import DEMO_MODEL
@@ -92,7 +93,7 @@ def test_the_scripts_own_choice_has_rank_1_and_every_other_id_its_distance() -> 
 
 def test_logprobs_of_a_prompt_of_one_token_are_none_at_all() -> None:
     prompt = prompt_output_alone(make_request("a", 1, max_tokens=0, num_prompt_logprobs=2))
-    assert prompt == PromptOutput(logprobs=[], embedding=None)
+    assert prompt == PromptOutput(PackedLogprobs(), embedding=None)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from penstock.server.prompt.limits import (
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.request_builder import salted
+from penstock.server.protocol.json_body import json_of
 from penstock.server.protocol.openai import (
     CacheSalt,
     Priority,
@@ -87,7 +88,7 @@ class PooledFields(Wire):
     def parse(cls, body: bytes) -> Self:
         """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
         try:
-            fields = cls.model_validate_json(body)
+            fields = cls.model_validate(json_of(body))
         except ValidationError as error:
             raise invalid_fields(error, cls, expected=_EXPECTED) from error
         for name, value in (fields.model_extra or {}).items():

@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from penstock.server.api.openai.writer import OpenAIWriter, encode
 from penstock.server.output.delta import LogprobEntry, OutputDelta
 from penstock.server.output.detokenizer import Vocabulary
-from penstock.server.output.logprobs import EchoedToken, PositionLogprobs, finite
+from penstock.server.output.logprobs import EchoedTokens, finite
 from penstock.server.output.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
 
 # DeepSeek's name, which most servers and clients took over, and vLLM's newer one. Clients read the
@@ -48,13 +50,11 @@ class ChatWriter(OpenAIWriter):
             return parts
         return [part for part in parts if not isinstance(part, ReasoningPart)]
 
-    def _add_prompt_logprobs(
-        self, body: dict[str, Any], prompts: list[list[PositionLogprobs]]
-    ) -> None:
+    def _add_prompt_logprobs(self, body: dict[str, Any], prompts: list[msgspec.Raw]) -> None:
         body["prompt_logprobs"] = prompts[0]
 
     def _logprobs(
-        self, entries: list[LogprobEntry], echoed: Sequence[EchoedToken] = ()
+        self, entries: list[LogprobEntry], echoed: EchoedTokens | None = None
     ) -> dict[str, Any]:
         """A chat's answer echoes nothing."""
         num_top, names_ids = self._options.num_logprobs, self._options.names_ids

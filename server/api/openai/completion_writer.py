@@ -1,11 +1,14 @@
 """The answers of `/v1/completions`."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
-from penstock.server.api.openai.writer import OpenAIWriter
+import msgspec
+
+from penstock.server.api.openai.writer import OpenAIWriter, encode, joined_lists
 from penstock.server.output.delta import LogprobEntry, OutputDelta
-from penstock.server.output.logprobs import EchoedToken, PositionLogprobs, finite
+from penstock.server.output.logprobs import EchoedToken, EchoedTokens, finite
 
 
 class CompletionWriter(OpenAIWriter):
@@ -34,17 +37,23 @@ class CompletionWriter(OpenAIWriter):
         prompt = {"prompt_token_ids": prompts[delta.choice]} if is_first else {}
         return prompt | {"token_ids": delta.token_ids}
 
-    def _add_prompt_logprobs(
-        self, body: dict[str, Any], prompts: list[list[PositionLogprobs]]
-    ) -> None:
+    def _add_prompt_logprobs(self, body: dict[str, Any], prompts: list[msgspec.Raw]) -> None:
         for choice in body["choices"]:
             choice["prompt_logprobs"] = prompts[choice["index"] // self._options.n]
 
     def _logprobs(
-        self, entries: list[LogprobEntry], echoed: Sequence[EchoedToken] = ()
+        self, entries: list[LogprobEntry], echoed: EchoedTokens | None = None
     ) -> dict[str, Any]:
         """Those of the prompt, if it is echoed, and of the answer as one list."""
-        tokens: list[LogprobEntry | EchoedToken] = [*echoed, *entries]
+        if echoed is None:
+            return self._columns(entries)
+        written: dict[str, list[bytes]] = {}
+        for tokens in chain[Sequence[LogprobEntry | EchoedToken]](echoed.slices(), [entries]):
+            for name, column in self._columns(tokens).items():
+                written.setdefault(name, []).append(encode(column))
+        return {name: joined_lists(parts) for name, parts in written.items()}
+
+    def _columns(self, tokens: Sequence[LogprobEntry | EchoedToken]) -> dict[str, list[Any]]:
         return {
             "text_offset": [token.offset for token in tokens],
             "token_logprobs": [

@@ -5,7 +5,7 @@ chunk, encoding the object anew would cost more than all the rest of a stream.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from penstock.server.output.best_of import likeliest
 from penstock.server.output.delta import LogprobEntry, OutputDelta, Usage
 from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.output.generation import Generation
-from penstock.server.output.logprobs import EchoedToken, PositionLogprobs, by_position
+from penstock.server.output.logprobs import EchoedTokens, by_position
 
 encode = msgspec.json.Encoder().encode
 
@@ -97,7 +97,7 @@ class OpenAIWriter:
         raise NotImplementedError
 
     def _logprobs(
-        self, entries: list[LogprobEntry], echoed: Sequence[EchoedToken] = ()
+        self, entries: list[LogprobEntry], echoed: EchoedTokens | None = None
     ) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -129,10 +129,8 @@ class OpenAIWriter:
         """Of a choice's chunk. is_first: no chunk before it had text or ids."""
         return {}
 
-    def _add_prompt_logprobs(
-        self, body: dict[str, Any], prompts: list[list[PositionLogprobs]]
-    ) -> None:
-        """prompts: of each prompt."""
+    def _add_prompt_logprobs(self, body: dict[str, Any], prompts: list[msgspec.Raw]) -> None:
+        """prompts: of each prompt, as JSON."""
         raise NotImplementedError
 
     # The body.
@@ -157,14 +155,15 @@ class OpenAIWriter:
             **self._head_extras(),
         }
 
-    def _prompt_logprobs(self, generation: Generation) -> list[list[PositionLogprobs]]:
+    def _prompt_logprobs(self, generation: Generation) -> list[msgspec.Raw]:
         num_top = self._options.prompt_logprobs
         assert num_top is not None
         prompts = []
         for i, token_ids in enumerate(generation.request.prompt_token_ids):
             logprobs = generation.prompts[i].logprobs
             assert logprobs is not None
-            prompts.append(by_position(self._vocabulary, token_ids, logprobs, num_top))
+            slices = by_position(self._vocabulary, token_ids, logprobs, num_top)
+            prompts.append(joined_lists(map(encode, slices)))
         return prompts
 
     # The events.
@@ -250,6 +249,12 @@ class OpenAIWriter:
         if self._options.names_ids:
             return f"token_id:{token_id}"
         return self._vocabulary.spelling(token_id).decode(errors="replace")
+
+
+def joined_lists(lists: Iterable[bytes]) -> msgspec.Raw:
+    """A JSON list, made of several. No other thread runs while one is encoded, so a list of very
+    many items is encoded in parts."""
+    return msgspec.Raw(b"[%b]" % b",".join(part[1:-1] for part in lists if len(part) > 2))
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from penstock.engine.config import Dtype
 from penstock.engine.model_input import build_model_input
 from penstock.engine.sampling.prompt_reader import PromptReader
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.prompt_logprobs import PackedLogprobs
 from penstock.scheduler.types import (
     Pooling,
-    PromptLogprobs,
     PromptOutput,
     PromptOutputRequest,
     Request,
@@ -85,7 +85,7 @@ def assert_close(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def assert_scored(entries: list[PromptLogprobs] | None, logits: Tensor, prompt: list[int]) -> None:
+def assert_scored(entries: PackedLogprobs | None, logits: Tensor, prompt: list[int]) -> None:
     """logits: (tokens, vocab_size), transformers' for the whole prompt."""
     assert entries is not None
     expected = logits[:-1].log_softmax(-1)
@@ -246,7 +246,8 @@ def test_the_rank_is_one_more_than_the_ids_that_are_more_likely() -> None:
     logits = torch.tensor([[0.0, 0.0, 1.0, -1.0]]).repeat(5, 1)
     reader = PromptReader(4, lambda states: states.clone())
     output = read(reader, logits, [0, 0, 1, 2, 3], num_top=9)
-    entries = output.logprobs or []
+    entries = output.logprobs
+    assert entries is not None
     assert [entry.rank for entry in entries] == [2, 2, 1, 4]
     assert all(len(entry.top) == 4 for entry in entries)
     assert math.fsum(math.exp(p) for _, p in entries[0].top) == pytest.approx(1.0)

@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from penstock.scheduler.types import PromptLogprobs
+from penstock.scheduler.prompt_logprobs import PackedLogprobs, PromptLogprobs
 from penstock.server.output.detokenizer import Vocabulary
-from penstock.server.output.logprobs import echoed_tokens
+from penstock.server.output.logprobs import EchoedTokens
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL, RunningServer
 
@@ -95,13 +95,15 @@ def test_a_token_that_the_tokenizer_adds_takes_no_room_in_the_echo() -> None:
     vocabulary = Vocabulary(TOKENIZER)
     ids = TOKENIZER.encode(SPECIAL_TEXT).ids
     bos = ids[0]
-    unknown = [PromptLogprobs(-1.0, 1, ())] * len(ids)
-    added = echoed_tokens(vocabulary, (bos, *ids), unknown, SPECIAL_TEXT)
-    sent = echoed_tokens(vocabulary, ids, unknown[1:], SPECIAL_TEXT)
-    assert [token.offset for token in added] == [0, *(token.offset for token in sent)]
+
+    def offsets(token_ids: list[int], echo: str) -> list[int]:
+        unknown = PackedLogprobs.of([PromptLogprobs(-1.0, 1, ())] * (len(token_ids) - 1))
+        slices = EchoedTokens(vocabulary, token_ids, unknown, echo).slices()
+        return [token.offset for tokens in slices for token in tokens]
+
+    assert offsets([bos, *ids], SPECIAL_TEXT) == [0, *offsets(ids, SPECIAL_TEXT)]
     # A text that the tokenizer changes, here by its Unicode form.
-    changed = echoed_tokens(vocabulary, (bos, *ids[1:4]), unknown[:3], "u\u0308ser")
-    assert [token.offset for token in changed][:2] == [0, 0]
+    assert offsets([bos, *ids[1:4]], "u\u0308ser")[:2] == [0, 0]
 
 
 def test_the_answer_after_an_echo_has_the_logprobs_that_it_has_alone(

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from penstock.server.errors import InvalidRequest
+from penstock.server.structured.constraint import constraint_of
 from penstock.server.structured.limits import (
     MAX_EXPANDED,
     MAX_NAMES,
@@ -157,3 +159,23 @@ def test_any_text_is_looked_at_in_time_in_proportion_to_it(part: str) -> None:
         with contextlib.suppress(ValueError):
             check(text)
     assert time.process_time() - started_s < 15  # quadratic: hours
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "a" * 1_048_577},
+        {"choice": ["a" * 600_000] * 2},
+        {"json": "[" * 1_048_577},
+        {"structural_tag": "[" * 1_048_577},
+        {"grammar": "a" * 65_537},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_text_that_is_too_long_is_refused_before_anything_reads_it(
+    fields: dict[str, Any],
+) -> None:
+    constraint = constraint_of(None, fields, None, None)
+    assert constraint
+    with pytest.raises(InvalidRequest, match=r"characters, more than the \d+ allowed"):
+        constraint.build()
