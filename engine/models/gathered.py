@@ -34,7 +34,7 @@ class GatheredModel:
         if parts is None:
             return part.new_zeros(len(part), self._vocab_size)
         logits = part.new_empty(len(part), self._vocab_size)
-        columns = logits.split(part.shape[1], dim=1)
+        columns = torch.split(logits, part.shape[1], dim=1)
         for into, each in zip(columns, parts, strict=False):  # the last ranks may have none
             into.copy_(each[:, : into.shape[1]])
         return logits

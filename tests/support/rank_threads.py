@@ -5,6 +5,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class RankThreads:
         """change: what is done to each executor before it runs."""
         self._threads = [ThreadPoolExecutor(1) for _ in groups]
         self.ranks: list[CpuExecutor] = self._on_all(
-            [lambda g=group: CpuExecutor(config, Path(config.model), group=g) for group in groups]
+            [partial(CpuExecutor, config, Path(config.model), group=group) for group in groups]
         )
         for rank in self.ranks:
             change(rank)
@@ -69,7 +70,7 @@ class RankThreads:
         pending, *_ = self._on_all(
             [
                 lambda: first.execute(batch),
-                *(lambda o=other: o.follow(batch, self._last_ids) for other in others),
+                *(partial(other.follow, batch, self._last_ids) for other in others),
             ]
         )
         self._last_ids = pending.wait().token_ids

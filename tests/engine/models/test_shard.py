@@ -149,7 +149,7 @@ def test_random_weights_differ_between_ranks_where_the_model_is_split(tmp_path: 
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused_with_the_sizes_that_can(
-    size: int, changes: dict[str, int], message: str, tmp_path: Path
+    size: int, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     model, _ = saved(tmp_path, "llama2")
     with pytest.raises(InvalidConfig, match=f"--tensor-parallel-size {size}: .*{message}"):

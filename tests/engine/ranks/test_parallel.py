@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.support.tiny_models import make_model, save
 pytestmark = needs_compiler
 
 
-def saved(family: str, path: Path, **options: object) -> Path:
+def saved(family: str, path: Path, **options: Any) -> Path:
     return save(make_model(family, max_position_embeddings=512, **options), path)
 
 
