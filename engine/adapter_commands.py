@@ -68,4 +68,4 @@ class AdapterCommands:
                 raise error
 
 
-_NO_STORE = AdapterRefused("only models on a CPU have LoRA adapters; use --device cpu")
+_NO_STORE = AdapterRefused("this engine computes no LoRA adapters")

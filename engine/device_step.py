@@ -1,11 +1,27 @@
-"""`DeviceStep`: the tensors of one step whose lengths are known on the device alone; `Rotation`.
+"""`DeviceStep`: the tensors of one step whose lengths are known on the device alone.
 
 It is to a GPU what `penstock.engine.model_input.ModelInput` is to a CPU.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class AdapterTiles(NamedTuple):
+    """The tokens of a step that have an adapter, in tiles of at most `rows` that share one.
+
+    order: int32, the tokens, tile after tile. slots, firsts, counts: (tiles,) int32, the slot of
+    each tile's adapter, where its tokens begin in the order, and how many they are; 0 for a tile
+    that only pads a graph.
+    """
+
+    order: Tensor
+    slots: Tensor
+    firsts: Tensor
+    counts: Tensor
+    rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +39,7 @@ class DeviceStep:
 
     Where a model's layers are in several groups, each with a pool of its own, kv_slots and
     block_tables are of the first; more_groups has those of the others. group: whose they are in one
-    of `of_groups`.
+    of `of_groups`. adapters: the tokens that have a LoRA adapter; None where none may have one.
     """
 
     token_ids: Tensor
@@ -37,6 +53,7 @@ class DeviceStep:
     decode_lens: Tensor | None = None
     more_groups: tuple[tuple[Tensor, Tensor], ...] = ()
     group: int = 0
+    adapters: AdapterTiles | None = None
 
     @property
     def of_groups(self) -> "list[DeviceStep]":

@@ -207,8 +207,10 @@ class EngineLoop:
         waiting_s = self._clock()
         sampled = launched.pending.wait()
         end_s = self._clock()
-        if sampled.num_experts is not None:
-            work = launched.work._replace(num_experts=sampled.num_experts)
+        if sampled.num_experts is not None or sampled.adapter_bytes:
+            work = launched.work._replace(
+                num_experts=sampled.num_experts, adapter_bytes=sampled.adapter_bytes
+            )
             launched = launched._replace(work=work, amounts=self._executor.info.amounts(work))
         wait_s = end_s - waiting_s + launched.executed_s
         host_s = end_s - self._busy_since_s - wait_s

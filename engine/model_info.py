@@ -5,7 +5,7 @@ MBU and MFU are these bytes and operations, per second of step time, as a share 
 
 from dataclasses import dataclass
 
-from penstock.scheduler.groups import READ_ALIGNMENT, KVGroup
+from penstock.scheduler.groups import READ_ALIGNMENT, KVGroup, StateGroup
 from penstock.scheduler.stats import NO_GRAPHS, GraphSizes, StepWork
 from penstock.scheduler.step_model.amounts import Amounts
 
@@ -96,7 +96,8 @@ class ModelInfo:
     quantization: None where weights are as the checkpoint has them. runs_ahead: as the executor's.
     graph_sizes: to which it pads steps.
     num_blocks: of the pool of the first attention group; more_blocks: of those of the others. Where
-    more_blocks is empty, all layers share one pool. read_alignment: see `KVGroup`.
+    more_blocks is empty, all layers share one pool. read_alignment: see `KVGroup`. num_states: of
+    the pool of recurrent states, 0 for a model without; state_bytes: of one, in all layers.
     model_impl: whose implementation of the family computes it, "penstock" or "transformers".
     tensor_parallel_size: how many ranks have a part of every layer each. Bytes, operations, peaks
     and measurements are then one rank's.
@@ -129,19 +130,24 @@ class ModelInfo:
     graph_sizes: GraphSizes = NO_GRAPHS
     more_blocks: tuple[int, ...] = ()
     read_alignment: int = READ_ALIGNMENT
+    num_states: int = 0
+    state_bytes: int = 0
     model_impl: str = "penstock"
     tensor_parallel_size: int = 1
 
     @property
-    def kv_groups(self) -> tuple[KVGroup, ...]:
-        """The pools of keys and values, as the scheduler needs to know them."""
+    def kv_groups(self) -> tuple[KVGroup | StateGroup, ...]:
+        """The pools of keys and values, and then that of recurrent states, as the scheduler needs
+        to know them."""
+        states = (StateGroup(self.num_states),) if self.num_states else ()
         if len(self.attention) > 1 and not self.more_blocks:
-            return (KVGroup(self.num_blocks),)
+            return (KVGroup(self.num_blocks), *states)
         num_blocks = (self.num_blocks, *self.more_blocks)
-        return tuple(
+        groups = [
             KVGroup(num, group.window, self.read_alignment)
             for num, group in zip(num_blocks, self.attention, strict=True)
-        )
+        ]
+        return (*groups, *states)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -154,13 +160,14 @@ class ModelInfo:
         return sum(group.kv_bytes_per_token for group in self.attention)
 
     def step_bytes(self, work: StepWork) -> int:
-        """The least bytes that a correct step reads: once each weight that it uses, and once the
-        keys and values that are within each layer's window.
+        """The least bytes that a correct step reads: once each weight that it uses, those of its
+        LoRA adapters included, once the keys and values that are within each layer's window, and
+        once the state of each sequence.
 
         Where work.num_experts is not known, those count that `RoutedExperts.expected` tells. The
         attention of plain torch (`gathered_attention`) reads whole contexts whatever the window.
         """
-        num_bytes = self._weight_bytes(work)
+        num_bytes = self._weight_bytes(work) + self.state_bytes * work.num_sequences
         for group, attention in zip(self.attention, work.attention, strict=True):
             num_bytes += group.kv_bytes_per_token * attention.context_tokens
         return num_bytes
@@ -178,7 +185,9 @@ class ModelInfo:
 
     def amounts(self, work: StepWork) -> Amounts:
         """What a step model takes the step's time from."""
-        decode_bytes = all_bytes = flops = 0
+        flops = 0
+        all_bytes = self.state_bytes * work.num_sequences
+        decode_bytes = self.state_bytes * (work.num_sequences - work.num_chunks)
         for group, attention in zip(self.attention, work.attention, strict=True):
             all_bytes += group.kv_bytes_per_token * attention.context_tokens
             decode_bytes += group.kv_bytes_per_token * attention.decode_context_tokens
@@ -197,10 +206,11 @@ class ModelInfo:
 
     def _weight_bytes(self, work: StepWork) -> int:
         """Of the weights that the step uses."""
+        num_bytes = self.weight_bytes + work.adapter_bytes
         if self.experts is None:
-            return self.weight_bytes
+            return num_bytes
         num_experts = work.num_experts
         if num_experts is None:
             num_tokens = work.num_prefill_tokens + work.num_decode_tokens
             num_experts = self.experts.expected(num_tokens)
-        return self.weight_bytes + self.experts.expert_bytes * num_experts
+        return num_bytes + self.experts.expert_bytes * num_experts

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.scheduler.types import ScheduledBatch
+from penstock.scheduler.types import ScheduledBatch, StateSnapshot
 
 
 class AdapterRun(NamedTuple):
@@ -36,6 +36,8 @@ class ModelInput:
     query_starts: B + 1 offsets into the T tokens; context_lens: B lengths, this step's tokens
     included. The first num_decodes sequences have one token each. sample_rows: (S,) int64, which of
     the T tokens are sampled after. adapters: of the tokens that have one, in their order.
+    snapshots: as of `ScheduledBatch`; in the group of recurrent states, the first entry of a
+    sequence's block table is its state, and its kv_slots mean nothing.
     """
 
     token_ids: Tensor
@@ -47,6 +49,7 @@ class ModelInput:
     num_decodes: int
     sample_rows: Tensor
     adapters: tuple[AdapterRun, ...] = ()
+    snapshots: tuple[StateSnapshot, ...] = ()
 
     @property
     def of_groups(self) -> "list[ModelInput]":
@@ -92,4 +95,5 @@ def build_model_input(
         context_lens=[s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)],
         num_decodes=batch.num_decodes,
         sample_rows=torch.tensor(last_rows, dtype=torch.int64, device=device),
+        snapshots=batch.snapshots,
     )

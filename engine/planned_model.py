@@ -10,7 +10,7 @@ from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.executors.loading import describe
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import peak_bandwidth, peak_flops
-from penstock.engine.memory.kv_layout import KVLayout, longest_that_fits
+from penstock.engine.memory.kv_layout import longest_that_fits
 from penstock.engine.memory.kv_pool import size_pool
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.sizing import GB, Sizing
@@ -48,7 +48,7 @@ def planned_model(
         )
     block_size = block_size or _BLOCK_SIZE
     longest = min(max_model_len or model.max_model_len, model.max_model_len)
-    layout = KVLayout.of(model.windows, longest)
+    layout = model.kv_layout(longest)
     itemsize = kv_dtype(sizing.kv_cache_dtype, sizing.dtype).itemsize
     pools = layout.pools(model.kv_shape, block_size, itemsize)
     budget = sizing.kv_bytes

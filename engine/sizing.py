@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.config import Dtype, KVCacheDtype, Quantization
+from penstock.engine.config import Dtype, KVCacheDtype, LoraConfig, Quantization
 from penstock.engine.memory.dtypes import TORCH_DTYPES, kv_dtype
 from penstock.engine.memory.hardware import peak_bandwidth
 from penstock.engine.memory.kv_layout import (
@@ -28,6 +28,7 @@ from penstock.engine.memory.kv_layout import (
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.coded import check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.layers.kept import Kept
+from penstock.engine.models.lora.adapter import max_adapter_bytes
 from penstock.engine.models.quantization.at_load.plan import Plan
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan
 from penstock.scheduler.config import SchedulerConfig
@@ -57,13 +58,22 @@ class Machine:
 @dataclass(frozen=True, slots=True)
 class Sizing:
     """One model on one machine. dtype: of the weights. quantization: of the weights of linear
-    layers, as the server's flag. kv_cache_dtype: of the KV cache."""
+    layers, as the server's flag. kv_cache_dtype: of the KV cache. lora: None without adapters."""
 
     model: ModelConfig
     machine: Machine
     dtype: torch.dtype = torch.bfloat16
     quantization: Quantization | None = None
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
+    lora: LoraConfig | None = None
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Of the slots that adapters are loaded into."""
+        if self.lora is None:
+            return 0
+        each = max_adapter_bytes(self.model, self.lora.max_rank, self.dtype.itemsize)
+        return self.lora.max_loras * each
 
     @property
     def weight_bytes(self) -> int:
@@ -110,15 +120,15 @@ class Sizing:
 
     @property
     def kv_bytes(self) -> int:
-        """What is left for keys and values. 0 if the weights alone do not fit."""
+        """What is left for keys and values. 0 if the rest alone does not fit."""
         machine = self.machine
         share = int(machine.memory_bytes * machine.utilization)
-        return max(0, share - self.weight_bytes - machine.other_bytes)
+        return max(0, share - self.weight_bytes - self.adapter_bytes - machine.other_bytes)
 
     @property
     def kv_tokens(self) -> int:
         """What the KV cache holds, of sequences of the model's longest length."""
-        if len(self._pools) == 1 and self._pools[0].group.window is None:
+        if self._is_uniform:
             return self.kv_bytes // self.token_bytes
         longest = self.model.max_model_len
         return int(self._num_at_once(longest) * longest)
@@ -158,20 +168,27 @@ class Sizing:
 
     @property
     def layout(self) -> KVLayout:
-        return KVLayout.of(self.model.windows, self.model.max_model_len)
+        return self.model.kv_layout(self.model.max_model_len)
+
+    @property
+    def _is_uniform(self) -> bool:
+        """Whether all layers keep the keys and values of all tokens."""
+        return self.layout.windows == (None,) and self.layout.state is None
 
     @property
     def _pools(self) -> list[GroupPool]:
         return self.layout.pools(self.model.kv_shape, _BLOCK_SIZE, self._kv_itemsize)
 
     def read_bytes(self, context: int) -> int:
-        """Keys and values that a decode step reads of one sequence: in a layer with a window, no
-        more than the window."""
+        """Keys and values that a decode step reads of one sequence, in a layer with a window no
+        more than the window, and its recurrent state."""
         layer_bytes = self.model.kv_shape.layer_bytes_per_token(self._kv_itemsize)
-        return layer_bytes * sum(
+        state = self.layout.state
+        num_read = sum(
             num_layers * min(context, window or context)
             for window, num_layers in self.model.num_layers_by_window.items()
         )
+        return layer_bytes * num_read + (0 if state is None else state.num_bytes)
 
     @property
     def _kv_itemsize(self) -> int:
@@ -179,7 +196,7 @@ class Sizing:
 
     def num_sequences(self, context: int) -> int:
         """That fit the cache at the same time. context: tokens of each, prompt and output."""
-        if len(self._pools) == 1 and self._pools[0].group.window is None:
+        if self._is_uniform:
             return self.kv_tokens // context
         return int(self._num_at_once(context))
 
@@ -267,7 +284,10 @@ def main(argv: Sequence[str]) -> int:
         kv_cache_dtype = KVCacheDtype(options.kv_cache_dtype)
         model = ModelConfig.from_dir(options.model)
         check_experts_on_gpu(model, quantization)
-        sizing = Sizing(model, _machine(options), dtype, quantization, kv_cache_dtype)
+        lora = None
+        if options.enable_lora:
+            lora = LoraConfig(max_loras=options.max_loras, max_rank=options.max_lora_rank)
+        sizing = Sizing(model, _machine(options), dtype, quantization, kv_cache_dtype, lora)
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return 2
@@ -275,6 +295,11 @@ def main(argv: Sequence[str]) -> int:
     max_len = sizing.model.max_model_len
     if sizing.model.experts is not None:
         print(_of_experts(sizing))
+    if lora is not None:
+        print(
+            f"{lora.max_loras} LoRA adapters of rank {lora.max_rank}: "
+            f"{sizing.adapter_bytes / GB:.2f} GB"
+        )
     print(
         f"one sequence of {max_len:,} tokens, the model's longest: "
         f"{sizing.bytes_of_one(max_len) / GB:.1f} GB of the KV cache\n"
@@ -336,6 +361,11 @@ def _parser() -> argparse.ArgumentParser:
     flag("--quantization", choices=list(Quantization),
          help="the server's flag (default: none)")  # fmt: skip
     flag("--kv-cache-dtype", choices=list(KVCacheDtype), default=KVCacheDtype.AUTO,
+         help="the server's flag (default: %(default)s)")  # fmt: skip
+    flag("--enable-lora", action="store_true", help="the server's flag (default: off)")
+    flag("--max-loras", type=int, default=LoraConfig().max_loras, metavar="N",
+         help="the server's flag (default: %(default)s)")  # fmt: skip
+    flag("--max-lora-rank", type=int, default=LoraConfig().max_rank, metavar="RANK",
          help="the server's flag (default: %(default)s)")  # fmt: skip
     flag("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
          help="the server's flag (default: %(default)s)")  # fmt: skip

@@ -10,6 +10,7 @@ from penstock.scheduler.types import (
     SampledTokens,
     ScheduledBatch,
     SlotAssignment,
+    StateSnapshot,
     TableUpdate,
 )
 
@@ -35,6 +36,7 @@ class Batch:
         self.num_decodes = 0
         self.num_drafts: dict[int, int] = {}
         self.num_scored = 0
+        self.snapshots: list[StateSnapshot] = []
 
     def scheduled(self, step: int) -> ScheduledBatch:
         """The frozen copy that the executor gets."""
@@ -49,6 +51,7 @@ class Batch:
             samples=tuple(self.samples),
             num_decodes=self.num_decodes,
             num_scored=self.num_scored,
+            snapshots=tuple(self.snapshots),
         )
 
     def failures(self, sampled: SampledTokens) -> dict[Sequence, FinishReason]:

@@ -77,6 +77,13 @@ class GroupCache:
     def stats(self) -> GroupBlocks:
         return GroupBlocks(self.group.window, self.num_used, self.num_evictable, self.num_free)
 
+    def new_table(self) -> BlockTable:
+        return BlockTable()
+
+    def fits(self, share: Share, num_reserved: int) -> bool:
+        """Whether it has what this takes and num_reserved blocks besides."""
+        return share.num_claimed + num_reserved <= self.num_available
+
     def longest_hit(self, digests: Sequence[bytes], end: int) -> int:
         """The most blocks, up to `end`, after which a sequence can continue: all that its next
         token reads is there. digests: of the sequence's blocks."""

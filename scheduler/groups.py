@@ -1,10 +1,14 @@
 """`KVGroup`: the layers of a model that keep the keys and values of the same positions.
+`StateGroup`: those that keep a recurrent state instead.
 
 Most models have one group. Where some layers have a sliding window, those of one window are a group
 of their own: it has its own pool of blocks, and each sequence a block table in it. A block holds as
 many tokens in every group, so a prefix can be found at the end of any block, whatever its groups.
 (Groups of unequal blocks, as where block sizes are chosen for equal bytes, find it only where all
 of them end.)
+
+Layers with a recurrence keep one state of a sequence, whatever its length: a pool of states is one
+of blocks of which each sequence has one.
 """
 
 from dataclasses import dataclass
@@ -44,3 +48,14 @@ class KVGroup:
             return num_blocks
         before = self.window + self.alignment - 2 + block_size - gcd(self.alignment, block_size)
         return min(num_blocks, before // block_size + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """num_blocks: states, of all layers of the group together."""
+
+    num_blocks: int
+
+    def most_blocks(self, num_tokens: int, block_size: int) -> int:
+        """See `KVGroup`. Snapshots are not counted: a sequence runs without them."""
+        return 1

@@ -7,22 +7,27 @@ each sequence, a table of its own. What a sequence can continue from must be in 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from penstock.scheduler.blocks import BlockTable
 from penstock.scheduler.group_cache import GroupCache, Share
-from penstock.scheduler.groups import KVGroup
+from penstock.scheduler.groups import KVGroup, StateGroup
 from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.prefix import PROCESS_KEY, block_digest, root_digest
 from penstock.scheduler.sequence import Sequence, Status
+from penstock.scheduler.state_cache import OPENING, StateCache
 from penstock.scheduler.stats import GroupBlocks
-from penstock.scheduler.types import BlockCopy, TableUpdate
+from penstock.scheduler.types import BlockCopy, StateSnapshot, TableUpdate
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a waiting sequence needs of each group; its first num_computed tokens are computed."""
+    """What a waiting sequence needs of each group; its first num_computed tokens are computed.
+
+    num_stateless: of the tokens after those, the ones whose keys and values were found, but no
+    recurrent state after them.
+    """
 
     num_computed: int
     shares: list[Share]
+    num_stateless: int = 0
 
 
 class KVCache:
@@ -34,7 +39,7 @@ class KVCache:
 
     def __init__(
         self,
-        groups: Items[KVGroup],
+        groups: Items[KVGroup | StateGroup],
         block_size: int,
         enable_prefix_caching: bool,
         journals: Items[BlockJournal] = (),
@@ -46,26 +51,39 @@ class KVCache:
         self._key = PROCESS_KEY
         if used and used[0]:
             self._key = used[0].key
-        self.groups = [
-            GroupCache(group, block_size, journal)
-            for group, journal in zip(groups, used or (None,) * len(groups), strict=True)
-        ]
-        self._first, *self._others = self.groups
+        self.groups: list[GroupCache | StateCache] = []
+        # Those of keys and values, and those of states, each with its number.
+        self._with_blocks: list[tuple[int, GroupCache]] = []
+        self._states: list[tuple[int, StateCache]] = []
+        for index, group in enumerate(groups):
+            if isinstance(group, StateGroup):
+                assert not used, "recurrent states do not outlive the engine, so nothing else may"
+                states = StateCache(group, block_size)
+                self._states.append((index, states))
+                self.groups.append(states)
+            else:
+                cache = GroupCache(group, block_size, used[index] if used else None)
+                self._with_blocks.append((index, cache))
+                self.groups.append(cache)
+        self._blocks = [cache for _, cache in self._with_blocks]
+        self._first, self._others = self._blocks[0], self.groups[1:]
+        assert self._first is self.groups[0], "the first group must keep keys and values"
         self._windowed = [
-            (index, cache)
-            for index, cache in enumerate(self.groups)
-            if cache.group.window is not None
+            (index, cache) for index, cache in self._with_blocks if cache.group.window is not None
         ]
         self.has_windows = bool(self._windowed)
+        self.has_states = bool(self._states)
 
     def stats(self) -> list[GroupBlocks]:
         return [each.stats() for each in self.groups]
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be taken in every group."""
+        """Blocks that can be taken in every group of keys and values."""
         num = self._first.num_available
-        return min(num, *[each.num_available for each in self._others]) if self._others else num
+        if len(self._blocks) > 1:
+            return min(num, *[each.num_available for each in self._blocks[1:]])
+        return num
 
     def plan(self, sequence: Sequence) -> Admission:
         """What admitting this sequence takes, with blocks for all its known tokens, or as many as
@@ -83,22 +101,22 @@ class KVCache:
             tables = zip(self.groups, parent.tables, strict=True)
             shares = [each.share((), num_computed, num_tokens, table) for each, table in tables]
             return Admission(num_computed, shares)
-        digests = self._find_prefix(sequence)
+        digests, num_stateless = self._find_prefix(sequence)
         num_computed = len(digests) * self.block_size
         shares = [each.share(digests, num_computed, num_tokens, None) for each in self.groups]
-        return Admission(num_computed, shares)
+        return Admission(num_computed, shares, num_stateless)
 
     def fits(self, admission: Admission, num_reserved: int) -> bool:
         """Whether each group has what it takes and num_reserved blocks besides."""
         return all(
-            share.num_claimed + num_reserved <= each.num_available
+            each.fits(share, num_reserved)
             for each, share in zip(self.groups, admission.shares, strict=True)
         )
 
     def admit(self, sequence: Sequence, admission: Admission) -> list[BlockCopy]:
         """Fills its empty block tables. The blocks must be available."""
-        while len(sequence.tables) < len(self.groups):
-            sequence.tables.append(BlockTable())
+        for each in self.groups[len(sequence.tables) :]:
+            sequence.tables.append(each.new_table())
         copies = []
         for index, (each, share) in enumerate(zip(self.groups, admission.shares, strict=True)):
             table = sequence.tables[index]
@@ -106,11 +124,43 @@ class KVCache:
             if share.copied is not None:
                 target = table.block_ids[share.first + len(share.blocks)]
                 copies.append(BlockCopy(share.copied, target, group=index))
+        if self._enable_prefix_caching:
+            num_computed = admission.num_computed
+            last = max(0, len(sequence.token_ids) - OPENING) // self.block_size * self.block_size
+            wanted = (min(last, num_computed + admission.num_stateless), last)
+            for index, states in self._states:
+                states.want(sequence.tables[index], wanted, num_computed)
         return copies
+
+    def snapshots_in_chunk(
+        self, sequence: Sequence, row: int, num_tokens: int
+    ) -> list[StateSnapshot]:
+        """Those to be taken by a step that computes its next num_tokens tokens, in this row."""
+        start = sequence.num_computed
+        return [
+            StateSnapshot(row, position - start, state)
+            for index, each in self._states
+            for position, state in each.snapshots(sequence.tables[index], start, start + num_tokens)
+        ]
+
+    def snapshots_in_decodes(self, sequences: Items[Sequence]) -> list[StateSnapshot]:
+        """Those to be taken by a step in whose rows these run one token each, already counted as
+        computed."""
+        snapshots: list[StateSnapshot] = []
+        if not self._enable_prefix_caching:
+            return snapshots
+        for row, sequence in enumerate(sequences):
+            if sequence.num_computed % self.block_size:
+                continue
+            for index, each in self._states:
+                state = each.answer_snapshot(sequence.tables[index], sequence.num_computed)
+                if state is not None:
+                    snapshots.append(StateSnapshot(row, 1, state))
+        return snapshots
 
     def grow(self, sequence: Sequence, num_tokens: int, updates: list[TableUpdate]) -> None:
         """Appends blocks to its tables, as many as so many tokens need."""
-        for index, each in enumerate(self.groups):
+        for index, each in self._with_blocks:
             table = sequence.tables[index]
             while len(table.block_ids) * self.block_size < num_tokens:
                 position = len(table.block_ids)
@@ -133,8 +183,9 @@ class KVCache:
 
     def trim(self, sequence: Sequence) -> None:
         """Frees the blocks at the end of its tables that hold none of its computed tokens."""
-        for each, table in zip(self.groups, sequence.tables, strict=True):
-            each.trim(table, sequence.num_computed)
+        assert not self._states, "a recurrent state cannot go back to before rejected drafts"
+        for index, each in self._with_blocks:
+            each.trim(sequence.tables[index], sequence.num_computed)
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
         """Makes full blocks findable whose tokens are known and computed by launched steps."""
@@ -170,12 +221,14 @@ class KVCache:
 
     def _can_fork(self, parent: Sequence, child: Sequence) -> bool:
         """The parent's prompt was computed by an earlier step, the child has no output yet, and the
-        parent still has what the child reads.
+        parent still has what the child reads: a recurrent state has gone on, so there the child
+        continues from a snapshot, as any other sequence.
 
         Copies are made before a step computes anything, so not in the step that computes it.
         """
         return (
-            parent.status is Status.DECODING
+            not self._states
+            and parent.status is Status.DECODING
             and len(child.token_ids) == child.num_prompt_tokens
             and all(
                 each.may_share(parent.tables[index], child.num_prompt_tokens - 1)
@@ -183,22 +236,20 @@ class KVCache:
             )
         )
 
-    def _find_prefix(self, sequence: Sequence) -> list[bytes]:
+    def _find_prefix(self, sequence: Sequence) -> tuple[list[bytes], int]:
         """The digests of the longest run of cached blocks that its tokens, without the last, begin
-        with.
+        with; and how many more tokens' blocks were found, but no state after them.
 
         None where its whole prompt must run: then it writes blocks of its own.
         """
         if not self._enable_prefix_caching or sequence.needs_whole_prompt:
-            return []
+            return [], 0
         digests = self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size)
-        end, num_agreed, index = len(digests), 0, 0
-        # Each group may shorten it, until all of them in a row leave it as it is.
-        while num_agreed < len(self.groups):
-            found = self.groups[index].longest_hit(digests, end)
-            num_agreed = num_agreed + 1 if found == end else 1
-            end, index = found, (index + 1) % len(self.groups)
-        return digests[:end]
+        num_found = _longest_hit(self._blocks, digests, len(digests))
+        if not self._states:
+            return digests[:num_found], 0
+        end = _longest_hit(self.groups, digests, num_found)
+        return digests[:end], (num_found - end) * self.block_size
 
     def _digests(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """The digests of its first blocks, each computed once in the sequence's life."""
@@ -211,3 +262,14 @@ class KVCache:
 
     def _root(self, sequence: Sequence) -> bytes:
         return root_digest(sequence.request.cache_salt, sequence.request.adapter, self._key)
+
+
+def _longest_hit(groups: Items[GroupCache | StateCache], digests: Items[bytes], end: int) -> int:
+    """The most blocks, up to `end`, that all groups have."""
+    num_agreed, index = 0, 0
+    # Each group may shorten it, until all of them in a row leave it as it is.
+    while num_agreed < len(groups):
+        found = groups[index].longest_hit(digests, end)
+        num_agreed = num_agreed + 1 if found == end else 1
+        end, index = found, (index + 1) % len(groups)
+    return end

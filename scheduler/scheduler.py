@@ -35,7 +35,7 @@ from penstock.scheduler.fairness import (
     queue_for,
 )
 from penstock.scheduler.forecast import Ahead
-from penstock.scheduler.groups import KVGroup
+from penstock.scheduler.groups import KVGroup, StateGroup
 from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.kv_cache import KVCache
 from penstock.scheduler.outputs import output_of, with_prompts
@@ -66,7 +66,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         *,
-        groups: Iterable[KVGroup],
+        groups: Iterable[KVGroup | StateGroup],
         block_size: int,
         max_model_len: int,
         step_model: LiveStepModel | None = None,
@@ -103,6 +103,7 @@ class Scheduler:
         self._order = 0
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
+        self._prefix_stateless_tokens = 0
         self._preemptions = 0
         self._recomputed_tokens = 0
         self._invalid_logits = 0
@@ -286,6 +287,7 @@ class Scheduler:
             out_of_reach_total=self._targets.num_out_of_reach,
             fairness_index=self._fair.index if self._fair is not None else None,
             more_groups=tuple(more),
+            prefix_stateless_tokens_total=self._prefix_stateless_tokens,
         )
 
     def take_started(self) -> list[Started]:
@@ -389,6 +391,8 @@ class Scheduler:
         batch.samples = [True] * len(ready)
         batch.sampling = ready
         batch.num_decodes = len(ready)
+        if self._kv.has_states:
+            batch.snapshots = self._kv.snapshots_in_decodes(ready)
         self._drafts.schedule(batch)
 
     def _make_room(self, ready: list[Sequence]) -> list[Sequence]:
@@ -424,6 +428,9 @@ class Scheduler:
             return
         if self._kv.has_windows:
             self._kv.grow(sequence, sequence.num_computed + num_tokens, batch.table_updates)
+        if self._kv.has_states:
+            row = len(batch.slots)
+            batch.snapshots += self._kv.snapshots_in_chunk(sequence, row, num_tokens)
         batch.slots.append(sequence.slot)
         batch.starts.append(sequence.num_computed)
         batch.num_tokens.append(num_tokens)
@@ -499,6 +506,7 @@ class Scheduler:
             if sequence.fork_parent is None and not sequence.needs_whole_prompt:
                 self._prefix_query_tokens += sequence.num_prompt_tokens
                 self._prefix_hit_tokens += admission.num_computed
+                self._prefix_stateless_tokens += admission.num_stateless
             self._started.append(
                 Started(
                     sequence.request.id,

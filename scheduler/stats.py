@@ -7,12 +7,14 @@ from typing import NamedTuple, Protocol, Self
 
 
 class GroupBlocks(NamedTuple):
-    """The blocks of one group of layers: see `penstock.scheduler.groups`."""
+    """The blocks of one group of layers: see `penstock.scheduler.groups`. Where is_recurrent, they
+    are states, and those that are evictable are snapshots."""
 
     window: int | None
     num_used: int
     num_evictable: int
     num_free: int
+    is_recurrent: bool = False
 
     @property
     def usage(self) -> float:
@@ -26,6 +28,8 @@ class SchedulerStats(NamedTuple):
 
     A block is used (by a sequence), evictable (used by none, but findable) or free; those here are
     of the first group of layers, more_groups are the others.
+    prefix_stateless_tokens_total: prompt tokens whose blocks were found, but no snapshot of the
+    recurrent state after them, so that they were computed again.
     out_of_reach_total: requests refused because of their targets. fairness_index: None unless the
     policy is fair; see `FairQueue.look`.
     """
@@ -43,6 +47,7 @@ class SchedulerStats(NamedTuple):
     out_of_reach_total: int = 0
     fairness_index: float | None = None
     more_groups: tuple[GroupBlocks, ...] = ()
+    prefix_stateless_tokens_total: int = 0
 
     @property
     def kv_usage(self) -> float:
@@ -107,7 +112,8 @@ class StepWork(NamedTuple):
     sample or to verify a draft. num_scored: prompt tokens that do so besides. attention: for each
     of the model's windows, in its order. num_experts: experts of a mixture that the step's tokens
     were routed to, summed over the layers; None where that is not known. num_padding: see
-    `GraphSizes`. num_chunks: of the sequences, those that run a prefill chunk.
+    `GraphSizes`. num_chunks: of the sequences, those that run a prefill chunk. adapter_bytes: of
+    the LoRA adapters that the step reads.
     """
 
     num_prefill_tokens: int
@@ -119,6 +125,7 @@ class StepWork(NamedTuple):
     num_experts: int | None = None
     num_padding: int = 0
     num_chunks: int = 0
+    adapter_bytes: int = 0
 
 
 NO_WORK = StepWork(0, 0, 0, 0, 0, ())

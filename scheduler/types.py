@@ -130,7 +130,8 @@ class SlotAssignment(NamedTuple):
     token_ids: every id known so far, the prompt first and then, after a preemption or in another
     engine than it began in, its outputs.
     block_ids: its block table in logical order, and more_block_ids those in the groups of layers
-    after the first (`penstock.scheduler.groups`); entries that no row reads are 0. seed: this
+    after the first (`penstock.scheduler.groups`); entries that no row reads are 0. That of a group
+    with a recurrence has one entry, the sequence's state. seed: this
     sample's own. prompt_request: the
     outputs still missing of its prompt; its rows then begin at the first token, unless that is
     pooling LAST alone. adapter:
@@ -169,8 +170,9 @@ class TableUpdate(NamedTuple):
 class BlockCopy(NamedTuple):
     """Block `target` gets the content of block `source` before this step writes anything.
 
-    Each is a block id of its tier, in the pool of one group of layers. The scheduler schedules
-    copies within the device alone.
+    Each is a block id of its tier, in the pool of one group of layers; the copies of a step are
+    made at once, so that none reads what another writes. The scheduler schedules copies within the
+    device alone.
     """
 
     source: int
@@ -178,6 +180,15 @@ class BlockCopy(NamedTuple):
     source_tier: Tier = Tier.DEVICE
     target_tier: Tier = Tier.DEVICE
     group: int = 0
+
+
+class StateSnapshot(NamedTuple):
+    """Of a recurrent state: `state`, of the pool of states, becomes what the sequence in row `row`
+    has after the first num_tokens tokens of that row."""
+
+    row: int
+    num_tokens: int
+    state: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +206,8 @@ class ScheduledBatch:
     samples. A later row, a prefill chunk, samples where samples[i] is true, which is where it ends
     its prompt and its answer may have a token.
     num_scored: prompt tokens of this step whose successor's logprob is requested: rows of the
-    output layer besides those that sample.
+    output layer besides those that sample. snapshots: by row, of one row in the order of its
+    tokens. A row that starts at 0 begins with a state of zeros, whatever its slot's state holds.
     """
 
     step: int
@@ -208,6 +220,7 @@ class ScheduledBatch:
     samples: tuple[bool, ...]
     num_decodes: int
     num_scored: int = 0
+    snapshots: tuple[StateSnapshot, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
@@ -250,7 +263,7 @@ class SampledTokens:
     failed: of the sampling rows, those whose sequences cannot continue, and why; their ids are
     void. prompts: one for each row that ends a prompt with a prompt_request (see SlotAssignment),
     in row order, whether the row samples or not; None where NaN or infinities are in what it would
-    be made of, and then the sequence ends. num_experts: as in `StepWork`.
+    be made of, and then the sequence ends. num_experts, adapter_bytes: as in `StepWork`.
     """
 
     step: int
@@ -261,6 +274,7 @@ class SampledTokens:
     accepted: dict[int, list[AcceptedDraft]] = field(default_factory=dict)
     num_drafts: dict[int, int] = field(default_factory=dict)
     num_experts: int | None = None
+    adapter_bytes: int = 0
 
 
 class Finish(NamedTuple):

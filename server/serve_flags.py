@@ -255,15 +255,15 @@ def _add_lora_flags(group: "argparse._ArgumentGroup") -> None:
         metavar="N",
         default=8,
         help="how many adapters may be loaded at a time; all of them stay in memory, and may be in "
-        "one step (default: %(default)s)",
+        "one step; a GPU takes the memory of so many at the start (default: %(default)s)",
     )
     flag(
         "--max-lora-rank",
         type=int,
         metavar="RANK",
         default=16,
-        help="the highest rank of an adapter; one with a higher one is refused (default: "
-        "%(default)s)",
+        help="the highest rank of an adapter; one with a higher one is refused; a GPU takes memory "
+        "for it at the start, whatever the adapters' own (default: %(default)s)",
     )
     flag(
         "--lora-root",

@@ -28,6 +28,7 @@ from penstock.engine.executors.loading import (
     describe,
     log_text_only,
     log_widening,
+    most_adapter_bytes,
     of_ranks,
     reading,
     weight_bytes,
@@ -38,7 +39,6 @@ from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
 from penstock.engine.memory.kept import KeptMemory, identity_of
-from penstock.engine.memory.kv_layout import KVLayout
 from penstock.engine.memory.kv_pool import (
     KVPools,
     PoolSize,
@@ -56,6 +56,7 @@ from penstock.engine.models.errors import (
 )
 from penstock.engine.models.gathered import GatheredModel, least
 from penstock.engine.models.gguf.weights import weight_formats as gguf_formats
+from penstock.engine.models.layers.delta_net import Recurrence, torch_recurrence
 from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
@@ -64,8 +65,9 @@ from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
 from penstock.engine.models.shard import Shard
 from penstock.engine.models.weights import Empty
+from penstock.engine.native.delta_net import NativeRecurrence
 from penstock.engine.native.inputs import gather_input
-from penstock.engine.native.library import load_library
+from penstock.engine.native.library import load_delta_net_library, load_library
 from penstock.engine.native.model import NativeModel, check_features, may_code_kv
 from penstock.engine.native.packing import FORMATS
 from penstock.engine.phases import Phases
@@ -136,10 +138,10 @@ class CpuExecutor:
             model, config.load_format, model_dir, self._dtype, kept=kept, plan=plan
         )
         longest = resolve_max_model_len(config.max_model_len, model.max_model_len)
-        layout = KVLayout.of(model.windows, longest)
+        layout = model.kv_layout(longest)
         pools = layout.pools(model.kv_shape, block_size, kv_type.itemsize)
         kept_kv = None
-        if config.kv_memory is not None and group is None:
+        if config.kv_memory is not None and group is None and layout.state is None:
             # What decides the bytes of a block of the same tokens.
             compiled = None if library is None else Path(library._name).name
             formats = (self._dtype, kv_type, config.load_format, config.quantization)
@@ -189,6 +191,7 @@ class CpuExecutor:
                 num_load_threads=num_threads,
                 shard=shard,
                 group=group,
+                recurrence=_recurrence(model, num_threads),
             )
             torch.set_num_threads(num_threads)
         self._build_input = build_model_input
@@ -248,6 +251,7 @@ class CpuExecutor:
             others=total - available,
             weights=num_weight_bytes,
             kv_pool=size.num_bytes(pools),
+            adapters=most_adapter_bytes(config.lora, model, self._dtype),
         ).log(size, pools)
 
     def _make_tables(
@@ -265,7 +269,7 @@ class CpuExecutor:
         self._token_table = torch.zeros(max_num_seqs, size.max_model_len + 1, dtype=torch.int64)
         # The same memory: a number takes numpy a tenth of torch's time.
         self._tokens = self._token_table.numpy()
-        num_groups = len(self._pool.groups)
+        num_groups = len(self._pool.all_groups)
         tables = torch.zeros(num_groups, max_num_seqs, max_blocks, dtype=torch.int32)
         self._group_tables = tables.unbind()
         self._block_tables = tables if num_groups > 1 else tables[0]
@@ -336,7 +340,7 @@ class CpuExecutor:
             slot, token_ids, num_prompt_tokens, _, sampling, seed, *_ = assignment
             self._token_table[slot, : len(token_ids)] = self._tensor(token_ids)
             for group, block_ids in enumerate(assignment.tables):
-                self._pool.groups[group].reach(block_ids)
+                self._pool.all_groups[group].reach(block_ids)
                 self._group_tables[group][slot, : len(block_ids)] = self._tensor(block_ids)
             self._prompt_lengths[slot] = num_prompt_tokens
             self._prompts.assign(assignment)
@@ -345,7 +349,7 @@ class CpuExecutor:
             self._sampler.assign(slot, sampling, seed)
             self._grammars.assign(assignment)
             self._adapters.assign(assignment)
-        for group, pool in enumerate(self._pool.groups):
+        for group, pool in enumerate(self._pool.all_groups):
             updates = [update for update in batch.table_updates if update.group == group]
             if updates:
                 pool.reach(update.block_id for update in updates)
@@ -359,6 +363,7 @@ class CpuExecutor:
             return SampledTokens(step=batch.step, token_ids=[])
         step, logits, slots, prompts = self._compute(batch)
         num_experts = None if self._native is None else self._native.num_experts_read
+        adapter_bytes = self._adapters.num_bytes(batch)
         lengths = [
             length
             for length, samples in zip(step.context_lens, batch.samples, strict=True)
@@ -366,7 +371,11 @@ class CpuExecutor:
         ]
         if not slots:
             return SampledTokens(
-                step=batch.step, token_ids=[], prompts=prompts, num_experts=num_experts
+                step=batch.step,
+                token_ids=[],
+                prompts=prompts,
+                num_experts=num_experts,
+                adapter_bytes=adapter_bytes,
             )
         prompt_lengths = [self._prompt_lengths[slot] for slot in slots]
         ids, logprobs = self._sampler.sample(
@@ -384,6 +393,7 @@ class CpuExecutor:
             failed=failed_rows(token_ids, of_grammars),
             prompts=prompts,
             num_experts=num_experts,
+            adapter_bytes=adapter_bytes,
         )
 
     def _compute(
@@ -428,6 +438,9 @@ def _dtype_and_library(
     config: EngineConfig, model: ModelConfig, model_dir: Path
 ) -> tuple[torch.dtype, CDLL | None]:
     dtype = choose_dtype(config.dtype, _CPU)
+    if model.delta_net is not None:
+        _warn_of_torch("the compiled step has no gated delta nets")
+        return dtype, None
     if reason := _unsupported_kv(config.kv_cache_dtype, model):
         _warn_of_torch(reason)
         return dtype, None
@@ -475,6 +488,11 @@ def _library_for(
             _warn_of_torch(error)
             return None
     return library
+
+
+def _recurrence(model: ModelConfig, num_threads: int) -> Recurrence:
+    library = None if model.delta_net is None else load_delta_net_library()
+    return torch_recurrence if library is None else NativeRecurrence(library, num_threads)
 
 
 def _as_it_is(adapter: Adapter) -> Adapter:

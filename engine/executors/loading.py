@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
+from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat, LoraConfig
 from penstock.engine.gguf.file import is_gguf
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
@@ -26,6 +26,7 @@ from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
 from penstock.engine.models.json_file import Fields
 from penstock.engine.models.layers.kept import Kept
 from penstock.engine.models.layers.linear import Linear, MakeLinear
+from penstock.engine.models.lora.adapter import max_adapter_bytes
 from penstock.engine.models.quantization.at_load.plan import Plan
 from penstock.engine.models.quantization.at_load.quantize import Quantized
 from penstock.engine.models.quantization.parse import quantization_name
@@ -34,34 +35,44 @@ from penstock.engine.models.tensor_files import is_finite
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.groups import StateGroup
 
 logger = logging.getLogger(__name__)
+
+# Of the ledger in the log.
+_LINES = (
+    *("weights", "adapters", "kv_pool", "activations", "graphs"),
+    *("others", "free", "total"),
+)
+_ADAPTERS = "--max-loras of them, of --max-lora-rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
     """Where a device's memory goes, in bytes.
 
-    others: in use before the start. activations: the most that a step needs besides the rest. None:
-    not measured on this device, or not a part of it.
+    others: in use before the start. adapters: of the most LoRA adapters of the highest rank; a GPU
+    has it from the start, and a processor takes it as they are loaded. activations: the most that a
+    step needs besides the rest. None: not measured on this device, or not a part of it.
     """
 
     total: int
     others: int
     weights: int
     kv_pool: int
+    adapters: int | None = None
     activations: int | None = None
     graphs: int | None = None
 
     @property
     def free(self) -> int:
-        parts = (self.others, self.weights, self.kv_pool, self.activations, self.graphs)
-        return self.total - sum(part or 0 for part in parts)
+        parts = (self.others, self.weights, self.kv_pool, self.adapters, self.activations)
+        return self.total - sum(part or 0 for part in (*parts, self.graphs))
 
     def log(self, size: PoolSize, pools: Sequence[GroupPool]) -> None:
-        notes = {"kv_pool": "; ".join(_pool_notes(size, pools))}
+        notes = {"kv_pool": "; ".join(_pool_notes(size, pools)), "adapters": _ADAPTERS}
         logger.info("memory, in GiB:")
-        for name in ("weights", "kv_pool", "activations", "graphs", "others", "free", "total"):
+        for name in _LINES:
             num_bytes = getattr(self, name)
             if num_bytes is not None:
                 note = f"  ({notes[name]})" if name in notes else ""
@@ -70,6 +81,9 @@ class Ledger:
 
 def _pool_notes(size: PoolSize, pools: Sequence[GroupPool]) -> Iterator[str]:
     for num_blocks, pool in zip(size.of_groups, pools, strict=True):
+        if isinstance(pool.group, StateGroup):
+            yield f"{num_blocks} recurrent states of {pool.block_bytes / 2**20:.1f} MiB"
+            continue
         note = f"{num_blocks} blocks, {num_blocks * pool.block_size} tokens"
         window = pool.group.window
         yield note if window is None else f"{note} of layers with a window of {window}"
@@ -180,6 +194,15 @@ def weight_bytes(
     return model.weight_bytes(dtype.itemsize, kept.num_bytes)
 
 
+def most_adapter_bytes(
+    lora: LoraConfig | None, model: ModelConfig, dtype: torch.dtype
+) -> int | None:
+    """Of as many adapters of as high a rank as may be loaded; None where none may."""
+    if lora is None:
+        return None
+    return lora.max_loras * max_adapter_bytes(model, lora.max_rank, dtype.itemsize)
+
+
 def reading(num_bytes: int, dtype: torch.dtype) -> str:
     """What the log says before so many bytes of weights are read."""
     return f"reading {num_bytes / 2**30:.3f} GiB of weights, as {dtype_name(dtype)}"
@@ -259,7 +282,11 @@ def describe(
     """weight_bytes: as in `ModelInfo`. expert_bytes: of all experts of a mixture. layout: of the
     pools; None where its groups were not made for a longer sequence than size.max_model_len.
     kv_dtype: of the KV cache. load_seconds may still grow: it is not copied."""
-    layout = layout or KVLayout.of(model.windows, size.max_model_len)
+    layout = layout or model.kv_layout(size.max_model_len)
+    more_blocks, num_states, state_bytes = size.more_blocks, 0, 0
+    if layout.state is not None:
+        *others, num_states = more_blocks
+        more_blocks, state_bytes = tuple(others), layout.state.num_bytes
     layer_bytes = model.kv_shape.layer_bytes_per_token(kv_dtype.itemsize)
     return ModelInfo(
         architecture=model.family,
@@ -282,7 +309,9 @@ def describe(
             )
             for window, num_layers in zip(layout.windows, layout.layer_counts, strict=True)
         ),
-        more_blocks=size.more_blocks,
+        more_blocks=more_blocks,
+        num_states=num_states,
+        state_bytes=state_bytes,
         flops_per_token=2 * model.num_token_weights,
         flops_per_sampled_token=2 * model.vocab_size * model.hidden_size,
         peak_bandwidth_bytes_per_s=peak_bandwidth(device_name),

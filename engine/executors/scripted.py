@@ -22,6 +22,7 @@ from penstock.engine.executor import PendingTokens, check_no_adapter, device_cop
 from penstock.engine.memory.kept import KeptMemory
 from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.engine.sampling.grammar_table import GrammarTable
+from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.prompt_logprobs import PackedLogprobs, PromptLogprobs
 from penstock.scheduler.types import (
@@ -33,6 +34,7 @@ from penstock.scheduler.types import (
     SampledTokens,
     ScheduledBatch,
     SlotAssignment,
+    StateSnapshot,
     TokenLogprobs,
 )
 
@@ -54,6 +56,14 @@ class _Pool(NamedTuple):
 
     ids: Any
     digests: Any
+
+
+class _States(NamedTuple):
+    """Of one group of layers with a recurrence: by state, how many tokens it has seen, and the
+    digest of these."""
+
+    lengths: list[int]
+    digests: list[int]
 
 
 class Slot:
@@ -97,11 +107,13 @@ class ScriptedExecutor:
         self._grammars = grammars
         num_words = max(1, info.vocab_size - 3)
         self._token_at = token_at or (lambda digest, _: 3 % info.vocab_size + digest % num_words)
-        self._groups = info.kv_groups
+        self._groups = [group for group in info.kv_groups if isinstance(group, KVGroup)]
         self._pools: list[_Pool] = [
             _Pool([-1] * num_positions, [0] * num_positions)
             for num_positions in (group.num_blocks * info.block_size for group in self._groups)
         ]
+        # Of the group after those, where there is one.
+        self._states = _States([-1] * info.num_states, [0] * info.num_states)
         self._journals: tuple[BlockJournal, ...] = ()
         if kept:
             block_bytes = 8 * info.block_size
@@ -153,9 +165,14 @@ class ScriptedExecutor:
         logprobs: list[TokenLogprobs | None] = []
         prompts: list[PromptOutput] = []
         rows = zip(batch.slots, batch.starts, batch.num_tokens, batch.samples, strict=True)
-        for slot_id, start, num_tokens, samples in rows:
+        snapshots: dict[int, list[StateSnapshot]] = {}
+        for snapshot in batch.snapshots:
+            snapshots.setdefault(snapshot.row, []).append(snapshot)
+        for row, (slot_id, start, num_tokens, samples) in enumerate(rows):
             slot = self._slots[slot_id]
             self._write(slot, start, num_tokens)
+            if self._info.num_states:
+                self._advance(slot, start, num_tokens, snapshots.get(row, []))
             if slot.prompt_request:
                 prompts += self._read_prompt(slot, start, start + num_tokens)
             if samples:
@@ -199,6 +216,11 @@ class ScriptedExecutor:
                     pool[target * size : (target + 1) * size] = pool[
                         source * size : (source + 1) * size
                     ]
+        copies = device_copies(batch.copies, len(self._pools))
+        for each in self._states:
+            copied = [(target, each[source]) for source, target in copies]
+            for target, value in copied:
+                each[target] = value
 
     def _write(self, slot: Slot, start: int, num_tokens: int) -> None:
         """As a forward pass writes keys and values: each depends on all positions before it."""
@@ -209,8 +231,28 @@ class ScriptedExecutor:
                 pool.ids[place] = slot.token_ids[position]
                 pool.digests[place] = mix(before, slot.token_ids[position] + 1)
 
+    def _advance(
+        self, slot: Slot, start: int, num_tokens: int, snapshots: list[StateSnapshot]
+    ) -> None:
+        """As a recurrence changes a sequence's state, and copies are made of it on the way."""
+        lengths, digests = self._states
+        own = slot.tables[len(self._groups)][0]
+        if start == 0:
+            lengths[own], digests[own] = 0, 0
+        assert lengths[own] == start, f"the state is that of {lengths[own]} tokens, not {start}"
+        for position in range(start, start + num_tokens):
+            lengths[own] = position + 1
+            digests[own] = mix(digests[own], slot.token_ids[position] + 1)
+            for snapshot in snapshots:
+                if snapshot.num_tokens == position + 1 - start:
+                    lengths[snapshot.state], digests[snapshot.state] = lengths[own], digests[own]
+
     def _sample(self, slot: Slot, length: int, allowed: list[int] | None) -> int:
         digest = self._digest(slot, length)
+        if self._info.num_states:
+            own = slot.tables[len(self._groups)][0]
+            assert self._states.lengths[own] == length
+            digest = mix(digest, self._states.digests[own])
         if slot.sampling.temperature > 0:
             digest = mix(digest, slot.seed)
         token_id = self._token_at(digest, length)
@@ -300,10 +342,12 @@ def scripted_info(
     windows: tuple[int | None, ...] = (None,),
     more_blocks: tuple[int, ...] = (),
     eos_token_ids: tuple[int, ...] = (2,),
+    num_states: int = 0,
 ) -> ModelInfo:
     """The `ModelInfo` of no model: a vocabulary and blocks, and no weights.
 
-    windows: of groups of layers, whose pools have num_blocks, then more_blocks.
+    windows: of groups of layers, whose pools have num_blocks, then more_blocks. num_states: where
+    it has layers with a recurrence, too.
     """
     return ModelInfo(
         architecture="scripted",
@@ -330,4 +374,5 @@ def scripted_info(
         load_seconds={},
         more_blocks=more_blocks,
         read_alignment=1,
+        num_states=num_states,
     )

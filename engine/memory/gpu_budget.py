@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, LoraConfig
 from penstock.scheduler.errors import InvalidConfig
 
 GIB = 2**30
@@ -35,6 +35,17 @@ def check_weights(name: str, total: int, free: int, weights: int, dtype_name: st
             f"the model's weights take {weights / GIB:.2f} GiB in {dtype_name}, but of the "
             f"{total / GIB:.2f} GiB of {name} only {free / GIB:.2f} are free; stop other "
             f"processes that use it, serve a smaller model, or use --device cpu{hint}"
+        )
+
+
+def check_adapters(config: LoraConfig, name: str, num_bytes: int, free: int) -> None:
+    """Raises InvalidConfig for slots of adapters that do not fit. num_bytes: of all. free: after
+    the weights."""
+    if num_bytes > free:
+        raise InvalidConfig(
+            f"--max-loras {config.max_loras} of --max-lora-rank {config.max_rank} take "
+            f"{num_bytes / GIB:.2f} GiB, and {name} has {max(0, free) / GIB:.2f} free after the "
+            "weights; lower one of them"
         )
 
 

@@ -3,6 +3,7 @@ tensors.
 
 Layers with a sliding window need the blocks of its tokens alone, whatever the length of a sequence;
 so those of one window have a pool, and the other layers have one (`penstock.scheduler.groups`).
+Layers with a recurrence have a pool of states, which is the last.
 `divide` says how the memory is divided between them.
 """
 
@@ -11,31 +12,51 @@ from dataclasses import dataclass
 from math import isqrt
 
 from penstock.engine.memory.kv_shape import KVShape
-from penstock.scheduler.groups import KVGroup
+from penstock.engine.memory.state_shape import StateShape
+from penstock.scheduler.groups import KVGroup, StateGroup
 
 # Of the memory that each pool of layers with a window may have so that short sequences, as many as
 # may run, are not held up by it: the others, of which there are more in a long one, have the rest.
 _MOST_FOR_SHORT = 0.1
+# Of states for each sequence: its own, and snapshots where its prompt and its answer end.
+_STATES_EACH = 3
+# Tokens of a sequence for which there are as many states as keys and values: of a conversation.
+_TYPICAL_LENGTH = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """windows: of the groups, where there is one without a window that one first. group_of: the
-    group of each layer."""
+    group of each layer; after those with windows comes that of recurrent states. state: of those,
+    None where there are none."""
 
     windows: tuple[int | None, ...]
     group_of: tuple[int, ...]
+    state: StateShape | None = None
 
     @classmethod
-    def of(cls, windows: Sequence[int | None], max_model_len: int) -> "KVLayout":
-        """windows: of each layer. One that no sequence outgrows is none."""
+    def of(
+        cls,
+        windows: Sequence[int | None],
+        max_model_len: int,
+        recurrent: Sequence[bool] = (),
+        state: StateShape | None = None,
+    ) -> "KVLayout":
+        """windows: of each layer. One that no sequence outgrows is none. recurrent: for each layer,
+        whether it has a recurrence and no window; empty where none has. state: of these layers."""
         each = [None if window is None or window >= max_model_len else window for window in windows]
-        groups = sorted(set(each), key=lambda window: -1 if window is None else window)
-        return cls(tuple(groups), tuple(groups.index(window) for window in each))
+        are = recurrent or [False] * len(windows)
+        of_attention = {window for window, is_one in zip(each, are, strict=True) if not is_one}
+        groups = sorted(of_attention, key=lambda window: -1 if window is None else window)
+        group_of = [
+            len(groups) if is_one else groups.index(window)
+            for window, is_one in zip(each, are, strict=True)
+        ]
+        return cls(tuple(groups), tuple(group_of), state)
 
     @property
     def layer_counts(self) -> list[int]:
-        """Of each group."""
+        """Of each group of keys and values."""
         return [self.group_of.count(group) for group in range(len(self.windows))]
 
     def place_of(self, layer: int) -> tuple[int, int]:
@@ -46,18 +67,21 @@ class KVLayout:
     def pools(self, kv: KVShape, block_size: int, itemsize: int) -> "list[GroupPool]":
         """kv: of the whole model. itemsize: see `KVShape`."""
         layer_bytes = block_size * kv.layer_bytes_per_token(itemsize)
-        return [
+        pools = [
             GroupPool(KVGroup(0, window), block_size, num_layers * layer_bytes)
             for window, num_layers in zip(self.windows, self.layer_counts, strict=True)
         ]
+        if self.state is not None:
+            pools.append(GroupPool(StateGroup(0), block_size, self.state.num_bytes))
+        return pools
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPool:
     """What is to be known of a group before its pool has a size. block_bytes: of one block in all
-    of its layers."""
+    of its layers, or of one state."""
 
-    group: KVGroup
+    group: KVGroup | StateGroup
     block_size: int
     block_bytes: int
 
@@ -100,10 +124,32 @@ def divide(
     of the shortest window and max_model_len: as many times longer than the one as it is shorter
     than the other. A pool for a window has more where a tenth of the memory gives all max_num_seqs
     sequences, and a step of max_step_tokens, what they need of it.
+
+    A state is of a whole sequence, so for a pool of states that length is what a conversation has,
+    and each of its sequences has two snapshots besides; max_num_seqs of them are enough.
     """
     if len(pools) == 1:
         return [budget // pools[0].block_bytes]
-    windows = [pool.group.window for pool in pools if pool.group.window is not None]
+    if isinstance(pools[-1].group, StateGroup):
+        *others, states = pools
+        typical = min(max_model_len, _TYPICAL_LENGTH)
+        each = bytes_needed(others, typical) + _STATES_EACH * states.block_bytes
+        wanted = _STATES_EACH * min(max_num_seqs, budget // each)
+        spare = budget - bytes_needed(pools, max_model_len)
+        num_states = 1 + min(max(0, wanted - 1), spare // states.block_bytes)
+        counts = divide(
+            others,
+            budget - num_states * states.block_bytes,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_step_tokens=max_step_tokens,
+        )
+        return [*counts, num_states]
+    windows = [
+        pool.group.window
+        for pool in pools
+        if isinstance(pool.group, KVGroup) and pool.group.window is not None
+    ]
     typical = isqrt(min(windows) * max_model_len)
     share = budget / bytes_needed(pools, typical)
     counts = []

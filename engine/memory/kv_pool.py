@@ -22,6 +22,7 @@ from penstock.engine.memory.kv_layout import (
 )
 from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.memory.machine import available_memory_bytes
+from penstock.engine.memory.state_pool import StatePool
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 
@@ -40,6 +41,10 @@ class LayerPools(Protocol):
 
     def layer(self, index: int) -> tuple[KVPages, KVPages]:
         """The keys and the values of one layer."""
+        ...
+
+    def states(self, index: int) -> tuple[Tensor, Tensor]:
+        """Of one layer with a recurrence; see `StatePool`."""
         ...
 
     def group_of(self, index: int) -> int:
@@ -93,6 +98,10 @@ class KVPool:
             return keys, values
         return Codes(keys, self.key_scales[index]), Codes(values, self.value_scales[index])
 
+    def states(self, index: int) -> tuple[Tensor, Tensor]:
+        """See `LayerPools`."""
+        raise AssertionError(f"layer {index} has keys and values, and no state")
+
     def group_of(self, index: int) -> int:
         """See `LayerPools`."""
         return 0
@@ -126,9 +135,15 @@ class KVPools:
         device: torch.device,
         kept: KeptMemory | None = None,
     ) -> None:
-        """kv: of the whole model. num_blocks: of each group. kept: see `KVPool`."""
+        """kv: of the whole model. num_blocks: of each group, where there are recurrent states their
+        number last. kept: see `KVPool`; not with recurrent states."""
         self.block_size = block_size
         shapes = [replace(kv, num_layers=count) for count in layout.layer_counts]
+        states = None
+        if layout.state is not None:
+            assert kept is None, "recurrent states do not outlive the process"
+            states = StatePool(layout.state, num_blocks[-1])
+            num_blocks = num_blocks[:-1]
         maps: Sequence[KeptPool | None] = [None] * len(num_blocks)
         if kept is not None:
             maps = kept.map(
@@ -141,7 +156,12 @@ class KVPools:
             KVPool(shape, num, block_size, dtype, device, each)
             for shape, num, each in zip(shapes, num_blocks, maps, strict=True)
         ]
-        self._places = [layout.place_of(index) for index in range(kv.num_layers)]
+        self._states = states
+        # In the order in which the scheduler has them.
+        self.all_groups: list[KVPool | StatePool] = [*self.groups]
+        if states is not None:
+            self.all_groups.append(states)
+        self._places = [layout.place_of(index) for index in range(len(layout.group_of))]
 
     @property
     def journals(self) -> tuple[Journal, ...]:
@@ -151,6 +171,10 @@ class KVPools:
     def layer(self, index: int) -> tuple[KVPages, KVPages]:
         group, number = self._places[index]
         return self.groups[group].layer(number)
+
+    def states(self, index: int) -> tuple[Tensor, Tensor]:
+        assert self._states is not None
+        return self._states.layer(self._places[index][1])
 
     def group_of(self, index: int) -> int:
         return self._places[index][0]

@@ -3,14 +3,16 @@
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.config import ModelImpl
+from penstock.engine.memory.kv_layout import KVLayout
 from penstock.engine.memory.kv_shape import KVShape
+from penstock.engine.models.delta_net import DeltaNetConfig
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
 from penstock.engine.models.experts import MAX_WIDTH, ExpertsConfig
 from penstock.engine.models.families import FAMILIES, Head, find_family
@@ -45,6 +47,9 @@ class ModelConfig:
     whether each head has one score more, which takes its share and has no value. experts: None
     where every layer has one MLP, of intermediate_size. clamped_swiglu: (alpha, limit), where
     experts have gpt-oss's activation: gate * sigmoid(alpha * gate) * (up + 1), of both clamped.
+    delta_net: None where all layers have attention; its layers have None among windows.
+    attention_gates: whether what attention gives is multiplied by the sigmoid of a gate, which
+    q_proj gives after each head's query.
     """
 
     family: str
@@ -83,6 +88,8 @@ class ModelConfig:
     attention_sinks: bool = False
     experts: ExpertsConfig | None = None
     clamped_swiglu: tuple[float, float] | None = None
+    delta_net: DeltaNetConfig | None = None
+    attention_gates: bool = False
     model_impl: ClassVar[ModelImpl] = ModelImpl.PENSTOCK
 
     @property
@@ -103,8 +110,27 @@ class ModelConfig:
     @property
     def kv_shape(self) -> KVShape:
         return KVShape(
-            num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim
+            num_layers=self._num_attention_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
         )
+
+    def kv_layout(self, max_model_len: int) -> KVLayout:
+        if self.delta_net is None:
+            return KVLayout.of(self.windows, max_model_len)
+        layers, state = self.delta_net.layers, self.delta_net.state_shape
+        return KVLayout.of(self.windows, max_model_len, layers, state)
+
+    def has_delta_net(self, layer: int) -> bool:
+        return self.delta_net is not None and self.delta_net.layers[layer]
+
+    @property
+    def _num_delta_layers(self) -> int:
+        return 0 if self.delta_net is None else self.delta_net.num_layers
+
+    @property
+    def _num_attention_layers(self) -> int:
+        return self.num_layers - self._num_delta_layers
 
     def attention_shape(self, block_size: int) -> AttentionShape:
         return AttentionShape(
@@ -116,8 +142,12 @@ class ModelConfig:
 
     @property
     def num_layers_by_window(self) -> dict[int | None, int]:
-        """In the order in which the windows first occur."""
-        return dict(Counter(self.windows))
+        """Of those with attention, in the order in which the windows first occur."""
+        return dict(
+            Counter(
+                window for index, window in enumerate(self.windows) if not self.has_delta_net(index)
+            )
+        )
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """None where the layer has one MLP."""
@@ -135,11 +165,13 @@ class ModelConfig:
                 "mlp.down_proj": (hidden, mlp),
             }
         attention = {
-            "self_attn.q_proj": (query, hidden),
+            "self_attn.q_proj": (query * (1 + self.attention_gates), hidden),
             "self_attn.k_proj": (key, hidden),
             "self_attn.v_proj": (key, hidden),
             "self_attn.o_proj": (hidden, query),
         }
+        if self.delta_net is not None and self.delta_net.layers[layer]:
+            attention = self.delta_net.linear_shapes(hidden)
         if (experts := self.experts_of(layer)) is not None:
             return attention | experts.linear_shapes(hidden)
         return attention | {
@@ -151,13 +183,23 @@ class ModelConfig:
     @property
     def num_token_weights(self) -> int:
         """Elements of the matrices that a token is multiplied with, but for the output layer."""
-        hidden, num_heads = self.hidden_size, self.num_heads + self.num_kv_heads
-        num = self.num_layers * 2 * hidden * num_heads * self.head_dim
+        hidden = self.hidden_size
+        num = self._num_attention_layers * self._num_attention_weights
         num += self._num_dense_layers * 3 * hidden * self.intermediate_size
         if self.experts is not None:
             each, size = self.experts.num_per_token, self.experts.intermediate_size
             num += self.experts.num_layers * hidden * (self.experts.num_experts + 3 * each * size)
+            num += self.experts.num_layers * self.experts.num_shared_weights(hidden)
+        if self.delta_net is not None:
+            each = _num_elements(self.delta_net.linear_shapes(hidden))
+            num += self._num_delta_layers * (each + self.delta_net.num_products_per_token)
         return num
+
+    @property
+    def _num_attention_weights(self) -> int:
+        """Elements of the matrices of a layer's attention."""
+        num_heads = (2 + self.attention_gates) * self.num_heads + 2 * self.num_kv_heads
+        return self.hidden_size * num_heads * self.head_dim
 
     @property
     def _num_dense_layers(self) -> int:
@@ -171,18 +213,23 @@ class ModelConfig:
         num_heads = self.num_heads + self.num_kv_heads
         qkv = (num_heads + self.num_kv_heads) * self.head_dim
         of_heads = (num_heads if self.whole_qk_norm else 2) * self.head_dim * self.qk_norm
-        in_layer = (
-            2 * hidden * num_heads * self.head_dim
-            + 2 * hidden * (self.pre_norms + self.post_norms)
+        in_attention = (
+            self._num_attention_weights
             + of_heads
-            + qkv * self.qkv_bias
+            + (qkv + self.num_heads * self.head_dim * self.attention_gates) * self.qkv_bias
             + hidden * self.output_bias
             + self.num_heads * self.attention_sinks
         )
         in_mlp = 3 * hidden * mlp + (2 * mlp + hidden) * self.mlp_bias
-        num = self.num_layers * in_layer + self._num_dense_layers * in_mlp
+        num = self.num_layers * 2 * hidden * (self.pre_norms + self.post_norms)
+        num += self._num_attention_layers * in_attention + self._num_dense_layers * in_mlp
         if self.experts is not None:
-            num += self.experts.num_layers * self.experts.num_router_weights(hidden)
+            of_all = self.experts.num_router_weights(hidden)
+            of_all += self.experts.num_shared_weights(hidden)
+            num += self.experts.num_layers * of_all
+        if self.delta_net is not None:
+            each = _num_elements(self.delta_net.linear_shapes(hidden))
+            num += self._num_delta_layers * (each + self.delta_net.num_small_weights)
         return num + hidden * (self.vocab_size + 1)
 
     @property
@@ -307,7 +354,7 @@ class ModelConfig:
             has_fused_names=family.has_fused_names,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=fields.count("intermediate_size", most=MAX_WIDTH),
+            intermediate_size=_intermediate_size(fields, flags.get("experts")),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -329,6 +376,17 @@ class ModelConfig:
         if is_wrapped:
             check_keys(outer, family.without_effect, head_dim=head_dim, has_encoders=True)
         return config
+
+
+def _intermediate_size(fields: Fields, experts: ExpertsConfig | None) -> int:
+    """0 where no layer has one MLP, and none is given."""
+    if experts is not None and all(experts.layers) and fields.get("intermediate_size") is None:
+        return 0
+    return fields.count("intermediate_size", most=MAX_WIDTH)
+
+
+def _num_elements(shapes: Mapping[str, tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in shapes.values())
 
 
 def _check_activation(fields: Fields, activation: str) -> None:

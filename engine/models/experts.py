@@ -10,6 +10,10 @@ from penstock.engine.models.json_file import Fields
 # Far more than any model has.
 _MAX_EXPERTS = 2**14
 MAX_WIDTH = 2**22
+# Of the shared expert, in a layer.
+SHARED_GATE_UP = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+SHARED_DOWN = "mlp.shared_expert.down_proj"
+SHARED_GATE = "mlp.shared_expert_gate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +24,8 @@ class ExpertsConfig:
     layers: for each of the model's layers, whether it has experts; the others have one MLP.
     intermediate_size: of one expert. is_normed: the weights are a softmax over the chosen experts;
     otherwise over all. has_biases: of the router and of the experts. router: its name in a layer.
+    shared_size: of the expert that computes every token besides, by the weight that a gate of its
+    own gives; 0 where there is none.
     """
 
     layers: tuple[bool, ...]
@@ -29,6 +35,7 @@ class ExpertsConfig:
     is_normed: bool
     has_biases: bool = False
     router: str = "mlp.gate"
+    shared_size: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -59,14 +66,22 @@ class ExpertsConfig:
     def linear_shapes(self, hidden_size: int) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of a layer's matrices by name, without the router, which no
         checkpoint quantizes."""
-        return {
+        shapes = {
             **dict.fromkeys(self.gate_up_names(), (self.intermediate_size, hidden_size)),
             **dict.fromkeys(self.down_names(), (hidden_size, self.intermediate_size)),
         }
+        if self.shared_size:
+            shapes |= dict.fromkeys(SHARED_GATE_UP, (self.shared_size, hidden_size))
+            shapes[SHARED_DOWN] = (hidden_size, self.shared_size)
+        return shapes
 
     def num_router_weights(self, hidden_size: int) -> int:
         """Elements, in one layer."""
         return self.num_experts * (hidden_size + self.has_biases)
+
+    def num_shared_weights(self, hidden_size: int) -> int:
+        """Elements of the shared expert and its gate, in one layer."""
+        return (3 * self.shared_size + 1) * hidden_size if self.shared_size else 0
 
     def num_weights(self, hidden_size: int) -> int:
         """Elements of one expert."""
@@ -82,6 +97,7 @@ def read_experts(
     is_normed: bool,
     has_biases: bool = False,
     router: str = "mlp.gate",
+    shared_size: int = 0,
 ) -> ExpertsConfig | None:
     """None where no layer has any. Raises InvalidModel."""
     # transformers writes the first of these names, and reads both.
@@ -104,6 +120,7 @@ def read_experts(
         is_normed=is_normed,
         has_biases=has_biases,
         router=router,
+        shared_size=shared_size,
     )
 
 

@@ -7,8 +7,10 @@ all facts: the classes of transformers with these names, which the tests compare
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
+from penstock.engine.models.delta_net import read_delta_net
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.experts import MAX_WIDTH, qwen_layers, read_experts
 from penstock.engine.models.formats import unsupported_family
@@ -96,19 +98,83 @@ def _qwen3_moe_windows(fields: Fields, num_layers: int) -> Windows:
     return unless_off(fields, num_layers, [SLIDING] * num_layers)
 
 
+_QWEN3_5 = {
+    "vocab_size": 248_320,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+
+_QWEN3_5_ROPE = frozenset({"partial_rotary_factor"})
+# Of the layer that drafts the token after the next.
+_QWEN3_5_UNUSED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
+
+
+def _qwen3_5(fields: Fields) -> Flags:
+    has_bias = fields.flag("attention_bias")
+    if not fields.flag("attn_output_gate", default=True):
+        raise fields.wrong("attn_output_gate", "true", False)
+    # The type in which other programs keep the states; here it is float32.
+    fields.get("mamba_ssm_dtype")
+    return {
+        "qkv_bias": has_bias,
+        "output_bias": has_bias,
+        "qk_norm": True,
+        "wide_norms": True,
+        "norm_offset": 1.0,
+        "attention_gates": True,
+        "delta_net": read_delta_net(fields),
+    }
+
+
+def _qwen3_5_moe(fields: Fields) -> Flags:
+    experts = read_experts(
+        fields,
+        (True,) * fields.count("num_hidden_layers"),
+        intermediate_size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
+        is_normed=True,
+        shared_size=fields.count("shared_expert_intermediate_size", least=0, most=MAX_WIDTH),
+    )
+    if experts is None:
+        raise fields.wrong("num_experts", "a positive integer", 0)
+    return {**_qwen3_5(fields), "experts": experts}
+
+
+def _qwen3_5_rope(fields: Fields, head: Head) -> Flags:
+    """Of images and text, a position has three numbers, which take turns in the pairs of a head as
+    mrope_section says; those of a text are equal, so that it rotates as any other."""
+    return _partial_rope(fields, head, 0.25)
+
+
+def _every_layer(fields: Fields, num_layers: int) -> Windows:
+    return (None,) * num_layers
+
+
 # ---- Phi ----------------------------------------------------------------------------------------
 
 
 def _phi3_rope(fields: Fields, head: Head) -> Flags:
+    # "su" and "yarn" are what the first Phi-3 called LongRoPE.
+    return _partial_rope(fields, head, 1.0, {"su": "longrope", "yarn": "longrope"})
+
+
+def _partial_rope(
+    fields: Fields, head: Head, default: float, kinds: Mapping[str, str] = MappingProxyType({})
+) -> Flags:
+    """default: of the share of a head that is rotated. kinds: see `RopeSettings`."""
     settings = RopeSettings(fields)
-    rotary_dim = int(head.dim * settings.share_of_head())
+    rotary_dim = int(head.dim * settings.share_of_head(default))
     if rotary_dim % 2 or not 0 < rotary_dim <= head.dim:
         raise InvalidModel(
             f"{fields.path}: partial_rotary_factor rotates {rotary_dim} of a head's {head.dim} "
             "dimensions; it must be an even number of them"
         )
-    # "su" and "yarn" are what the first Phi-3 called LongRoPE.
-    rope = settings.for_all_layers(rotary_dim, {"su": "longrope", "yarn": "longrope"})
+    rope = settings.for_all_layers(rotary_dim, kinds)
     return {"rope": rope, "rotary_dim": None if rotary_dim == head.dim else rotary_dim}
 
 
@@ -356,6 +422,31 @@ FAMILIES = {
             "num_experts_per_tok": 8,
         },
     ),
+    "qwen3_5_text": Family(
+        architecture="Qwen3_5ForCausalLM",
+        flags=_qwen3_5,
+        ropes=_qwen3_5_rope,
+        windows=_every_layer,
+        defaults={**_QWEN3_5, "intermediate_size": 12288},
+        computes=_QWEN3_5_ROPE,
+        without_effect=_QWEN3_5_UNUSED,
+    ),
+    "qwen3_5_moe_text": Family(
+        architecture="Qwen3_5MoeForCausalLM",
+        flags=_qwen3_5_moe,
+        ropes=_qwen3_5_rope,
+        windows=_every_layer,
+        defaults={
+            **_QWEN3_5,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        computes=_QWEN3_5_ROPE,
+        without_effect=_QWEN3_5_UNUSED,
+    ),
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",
         flags=_gpt_oss,
@@ -435,6 +526,8 @@ class Wrapper:
 WRAPPERS = {
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", ("gemma3_text",)),
+    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",)),
+    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",)),
 }
 
 

@@ -4,8 +4,8 @@ A layer is computed in one of two ways. With few tokens (`skinny_linear`): five 
 matrix product fused with what surrounds it, since at batch 1 launches cost as much as reading the
 weights. With more tokens: cuBLAS for the products, and one kernel for everything between two of
 them; so too, but without cuBLAS, are few tokens computed in families that have more between two
-products than Llama. In both, a step of decodes alone leaves the rotation to an attention that does
-it itself.
+products than Llama, and in steps in which tokens have LoRA adapters. In both ways, a step of
+decodes alone leaves the rotation to an attention that does it itself.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.protocol import DeviceAttention, RotatingAttention
-from penstock.engine.device_step import DeviceStep, Rotation
+from penstock.engine.device_step import AdapterTiles, DeviceStep, Rotation
 from penstock.engine.kernels.activation import silu_mul
 from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
@@ -24,6 +24,8 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused_experts import FusedExperts
 from penstock.engine.models.fused_linear import FUSED_LINEARS, FUSED_PATH, FusedLinear
 from penstock.engine.models.llama import Layer, LlamaModel, embedding_multiplier
+from penstock.engine.models.lora.adapter import Stack
+from penstock.engine.models.lora.slots import AdapterSlots
 
 # Of ModelConfig.
 FEATURES = {
@@ -54,9 +56,14 @@ class FusedModel:
     """Owns no weights: it computes with those of a `LlamaModel`."""
 
     def __init__(
-        self, model: LlamaModel, pool: LayerPools, attention: DeviceAttention, max_rows: int
+        self,
+        model: LlamaModel,
+        pool: LayerPools,
+        attention: DeviceAttention,
+        max_rows: int,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        """max_rows: the most that sample in one step.
+        """max_rows: the most that sample in one step. adapters: None where no token has one.
 
         Raises UnsupportedFeature or UnsupportedWeightFormat.
         """
@@ -64,6 +71,7 @@ class FusedModel:
         self._model = model
         self._pool = pool
         self._attention = attention
+        self._adapters = adapters
         self._linears = [_linears(model.config, layer) for layer in model.layers]
         self._lm_head = FUSED_LINEARS.of(model.lm_head)
         self._fuses = not model.config.features & _BETWEEN_PRODUCTS
@@ -83,6 +91,10 @@ class FusedModel:
         """Whether it computes a step with `DeviceStep.decode_lens`."""
         return self._attention.takes_decode_lens
 
+    @property
+    def num_adapter_slots(self) -> int:
+        return 0 if self._adapters is None else self._adapters.num_slots
+
     def __call__(self, step: DeviceStep) -> Tensor:
         """The last layer's states before the final norm, (T, hidden). Writes keys and values."""
         model, config = self._model, self._model.config
@@ -93,7 +105,8 @@ class FusedModel:
         residual = model.embedding.new_empty(num_tokens, config.hidden_size)
         mixed = self._mixed(step, residual)
         embed(step.token_ids, model.embedding, residual, self._multiplier)
-        run = self._fused if self._fuses and num_tokens <= MAX_ROWS else self._one_by_one
+        fuses = self._fuses and num_tokens <= MAX_ROWS and step.adapters is None
+        run = self._fused if fuses else self._one_by_one
         run(steps, residual, mixed)
         return residual
 
@@ -153,6 +166,7 @@ class FusedModel:
     def _one_by_one(self, steps: list[DeviceStep], residual: Tensor, mixed: Tensor) -> None:
         model, config = self._model, self._model.config
         eps, is_gelu = config.rms_norm_eps, config.activation == "gelu_tanh"
+        tiles = steps[0].adapters
         # What the products read: without norms before them, the residual stream.
         normed = torch.empty_like(residual) if config.pre_norms else residual
         active = residual.new_empty(len(residual), config.intermediate_size)
@@ -160,16 +174,18 @@ class FusedModel:
         if (first := model.layers[0].input_norm) is not None:
             rms_norm(residual, first, eps, normed)
         for index, (layer, linears) in enumerate(zip(model.layers, self._linears, strict=True)):
-            projected = _product(linears.qkv, normed)
+            projected = self._product(index, Stack.QKV, linears.qkv, normed, tiles)
             self._attend(index, layer, projected, steps, mixed)
-            change, post = _product(linears.output, flat), layer.attended_norm
+            change = self._product(index, Stack.OUTPUT, linears.output, flat, tiles)
+            post = layer.attended_norm
             add_rms_norm(change, residual, layer.mlp_norm, eps, normed, post=post)
             if linears.experts is not None:
                 change = linears.experts(normed)
             else:
                 assert linears.mlp is not None
-                silu_mul(_product(linears.mlp.gate_up, normed), active, is_gelu=is_gelu)
-                change = _product(linears.mlp.down, active)
+                both = self._product(index, Stack.GATE_UP, linears.mlp.gate_up, normed, tiles)
+                silu_mul(both, active, is_gelu=is_gelu)
+                change = self._product(index, Stack.DOWN, linears.mlp.down, active, tiles)
             post = layer.active_norm
             if index + 1 < len(model.layers):
                 following = model.layers[index + 1].input_norm
@@ -178,6 +194,20 @@ class FusedModel:
                 add_rms_norm(change, residual, None, eps, normed, post=post)
             else:
                 residual += change
+
+    def _product(
+        self, index: int, stack: Stack, linear: FusedLinear, x: Tensor, tiles: AdapterTiles | None
+    ) -> Tensor:
+        """Of a linear layer, with what the adapters of the tokens add. index: of its layer."""
+        if len(x) > MAX_ROWS:
+            out = linear.many(x)
+        else:
+            out = x.new_empty(len(x), linear.out_features)
+            linear.few(x, out)
+        if tiles is not None:
+            assert self._adapters is not None
+            self._adapters.add(index, stack, x, out, tiles)
+        return out
 
     def _attend(
         self, index: int, layer: Layer, projected: Tensor, steps: list[DeviceStep], mixed: Tensor
@@ -240,11 +270,3 @@ def _linears(config: ModelConfig, layer: Layer) -> _Linears:
         linears = (layer.router, layer.gate_up, layer.down)
         experts = FusedExperts(config.experts, *linears, config.clamped_swiglu)
     return _Linears(of(layer.qkv), of(layer.output), mlp, experts)
-
-
-def _product(linear: FusedLinear, x: Tensor) -> Tensor:
-    if len(x) > MAX_ROWS:
-        return linear.many(x)
-    out = x.new_empty(len(x), linear.out_features)
-    linear.few(x, out)
-    return out

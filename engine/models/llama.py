@@ -20,8 +20,21 @@ from penstock.engine.memory.kv_codes import KVPages, store
 from penstock.engine.memory.kv_pool import LayerPools
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.experts import ExpertsConfig
-from penstock.engine.models.layers.experts import clamped_swiglu, mixed
+from penstock.engine.models.delta_net import DeltaNetConfig
+from penstock.engine.models.experts import (
+    SHARED_DOWN,
+    SHARED_GATE,
+    SHARED_GATE_UP,
+    ExpertsConfig,
+)
+from penstock.engine.models.layers.delta_net import (
+    DeltaNet,
+    Recurrence,
+    Segments,
+    segments_of,
+    torch_recurrence,
+)
+from penstock.engine.models.layers.experts import SharedExpert, clamped_swiglu, mixed
 from penstock.engine.models.layers.linear import Linear, MakeLinear, read_linear, tensor_bytes
 from penstock.engine.models.layers.rotary import Angles, RotaryTables, rotate
 from penstock.engine.models.lora.adapter import Stack, adapted
@@ -58,6 +71,8 @@ class Layer:
     where the layer has one MLP; otherwise gate_up and down are those of all experts, one after the
     other: (experts * 2 * size, hidden_size) and (experts * hidden_size, size). sinks: see
     `Attention`. group: of ranks whose outputs of attention and of the MLP add up to the layer's.
+    shared: the expert that computes every token, or None. delta_net: None where the layer has
+    attention; otherwise qkv are the inputs of its convolution and its output gates.
     """
 
     input_norm: Tensor | None
@@ -74,6 +89,8 @@ class Layer:
     sinks: Tensor | None
     window: int | None
     group: Group | None = None
+    shared: SharedExpert | None = None
+    delta_net: DeltaNet | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +99,9 @@ class Layer:
         linears += [self.gate_up, self.down] if self.router is None else [self.router]
         of_heads = (self.query_norm, self.key_norm)
         norms = (self.input_norm, self.attended_norm, self.mlp_norm, self.active_norm, *of_heads)
-        return sum(linear.num_bytes for linear in linears) + tensor_bytes(*norms, self.sinks)
+        others = (part for part in (self.shared, self.delta_net) if part is not None)
+        num_bytes = sum(part.num_bytes for part in (*linears, *others))
+        return num_bytes + tensor_bytes(*norms, self.sinks)
 
     @property
     def expert_bytes(self) -> int:
@@ -105,11 +124,13 @@ class LlamaModel:
         num_load_threads: int = 1,
         shard: Shard | None = None,
         group: Group | None = None,
+        recurrence: Recurrence = torch_recurrence,
     ) -> None:
         """config: of the shard, where this rank has one. group: of the ranks with the others."""
         self.config = config
         self.shard, self.group = shard, group
         self._attention = attention
+        self._recurrence = recurrence
         hidden, vocab = config.hidden_size, config.vocab_size
         with ThreadPoolExecutor(num_load_threads) as pool:
             self.embedding = weights.read((vocab, hidden), "model.embed_tokens.weight")
@@ -141,9 +162,17 @@ class LlamaModel:
     def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
         residual = self._embed(step.token_ids)
         angles, steps = self.rotary.at(step.positions), step.of_groups
+        segments: Segments = segments_of(steps[-1]) if self.config.delta_net else ()
         for index, layer in enumerate(self.layers):
             if self.group:
                 self.group.doing.phase = f"layer {index}"
+            if layer.delta_net is not None:
+                x = _normed(residual, layer.input_norm, self.config.rms_norm_eps)
+                mixed = _recur(
+                    layer, layer.delta_net, self._recurrence, x, *pool.states(index), segments
+                )
+                residual = _through_mlp(self.config, layer, index, residual + mixed, step)
+                continue
             keys, values = pool.layer(index)
             own = steps[pool.group_of(index)]
             residual = run_layer(
@@ -208,9 +237,7 @@ def run_layer(
     attended = _attend(config, layer, index, attention, x, angles, keys, values, step)
     attended = summed(layer.group, attended)
     residual = residual + _normed(attended, layer.attended_norm, eps)
-    x = _normed(residual, layer.mlp_norm, eps)
-    active = summed(layer.group, _mlp(config, layer, index, x, step))
-    return residual + _normed(active, layer.active_norm, eps)
+    return _through_mlp(config, layer, index, residual, step)
 
 
 def summed(group: Group | None, tensor: Tensor) -> Tensor:
@@ -220,6 +247,29 @@ def summed(group: Group | None, tensor: Tensor) -> Tensor:
     wide = tensor.float() if tensor.dtype is torch.float16 else tensor
     group.all_reduce(wide)
     return wide.to(tensor.dtype)
+
+
+def _through_mlp(
+    config: ModelConfig, layer: Layer, index: int, residual: Tensor, step: ModelInput
+) -> Tensor:
+    x = _normed(residual, layer.mlp_norm, config.rms_norm_eps)
+    active = summed(layer.group, _mlp(config, layer, index, x, step))
+    return residual + _normed(active, layer.active_norm, config.rms_norm_eps)
+
+
+def _recur(
+    layer: Layer,
+    delta_net: DeltaNet,
+    recurrence: Recurrence,
+    x: Tensor,
+    matrices: Tensor,
+    inputs: Tensor,
+    segments: Segments,
+) -> Tensor:
+    """What a gated delta net makes of x, (T, hidden_size)."""
+    projected, gates = layer.qkv(x).float(), delta_net.gates(x).float()
+    mixed = recurrence(delta_net, projected, gates, matrices, inputs, segments)
+    return layer.output(mixed.to(x.dtype))
 
 
 def _mlp(config: ModelConfig, layer: Layer, index: int, x: Tensor, step: ModelInput) -> Tensor:
@@ -234,7 +284,8 @@ def _mlp(config: ModelConfig, layer: Layer, index: int, x: Tensor, step: ModelIn
             return activation(gate) * up
         return clamped_swiglu(gate, up, *config.clamped_swiglu)
 
-    return mixed(config.experts, x, layer.router(x), layer.gate_up, layer.down, gated)
+    y = mixed(config.experts, x, layer.router(x), layer.gate_up, layer.down, gated)
+    return y if layer.shared is None else y + layer.shared(x, gated)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -254,9 +305,14 @@ def _attend(
     values: KVPages,
     step: ModelInput,
 ) -> Tensor:
-    sizes = [num * config.head_dim for num in (config.num_heads, *[config.num_kv_heads] * 2)]
+    num_query_heads = config.num_heads * (1 + config.attention_gates)
+    sizes = [num * config.head_dim for num in (num_query_heads, *[config.num_kv_heads] * 2)]
     projected = adapted(layer.qkv, x, step.adapters, index, Stack.QKV)
     query, key, value = torch.split(projected, sizes, dim=1)
+    gate = None
+    if config.attention_gates:
+        query, gate = query.view(len(x), config.num_heads, -1).chunk(2, dim=-1)
+        query = query.flatten(1)
     if config.whole_qk_norm:
         query, key = _normed_whole(layer, query, key, config.rms_norm_eps)
     query, key, value = (each.view(len(x), -1, config.head_dim) for each in (query, key, value))
@@ -270,6 +326,8 @@ def _attend(
     if angles.query_factors is not None:
         query = (query.float() * angles.query_factors.view(-1, 1, 1)).to(query.dtype)
     mixed = attention(query, keys, values, step, layer.window, layer.sinks)
+    if gate is not None:
+        mixed = mixed * torch.sigmoid(gate)
     return adapted(layer.output, mixed.flatten(1), step.adapters, index, Stack.OUTPUT)
 
 
@@ -329,22 +387,39 @@ def read_layer(
     if config.has_fused_names:
         qkv_names, gate_up_names = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
     down_names: tuple[str, ...] = ("mlp.down_proj",)
-    router = None
+    router = shared = delta_net = None
     if (experts := config.experts_of(index)) is not None:
         mlp, mlp_bias = experts.intermediate_size, experts.has_biases
         num_mlps = experts.num_experts
         gate_up_names = tuple(experts.gate_up_names())
         down_names = tuple(experts.down_names())
         router = _read_router(experts, weights, make_linear, hidden, prefix + experts.router)
+        if size := experts.shared_size:
+            shared = SharedExpert(
+                linear(2 * size, hidden, False, *SHARED_GATE_UP),
+                linear(hidden, size, False, SHARED_DOWN),
+                make_linear(weights.read((1, hidden), f"{prefix}{SHARED_GATE}.weight"), None),
+            )
+    query_rows = query_size * (1 + config.attention_gates)
+    qkv_size, qkv_bias = query_rows + 2 * kv_size, config.qkv_bias
+    output_name, output_size, output_bias = "self_attn.o_proj", query_size, config.output_bias
+    has_attention = not config.has_delta_net(index)
+    if config.delta_net is not None and not has_attention:
+        delta_net = _read_delta_net(config, config.delta_net, weights, make_linear, prefix)
+        qkv_names = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+        output_name, output_size = "linear_attn.out_proj", config.delta_net.num_values
+        qkv_size = config.delta_net.num_channels + output_size
+        qkv_bias = output_bias = False
     # With norms after the layers' parts, the first of these keeps the name of Llama's second.
     mlp_norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
-    pre, post, of_heads = config.pre_norms, config.post_norms, config.qk_norm
+    pre, post = config.pre_norms, config.post_norms
+    of_heads = config.qk_norm and has_attention
     return Layer(
         input_norm=norm(pre, hidden, "input_layernorm"),
-        qkv=linear(query_size + 2 * kv_size, hidden, config.qkv_bias, *qkv_names),
+        qkv=linear(qkv_size, hidden, qkv_bias, *qkv_names),
         query_norm=norm(of_heads, query_size if config.whole_qk_norm else head_dim, _QUERY_NORM),
         key_norm=norm(of_heads, kv_size if config.whole_qk_norm else head_dim, _KEY_NORM),
-        output=linear(hidden, query_size, config.output_bias, "self_attn.o_proj"),
+        output=linear(hidden, output_size, output_bias, output_name),
         attended_norm=norm(post, hidden, "post_attention_layernorm"),
         mlp_norm=norm(pre, hidden, mlp_norm),
         router=router,
@@ -356,6 +431,31 @@ def read_layer(
         else None,
         window=config.windows[index],
         group=group,
+        shared=shared,
+        delta_net=delta_net,
+    )
+
+
+def _read_delta_net(
+    config: ModelConfig,
+    net: DeltaNetConfig,
+    weights: WeightSource,
+    make_linear: MakeLinear,
+    prefix: str,
+) -> DeltaNet:
+    def read(shape: tuple[int, ...], name: str) -> Tensor:
+        return weights.read(shape, f"{prefix}linear_attn.{name}").float()
+
+    heads = (net.num_value_heads,)
+    gate_names = (f"{prefix}linear_attn.in_proj_{name}" for name in "ba")
+    return DeltaNet(
+        config=net,
+        gates=read_linear(weights, make_linear, 2 * heads[0], config.hidden_size, *gate_names),
+        taps=read((net.num_channels, 1, net.num_taps), "conv1d.weight").squeeze(1).t().contiguous(),
+        decay=-read(heads, "A_log").exp(),
+        bias=read(heads, "dt_bias"),
+        norm=read((net.value_dim,), "norm.weight"),
+        eps=config.rms_norm_eps,
     )
 
 

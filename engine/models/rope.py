@@ -22,8 +22,14 @@ _NEUTRAL: Mapping[str, float] = {
     "extrapolation_factor": 1,
     "attn_factor": 1,
 }
-# Of what transformers ignores in them, or repeats from elsewhere.
-_HARMLESS = frozenset({"finetuned", "max_position_embeddings", "rope_local_base_freq", *_NEUTRAL})
+# Of what transformers ignores in them, or repeats from elsewhere; and how the three numbers take
+# turns that the position of an image's part has, which are equal in a text.
+_HARMLESS = frozenset(
+    {
+        *("finetuned", "max_position_embeddings", "rope_local_base_freq", *_NEUTRAL),
+        *("mrope_section", "mrope_interleaved"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +107,11 @@ class RopeSettings:
         theta = local_theta if kind == "sliding_attention" else self._theta
         return self._read(self._section(content, kind), theta, rotary_dim, {})
 
-    def share_of_head(self) -> float:
+    def share_of_head(self, default: float = 1.0) -> float:
         """Of a head's dimensions, those that are rotated: the first."""
         scaling = self._section(self._content)
         return scaling.number(
-            "partial_rotary_factor", self._fields.number("partial_rotary_factor", 1.0)
+            "partial_rotary_factor", self._fields.number("partial_rotary_factor", default)
         )
 
     def query_scaling(self) -> tuple[float, int] | None:

@@ -98,6 +98,20 @@ def load_ranks_library() -> ctypes.CDLL:
     return _load(_Build(("ranks",)))
 
 
+@functools.cache
+def load_delta_net_library() -> ctypes.CDLL | None:
+    """That of `delta_net.cpp`, or None if it cannot be compiled; then it logs why."""
+    try:
+        return _load(_Build(("delta_net",)))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "the recurrence of this model's layers could not be compiled, so torch's operators "
+            "compute it token by token, which is slow; install g++ to fix it (%s)",
+            getattr(error, "stderr", None) or error,
+        )
+        return None
+
+
 class _Build(NamedTuple):
     """What is compiled into a library, so that nobody waits for what is not used. names: of source
     files."""

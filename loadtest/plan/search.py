@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from penstock.loadtest.plan.candidates import Candidate
 from penstock.loadtest.plan.load import Load
@@ -43,12 +43,24 @@ class Limit(NamedTuple):
     missed: float | None
 
 
+class Tried(Protocol):
+    """What was tried at a rate."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the targets were."""
+        ...
+
+
+AnyTried = TypeVar("AnyTried", bound=Tried)
+
+
 def find_limit(
-    measure: Callable[[float], Point], start: float, precision: float
-) -> tuple[list[Point], Limit]:
+    measure: Callable[[float], AnyTried], start: float, precision: float
+) -> tuple[list[AnyTried], Limit]:
     """Raises or lowers the rate until one meets the targets and one does not, in steps that grow,
     then bisects, until the two are within the precision, relative to the lower one."""
-    points: list[Point] = []
+    points: list[AnyTried] = []
     met = missed = None
     rate, factor = start, _FIRST_FACTOR
     while start / _MAX_RATIO <= rate <= start * _MAX_RATIO:

@@ -115,13 +115,17 @@ def planned_server(
 
 
 def _with_pools(info: ModelInfo, num_bytes: int, scheduler: SchedulerConfig) -> ModelInfo:
-    """With pools of keys and values of this size. Raises InvalidConfig where it is too small."""
+    """With pools of keys and values, and of recurrent states, of this size. Raises InvalidConfig
+    where it is too small."""
     token_bytes = [group.kv_bytes_per_token for group in info.attention]
-    if len(info.kv_groups) == 1:
+    if not info.more_blocks:
         token_bytes = [sum(token_bytes)]
+    block_bytes = [each * info.block_size for each in token_bytes]
+    if info.num_states:
+        block_bytes.append(info.state_bytes)
     pools = [
-        GroupPool(group, info.block_size, each * info.block_size)
-        for group, each in zip(info.kv_groups, token_bytes, strict=True)
+        GroupPool(group, info.block_size, each)
+        for group, each in zip(info.kv_groups, block_bytes, strict=True)
     ]
     needed = bytes_needed(pools, info.max_model_len)
     if num_bytes < needed:
@@ -136,4 +140,5 @@ def _with_pools(info: ModelInfo, num_bytes: int, scheduler: SchedulerConfig) -> 
         max_num_seqs=scheduler.max_num_seqs,
         max_step_tokens=scheduler.max_num_batched_tokens,
     )
-    return replace(info, num_blocks=first, more_blocks=tuple(more))
+    num_states = more.pop() if info.num_states else 0
+    return replace(info, num_blocks=first, more_blocks=tuple(more), num_states=num_states)

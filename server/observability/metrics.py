@@ -355,6 +355,10 @@ class Metrics:
                 stats.prefix_hit_tokens_total,
                 "Prompt tokens found in the prefix cache",
             ),
+            "prefix_stateless_tokens": (
+                stats.prefix_stateless_tokens_total,
+                "Prompt tokens whose keys and values were found, but no recurrent state after them",
+            ),
             "engine_busy_seconds": (busy_s, "Time in which the engine ran a step"),
         }
         for name, (value, help_text) in totals.items():
@@ -414,11 +418,23 @@ class Metrics:
         yield flops
 
     def _window_gauges(self) -> Iterator[Metric]:
-        """Of layers with a sliding window, where others have a pool of their own."""
-        groups = self._stats.more_groups
+        """Of layers with a sliding window, where others have a pool of their own, and of recurrent
+        states."""
+        states = ("used", "idle", "free")
+        for group in self._stats.more_groups:
+            if group.is_recurrent:
+                of_sequences = GaugeMetricFamily(
+                    "penstock_recurrent_states",
+                    "Recurrent states: used by sequences, idle as snapshots, or free",
+                    labels=["state"],
+                )
+                numbers = (group.num_used, group.num_evictable, group.num_free)
+                for state, number in zip(states, numbers, strict=True):
+                    of_sequences.add_metric([state], number)
+                yield of_sequences
+        groups = [group for group in self._stats.more_groups if not group.is_recurrent]
         if not groups:
             return
-        states = ("used", "idle", "free")
         blocks = GaugeMetricFamily(
             "penstock_kv_window_blocks",
             "KV blocks of the layers with a sliding window, by its tokens and their state",

@@ -97,8 +97,9 @@ def families() -> list[Metric]:
     recorded = Metrics()
     recorded.on_response("/v1/completions", "POST", 200)
     recorded.on_ready(on_known_hardware())
-    # Under the fair policy there is one more, and of a model with windows another.
-    windows = (GroupBlocks(1024, 0, 0, 0),)
+    # Under the fair policy there is one more, and of a model with windows another, and of one with
+    # recurrent states.
+    windows = (GroupBlocks(1024, 0, 0, 0), GroupBlocks(None, 0, 0, 0, is_recurrent=True))
     recorded._stats = recorded.stats._replace(fairness_index=1.0, more_groups=windows)
     return [*recorded.families(), *adapter_metrics(1, {"a"}, set(), {"a": 1})]
 
@@ -146,6 +147,8 @@ _MODELS = {
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder (mixtures of experts)",
+    "qwen3_5_text": "Qwen3.5, 3.6, 3.8, dense (text)",
+    "qwen3_5_moe_text": "Qwen3.5, 3.6, 3.8, mixtures of experts (text)",
     "gpt_oss": "gpt-oss-20b, gpt-oss-120b (mixtures of experts)",
     "phi3": "Phi-3, Phi-4, Phi-4-mini",
     "smollm3": "SmolLM3",

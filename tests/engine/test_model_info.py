@@ -83,3 +83,11 @@ def test_a_mixture_reads_the_experts_that_its_tokens_were_routed_to(tmp_path: Pa
     assert expert_bytes(work_of(BATCH, dense.windows)) == 100 * 23
     routed = work_of(BATCH, dense.windows)._replace(num_experts=17)
     assert expert_bytes(routed) == 100 * 17
+
+
+def test_a_step_reads_its_adapters_besides_the_model(tmp_path: Path) -> None:
+    info = info_of("llama3.2_tied", tmp_path)
+    work = work_of(BATCH, info.windows)
+    adapted = work._replace(adapter_bytes=1000)
+    assert info.step_bytes(adapted) - info.step_bytes(work) == 1000
+    assert info.amounts(adapted).weight_bytes - info.amounts(work).weight_bytes == 1000

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.engine.config import LoraConfig
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.sizing import (
@@ -55,6 +56,19 @@ def test_quantized_weights_count_as_the_gpu_holds_them(tmp_path: Path) -> None:
     assert model.weight_bytes(2) == linear + linear * 4 // 128**2 + 2 * others
     # On a GPU, each row of a block has its scale beside it.
     assert Sizing(model, H100).weight_bytes == linear + linear * 4 // 128 + 2 * others
+
+
+def test_slots_of_adapters_take_memory_from_the_kv_cache(
+    sizing: Sizing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapted = replace(sizing, lora=LoraConfig(max_loras=8, max_rank=16))
+    # Rows and columns of all linear layers, but for the output layer.
+    per_rank = 2 * 8192 + 2 * 5120 + 3 * (4096 + 14336)
+    assert adapted.adapter_bytes == 8 * 16 * 32 * per_rank * 2
+    assert sizing.kv_bytes - adapted.kv_bytes == adapted.adapter_bytes
+    flags = ["--enable-lora", "--max-loras", "4", "--max-lora-rank", "64"]
+    assert main([str(LLAMA), *flags]) == 0
+    assert "4 LoRA adapters of rank 64: 1.34 GB" in capsys.readouterr().out
 
 
 def test_a_kv_cache_in_8_bits_has_a_scale_for_each_head_and_costs_no_weights(

@@ -20,8 +20,20 @@ _EXAONE = (
     "{% for m in messages %}[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]\n{% endfor %}"
     "{% if add_generation_prompt %}[|assistant|]\n<think>\n\n</think>\n\n{% endif %}"
 )
-# By the names of `MORE_FAMILIES`.
+# With calls and thoughts, of which earlier turns keep none.
+_QWEN3_5 = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "Call one as <tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n"
+    "</function>\n</tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+# By the names of `MORE_FAMILIES` and `HYBRID_FAMILIES`.
 TEMPLATES = {
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_wrapped": _QWEN3_5,
+    "qwen3_5_moe_wrapped": _QWEN3_5,
     "qwen3_moe": _CHATML,
     "gpt_oss": "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",

@@ -19,7 +19,13 @@ from tests.formats.templates import TEMPLATES
 from tests.support.paths import DEMO_MODEL
 from tests.support.serving import RunningServer
 from tests.support.stepping import SteppedEngine, ids_of
-from tests.support.tiny_models import MORE_FAMILIES, engine_config, make_model, save
+from tests.support.tiny_models import (
+    HYBRID_FAMILIES,
+    MORE_FAMILIES,
+    engine_config,
+    make_model,
+    save,
+)
 
 PROMPTS = (30, 47, 61)
 NUM_TOKENS = 200
@@ -37,21 +43,22 @@ def prompts() -> list[tuple[int, ...]]:
     return [*made, made[0], (*made[2][:40], 7, 8, 9)]
 
 
-@pytest.mark.parametrize("family", MORE_FAMILIES)
+@pytest.mark.parametrize("family", [*MORE_FAMILIES, *HYBRID_FAMILIES])
 def test_greedy_answers_of_200_tokens_are_those_of_transformers(
     family: str, tmp_path: Path
 ) -> None:
     model = make_model(family, max_position_embeddings=512)
     path = save(model, tmp_path)
     block_bytes = 16 * ModelConfig.from_dir(path).kv_shape.bytes_per_token(4)
+    has_states = family in HYBRID_FAMILIES
     config = engine_config(
         path,
         block_size=16,
         max_model_len=320,
-        kv_cache_memory_bytes=NUM_BLOCKS * block_bytes,
+        kv_cache_memory_bytes=None if has_states else NUM_BLOCKS * block_bytes,
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24),
     )
-    engine = SteppedEngine(config)
+    engine = SteppedEngine(config, num_blocks=NUM_BLOCKS if has_states else None)
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
     requests = [
         Request(id=RequestId(str(i)), prompt_token_ids=ids, sampling=sampling, arrival_s=0.0)

@@ -27,6 +27,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         batching=st.sampled_from(Batching),
         drafts=st.booleans(),
         groups=st.sampled_from([(None,), (None,), (9,), (None, 6), (None, 2, 14)]),
+        num_states=st.sampled_from([0, 0, 1, 2, 5, 40]),
         data=st.data(),
     )
     def start(
@@ -38,9 +39,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         batching: Batching,
         drafts: bool,
         groups: tuple[int | None, ...],
+        num_states: int,
         data: st.DataObject,
     ) -> None:
-        self.windows, self.drafts = groups, drafts
+        self.windows, self.num_states = groups, num_states
+        self.drafts = drafts = drafts and not num_states
         # From what one sequence needs at least to more than all of them can use.
         sizes = [
             data.draw(
@@ -65,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafts=drafts,
             windows=groups,
             more_blocks=tuple(sizes[1:]),
+            num_states=num_states,
         )
         self.requests: dict[str, Request] = {}
         self.ready: set[str] = set()
@@ -151,7 +155,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for sequences in scheduler._requests.values()
                 for sequence in sequences
                 for table in sequence.tables[index : index + 1]
-                for block in table.block_ids[table.num_released :]
+                for block in (
+                    *table.block_ids[table.num_released :],
+                    *(each.state for each in getattr(table, "pending", ())),
+                )
             )
             assert all(kv.ref_count(block) == held[block] for block in range(kv.num_blocks))
             assert len(held) + kv.num_free + kv.num_evictable == kv.num_blocks
@@ -161,7 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         scheduler = self.driver.scheduler
-        for index, kv in enumerate(scheduler._kv.groups):
+        for index, kv in scheduler._kv._with_blocks:
             for sequence in [*scheduler._decoding, *scheduler._prefilling]:
                 table = sequence.tables[index]
                 first_read = kv.group.first_read(sequence.num_computed)
@@ -175,7 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         scheduler = self.driver.scheduler
-        for index, kv in enumerate(scheduler._kv.groups):
+        for index, kv in scheduler._kv._with_blocks:
             for sequence in [*scheduler._decoding, *scheduler._prefilling]:
                 first = sequence.num_computed // BLOCK_SIZE
                 for block in sequence.tables[index].block_ids[first:]:
@@ -229,7 +236,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert driver.scheduler.num_waiting == 0
         assert not any(kv.num_used for kv in driver.scheduler._kv.groups)
         for name, request in self.requests.items():
-            alone = run_alone(request, max_model_len=MAX_MODEL_LEN, windows=self.windows)
+            alone = run_alone(
+                request,
+                max_model_len=MAX_MODEL_LEN,
+                windows=self.windows,
+                num_states=8 * bool(self.num_states),
+            )
             if driver.finishes[name, 0][0].reason is not FinishReason.ABORT or driver.prompts[name]:
                 assert driver.prompts[name] == alone.prompts[name]
             for index in range(request.n):

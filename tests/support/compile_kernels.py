@@ -28,8 +28,9 @@ from triton.runtime.jit import JITFunction
 
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.attention.paged.attention import PagedAttention
-from penstock.engine.device_step import DeviceStep
+from penstock.engine.device_step import AdapterTiles, DeviceStep
 from penstock.engine.kernels import launch
+from penstock.engine.kernels.adapters import most_tiles, tile_rows
 from penstock.engine.kernels.blocks import copy_blocks
 from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
@@ -47,12 +48,15 @@ from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.llama import LlamaModel
+from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.scheduler.types import SamplingParams
 from tests.support.address_width import narrow_offsets
 
 META = torch.device("meta")
 BLOCK_SIZE = 64
 NUM_SMS = 132
+# As a server's defaults.
+MAX_LORAS, MAX_LORA_RANK = 8, 16
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -341,11 +345,15 @@ class MetaModel:
         attention = PagedAttention(
             shape, config.windows, max_rows, max_tokens, num_sms, META, dtype
         )
-        self.model = FusedModel(llama, pool, attention, max_rows)
+        slots = AdapterSlots(config, MAX_LORAS, MAX_LORA_RANK, dtype, META)
+        self.model = FusedModel(llama, pool, attention, max_rows, slots)
         self._pool, self._max_rows, self._block_size = pool, max_rows, block_size
 
-    def launches(self, num_decodes: int, chunk: int = 0) -> list[Launch]:
-        """Of a step with this many decodes, and one prefill chunk of `chunk` tokens if not 0."""
+    def launches(
+        self, num_decodes: int, chunk: int = 0, *, has_adapters: bool = False
+    ) -> list[Launch]:
+        """Of a step with this many decodes, and one prefill chunk of `chunk` tokens if not 0.
+        has_adapters: its tokens have LoRA adapters."""
         num_rows, num_tokens = num_decodes + bool(chunk), num_decodes + chunk
         num_slots = self._max_rows + 1
         step = DeviceStep(
@@ -357,6 +365,7 @@ class MetaModel:
             num_decodes=num_decodes,
             chunk_starts=_ints(2) if chunk else None,
             block_tables=_ints(num_slots, 128),
+            adapters=_tiles(num_tokens) if has_adapters else None,
         )
         lengths, token_table = _ints(num_slots), _ints(num_slots, 8193)
         with recorded() as launches, torch.inference_mode():
@@ -397,6 +406,12 @@ def _ints(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int32, device=META)
 
 
+def _tiles(num_tokens: int) -> AdapterTiles:
+    num_tiles = most_tiles(num_tokens, MAX_LORAS)
+    slots, firsts, counts = _ints(3, num_tiles).unbind()
+    return AdapterTiles(_ints(num_tokens), slots, firsts, counts, tile_rows(num_tokens))
+
+
 def launches_in_a_decode_layer(model: MetaModel, num_decodes: int) -> Counter[str]:
     """Of Triton kernels, without the products by cuBLAS at larger sizes."""
     counts = Counter(launch.name for launch in model.launches(num_decodes))
@@ -423,6 +438,7 @@ def main(model_dirs: list[str], *, has_codes: bool) -> None:
             launches = model.sampling_launches()
             for num_decodes, chunk in steps:
                 launches += model.launches(num_decodes, chunk)
+                launches += model.launches(num_decodes, chunk, has_adapters=True)
         for one in launches:
             if one.key not in seen:
                 seen.add(one.key)

@@ -1,8 +1,9 @@
 """The CUDA executor without a GPU.
 
-    python -m tests.support.cuda_rehearsal ROUNDS [MODEL] [int8|fp8] [--enforce-eager]
+    python -m tests.support.cuda_rehearsal ROUNDS [MODEL] [int8|fp8] [FLAGS]
 
-MODEL: a key of `MODELS`, by default llama. int8, fp8: of the KV cache.
+MODEL: a key of `MODELS`, by default llama. int8, fp8: of the KV cache. FLAGS: --enforce-eager; and
+--enable-lora, for all requests once more, whose tokens have an adapter then.
 
 Runs it from its start through busy serving on `tests.support.pretend_gpu`, with the real scheduler
 and requests that use every option. Prints one JSON object: the kernels compiled at the start and
@@ -21,11 +22,11 @@ from typing import Any
 
 import torch
 
-from penstock.engine.config import Device, EngineConfig, KVCacheDtype, LoadFormat
+from penstock.engine.config import Device, EngineConfig, KVCacheDtype, LoadFormat, LoraConfig
 from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
 from penstock.engine.executors.cuda.executor import CudaExecutor
-from penstock.engine.executors.cuda.setup import build_cuda_executor
+from penstock.engine.executors.cuda.setup import OneForAll, build_cuda_executor
 from penstock.engine.kernels.tables import store_lengths
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
@@ -183,6 +184,11 @@ class Rehearsal:
         if pending:
             self.scheduler.update(pending.wait())
 
+    def give_all_tokens_an_adapter(self) -> None:
+        """That of the first slot: none can be loaded into memory without data."""
+        max_num_seqs, cpu = self.config.scheduler.max_num_seqs, torch.device("cpu")
+        self.executor._adapters = OneForAll(None, None, torch.bfloat16, cpu, max_num_seqs)
+
     def finish(self) -> int:
         """Steps until all requests have finished. Returns the number of steps."""
         count = 0
@@ -230,6 +236,12 @@ def rehearse(rounds: int, model: str, **changes: Any) -> dict[str, Any]:
         gpu.waits.clear()
         gpu.peak_bytes = used
         steps = serve_everything(rehearsal, rounds, rounds)
+        decode = decode_alone(rehearsal)
+        adapted = None
+        if rehearsal.config.lora is not None:
+            rehearsal.give_all_tokens_an_adapter()
+            steps += serve_everything(rehearsal, rounds, rounds)
+            adapted = decode_alone(rehearsal)
         return {
             "compiled_at_start": len(at_start),
             "compiled_while_serving": [key for key in gpu.compiled if key not in at_start],
@@ -244,7 +256,8 @@ def rehearse(rounds: int, model: str, **changes: Any) -> dict[str, Any]:
             "operations_in_chunk_graphs": [
                 Counter(graph.operations) for graph in gpu.graphs[: len(CHUNK_SIZES)]
             ],
-            "decode": decode_alone(rehearsal),
+            "decode": decode,
+            "adapted_decode": adapted,
         }
 
 
@@ -284,6 +297,7 @@ def main(rounds: int, flags: list[str]) -> None:
         block_size=16,
         kv_cache_memory_bytes=2**18 * num_layers,
         enforce_eager="--enforce-eager" in flags,
+        lora=LoraConfig() if "--enable-lora" in flags else None,
         kv_cache_dtype=next((kind for kind in KVCacheDtype if kind in flags), KVCacheDtype.AUTO),
     )
     print(json.dumps(report | {"rules": broken_rules()}))

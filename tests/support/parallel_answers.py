@@ -11,8 +11,8 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.shard import Shard
 from penstock.engine.ranks.group import Group
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.prompt_logprobs import PromptLogprobs
 from penstock.scheduler.types import (
-    PromptLogprobs,
     Request,
     RequestId,
     RequestOutput,

@@ -160,9 +160,10 @@ class Driver:
         kept: KeptMemory | None = None,
         windows: tuple[int | None, ...] = (None,),
         more_blocks: tuple[int, ...] = (),
+        num_states: int = 0,
     ) -> None:
-        """drafts: on a `DraftingExecutor`. kept: where the pool is, else. windows, more_blocks: of
-        groups of layers."""
+        """drafts: on a `DraftingExecutor`. kept: where the pool is, else. windows, more_blocks,
+        num_states: of groups of layers."""
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
         self.config = config
         info = scripted_info(
@@ -172,6 +173,7 @@ class Driver:
             num_blocks=num_blocks,
             windows=windows,
             more_blocks=more_blocks,
+            num_states=num_states,
         )
         self.executor: ScriptedExecutor = (
             DraftingExecutor(info) if drafts else ScriptedExecutor(info, paranoid=True, kept=kept)
@@ -195,7 +197,7 @@ class Driver:
     @property
     def kv(self) -> GroupCache:
         """Of the first group."""
-        return self.scheduler._kv.groups[0]
+        return self.scheduler._kv._first
 
     def launch(self) -> ScheduledBatch | None:
         batch = self.scheduler.schedule(self.now)
@@ -236,12 +238,20 @@ class Driver:
 
 
 def run_alone(
-    request: Request, *, max_model_len: int = 128, windows: tuple[int | None, ...] = (None,)
+    request: Request,
+    *,
+    max_model_len: int = 128,
+    windows: tuple[int | None, ...] = (None,),
+    num_states: int = 0,
 ) -> Driver:
     """The request in an engine of its own, with room for everything, to its end."""
     more_blocks = (1024,) * (len(windows) - 1)
     driver = Driver(
-        num_blocks=1024, max_model_len=max_model_len, windows=windows, more_blocks=more_blocks
+        num_blocks=1024,
+        max_model_len=max_model_len,
+        windows=windows,
+        more_blocks=more_blocks,
+        num_states=num_states,
     )
     driver.scheduler.add(request)
     driver.run()

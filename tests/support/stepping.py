@@ -24,7 +24,9 @@ class SteppedEngine:
         info = self.executor.info
         groups = info.kv_groups
         if num_blocks is not None:
-            groups = tuple(replace(group, num_blocks=num_blocks) for group in groups)
+            groups = tuple(
+                replace(group, num_blocks=min(num_blocks, group.num_blocks)) for group in groups
+            )
         self.scheduler = Scheduler(
             config.scheduler,
             groups=groups,

@@ -16,9 +16,10 @@ from torch import Tensor
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
 from penstock.engine.executors.loading import weight_source
-from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.memory.kv_pool import KVPool, KVPools
 from penstock.engine.model_input import AdapterRun, build_model_input
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.delta_net import torch_recurrence
 from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
@@ -27,7 +28,12 @@ from penstock.engine.native.model import NativeModel
 from penstock.engine.native.packing import FORMATS
 from penstock.engine.phases import Phases
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.types import SamplingParams, ScheduledBatch, SlotAssignment
+from penstock.scheduler.types import (
+    SamplingParams,
+    ScheduledBatch,
+    SlotAssignment,
+    StateSnapshot,
+)
 
 BLOCK_SIZE = 4
 MAX_LEN = 128
@@ -188,8 +194,45 @@ MORE_FAMILIES |= {
         },
     )
 }
+# Of those with a gated delta net; the second has one value head for each key head, and a width that
+# is no multiple of a vector's.
+_DELTA_NET = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "pad_token_id": None,
+}
+_NARROW = {
+    "linear_value_head_dim": 13,
+    "linear_num_value_heads": 2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+}
+HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5Text", _DELTA_NET),
+    "qwen3_5_narrow": ("Qwen3_5Text", {**_DELTA_NET, **_NARROW, "tie_word_embeddings": True}),
+    "qwen3_5_wrapped": ("Qwen3_5", _DELTA_NET),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeText",
+        {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 40},
+    ),
+    "qwen3_5_moe_wrapped": (
+        "Qwen3_5Moe",
+        {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 40},
+    ),
+}
+_ALL = FAMILIES | MORE_FAMILIES | HYBRID_FAMILIES
 # The text models of those with images.
-_TEXTS = {"Mistral3": "ministral3", "Gemma3": "gemma3_text"}
+_TEXTS = {
+    "Mistral3": "ministral3",
+    "Gemma3": "gemma3_text",
+    "Qwen3_5": "qwen3_5_text",
+    "Qwen3_5Moe": "qwen3_5_moe_text",
+}
+_QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
 
 
 def make_model(family: str, seed: int = 0, **options: Any) -> Any:
@@ -200,12 +243,15 @@ def make_model(family: str, seed: int = 0, **options: Any) -> Any:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + noise / 4 if "norm" in name else noise / 8
+        # These norms add 1 to their weights.
+        if family in HYBRID_FAMILIES and "norm" in name and "linear_attn" not in name:
+            parameter.data = noise / 4
     return model
 
 
 def made_config(family: str, **options: Any) -> Any:
     """transformers' settings of it, with the name of its architecture."""
-    name, extra = (FAMILIES | MORE_FAMILIES)[family]
+    name, extra = _ALL[family]
     settings: dict[str, Any] = {
         "vocab_size": 96,
         "hidden_size": 64,
@@ -221,7 +267,7 @@ def made_config(family: str, **options: Any) -> Any:
     if name in _TEXTS:  # with the smallest of encoders
         settings = {
             "text_config": {"model_type": _TEXTS[name]} | settings,
-            "vision_config": _SMALL_VISION,
+            "vision_config": _QWEN_VISION if name.startswith("Qwen") else _SMALL_VISION,
             "tie_word_embeddings": settings.get("tie_word_embeddings", False),
             "architectures": [f"{name}ForConditionalGeneration"],
         }
@@ -234,7 +280,7 @@ def tiny_configs() -> dict[str, list[ModelConfig]]:
     """What Penstock reads of each tiny model's config.json, by its family."""
     found: dict[str, list[ModelConfig]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:
-        for name in (*FAMILIES, *MORE_FAMILIES):
+        for name in _ALL:
             made_config(name).save_pretrained(directory)
             config = ModelConfig.from_dir(Path(directory))
             found[config.family].append(config)
@@ -268,6 +314,7 @@ class Harness:
         self.block_size = block_size = options.get("block_size", BLOCK_SIZE)
         blocks_each = max_len // block_size
         num_blocks = num_sequences * blocks_each
+        recurrence = options.get("recurrence", torch_recurrence)
         native = options.get("native", False)
         dtype = options.get("dtype", torch.float32)
         self.model: Model
@@ -292,9 +339,16 @@ class Harness:
             gathered_attention,
             max_model_len=max_len,
             device=CPU,
+            recurrence=recurrence,
         )
         kv_dtype = options.get("kv_dtype", dtype)
+        self.pool: KVPool | KVPools
         self.pool = KVPool(config.kv_shape, num_blocks, block_size, kv_dtype, CPU)
+        if config.delta_net is not None:
+            layout, num_states = config.kv_layout(max_len), 2 * num_sequences
+            shape = config.kv_shape
+            sizes = (num_blocks, num_states)
+            self.pool = KVPools(shape, layout, sizes, block_size, kv_dtype, CPU)
         if native:
             # All formats in one library, which takes less time than one for each.
             formats = frozenset(CODE_FORMATS) if options.get("has_codes", False) else frozenset()
@@ -305,6 +359,10 @@ class Harness:
         self.token_table = torch.zeros(num_sequences, max_len + 1, dtype=torch.int64)
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7))
         self.block_tables = shuffled.view(num_sequences, blocks_each).to(torch.int32)
+        if config.delta_net is not None:  # the states of sequences are the first ones
+            states = torch.zeros_like(self.block_tables)
+            states[:, 0] = torch.arange(num_sequences)
+            self.block_tables = torch.stack((self.block_tables, states))
 
     @torch.inference_mode()
     def run(
@@ -312,11 +370,12 @@ class Harness:
         rows: Iterable[tuple[int, int, int]],
         num_decodes: int = 0,
         adapters: Mapping[int, Any] = MappingProxyType({}),
+        snapshots: tuple[StateSnapshot, ...] = (),
     ) -> list[Tensor]:
         """rows: (slot, start, number of tokens). adapters: by slot, as the model has made them.
         Returns the logits of every token, row by row."""
         slots, starts, counts = zip(*rows, strict=True)
-        batch = make_batch(slots, starts, counts, num_decodes=num_decodes)
+        batch = make_batch(slots, starts, counts, num_decodes=num_decodes, snapshots=snapshots)
         step = build_model_input(batch, self.token_table, self.block_tables, self.block_size)
         runs = tuple(
             AdapterRun(first, count, adapters[slot])
@@ -347,4 +406,5 @@ def make_batch(
         num_tokens=num_tokens,
         samples=samples or (True,) * len(slots),
         num_decodes=num_decodes,
+        snapshots=changes.get("snapshots", ()),
     )

@@ -7,20 +7,30 @@ rows are described by tensors that are written before it runs.
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.engine.device_step import DeviceStep
+from penstock.engine.executors.cuda.adapter_tiles import TileMemory
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs
 from penstock.engine.kernels.tables import gather_chunks, store_lengths
+from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.fused import FusedModel
 from penstock.scheduler.types import ScheduledBatch
 
 # Below about 200 tokens a matrix product is bound by reading its weight, so that padding costs
 # nothing; above 500 the step takes long enough to hide the launches.
 CHUNK_SIZES = (64, 128, 192, 256, 384, 512)
+
+
+class ChunkKey(NamedTuple):
+    """size: of tokens. has_adapters: some may have one."""
+
+    size: int
+    has_adapters: bool
 
 
 class ChunkGraphs:
@@ -41,16 +51,19 @@ class ChunkGraphs:
         num_groups = len(tables.block_tables)
         self._kv_slots = torch.zeros(num_groups, largest, dtype=torch.int64, device=device)
         self._context_lens = self._inputs.new_zeros(max_rows)
+        self._tiles = TileMemory(tables, sizes, model.num_adapter_slots)
         self._graphs = StepGraphs(self._run, device)
 
     def takes(self, num_tokens: int) -> bool:
         return any(num_tokens <= size for size in self._sizes)
 
     def capture(self, on_captured: Callable[[], None]) -> None:
-        self._graphs.capture(reversed(self._sizes), on_captured)
+        kinds = (True, False) if self._model.num_adapter_slots else (False,)
+        keys = (ChunkKey(size, kind) for size in reversed(self._sizes) for kind in kinds)
+        self._graphs.capture(keys, on_captured)
 
     def __call__(
-        self, batch: ScheduledBatch, query_starts: list[int]
+        self, batch: ScheduledBatch, query_starts: list[int], adapters: tuple[AdapterRun, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The states of all tokens, the slots and the lengths of all rows, each with padding after.
 
@@ -59,7 +72,10 @@ class ChunkGraphs:
         """
         self._inputs.copy_(self._tables.upload(self._padded(batch, query_starts)))
         size = next(size for size in self._sizes if size >= query_starts[-1])
-        return self._graphs(size), self._split()[0], self._context_lens
+        if adapters:
+            self._tiles.write(adapters, size)
+        states = self._graphs(ChunkKey(size, bool(adapters)))
+        return states, self._split()[0], self._context_lens
 
     def _padded(self, batch: ScheduledBatch, query_starts: list[int]) -> list[int]:
         """The input that `_split` splits. Padding rows have the padding slot and no token."""
@@ -83,7 +99,8 @@ class ChunkGraphs:
         rows = self._max_rows
         return torch.split(self._inputs, [rows, rows, rows + 1, rows + 1, rows])
 
-    def _run(self, size: int) -> Tensor:
+    def _run(self, key: ChunkKey) -> Tensor:
+        size = key.size
         tables, kv_slots = self._tables, self._kv_slots[:, :size].unbind()
         slots, starts, offsets, chunk_starts, decode_lens = self._split()
         for of_group, padding in zip(kv_slots, tables.padding_kv_slots, strict=True):
@@ -100,6 +117,7 @@ class ChunkGraphs:
             block_tables=tables.block_tables[0],
             decode_lens=decode_lens[:num_decodes],
             more_groups=tuple(zip(kv_slots[1:], tables.block_tables[1:], strict=True)),
+            adapters=self._tiles.read(size) if key.has_adapters else None,
         )
         for each in step.of_groups:
             gather_chunks(

@@ -12,13 +12,14 @@ grammar or logprobs does, because the host needs the ids.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.engine.device_step import DeviceStep
 from penstock.engine.executor import check_no_adapter, device_copies
+from penstock.engine.executors.cuda.adapter_tiles import TileMemory, tiles_of
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES, ChunkGraphs
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs, captured_sizes
@@ -33,7 +34,9 @@ from penstock.engine.kernels.tables import (
 )
 from penstock.engine.memory.kv_pool import KVPools
 from penstock.engine.model_info import ModelInfo
+from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.lora.store import Adapters
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import failed_rows
@@ -59,13 +62,16 @@ class LaunchedStep:
         logprobs: list[TokenLogprobs | None] | None,
         prompts: tuple[PromptOutput | None, ...],
         grammars: GrammarTable,
+        adapter_bytes: int = 0,
     ) -> None:
-        """ids: (S,) on the device, of the sampling rows, whose slots these are."""
+        """ids: (S,) on the device, of the sampling rows, whose slots these are. adapter_bytes: as
+        in `StepWork`."""
         self._step = step
         self._slots = slots
         self._logprobs = logprobs
         self._prompts = prompts
         self._grammars = grammars
+        self._adapter_bytes = adapter_bytes
         self._constraints = grammars.constraints(slots)
         self._sampled: SampledTokens | None = None
         on_gpu = ids.is_cuda
@@ -88,8 +94,17 @@ class LaunchedStep:
                 logprobs=self._logprobs,
                 failed=failed_rows(ids, of_grammars),
                 prompts=self._prompts,
+                adapter_bytes=self._adapter_bytes,
             )
         return self._sampled
+
+
+class DecodeKey(NamedTuple):
+    """Of a graph. size: of rows. has_adapters: some may have one."""
+
+    size: int
+    mode: Mode
+    has_adapters: bool
 
 
 class CudaExecutor:
@@ -105,11 +120,13 @@ class CudaExecutor:
         info: ModelInfo,
         *,
         max_num_seqs: int,
+        adapters: Adapters | None = None,
         use_graphs: bool = True,
         chunk_sizes: Sequence[int] | None = None,
     ) -> None:
-        """use_graphs: where the model's attention can be captured. chunk_sizes: of `ChunkGraphs`;
-        None means its default on a GPU, and none on CPU, where padding only costs.
+        """adapters: whose weights are slots of the model's; None where it has none. use_graphs:
+        where the model's attention can be captured. chunk_sizes: of `ChunkGraphs`; None means its
+        default on a GPU, and none on CPU, where padding only costs.
         """
         self._model = model
         self._pool = pool
@@ -120,6 +137,8 @@ class CudaExecutor:
         self._sampler = StepSampler(max_num_seqs, info.vocab_size, device, grammars)
         self._prompts = PromptReader(info.vocab_size, model.logits_of_normed)
         self._decode_slots: tuple[int, ...] = ()
+        self._decode_adapters: tuple[int, tuple[AdapterRun, ...]] = 0, ()
+        self._adapters = adapters
         self._launched: LaunchedStep | None = None
 
         def buffer(dtype: torch.dtype) -> Tensor:
@@ -130,6 +149,7 @@ class CudaExecutor:
         self._context_lens = buffer(torch.int32)
         self._kv_slots = [buffer(torch.int64) for _ in tables.block_tables]
         self._sizes = captured_sizes(max_num_seqs)
+        self._tiles = TileMemory(tables, self._sizes, model.num_adapter_slots)
         self._graphs = StepGraphs(
             self._run_decodes, device, enabled=use_graphs and model.is_capturable
         )
@@ -150,15 +170,18 @@ class CudaExecutor:
         return self._info.runs_ahead
 
     @property
-    def adapters(self) -> None:
-        return None
+    def adapters(self) -> Adapters | None:
+        return self._adapters
 
     @property
     def journals(self) -> tuple[()]:
         return ()
 
     def prepare(self, request: Request) -> "Future[Any] | None":
-        check_no_adapter(request)
+        if self._adapters is None:
+            check_no_adapter(request)
+        else:
+            self._adapters.prepare(request)
         return self._grammars.prepare(request)
 
     @torch.inference_mode()
@@ -166,11 +189,19 @@ class CudaExecutor:
         """Captures the graphs of all batch sizes, some 20 ms each, so that no request waits for
         one. Calls back after each."""
         self._chunk_graphs.capture(on_captured)
-        keys = ((size, mode) for size in reversed(self._sizes) for mode in GRAPH_MODES)
+        kinds = (True, False) if self._model.num_adapter_slots else (False,)
+        keys = (
+            DecodeKey(size, mode, kind)
+            for size in reversed(self._sizes)
+            for kind in kinds
+            for mode in GRAPH_MODES
+        )
         self._graphs.capture(keys, on_captured)
 
     def release(self, request_id: RequestId) -> None:
         self._grammars.release(request_id)
+        if self._adapters is not None:
+            self._adapters.release(request_id)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LaunchedStep:
@@ -185,7 +216,7 @@ class CudaExecutor:
         ids: Tensor | None = None
         if batch.num_decodes == len(batch.slots):
             mode = self._sampler.graph_mode(slots)
-            logits, ids = self._decode(batch.slots, Mode.PLAIN if mode is None else mode)
+            logits, ids = self._decode(batch, Mode.PLAIN if mode is None else mode)
             ids = None if mode is None else ids
             device_slots, lengths = self._slots[: len(slots)], self._context_lens[: len(slots)]
         else:
@@ -193,7 +224,10 @@ class CudaExecutor:
         if ids is None:
             ids = self._sample(batch, rows, logits, device_slots, lengths)
         logprobs = self._sampler.logprobs(logits, slots, ids) if rows else None
-        self._launched = LaunchedStep(batch.step, ids, slots, logprobs, prompts, self._grammars)
+        num_bytes = 0 if self._adapters is None else self._adapters.num_bytes(batch)
+        self._launched = LaunchedStep(
+            batch.step, ids, slots, logprobs, prompts, self._grammars, num_bytes
+        )
         return self._launched
 
     def _sample(
@@ -223,6 +257,8 @@ class CudaExecutor:
             self._sampler.assign(assignment)
             self._grammars.assign(assignment)
             self._prompts.assign(assignment)
+            if self._adapters is not None:
+                self._adapters.assign(assignment)
         self._sampler.flush()
         if batch.copies:
             for group, pool in enumerate(self._pool.groups):
@@ -230,19 +266,27 @@ class CudaExecutor:
                 for keys, values in pool.pairs() if len(copies) else ():
                     copy_blocks(copies, keys, values)
 
-    def _decode(self, slots: tuple[int, ...], mode: Mode) -> tuple[Tensor, Tensor]:
+    def _runs(self, batch: ScheduledBatch, query_starts: Sequence[int]) -> tuple[AdapterRun, ...]:
+        return () if self._adapters is None else self._adapters.runs(batch, query_starts)
+
+    def _decode(self, batch: ScheduledBatch, mode: Mode) -> tuple[Tensor, Tensor]:
         """Logits of one token for each slot, (len(slots), vocab_size), and the sampled ids."""
+        slots = batch.slots
         size = next(size for size in self._sizes if size >= len(slots))
         if slots != self._decode_slots:
             padding = (self._tables.padding_slot,) * (len(self._slots) - len(slots))
             self._slots.copy_(self._tables.upload((*slots, *padding)))
             self._decode_slots = slots
-        logits, ids = self._graphs((size, mode))
+        adapters = self._runs(batch, range(len(slots) + 1))
+        if adapters and (size, adapters) != self._decode_adapters:
+            self._tiles.write(adapters, size)
+            self._decode_adapters = size, adapters
+        logits, ids = self._graphs(DecodeKey(size, mode, bool(adapters)))
         return logits[: len(slots)], ids[: len(slots)]
 
-    def _run_decodes(self, key: tuple[int, Mode]) -> tuple[Tensor, Tensor]:
+    def _run_decodes(self, key: DecodeKey) -> tuple[Tensor, Tensor]:
         """A whole step of `size` decodes, in memory that does not move: what the graph captures."""
-        size, mode = key
+        size, mode, has_adapters = key
         tables = self._tables
         slots, context_lens = self._slots[:size], self._context_lens[:size]
         kv_slots = [of_group[:size] for of_group in self._kv_slots]
@@ -256,6 +300,7 @@ class CudaExecutor:
             chunk_starts=None,
             block_tables=tables.block_tables[0],
             more_groups=tuple(zip(kv_slots[1:], tables.block_tables[1:], strict=True)),
+            adapters=self._tiles.read(size) if has_adapters else None,
         )
         for each in step.of_groups:
             gather_decodes(
@@ -287,7 +332,7 @@ class CudaExecutor:
         parts = self._prompts.parts(batch, query_starts)
         prompt_tokens = [token for part in parts for token in part.rows]
         compute = self._chunk_graphs if self._chunk_graphs.takes(query_starts[-1]) else self._launch
-        states, slots, lengths = compute(batch, query_starts)
+        states, slots, lengths = compute(batch, query_starts, self._runs(batch, query_starts))
         # One transfer for all.
         indices = self._tables.upload((*rows, *last_tokens, *prompt_tokens)).long()
         sampling, wanted = indices[: len(rows)], indices[len(rows) :]
@@ -297,7 +342,7 @@ class CudaExecutor:
         return logits, prompts, slots[sampling], lengths[sampling]
 
     def _launch(
-        self, batch: ScheduledBatch, query_starts: list[int]
+        self, batch: ScheduledBatch, query_starts: list[int], adapters: tuple[AdapterRun, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The states of all tokens, slots and lengths of all rows; kernel by kernel."""
         tables, num_rows = self._tables, len(batch.slots)
@@ -318,6 +363,7 @@ class CudaExecutor:
             chunk_starts=offsets[batch.num_decodes :] - batch.num_decodes,
             block_tables=tables.block_tables[0],
             more_groups=tuple(zip(kv_slots[1:], tables.block_tables[1:], strict=True)),
+            adapters=tiles_of(adapters, num_tokens, self._model.num_adapter_slots, tables),
         )
         for each in step.of_groups:
             gather_chunks(

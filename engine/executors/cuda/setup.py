@@ -1,13 +1,13 @@
-"""Builds a `CudaExecutor` from a config: weights, KV pool, graphs.
+"""Builds a `CudaExecutor` from a config: weights, slots of adapters, KV pool, graphs.
 
-The KV pool gets what `--gpu-memory-utilization` leaves after the weights, the largest step's
-activations (measured by running one) and what other processes use. The log lists where the memory
-went; an error names the flag to change, and its value.
+The KV pool gets what `--gpu-memory-utilization` leaves after the weights, the slots, the largest
+step's activations (measured by running one) and what other processes use. The log lists where the
+memory went; an error names the flag to change, and its value.
 """
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from penstock.engine.executors.loading import (
     describe,
     log_text_only,
     log_widening,
+    most_adapter_bytes,
     reading,
     weight_bytes,
     weight_source,
@@ -40,13 +41,13 @@ from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.gpu_budget import (
     MemoryBudget,
+    check_adapters,
     check_weights,
     graph_bytes,
     out_of_memory,
     pool_advice,
     pool_bytes,
 )
-from penstock.engine.memory.kv_layout import KVLayout
 from penstock.engine.memory.kv_pool import (
     KVPools,
     PoolSize,
@@ -55,12 +56,15 @@ from penstock.engine.memory.kv_pool import (
 )
 from penstock.engine.memory.machine import num_cores
 from penstock.engine.model_info import ModelInfo, QuantizationInfo
+from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.fused_linear import MAX_TILED_ROWS
 from penstock.engine.models.layers.coded import OnGpu, check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
+from penstock.engine.models.lora.slots import AdapterSlots
+from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.quantization.at_load.plan import Plan
 from penstock.engine.models.quantization.at_load.quantize import (
     Quantized,
@@ -83,7 +87,7 @@ from penstock.scheduler.types import (
 
 logger = logging.getLogger(__name__)
 
-_META = torch.device("meta")
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 _DEFAULT_BLOCK_SIZE = 64
 # The scheduler's lists of them cost the host some 50 bytes each; no useful model needs more.
 _MAX_BLOCKS = 2**20
@@ -113,11 +117,6 @@ def build_cuda_executor(
     gpu = gpu or CudaGpu(choose_device(config.device))
     phases = phases or Phases()
     check_quantization(config, model_dir)
-    if config.lora is not None:
-        raise InvalidConfig(
-            "--enable-lora: LoRA adapters are computed on the CPU alone so far; use --device "
-            "cpu, or serve a model into which the adapter is merged"
-        )
     try:
         return _Setup(config, model_dir, gpu, phases).build()
     except RuntimeError as error:
@@ -143,6 +142,11 @@ class _Setup:
         self._gpu = gpu
         self._phases = phases
         self._model = ModelConfig.from_dir(model_dir)
+        if self._model.delta_net is not None:
+            raise InvalidConfig(
+                f"{config.model} has layers with a gated delta net, which are computed on a "
+                "processor alone; use --device cpu"
+            )
         check_experts_on_gpu(self._model, config.quantization)
         self._dtype = choose_dtype(config.dtype, gpu.device)
         self._kept = kept_on_gpu(self._model, gpu.device)
@@ -162,7 +166,7 @@ class _Setup:
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         self._kv_dtype = kv_dtype(config.kv_cache_dtype, self._dtype)
         self._max_len = resolve_max_model_len(config.max_model_len, self._model.max_model_len)
-        self._layout = KVLayout.of(self._model.windows, self._max_len)
+        self._layout = self._model.kv_layout(self._max_len)
         self._pools = self._layout.pools(
             self._model.kv_shape, self._block_size, self._kv_dtype.itemsize
         )
@@ -176,11 +180,13 @@ class _Setup:
         self._grammars = GrammarTable(
             grammars, config.scheduler.max_num_seqs, self._model.vocab_size
         )
+        self._slots: AdapterSlots | None = None
+        self._slot_bytes = most_adapter_bytes(config.lora, self._model, self._dtype) or 0
 
     @torch.inference_mode()
     def build(self) -> CudaExecutor:
         gpu, phases = self._gpu, self._phases
-        self._check_weights(gpu.total_bytes - gpu.used_bytes())
+        self._check_memory(gpu.total_bytes - gpu.used_bytes())
         with phases.timed("bandwidth", "measuring how fast memory is copied"):
             self._bandwidth = gpu.copy_bandwidth()
         with phases.timed("flops", "measuring how fast matrices are multiplied"):
@@ -196,15 +202,19 @@ class _Setup:
                 self._quantization = self._quantized.info
                 self._quantized = None  # the GPU has the codes now
                 gpu.release()
+            if (lora := self._config.lora) is not None:
+                self._slots = AdapterSlots(
+                    self._model, lora.max_loras, lora.max_rank, self._dtype, gpu.device
+                )
             used = gpu.used_bytes()
-        weights = max(0, used - used_before)
+        weights = max(0, used - used_before - self._slot_bytes)
         with phases.timed("activations", "compiling kernels, and running the largest step"):
             activations = self._measure_step(llama, used)
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
             graphs = graph_bytes(self._num_graphs, activations)
             budget = MemoryBudget(total=gpu.total_bytes, used=used, reserved=activations + graphs)
             size = self._size_pool(budget)
-            executor = self._executor(llama, size, use_graphs=self._uses_graphs)
+            executor = self._executor(llama, size, self._adapters(), use_graphs=self._uses_graphs)
             used = gpu.used_bytes()
         capturing = f"capturing {self._num_graphs} CUDA graphs"
         with phases.timed("graphs", capturing, total=self._num_graphs, unit="graphs"):
@@ -213,9 +223,10 @@ class _Setup:
         pool = size.num_bytes(self._pools) + self._padding_bytes
         Ledger(
             total=gpu.total_bytes,
-            others=max(0, used - weights - pool),
+            others=max(0, used - weights - self._slot_bytes - pool),
             weights=weights,
             kv_pool=pool,
+            adapters=self._slot_bytes or None,
             activations=activations,
             graphs=max(0, gpu.used_bytes() - used),
         ).log(size, self._pools)
@@ -230,11 +241,14 @@ class _Setup:
         if not self._uses_graphs:
             return 0
         num_sizes = len(captured_sizes(self._config.scheduler.max_num_seqs))
-        return num_sizes * len(GRAPH_MODES) + len(CHUNK_SIZES)
+        num_kinds = 1 if self._config.lora is None else 2  # of steps without adapters, and with
+        return num_kinds * (num_sizes * len(GRAPH_MODES) + len(CHUNK_SIZES))
 
-    def _check_weights(self, free: int) -> None:
-        dtype = str(self._dtype).removeprefix("torch.")
-        check_weights(self._gpu.name, self._gpu.total_bytes, free, self._weight_bytes, dtype)
+    def _check_memory(self, free: int) -> None:
+        dtype, name = str(self._dtype).removeprefix("torch."), self._gpu.name
+        check_weights(name, self._gpu.total_bytes, free, self._weight_bytes, dtype)
+        if (lora := self._config.lora) is not None:
+            check_adapters(lora, name, self._slot_bytes, free - self._weight_bytes)
 
     def _quantize(self, plan: Plan) -> Quantized:
         """Rounds on the GPU. The codes wait in this machine's memory until they are loaded."""
@@ -281,22 +295,23 @@ class _Setup:
         """
         none = (0,) * (len(self._pools) - 1)
         size = PoolSize(num_blocks=0, max_model_len=self._max_len, more_blocks=none)
-        executor = self._executor(llama, size, use_graphs=False)
-        if self._gpu.device.type == "cuda" and self._max_len > 1:
-            for batch in small_steps(
-                self._config.scheduler, self._max_len, self._block_size, len(self._pools)
-            ):
-                executor.execute(batch).wait()
-        batch = largest_step(
-            self._config.scheduler, self._max_len, self._block_size, len(self._pools)
-        )
-        executor.execute(batch).wait()
+        self._run_steps(llama, size, None)
+        if self._slots is not None:
+            seqs = self._config.scheduler.max_num_seqs
+            self._run_steps(llama, size, OneForAll(None, None, self._dtype, _CPU, seqs))
         # Torch frees nothing by itself, so this is the peak, including the kernels' code.
         peak = self._gpu.used_bytes()
-        del executor
         gc.collect()
         self._gpu.release()
         return max(0, peak - used)
+
+    def _run_steps(self, llama: LlamaModel, size: PoolSize, adapters: Adapters | None) -> None:
+        executor = self._executor(llama, size, adapters, use_graphs=False)
+        limits = self._config.scheduler, self._max_len, self._block_size, len(self._pools)
+        if self._gpu.device.type == "cuda" and self._max_len > 1:
+            for batch in small_steps(*limits):
+                executor.execute(batch).wait()
+        executor.execute(largest_step(*limits)).wait()
 
     def _size_pool(self, budget: MemoryBudget) -> PoolSize:
         config = self._config
@@ -310,7 +325,29 @@ class _Setup:
             advice=lambda needed: pool_advice(config, budget)(needed + self._padding_bytes),
         )
 
-    def _executor(self, llama: LlamaModel, size: PoolSize, *, use_graphs: bool) -> CudaExecutor:
+    def _adapters(self) -> Adapters | None:
+        """None where there are no slots for any."""
+        if (slots := self._slots) is None:
+            return None
+        max_num_seqs = self._config.scheduler.max_num_seqs
+        return Adapters(
+            self._config.lora,
+            self._model,
+            self._dtype,
+            _CPU,
+            max_num_seqs,
+            make=slots.put,
+            drop=slots.free,
+        )
+
+    def _executor(
+        self,
+        llama: LlamaModel,
+        size: PoolSize,
+        adapters: Adapters | None = None,
+        *,
+        use_graphs: bool,
+    ) -> CudaExecutor:
         scheduler, device = self._config.scheduler, self._gpu.device
         block_size = self._block_size
         padded = [num_blocks + 1 for num_blocks in size.of_groups]
@@ -330,12 +367,13 @@ class _Setup:
             scheduler.max_num_seqs, size.max_model_len, block_size, size.of_groups, device
         )
         return CudaExecutor(
-            FusedModel(llama, pool, attention, scheduler.max_num_seqs),
+            FusedModel(llama, pool, attention, scheduler.max_num_seqs, self._slots),
             pool,
             tables,
             self._grammars,
             self._describe(llama, size),
             max_num_seqs=scheduler.max_num_seqs,
+            adapters=adapters,
             use_graphs=use_graphs,
         )
 
@@ -355,6 +393,13 @@ class _Setup:
             quantization=self._quantization,
             layout=self._layout,
         )
+
+
+class OneForAll(Adapters):
+    """Every token has the adapter of the first slot, which changes nothing yet."""
+
+    def runs(self, batch: ScheduledBatch, query_starts: Sequence[int]) -> tuple[AdapterRun, ...]:
+        return (AdapterRun(0, query_starts[-1], 0),)
 
 
 def small_steps(

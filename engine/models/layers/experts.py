@@ -5,6 +5,7 @@ any other layer. Source: Shazeer et al. 2017 (arXiv:1701.06538); the routing is 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -18,6 +19,24 @@ class Rows(Protocol):
     def rows(self, first: int, end: int) -> Linear:
         """The layer of these outputs alone. Its tensors are views."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """Computes every token. gate: (hidden_size,) to (1,), whose sigmoid is its weight."""
+
+    gate_up: Linear
+    down: Linear
+    gate: Linear
+
+    @property
+    def num_bytes(self) -> int:
+        return self.gate_up.num_bytes + self.down.num_bytes + self.gate.num_bytes
+
+    def __call__(self, x: Tensor, gated: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """gated: of gate and up."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return torch.sigmoid(self.gate(x)) * self.down(gated(gate, up))
 
 
 def routes(experts: ExpertsConfig, logits: Tensor) -> tuple[Tensor, Tensor]:

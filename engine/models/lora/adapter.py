@@ -65,7 +65,7 @@ def projections(model: ModelConfig, layer: int) -> dict[str, Projection]:
 
 
 def max_adapter_bytes(model: ModelConfig, rank: int, itemsize: int) -> int:
-    """Of one that changes all layers by this rank."""
+    """Of one that changes all layers by this rank; on a GPU, of one slot."""
     per_rank = sum(
         each.out_features + each.in_features
         for layer in range(model.num_layers)

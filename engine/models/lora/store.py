@@ -43,14 +43,16 @@ class Adapters:
         device: torch.device,
         max_num_seqs: int,
         make: Callable[[Adapter], Any] = lambda adapter: adapter,
+        drop: Callable[[Any], None] = lambda weights: None,
     ) -> None:
-        """config, model: None where none can be loaded. make: gives the weights as the model needs
-        them."""
+        """config, model: None where none can be loaded. device: that files are read to. make: gives
+        the weights as the model needs them. drop: gets them when nothing uses them any more."""
         self._config = config
         self._model = model
         self._dtype = dtype
         self._device = device
         self._make = make
+        self._drop = drop
         self._held: dict[str, _Held] = {}
         self._id_of: dict[RequestId, str] = {}
         self._ids: list[str | None] = [None] * max_num_seqs  # by slot
@@ -108,6 +110,13 @@ class Adapters:
             last = adapter_id
         return tuple(found)
 
+    def num_bytes(self, batch: ScheduledBatch) -> int:
+        """Of the adapters of the batch's sequences, each once."""
+        if not self._held:
+            return 0
+        ids = {self._ids[slot] for slot in batch.slots}
+        return sum(self._held[each].loaded.num_bytes for each in ids if each is not None)
+
     def _load(self, source: AdapterSource) -> LoadedAdapter:
         """Raises PenstockError."""
         if self._config is None or self._model is None:
@@ -151,3 +160,4 @@ class Adapters:
         with self._lock:
             if held.is_leaving and not held.users:
                 del self._held[held.loaded.id]
+                self._drop(held.weights)

@@ -18,6 +18,7 @@ FILES = (
     "tests/engine/kernels/test_sample.py",
     "tests/engine/attention/test_paged.py",
     "tests/engine/executors/test_cuda.py",
+    "tests/engine/executors/test_cuda_adapters.py",
     "tests/engine/kernels/test_kernels.py",
     "tests/engine/attention/test_backends.py",
     "tests/engine/executors/test_step_sampler.py",
@@ -26,6 +27,7 @@ FILES = (
     "tests/engine/sampling/test_sampler.py",
     "tests/engine/kernels/test_codes.py",
     "tests/engine/kernels/test_experts.py",
+    "tests/engine/kernels/test_adapters.py",
     "tests/engine/kernels/test_scaled.py",
     "tests/engine/models/test_fused_linear.py",
 )

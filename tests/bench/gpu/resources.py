@@ -63,7 +63,9 @@ def _compiled() -> dict[str, Any]:
     models += [
         MetaModel(MODEL_CONFIGS / QWEN, max_rows=256, codes=codes) for codes in QUANTIZED.values()
     ]
-    for model in models:
+    kinds = [(model, False) for model in models]
+    kinds.append((MetaModel(MODEL_CONFIGS / QWEN, max_rows=256), True))
+    for model, has_adapters in kinds:
         with overlap(True):
             launches = model.sampling_launches(Mode.PLAIN)
             for num_decodes, chunk in (
@@ -75,7 +77,7 @@ def _compiled() -> dict[str, Any]:
                 (256, 0),
                 (7, 1024),
             ):
-                launches += model.launches(num_decodes, chunk)
+                launches += model.launches(num_decodes, chunk, has_adapters=has_adapters)
         for one in launches:
             name = key(one.name, one.constants, one.types, one.options)
             if name not in kernels:

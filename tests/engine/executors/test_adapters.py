@@ -1,5 +1,6 @@
 """LoRA adapters in an executor: one step holds several, and none changes what another gets."""
 
+import logging
 import random
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,8 @@ import pytest
 from penstock.engine.config import AdapterSource, Dtype, LoraConfig, Quantization
 from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.lora.adapter import max_adapter_bytes
 from penstock.engine.native import library
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
@@ -146,3 +149,22 @@ def test_a_request_for_an_adapter_that_was_unloaded_is_refused_when_others_have_
     engine.executor.release(second.id)
     with pytest.raises(UnknownAdapter, match="no adapter 'first@"):
         engine.executor.prepare(third)
+
+
+def test_a_step_counts_the_bytes_of_each_of_its_adapters_once(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine = AdaptedEngine(model)
+    assert "(--max-loras of them, of --max-lora-rank)" in caplog.text
+    sizes = max_adapter_bytes(ModelConfig.from_dir(model), 1, 4)
+    for number, name in enumerate((None, "first", "third", "first")):
+        request = replace(
+            requests()[0], id=RequestId(str(number)), adapter=name and engine.ids[name]
+        )
+        engine.executor.prepare(request)
+        engine.scheduler.add(request)
+    batch = engine.scheduler.schedule(0.0)
+    assert batch is not None and len(batch.slots) == 4
+    found = engine.executor.execute(batch).wait()
+    assert found.adapter_bytes == sizes * (RANKS["first"] + RANKS["third"])

@@ -49,6 +49,20 @@ def test_a_chunk_graph_fills_its_padding_once_and_not_in_every_layer(
     assert [graph["fill_"] + graph["new_zeros"] for graph in graphs] == [2] * 6
 
 
+def test_with_adapters_a_step_without_one_is_as_before_and_others_are_graphs_too() -> None:
+    report = rehearsal("1", "--enable-lora")
+    check_serving(report)
+    layers = {"_skinny": 9, "_decode": 2}
+    decode, adapted = report["decode"], report["adapted_decode"]
+    assert {name: decode["launches_in_graph"][name] for name in layers} == layers
+    assert "_shrink" not in decode["launches_in_graph"]
+    # For each of four linear layers, in two layers.
+    assert adapted["launches_in_graph"]["_shrink"] == adapted["launches_in_graph"]["_expand"] == 8
+    for steps in (decode, adapted):
+        assert steps["replays"] == steps["steps"]
+        assert steps["launches"] == steps["uploads"] == steps["waits"] == []
+
+
 def test_the_rehearsal_fails_on_what_a_gpu_forbids(report: dict[str, Any]) -> None:
     assert [name for name, refusal in report["rules"].items() if not refusal] == []
     assert len(report["rules"]) == 12

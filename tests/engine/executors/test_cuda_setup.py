@@ -3,6 +3,7 @@
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 from gguf import GGMLQuantizationType
 from triton.runtime.errors import OutOfResources
 
-from penstock.engine.config import Dtype, EngineConfig, LoadFormat, Quantization
+from penstock.engine.config import (
+    AdapterSource,
+    Dtype,
+    EngineConfig,
+    LoadFormat,
+    LoraConfig,
+    Quantization,
+)
 from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cuda.device import Interpreter, check_capability
 from penstock.engine.executors.cuda.setup import build_cuda_executor, largest_step
@@ -20,6 +28,7 @@ from penstock.engine.executors.loading import Ledger
 from penstock.engine.memory.gpu_budget import (
     GIB,
     MemoryBudget,
+    check_adapters,
     check_weights,
     graph_bytes,
     out_of_memory,
@@ -31,10 +40,12 @@ from penstock.engine.memory.kv_pool import PoolSize, size_pool
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.coded import OnGpu
 from penstock.engine.models.layers.kept import AsStored
+from penstock.engine.models.lora.adapter import max_adapter_bytes
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.groups import KVGroup
+from tests.support.adapters import save_adapter
 from tests.support.gguf_files import quantized, write_gguf
 from tests.support.kernels import ON_GPU
 from tests.support.paths import DEMO_MODEL
@@ -115,6 +126,38 @@ def test_quantized_weights_stay_in_codes_and_are_counted_so(
     kept = OnGpu(torch.device("cpu")).num_bytes
     assert executor.info.weight_bytes == served.step_weight_bytes(4, kept)
     assert executor.info.weight_bytes < served.step_weight_bytes(4, AsStored().num_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
+@pytest.mark.parametrize("name", [None, "awq"])
+def test_adapters_of_a_model_that_is_set_up_give_what_the_cpu_executor_gives(
+    name: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """name: the format of the base's weights."""
+    caplog.set_level(logging.INFO)
+    model = make_model("qwen3", intermediate_size=128)
+    path, plain = tmp_path / "base", tmp_path / "plain"
+    save(model if name is None else save_quantized(model, path, FORMATS[name]), plain)
+    if name is None:
+        path = plain
+    adapter = save_adapter(model, tmp_path / "adapter")
+    found: list[Any] = []
+    for base in (plain, path):
+        config = interpreted(base, lora=LoraConfig(max_loras=2, max_rank=8))
+        executor = build_cuda_executor(config, base, Interpreter()) if found else None
+        engine = SteppedEngine(config, executor)
+        assert engine.executor.adapters is not None
+        source = AdapterSource(name="adapter", path=str(adapter))
+        loaded = engine.executor.adapters.load(source).result().id
+        requests = [
+            make_request("a", 5, max_tokens=2, adapter=loaded),
+            make_request("b", 14, max_tokens=2),
+        ]
+        found.append([ids_of(outputs) for outputs in engine.run(requests)])
+    assert found[0] == found[1]
+    slots = f"adapters {2 * max_adapter_bytes(ModelConfig.from_dir(path), 8, 4) / 2**30:9.3f}"
+    assert slots in caplog.text
 
 
 @pytest.mark.slow
@@ -325,6 +368,15 @@ def test_a_gpu_before_ampere_is_refused() -> None:
     check_capability("A100", (8, 0))
     with pytest.raises(InvalidConfig, match=r"T4 has compute capability 7.5.*--device cpu"):
         check_capability("T4", (7, 5))
+
+
+def test_slots_of_adapters_that_do_not_fit_are_refused_by_both_flags() -> None:
+    lora = LoraConfig(max_loras=100, max_rank=64)
+    check_adapters(lora, "H100", num_bytes=30 * GIB, free=30 * GIB)
+    with pytest.raises(
+        InvalidConfig, match=r"--max-loras 100 of --max-lora-rank 64 take 31.00 GiB"
+    ):
+        check_adapters(lora, "H100", num_bytes=31 * GIB, free=30 * GIB)
 
 
 def test_without_graphs_nothing_is_kept_for_them() -> None:

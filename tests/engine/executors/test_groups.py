@@ -70,7 +70,7 @@ class Run:
 def groups_of(executor: Executor, *, num_blocks: int, releases: bool) -> list[KVGroup]:
     """releases: else no position is ever behind a window."""
     alignment = executor.info.read_alignment if releases else 2**20
-    groups = executor.info.kv_groups
+    groups = [each for each in executor.info.kv_groups if isinstance(each, KVGroup)]
     assert all(group.num_blocks >= num_blocks for group in groups)
     return [KVGroup(num_blocks, group.window, alignment) for group in groups]
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from penstock.engine.config import LoadFormat, LoraConfig, Quantization
 from penstock.engine.executors.loading import weight_source
 from penstock.engine.executors.parallel import check_parallel
-from penstock.engine.models import shard as shard_module
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.kept import AsStored
@@ -156,13 +155,12 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_sizes_that_can(
         Shard(replace(model, **changes), 0, size)
 
 
-def test_a_feature_that_it_does_not_know_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, _ = saved(tmp_path, "qwen2")
-    monkeypatch.setattr(shard_module, "FEATURES", frozenset({"tied_embeddings"}))
-    with pytest.raises(InvalidConfig, match="this model has qkv_bias, which cannot be split"):
-        Shard(model, 0, 2)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_feature_that_cannot_be_split_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    saved(tmp_path, family)
+    message = "this model has attention_gates, delta_net, which cannot be split over ranks so far"
+    with pytest.raises(InvalidConfig, match=f"--tensor-parallel-size 2: {message}"):
+        check_parallel(engine_config(tmp_path, tensor_parallel_size=2), tmp_path)
 
 
 def test_a_tensor_of_another_size_than_config_json_implies_is_refused(tmp_path: Path) -> None:

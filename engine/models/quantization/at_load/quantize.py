@@ -31,6 +31,7 @@ from penstock.engine.models.quantization.at_load.rounding import (
 from penstock.engine.models.quantization.at_load.weights import CodesOf, QuantizedWeights
 from penstock.engine.models.weights import Checkpoint, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
+from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,16 @@ class Quantized:
 def quantization_plan(
     method: Quantization | None, model: ModelConfig, dtype: torch.dtype, kept: Kept | None = None
 ) -> Plan | None:
-    """None without --quantization. dtype, kept: see `Plan.of`."""
-    return None if method is None else Plan.of(Scheme(method, model), dtype, kept)
+    """None without --quantization. dtype, kept: see `Plan.of`. Raises InvalidConfig for a model
+    that nothing computes from codes."""
+    if method is None:
+        return None
+    if model.delta_net is not None:
+        raise InvalidConfig(
+            f"--quantization is {method}, and a model with gated delta nets is computed from plain "
+            "weights alone; leave it out"
+        )
+    return Plan.of(Scheme(method, model), dtype, kept)
 
 
 def quantize(

@@ -1,0 +1,87 @@
+"""`NativeRecurrence`: the recurrence of gated delta nets in C++ (delta_net.cpp)."""
+
+import ctypes
+import weakref
+from ctypes import Structure, c_double, c_int64, c_void_p
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from penstock.engine.models.layers.delta_net import DeltaNet, Segments
+
+
+class _DeltaNet(Structure):
+    _fields_ = (
+        ("key_heads", c_int64),
+        ("value_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("num_taps", c_int64),
+        ("eps", c_double),
+        ("taps", c_void_p),
+        ("decay", c_void_p),
+        ("bias", c_void_p),
+        ("norm", c_void_p),
+        ("sequences", c_int64),
+        ("segments", c_void_p),
+        ("first_segments", c_void_p),
+        ("projected", c_void_p),
+        ("gates", c_void_p),
+        ("matrices", c_void_p),
+        ("inputs", c_void_p),
+        ("out", c_void_p),
+    )
+
+
+class NativeRecurrence:
+    """See `penstock.engine.models.layers.delta_net.Recurrence`."""
+
+    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
+        """library: see `load_delta_net_library`."""
+        self._run = library.penstock_delta_net
+        self._run.argtypes = (c_void_p, c_void_p)
+        library.penstock_delta_net_team.restype = c_void_p
+        self._team = c_void_p(library.penstock_delta_net_team(c_int64(num_threads)))
+        weakref.finalize(self, library.penstock_delta_net_end, self._team)
+
+    def __call__(
+        self,
+        layer: DeltaNet,
+        projected: Tensor,
+        gates: Tensor,
+        matrices: Tensor,
+        inputs: Tensor,
+        segments: Segments,
+    ) -> Tensor:
+        config = layer.config
+        out = torch.empty(len(projected), config.num_values)
+        projected, gates = projected.contiguous(), gates.contiguous()
+        weights = (layer.taps, layer.decay, layer.bias, layer.norm)
+        assert all(each.is_contiguous() for each in (*weights, matrices, inputs))
+        numbers = list(chain.from_iterable(chain.from_iterable(segments)))
+        each = (c_int64 * len(numbers))(*numbers)
+        starts = [0, *accumulate(map(len, segments))]
+        first_segments = (c_int64 * len(starts))(*starts)
+        net = _DeltaNet(
+            key_heads=config.num_key_heads,
+            value_heads=config.num_value_heads,
+            key_dim=config.key_dim,
+            value_dim=config.value_dim,
+            num_taps=config.num_taps,
+            eps=layer.eps,
+            taps=layer.taps.data_ptr(),
+            decay=layer.decay.data_ptr(),
+            bias=layer.bias.data_ptr(),
+            norm=layer.norm.data_ptr(),
+            sequences=len(segments),
+            segments=ctypes.addressof(each),
+            first_segments=ctypes.addressof(first_segments),
+            projected=projected.data_ptr(),
+            gates=gates.data_ptr(),
+            matrices=matrices.data_ptr(),
+            inputs=inputs.data_ptr(),
+            out=out.data_ptr(),
+        )
+        self._run(self._team, ctypes.byref(net))
+        return out
