@@ -113,7 +113,7 @@ def test_a_disk_that_cannot_be_written_stops_writing_and_no_request(tmp_path: Pa
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
 def test_a_blocks_bytes_are_the_same_in_another_place_of_its_pool(dtype: torch.dtype) -> None:
-    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=8)
+    shape = KVShape.of(num_layers=3, num_kv_heads=2, head_dim=8)
     layout = KVLayout.of([None, 4, None], 64)
     pools = KVPools(shape, layout, (5, 4), 4, dtype, torch.device("cpu"))
     memory = PoolBytes(pools)
