@@ -82,7 +82,8 @@ test-ops: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OPS)
 
 # Two replicas of the scripted engine in Ray Serve, in real processes on this machine: what passes, where it
-# goes, and that streams end whole. It installs Ray (80 MB) first, and takes five minutes on two busy cores.
+# goes, and that streams end whole; and every family on two ranks (tensor parallelism) beside one. It
+# installs Ray (80 MB) first, and takes ten minutes on two busy cores.
 test-distributed: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[ray]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed

@@ -141,6 +141,8 @@ class EngineConfig:
     that of a model of text and images only the text model is served. gpu_memory_utilization: the
     share of a GPU's memory that may be used, by other processes too. enforce_eager: no CUDA graphs;
     the kernels of a step are launched one by one. log_level, log_format: of the engine process.
+    tensor_parallel_size: how many processes compute each layer together; num_threads and
+    kv_cache_memory_bytes are of each.
     calibration: a file of penstock calibrate, from which steps are predicted until enough have run.
     max_engine_restarts: how often within ten minutes a process that ended is replaced.
     stall_timeout_s: see `penstock.engine.ipc.stall`.
@@ -169,6 +171,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
     calibration: str | None = None
     max_num_queued_reqs: int = 1024
     max_engine_restarts: int = 10
@@ -189,6 +192,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidConfig(f"--{name.replace('_', '-')} must be at least 1")
+        if self.tensor_parallel_size < 1:
+            raise InvalidConfig("--tensor-parallel-size must be at least 1")
         if self.max_engine_restarts < 0:
             raise InvalidConfig("--max-engine-restarts must not be negative; 0 is never")
         if self.stall_timeout_s < 3:

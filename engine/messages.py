@@ -109,9 +109,11 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Engine to server, its last message: why it ends."""
+    """Engine to server, its last message: why it ends. signal: where one of its ranks was ended or
+    stopped by that."""
 
     message: str
+    signal: int | None = None
 
 
 class Late(NamedTuple):

@@ -107,6 +107,8 @@ class ModelInfo:
     more_blocks is empty, all layers share one pool. read_alignment: see `KVGroup`. num_states: of
     the pool of recurrent states, 0 for a model without; state_bytes: of one, in all layers.
     model_impl: whose implementation of the family computes it, "penstock" or "transformers".
+    tensor_parallel_size: how many ranks have a part of every layer each. Bytes, operations, peaks
+    and measurements are then one rank's.
     """
 
     architecture: str
@@ -139,6 +141,7 @@ class ModelInfo:
     num_states: int = 0
     state_bytes: int = 0
     model_impl: str = "penstock"
+    tensor_parallel_size: int = 1
 
     @property
     def kv_groups(self) -> tuple[KVGroup | StateGroup, ...]:

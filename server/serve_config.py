@@ -89,6 +89,7 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
             kv_offload_dir=str(options.kv_offload_dir) if options.kv_offload_dir else None,
             kv_events=options.kv_events_config,
             kv_offload_bytes=_gib(options.kv_offload_gb),
+            tensor_parallel_size=options.tensor_parallel_size,
             calibration=str(options.calibration) if options.calibration else None,
             max_num_queued_reqs=options.max_num_queued_reqs,
             max_engine_restarts=options.max_engine_restarts,

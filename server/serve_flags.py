@@ -227,6 +227,15 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         help="CPU threads that compute; lower it if other programs need the cores "
         "(default: all cores)",
     )
+    flag(
+        "-tp",
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        default=1,
+        help="split each layer over N processes, on a CPU so far; they share the cores, and "
+        "--kv-cache-memory-bytes and --num-threads are of each (default: %(default)s)",
+    )
 
 
 def _add_lora_flags(group: "argparse._ArgumentGroup") -> None:

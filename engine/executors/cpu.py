@@ -6,8 +6,9 @@ step reads them.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import CDLL
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from penstock.engine.executors.loading import (
     log_text_only,
     log_widening,
     most_adapter_bytes,
+    of_ranks,
     reading,
     weight_bytes,
     weight_source,
@@ -56,6 +58,7 @@ from penstock.engine.models.errors import (
     UnsupportedFeature,
     UnsupportedWeightFormat,
 )
+from penstock.engine.models.gathered import GatheredModel, least
 from penstock.engine.models.gguf.weights import weight_formats as gguf_formats
 from penstock.engine.models.layers.delta_net import Recurrence, torch_recurrence
 from penstock.engine.models.layers.kept import AsStored
@@ -64,6 +67,7 @@ from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.lora.adapter import Adapter
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
+from penstock.engine.models.shard import Shard
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.delta_net import NativeRecurrence
 from penstock.engine.native.inputs import gather_input
@@ -71,6 +75,7 @@ from penstock.engine.native.library import load_delta_net_library, load_library
 from penstock.engine.native.model import NativeModel, check_features, may_code_kv
 from penstock.engine.native.packing import FORMATS
 from penstock.engine.phases import Phases
+from penstock.engine.ranks.group import Group
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
@@ -92,8 +97,16 @@ class CpuExecutor:
 
     _native: NativeModel | None = None
     _tier: DiskTier | None = None
+    _group: Group | None = None
 
-    def __init__(self, config: EngineConfig, model_dir: Path, phases: Phases | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        phases: Phases | None = None,
+        group: Group | None = None,
+    ) -> None:
+        """group: of the ranks that compute the model together, each in a process of its own."""
         if config.attention_backend is not AttentionBackend.AUTO:
             raise InvalidConfig(
                 f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
@@ -102,14 +115,23 @@ class CpuExecutor:
         check_quantization(config, model_dir)
         phases = phases or Phases()
         # The server's process shares them: a thread that it interrupts holds up no other.
-        num_threads = config.num_threads or num_cores()
-        model = ModelConfig.from_dir(model_dir)
+        num_ranks = group.size if group else 1
+        num_threads = config.num_threads or max(1, num_cores() // num_ranks)
+        self._group = group
+        whole = model = ModelConfig.from_dir(model_dir)
         check_dtype(config.dtype, model)
         if model.delta_net is not None:
             refuse_with_states(config)
+        shard = None if group is None else Shard(whole, group.rank, group.size)
+        if shard is not None:
+            model = shard.config
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         with phases.timed("compile", "loading the step that is compiled for this processor"):
+            if group and group.rank:
+                group.barrier()  # rank 0 compiles for all
             self._dtype, library = _dtype_and_library(config, model, model_dir)
+            if group and not group.rank:
+                group.barrier()
         kv_type = kv_dtype(config.kv_cache_dtype, self._dtype)
 
         make_linear: MakeLinear = PlainLinear
@@ -132,17 +154,23 @@ class CpuExecutor:
         identity = identity_of(model_dir, model, formats, block_size, compiled, layout)
         files = block_files(config, identity)
         kept_kv = None
-        if config.kv_memory is not None and layout.state is None:
+        if config.kv_memory is not None and group is None and layout.state is None:
             key = files.key if files else None
             kept_kv = KeptMemory(config.kv_memory, identity, key)
+        if group:
+            group.barrier()  # the memory that is free is divided before anybody takes some
+        available = available_memory_bytes()
         size = size_cpu_pool(
             config,
             pools,
             weight_bytes=num_weight_bytes,
             max_model_len=model.max_model_len,
             kept=kept_kv,
+            num_ranks=num_ranks,
         )
-        available = available_memory_bytes()
+        if group:
+            num_blocks, *more_blocks, max_len = least(group, [*size.of_groups, size.max_model_len])
+            size = PoolSize(num_blocks, max_len, tuple(more_blocks))
         quantized = None
         if plan is not None:
             with torch.inference_mode():
@@ -164,12 +192,15 @@ class CpuExecutor:
                     quantized,
                     make_linear=make_linear,
                     kept=kept,
+                    shard=shard,
                 ),
                 make_linear,
                 gathered_attention,
                 max_model_len=size.max_model_len,
                 device=_CPU,
                 num_load_threads=num_threads,
+                shard=shard,
+                group=group,
                 recurrence=_recurrence(model, num_threads),
             )
             torch.set_num_threads(num_threads)
@@ -190,8 +221,14 @@ class CpuExecutor:
                     make_adapter = native.packed_adapter
                 except UnsupportedWeightFormat as error:
                     _warn_of_torch(error)
+        if group:
+            self._model = GatheredModel(self._model, group, whole.vocab_size)
         computed_by = f"{products}, {num_threads} thread{'s' if num_threads > 1 else ''}"
+        if num_ranks > 1:
+            computed_by += f" in each of {num_ranks} processes"
         logger.info("computed by %s", computed_by)
+        if group:
+            group.barrier()  # so that each measures its share
         with phases.timed("bandwidth", "measuring how fast memory is read"):
             measured = read_bandwidth(BANDWIDTH_PROBE_BYTES)
         with phases.timed("flops", "measuring how fast matrices are multiplied"):
@@ -200,7 +237,7 @@ class CpuExecutor:
         self._adapters = Adapters(
             config.lora, model, self._dtype, _CPU, config.scheduler.max_num_seqs, make_adapter
         )
-        self._make_tables(config, model_dir, model.vocab_size, model.eos_token_ids, size, argmax_of)
+        self._make_tables(config, model_dir, whole.vocab_size, model.eos_token_ids, size, argmax_of)
         self._info = describe(
             model,
             self._dtype,
@@ -217,6 +254,8 @@ class CpuExecutor:
             quantization=quantized.info if quantized else None,
             layout=layout,
         )
+        if group:
+            self._info = of_ranks(self._info, whole, num_ranks)
         total = total_memory_bytes()
         Ledger(
             total=total,
@@ -246,6 +285,8 @@ class CpuExecutor:
         self._group_tables = tables.unbind()
         self._block_tables = tables if num_groups > 1 else tables[0]
         self._prompt_lengths = [0] * max_num_seqs
+        # Where the ids of the last step belong, on a rank that learns them from another.
+        self._sampled_at: list[tuple[int, int]] = []
         grammars = Grammars.of_model(model_dir, vocab_size, eos_token_ids, config.load_format)
         self._grammars = GrammarTable(grammars, max_num_seqs, vocab_size)
         self._sampler = Sampler(max_num_seqs, vocab_size, _CPU, self._grammars, argmax_of)
@@ -280,9 +321,33 @@ class CpuExecutor:
         self._adapters.release(request_id)
 
     def execute(self, batch: ScheduledBatch) -> "Done":
-        with torch.inference_mode():
+        with torch.inference_mode(), self._in_step(batch):
             self._apply(batch)
             return Done(self._run(batch))
+
+    def follow(self, batch: ScheduledBatch, last_ids: Sequence[int]) -> None:
+        """This rank's part of a step, where it is not rank 0, which samples. last_ids: what rank 0
+        sampled in the step before."""
+        with torch.inference_mode(), self._in_step(batch):
+            for (slot, position), token_id in zip(self._sampled_at, last_ids, strict=True):
+                self._tokens[slot, position] = token_id
+            self._apply(batch)
+            self._sampled_at = []
+            if batch.slots:
+                step, _, slots, _ = self._compute(batch)
+                lengths = [
+                    n
+                    for n, samples in zip(step.context_lens, batch.samples, strict=True)
+                    if samples
+                ]
+                self._sampled_at = list(zip(slots, lengths, strict=True))
+
+    @property
+    def _is_follower(self) -> bool:
+        return self._group is not None and self._group.rank > 0
+
+    def _in_step(self, batch: ScheduledBatch) -> AbstractContextManager[None]:
+        return nullcontext() if self._group is None else self._group.doing.in_step(batch.step)
 
     def _apply(self, batch: ScheduledBatch) -> None:
         """Updates the tables, in the order that `ScheduledBatch` states."""
@@ -293,9 +358,11 @@ class CpuExecutor:
                 self._pool.all_groups[group].reach(block_ids)
                 self._group_tables[group][slot, : len(block_ids)] = self._tensor(block_ids)
             self._prompt_lengths[slot] = num_prompt_tokens
+            self._prompts.assign(assignment)
+            if self._is_follower:
+                continue
             self._sampler.assign(slot, sampling, seed)
             self._grammars.assign(assignment)
-            self._prompts.assign(assignment)
             self._adapters.assign(assignment)
         for group, pool in enumerate(self._pool.all_groups):
             updates = [update for update in batch.table_updates if update.group == group]
@@ -309,22 +376,15 @@ class CpuExecutor:
     def _run(self, batch: ScheduledBatch) -> SampledTokens:
         if not batch.slots:
             return SampledTokens(step=batch.step, token_ids=[])
-        block_size = self._info.block_size
-        step = self._build_input(batch, self._token_table, self._block_tables, block_size)
-        if adapters := self._adapters.runs(batch, step.query_starts):
-            step = replace(step, adapters=adapters)
-        rows = [row for row, samples in enumerate(batch.samples) if samples]
-        slots = [batch.slots[row] for row in rows]
-        self._grammars.start(slots)
-        prompts: tuple[PromptOutput | None, ...] = ()
-        if parts := self._prompts.parts(batch, step.query_starts):
-            logits, prompts = self._compute_and_read(step, parts)
-        else:
-            logits = self._model(step, self._pool)
+        step, logits, slots, prompts = self._compute(batch)
         num_experts = None if self._native is None else self._native.num_experts_read
         adapter_bytes = self._adapters.num_bytes(batch)
-        lengths = [step.context_lens[row] for row in rows]
-        if not rows:
+        lengths = [
+            length
+            for length, samples in zip(step.context_lens, batch.samples, strict=True)
+            if samples
+        ]
+        if not slots:
             return SampledTokens(
                 step=batch.step,
                 token_ids=[],
@@ -350,6 +410,23 @@ class CpuExecutor:
             num_experts=num_experts,
             adapter_bytes=adapter_bytes,
         )
+
+    def _compute(
+        self, batch: ScheduledBatch
+    ) -> tuple[ModelInput, Tensor, list[int], tuple[PromptOutput | None, ...]]:
+        """What the model read; the logits of the rows that sample, their slots, and the outputs of
+        prompts."""
+        block_size = self._info.block_size
+        step = self._build_input(batch, self._token_table, self._block_tables, block_size)
+        if adapters := self._adapters.runs(batch, step.query_starts):
+            step = replace(step, adapters=adapters)
+        slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
+        if not self._is_follower:
+            self._grammars.start(slots)
+        if parts := self._prompts.parts(batch, step.query_starts):
+            logits, prompts = self._compute_and_read(step, parts)
+            return step, logits, slots, prompts
+        return step, self._model(step, self._pool), slots, ()
 
     def _compute_and_read(
         self, step: ModelInput, parts: list[PromptPart]

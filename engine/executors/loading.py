@@ -3,7 +3,7 @@ memory."""
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from penstock.engine.models.lora.adapter import max_adapter_bytes
 from penstock.engine.models.quantization.at_load.plan import Plan
 from penstock.engine.models.quantization.at_load.quantize import Quantized
 from penstock.engine.models.quantization.parse import quantization_name
+from penstock.engine.models.shard import Shard
 from penstock.engine.models.tensor_files import is_finite
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
@@ -124,16 +125,19 @@ def weight_source(
     *,
     make_linear: MakeLinear,
     kept: Kept,
+    shard: Shard | None = None,
 ) -> WeightSource:
     """phases: its current phase is advanced by the bytes of each weight. quantized: the linear
-    layers, where they are not as the checkpoint has them. make_linear: see `Widened`."""
+    layers, where they are not as the checkpoint has them. make_linear: see `Widened`. shard: the
+    part that is read, of plain weights alone."""
     source: Checkpoint | GgufWeights | RandomWeights
     if load_format is LoadFormat.DUMMY:
-        source = RandomWeights(empty, model.quantization)
+        source = RandomWeights(empty, model.quantization, shard)
     elif is_gguf(model_dir):
+        assert shard is None, shard
         source = GgufWeights(model_dir, empty, kept.num_bytes)
     else:
-        source = Checkpoint(model_dir, empty, model.quantization)
+        source = Checkpoint(model_dir, empty, model.quantization, shard)
     if quantized is not None:
         return Counted(quantized.of(source, kept), phases)
     return Counted(Widened(source, empty, make_linear, kept), phases)
@@ -348,6 +352,16 @@ def _attention_groups(
             )
         )
     return tuple(groups)
+
+
+def of_ranks(info: ModelInfo, whole: ModelConfig, num_ranks: int) -> ModelInfo:
+    """info: of one rank's part of a model. What a device reads and computes stays that part's."""
+    return replace(
+        info,
+        vocab_size=whole.vocab_size,
+        num_parameters=whole.num_parameters,
+        tensor_parallel_size=num_ranks,
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

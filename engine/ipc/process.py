@@ -7,7 +7,6 @@ parent says why it ends.
 """
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -33,9 +32,10 @@ from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Failed, FromEngine, OnWire, Ready, SubmitAlike, ToEngine
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.fallback.source import TransformersClass
+from penstock.engine.parent_process import die_with_parent
 from penstock.engine.phases import Phases
 from penstock.engine.step_times import first_step_model
-from penstock.scheduler.errors import PenstockError
+from penstock.scheduler.errors import InvalidConfig, PenstockError
 from penstock.scheduler.forecast import prefill_s
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.kv_events import KVEvents
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 BuildExecutor = Callable[[EngineConfig, Phases], Executor]
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _HEARTBEAT_INTERVAL_S = 1.0
 
 
@@ -62,6 +61,15 @@ class Pipe:
         self._socket.connect(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(OnWire)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._on_news: Callable[[], None] = lambda: None
+
+    def watch(self, descriptor: int, on_news: Callable[[], None]) -> None:
+        """Whoever waits for commands also waits until the descriptor can be read, and then calls
+        on_news, which may raise."""
+        self._poller.register(descriptor, zmq.POLLIN)
+        self._on_news = on_news
 
     def send(self, message: FromEngine) -> None:
         """Called by one thread at a time; `Phases` sees to it while several threads load."""
@@ -71,8 +79,9 @@ class Pipe:
         """See `penstock.engine.loop.Inbox`."""
         if timeout_s != 0:
             timeout_ms = None if timeout_s is None else round(timeout_s * 1000)
-            if not self._socket.poll(timeout_ms):
+            if not self._poller.poll(timeout_ms):
                 return
+            self._on_news()
         while True:
             try:
                 message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
@@ -91,6 +100,8 @@ class Pipe:
 def build_executor(config: EngineConfig, phases: Phases) -> Executor:
     """The executor of this config, its model loaded. Raises PenstockError."""
     if config.scripted:
+        if config.tensor_parallel_size > 1:
+            raise InvalidConfig("--tensor-parallel-size: the scripted engine has no model to split")
         from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
         from penstock.engine.memory.kept import KeptMemory, identity_of
         from penstock.engine.memory.offload import block_files, disk_tier
@@ -127,6 +138,21 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
 
         device = choose_device(config.device)
         implementation = find_implementation(Path(config.model), config.model_impl)
+    if config.tensor_parallel_size > 1:
+        if isinstance(implementation, TransformersClass):
+            raise InvalidConfig(
+                f"--tensor-parallel-size {config.tensor_parallel_size}: a model that transformers' "
+                "class computes cannot be split; use --tensor-parallel-size 1, or another model"
+            )
+        if device.type == "cuda":
+            raise InvalidConfig(
+                f"--tensor-parallel-size {config.tensor_parallel_size}: several GPUs are not "
+                "supported yet; use --device cpu, or one GPU, whose memory holds more with "
+                "--quantization int8 or int4"
+            )
+        from penstock.engine.executors.parallel import build_parallel_executor
+
+        return build_parallel_executor(config, phases)
     if isinstance(implementation, TransformersClass):
         from penstock.engine.executors.transformers import TransformersExecutor
 
@@ -148,6 +174,8 @@ def serve(
     at_end: gets what is to be done where the server ends it.
     """
     executor = build(config, Phases(pipe.send))
+    if (followers := getattr(executor, "followers", None)) is not None:
+        pipe.watch(followers.news, followers.check)
     info = executor.info
     step_model = LiveStepModel(info, first_step_model(config, info))
     # What is recorded must have been computed, not only launched.
@@ -206,7 +234,7 @@ def _log_what_loading_takes(tier: BlockTier, step_model: LiveStepModel, info: Mo
 
 def main(build: BuildExecutor = build_executor) -> None:
     """Never returns."""
-    _die_with_parent()
+    die_with_parent()
     # The terminal and some service managers signal the whole process group. The server decides
     # when the engine ends, because it may have requests to finish first.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -220,7 +248,7 @@ def main(build: BuildExecutor = build_executor) -> None:
         logs.configure(config.log_level, config.log_format)
         serve(config, pipe, build, at_end)
     except PenstockError as error:
-        _end(pipe, str(error), 2)
+        _end(pipe, str(error), 2, signal_of_rank=getattr(error, "signal", None))
     except BaseException as error:
         logger.exception("the engine failed")
         # The further lines of a CUDA error are for the log alone.
@@ -228,20 +256,12 @@ def main(build: BuildExecutor = build_executor) -> None:
         _end(pipe, f"{type(error).__name__}: {first_line}", 1)
 
 
-def _end(pipe: Pipe, why: str, code: int) -> NoReturn:
+def _end(pipe: Pipe, why: str, code: int, signal_of_rank: int | None = None) -> NoReturn:
     """Exits at once: what Python frees and waits for at its exit may hang on a GPU that failed."""
-    pipe.send(Failed(why))
+    pipe.send(Failed(why, signal_of_rank))
     pipe.close()
     flush_all()
     os._exit(code)
-
-
-def _die_with_parent() -> None:
-    parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the line above
-        os._exit(1)
 
 
 def _exit_at_end_of_input(at_end: list[Callable[[], object]]) -> None:

@@ -289,7 +289,10 @@ class EngineProcess:
             self._ready.set_result(message.info)
         elif isinstance(message, Failed):
             self._is_ending = True
-            self._end(End(EndCause.FAILED, message.message))
+            cause = EndCause.FAILED
+            if message.signal is not None:
+                cause = self._cause_of(message.signal)
+            self._end(End(cause, message.message))
         else:
             self._on_message(message)
 
@@ -317,17 +320,23 @@ class EngineProcess:
     def _end_of(self, code: int) -> End:
         """code: negative for a signal."""
         why = f"the engine process ended with code {code} and no message"
-        if -code not in _SIGNALS_OF_OTHERS:
-            return End(EndCause.FAILED, why)
-        if code == -signal.SIGKILL and _num_oom_kills() > self._num_oom_kills:
+        cause = self._cause_of(-code)
+        if cause is EndCause.OUT_OF_MEMORY:
             why += "; the kernel killed it because memory ran out: lower --kv-cache-memory-bytes"
-            return End(EndCause.OUT_OF_MEMORY, why)
-        if code == -signal.SIGKILL:
+        elif code == -signal.SIGKILL:
             why += (
                 "; unless somebody killed it, the kernel did because memory ran out, which dmesg "
                 "shows: lower --kv-cache-memory-bytes"
             )
-        return End(EndCause.KILLED, why)
+        return End(cause, why)
+
+    def _cause_of(self, number: int) -> EndCause:
+        """number: of a signal that ended a process of the engine, or SIGSTOP."""
+        if number == signal.SIGSTOP:
+            return EndCause.STOPPED
+        if number == signal.SIGKILL and _num_oom_kills() > self._num_oom_kills:
+            return EndCause.OUT_OF_MEMORY
+        return EndCause.KILLED if number in _SIGNALS_OF_OTHERS else EndCause.FAILED
 
     def _end(self, end: End) -> None:
         """Reports the end, once, to everyone who waits for the engine."""

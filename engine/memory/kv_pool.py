@@ -238,12 +238,14 @@ def size_cpu_pool(
     weight_bytes: int,
     max_model_len: int,
     kept: KeptMemory | None = None,
+    num_ranks: int = 1,
 ) -> PoolSize:
     """`size_pool` with --kv-cache-memory-bytes, or else a quarter of the memory that the weights
     leave free. Never more than max_num_seqs sequences of the full length can fill.
 
     max_model_len: the model's own limit. kept: pools that are there already keep their sizes, as
-    their memory is no longer free.
+    their memory is no longer free. num_ranks: how many processes do the same on this machine, each
+    with such weights.
     """
     max_len = resolve_max_model_len(engine.max_model_len, max_model_len)
     sizes = kept.num_blocks if kept else None
@@ -253,7 +255,7 @@ def size_cpu_pool(
         if all(num >= pool.most_blocks(max_len) for num, pool in zip(sizes, pools, strict=True)):
             return PoolSize(sizes[0], max_len, sizes[1:])
     else:
-        free = max(0, available_memory_bytes() - weight_bytes)
+        free = max(0, available_memory_bytes() // num_ranks - weight_bytes)
         budget = engine.kv_cache_memory_bytes or int(_DEFAULT_FRACTION * free)
     return size_pool(
         pools,

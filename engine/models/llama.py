@@ -45,7 +45,9 @@ from penstock.engine.models.layers.linear import Linear, MakeLinear, read_linear
 from penstock.engine.models.layers.norm import rms_norm, unit_norm
 from penstock.engine.models.layers.rotary import Angles, RotaryTables, rotate
 from penstock.engine.models.lora.adapter import Stack, adapted
+from penstock.engine.models.shard import Shard
 from penstock.engine.models.weights import WeightSource
+from penstock.engine.ranks.group import Group
 
 
 class Model(Protocol):
@@ -75,9 +77,10 @@ class Layer:
     MLP read; attended_norm and active_norm of what they give, before it is added. router: None
     where the layer has one MLP; otherwise gate_up and down are those of all experts, one after the
     other: (experts * 2 * size, hidden_size) and (experts * hidden_size, size). sinks: see
-    `Attention`. shared: the expert that computes every token, or None. delta_net: None where the
-    layer has attention; otherwise qkv are the inputs of its convolution and its output gates.
-    beside, per_layer_input, scalar: of Gemma 4; the last multiplies what the layer gives, (1,).
+    `Attention`. group: of ranks whose outputs of attention and of the MLP add up to the layer's.
+    shared: the expert that computes every token, or None. delta_net: None where the layer has
+    attention; otherwise qkv are the inputs of its convolution and its output gates. beside,
+    per_layer_input, scalar: of Gemma 4; the last multiplies what the layer gives, (1,).
     """
 
     input_norm: Tensor | None
@@ -94,6 +97,7 @@ class Layer:
     sinks: Tensor | None
     window: int | None
     shape: LayerShape
+    group: Group | None
     shared: SharedExpert | None
     delta_net: DeltaNet | None
     beside: ExpertsBeside | None
@@ -134,16 +138,20 @@ class LlamaModel:
         max_model_len: int,
         device: torch.device,
         num_load_threads: int = 1,
+        shard: Shard | None = None,
+        group: Group | None = None,
         recurrence: Recurrence = torch_recurrence,
     ) -> None:
+        """config: of the shard, where this rank has one. group: of the ranks with the others."""
         self.config = config
+        self.shard, self.group = shard, group
         self._attention = attention
         self._recurrence = recurrence
         hidden, vocab = config.hidden_size, config.vocab_size
         with ThreadPoolExecutor(num_load_threads) as pool:
             self.embedding = weights.read((vocab, hidden), "model.embed_tokens.weight")
             layers = pool.map(
-                lambda index: read_layer(config, weights, make_linear, index),
+                lambda index: read_layer(config, weights, make_linear, index, group),
                 range(config.num_layers),
             )
             self.layers = list(layers)
@@ -171,13 +179,15 @@ class LlamaModel:
         return scaled_logits(self.config, self.lm_head(states))
 
     def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
-        residual = embed(self.config, self.embedding, step.token_ids)
+        residual = self._embed(step.token_ids)
         inputs: Sequence[Tensor | None] = [None] * len(self.layers)
         if self.per_layer_inputs is not None:
             inputs = self.per_layer_inputs(step.token_ids, residual)
         angles, steps = self.rotary.at(step.positions), step.of_groups
         segments: Segments = segments_of(steps[-1]) if self.config.delta_net else ()
         for index, layer in enumerate(self.layers):
+            if self.group:
+                self.group.doing.phase = f"layer {index}"
             if layer.delta_net is not None:
                 x = _normed(residual, layer.input_norm, self.config.rms_norm_eps)
                 mixed = _recur(
@@ -202,6 +212,14 @@ class LlamaModel:
                 inputs[index],
             )
         return rms_norm(residual[rows], self.norm, self.config.rms_norm_eps)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self.shard is None:
+            return embed(self.config, self.embedding, token_ids)
+        own = token_ids - self.shard.first_id
+        is_own = (own >= 0) & (own < len(self.embedding))
+        states = embed(self.config, self.embedding, own.where(is_own, 0))
+        return summed(self.group, states * is_own.unsqueeze(1))
 
 
 def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:
@@ -248,8 +266,18 @@ def run_layer(
     eps = config.rms_norm_eps
     x = _normed(residual, layer.input_norm, eps)
     attended = _attend(config, layer, index, attention, x, angles, keys, values, step)
+    attended = summed(layer.group, attended)
     residual = residual + _normed(attended, layer.attended_norm, eps)
     return _through_mlp(config, layer, index, residual, step, inputs)
+
+
+def summed(group: Group | None, tensor: Tensor) -> Tensor:
+    """The sum of what all ranks have; in float32, where that of a type is not known to a group."""
+    if group is None:
+        return tensor
+    wide = tensor.float() if tensor.dtype is torch.float16 else tensor
+    group.all_reduce(wide)
+    return wide.to(tensor.dtype)
 
 
 def _through_mlp(
@@ -261,7 +289,9 @@ def _through_mlp(
     inputs: Tensor | None,
 ) -> Tensor:
     eps = config.rms_norm_eps
-    change = _mlp(config, layer, index, _normed(residual, layer.mlp_norm, eps), step)
+    change = summed(
+        layer.group, _mlp(config, layer, index, _normed(residual, layer.mlp_norm, eps), step)
+    )
     if layer.beside is not None:
         change = layer.beside(residual, change, partial(_gated, config), eps)
     residual = residual + _normed(change, layer.active_norm, eps)
@@ -325,16 +355,15 @@ def _attend(
     if config.attention_gates:
         query, gate = query.view(len(x), config.num_heads, -1).chunk(2, dim=-1)
         query = query.flatten(1)
+    if config.whole_qk_norm:
+        query, own[0] = _normed_whole(layer, query, own[0], config.rms_norm_eps)
     cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
 
     def heads(projected: Tensor, norm: Tensor | None) -> Tensor:
         """Of queries or keys."""
-        head_dim, eps = layer.shape.heads.head_dim, config.rms_norm_eps
-        if config.whole_qk_norm:
-            projected = _normed(projected, norm, eps)
-        each = projected.view(len(x), -1, head_dim)
+        each = projected.view(len(x), -1, layer.shape.heads.head_dim)
         if not config.whole_qk_norm:
-            each = _normed(each, norm, eps)
+            each = _normed(each, norm, config.rms_norm_eps)
         return rotate(each, cos, sin, angles.rotary_dim)
 
     if own:
@@ -352,6 +381,23 @@ def _attend(
     return adapted(layer.output, mixed.flatten(1), step.adapters, index, Stack.OUTPUT)
 
 
+def _normed_whole(layer: Layer, query: Tensor, key: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Each over all heads, those of other ranks too."""
+    if layer.group is None:
+        return _normed(query, layer.query_norm, eps), _normed(key, layer.key_norm, eps)
+    means = torch.stack([each.float().square().mean(-1) for each in (query, key)])
+    assert layer.query_norm is not None and layer.key_norm is not None, "whole_qk_norm has both"
+    # Every rank has as many heads, and a head that several have counts equally often as another.
+    of_all = summed(layer.group, means) / layer.group.size
+    factors = (of_all + eps).rsqrt().unsqueeze(-1)
+    norms = (layer.query_norm, layer.key_norm)
+    query, key = (
+        (each.float() * factor * weight).to(each.dtype)
+        for each, factor, weight in zip((query, key), factors, norms, strict=True)
+    )
+    return query, key
+
+
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else rms_norm(x, weight, eps)
 
@@ -362,7 +408,11 @@ def read_norm(config: ModelConfig, weights: WeightSource, size: int, name: str) 
 
 
 def read_layer(
-    config: ModelConfig, weights: WeightSource, make_linear: MakeLinear, index: int
+    config: ModelConfig,
+    weights: WeightSource,
+    make_linear: MakeLinear,
+    index: int,
+    group: Group | None = None,
 ) -> Layer:
     prefix = f"model.layers.{index}."
     hidden, shape = config.hidden_size, config.layer_shape(index)
@@ -425,6 +475,7 @@ def read_layer(
         else None,
         window=config.windows[index],
         shape=shape,
+        group=group,
         shared=shared,
         delta_net=delta_net,
         beside=ExpertsBeside.read(config, experts, weights, make_linear, prefix)

@@ -19,6 +19,7 @@ from penstock.engine.models.layers.linear import Linear, StoredLinear
 from penstock.engine.models.quantization.config import QuantizationConfig
 from penstock.engine.models.quantization.made_up import made_up_layer
 from penstock.engine.models.quantization.readers.layer import read_layer
+from penstock.engine.models.shard import Shard
 from penstock.engine.models.tensor_files import PLAIN_DTYPES, TensorFiles, is_finite
 
 logger = logging.getLogger(__name__)
@@ -55,11 +56,17 @@ class Checkpoint:
     """The safetensors beside config.json: weights of a type in `PLAIN_DTYPES`, or quantized."""
 
     def __init__(
-        self, model_dir: Path, empty: Empty, quantization: QuantizationConfig | None = None
+        self,
+        model_dir: Path,
+        empty: Empty,
+        quantization: QuantizationConfig | None = None,
+        shard: Shard | None = None,
     ) -> None:
+        """shard: the part that is read, where that is not all."""
         self._empty = empty
         self._files = TensorFiles(model_dir)
         self._quantization = quantization
+        self._shard = shard
         has_kv_scales = quantization is not None and quantization.has_kv_scales
         if has_kv_scales or any(name.endswith(_KV_SCALES) for name in self._files.names):
             logger.info(
@@ -118,7 +125,7 @@ class Checkpoint:
             raise self._files.wrong_dtype(
                 name, tensor, "only float32, float16 and bfloat16 weights are supported"
             )
-        return tensor
+        return tensor if self._shard is None else self._shard.of(name, tensor)
 
     def _check_overflow(self, name: str, part: Tensor, stored: Tensor) -> None:
         """Raises InvalidModel where float16 cannot hold a weight. One that is not finite in the
@@ -134,15 +141,24 @@ class Checkpoint:
 class RandomWeights:
     """Small random weights for performance work; those of one name are the same in every run."""
 
-    def __init__(self, empty: Empty, quantization: QuantizationConfig | None = None) -> None:
+    def __init__(
+        self,
+        empty: Empty,
+        quantization: QuantizationConfig | None = None,
+        shard: Shard | None = None,
+    ) -> None:
+        """shard: the part that is made. Its numbers are not those that the whole would have."""
         self._empty = empty
         self._quantization = quantization
+        self._shard = shard
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         if len(shape) == 1:  # norms and biases: ones keep the activations' scale
             return self._empty(shape).fill_(1.0)
-        weight = self._empty(shape)
-        return weight.normal_(std=_STD, generator=_generator(names[0], weight.device))
+        weight, name = self._empty(shape), names[0]
+        if self._shard is not None and self._shard.splits(name):
+            name = f"{name} of rank {self._shard.rank}"
+        return weight.normal_(std=_STD, generator=_generator(name, weight.device))
 
     def table(self, shape: tuple[int, int], name: str) -> Tensor:
         return self.read(shape, name)

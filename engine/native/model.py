@@ -25,6 +25,7 @@ from penstock.engine.native.packing import (
     parts,
     release,
 )
+from penstock.engine.ranks.shared_memory import SharedMemoryGroup
 
 # Of ModelConfig.
 FEATURES = {
@@ -100,6 +101,10 @@ class _Model(Structure):
         ("are_weights_normed", c_int64),
         ("swiglu_alpha", c_double),
         ("swiglu_limit", c_double),
+        ("ranks", c_void_p),
+        ("all_reduce", c_void_p),
+        ("num_ranks", c_int64),
+        ("first_id", c_int64),
     )
 
 
@@ -120,6 +125,7 @@ class _Step(Structure):
         ("runs", c_void_p),
         ("num_runs", c_int64),
         ("width", c_int64),
+        ("timeout_ns", c_int64),
     )
 
 
@@ -135,7 +141,8 @@ class NativeModel:
         """library: see `load_library`. Raises UnsupportedFeature or UnsupportedWeightFormat, before
         it packs anything."""
         config = model.config
-        self._library = library
+        assert model.group is None or isinstance(model.group, SharedMemoryGroup), model.group
+        self._library, self._group = library, model.group
         self._dtype = model.embedding.dtype
         self._vocab_size = config.vocab_size
         check_features(config, self._dtype)
@@ -234,6 +241,9 @@ class NativeModel:
             swiglu_alpha=alpha,
             swiglu_limit=limit,
         )
+        if self._group is not None and model.shard is not None:
+            self._model.ranks, self._model.all_reduce = self._group.all_reduce_lane
+            self._model.num_ranks, self._model.first_id = self._group.size, model.shard.first_id
         self._rows = [
             {
                 Stack.QKV: [linear.rows for linear in layer.qkv if linear.rows],
@@ -248,7 +258,7 @@ class NativeModel:
         # Reused: page faults of new memory take longer than what is written to it.
         self._logits = torch.empty(0, self._vocab_size)
         library.penstock_make.restype = c_void_p
-        library.penstock_step.restype = c_int64
+        library.penstock_step.restype = library.penstock_failed.restype = c_int64
         self.num_experts_read: int | None = None
         """By the last step, over all layers; None for a dense model."""
         self._runner = c_void_p(library.penstock_make(ctypes.byref(self._model), c_int64(threads)))
@@ -322,10 +332,20 @@ class NativeModel:
             runs=ctypes.addressof(runs),
             num_runs=len(runs),
             width=max((run.weights.width for run in step.adapters), default=0),
+            timeout_ns=self._group.timeout_ns if self._group else 0,
         )
         num_experts = self._library.penstock_step(self._runner, ctypes.byref(native_step))
+        if self._group is not None:
+            self._check_ranks(self._group)
         if self._model.experts:
             self.num_experts_read = num_experts
+
+    def _check_ranks(self, group: SharedMemoryGroup) -> None:
+        """Raises RankFailed."""
+        layer, outcome = divmod(self._library.penstock_failed(self._runner), 256)
+        if outcome:
+            with group.doing.during(f"layer {layer - 1}" if layer else "the embedding"):
+                raise group.failed("all_reduce", outcome)
 
 
 def check_features(config: ModelConfig, dtype: torch.dtype) -> None:

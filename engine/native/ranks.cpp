@@ -6,6 +6,9 @@
 //
 // Sums are in the order of the ranks on each of them, in float32, so that all have the same bits. A rank that
 // waits for long lets other threads of its core run. Idea: the shared-memory collectives of vLLM and DeepSpeed.
+//
+// A lane is all that a collective needs: stamps, buffers, a number. So threads of one rank that are in different
+// lanes sum at the same time. All but the sums of step.cpp use the first.
 #include <sched.h>
 #include <time.h>
 
@@ -13,6 +16,8 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+
+#include "ranks.h"
 
 namespace {
 
@@ -25,7 +30,7 @@ struct alignas(128) Stamp {
 
 struct Header {
     Stamp stamps[kMaxRanks];
-    std::atomic<int64_t> ended;  // 1 + a rank that has ended, for those that wait for it
+    std::atomic<int64_t> ended;  // in the first lane's: 1 + a rank that has ended, for those that wait for it
 };
 
 constexpr int64_t kHeaderBytes = (sizeof(Header) + 4095) / 4096 * 4096;
@@ -66,10 +71,11 @@ void put(float x, uint16_t *to) {
 
 }  // namespace
 
-// One rank's side. number: of the last collective.
-struct Ranks {
+// One rank's side of a lane. number: of the last collective.
+struct Lane {
     Header *header;
     unsigned char *buffers;
+    const std::atomic<int64_t> *ended;
     int64_t rank, size;
     uint64_t number;
     int64_t missing;  // the rank that was waited for, of the last collective that failed
@@ -91,8 +97,8 @@ struct Ranks {
                 sched_yield();
                 if (tries % 64) continue;
                 missing = other;
-                if (const int64_t ended = header->ended.load(std::memory_order_acquire)) {
-                    missing = ended - 1;
+                if (const int64_t who = ended->load(std::memory_order_acquire)) {
+                    missing = who - 1;
                     return kEnded;
                 }
                 if (now_ns() > deadline_ns) return kTimeout;
@@ -102,9 +108,22 @@ struct Ranks {
     }
 };
 
+struct Ranks {
+    Lane lanes[kRankLanes];
+    std::atomic<int64_t> last;  // the lane of the last collective that failed; the first if none did
+
+    int64_t kept(int64_t lane, int64_t outcome) {
+        if (outcome != kDone) last.store(lane, std::memory_order_release);
+        return outcome;
+    }
+    Lane &failed() { return lanes[last.load(std::memory_order_acquire)]; }
+};
+
 namespace {
 
-template <class T> int64_t sum(Ranks &ranks, T *data, int64_t count, int64_t deadline_ns) {
+int64_t lane_bytes(int64_t size) { return kHeaderBytes + size * 2 * kBufferBytes; }
+
+template <class T> int64_t sum(Lane &ranks, T *data, int64_t count, int64_t deadline_ns) {
     constexpr int64_t kEach = kBufferBytes / sizeof(T), kBlock = 1024;
     for (int64_t first = 0; first < count; first += kEach) {
         const int64_t n = std::min(kEach, count - first);
@@ -132,44 +151,57 @@ template <class T> int64_t sum(Ranks &ranks, T *data, int64_t count, int64_t dea
 
 // Bytes of the shared memory for so many ranks, which must be zeros at first; 0 if they are too many.
 extern "C" int64_t penstock_ranks_bytes(int64_t size) {
-    return size < 1 || size > kMaxRanks ? 0 : kHeaderBytes + size * 2 * kBufferBytes;
+    return size < 1 || size > kMaxRanks ? 0 : kRankLanes * lane_bytes(size);
 }
 
 extern "C" Ranks *penstock_ranks_make(void *memory, int64_t rank, int64_t size) {
     auto *bytes = static_cast<unsigned char *>(memory);
-    return new Ranks{static_cast<Header *>(memory), bytes + kHeaderBytes, rank, size, 0, 0};
+    auto *ranks = new Ranks{};
+    for (int64_t i = 0; i < kRankLanes; ++i) {
+        unsigned char *own = bytes + i * lane_bytes(size);
+        ranks->lanes[i] = {reinterpret_cast<Header *>(own), own + kHeaderBytes,
+                           &static_cast<Header *>(memory)->ended, rank, size, 0, 0};
+    }
+    return ranks;
 }
 extern "C" void penstock_ranks_free(Ranks *ranks) { delete ranks; }
 
-extern "C" int64_t penstock_ranks_number(const Ranks *ranks) { return int64_t(ranks->number); }
-extern "C" int64_t penstock_ranks_missing(const Ranks *ranks) { return ranks->missing; }
+extern "C" int64_t penstock_ranks_number(Ranks *ranks) { return int64_t(ranks->failed().number); }
+extern "C" int64_t penstock_ranks_missing(Ranks *ranks) { return ranks->failed().missing; }
 // The number of the last collective that a rank has come to.
-extern "C" int64_t penstock_ranks_stamp(const Ranks *ranks, int64_t rank) {
-    return int64_t(ranks->header->stamps[rank].value.load(std::memory_order_acquire));
+extern "C" int64_t penstock_ranks_stamp(Ranks *ranks, int64_t rank) {
+    return int64_t(ranks->failed().header->stamps[rank].value.load(std::memory_order_acquire));
 }
 
 // Whoever waits for others, or will, gives up: this rank has ended.
 extern "C" void penstock_ranks_end(Ranks *ranks, int64_t rank) {
-    ranks->header->ended.store(rank + 1, std::memory_order_release);
+    ranks->lanes[0].header->ended.store(rank + 1, std::memory_order_release);
 }
 
 // What follows returns an Outcome. Times are of CLOCK_MONOTONIC, in ns.
 
 extern "C" int64_t penstock_all_reduce_float(Ranks *ranks, float *data, int64_t count, int64_t deadline_ns) {
-    return sum(*ranks, data, count, deadline_ns);
+    return ranks->kept(0, sum(ranks->lanes[0], data, count, deadline_ns));
 }
 extern "C" int64_t penstock_all_reduce_bf16(Ranks *ranks, uint16_t *data, int64_t count, int64_t deadline_ns) {
-    return sum(*ranks, data, count, deadline_ns);
+    return ranks->kept(0, sum(ranks->lanes[0], data, count, deadline_ns));
+}
+// See AllReduce in ranks.h.
+extern "C" int64_t penstock_all_reduce_lane(void *memory, int64_t lane, float *data, int64_t count,
+                                            int64_t timeout_ns) {
+    auto *ranks = static_cast<Ranks *>(memory);
+    return ranks->kept(lane, sum(ranks->lanes[lane], data, count, now_ns() + timeout_ns));
 }
 
 // Everybody's bytes become those of rank 0.
 extern "C" int64_t penstock_broadcast(Ranks *ranks, unsigned char *data, int64_t bytes, int64_t deadline_ns) {
+    Lane &lane = ranks->lanes[0];
     for (int64_t first = 0; first < bytes; first += kBufferBytes) {
         const int64_t n = std::min(kBufferBytes, bytes - first);
-        ++ranks->number;
-        if (ranks->rank == 0) std::memcpy(ranks->buffer(0), data + first, n);
-        if (const int64_t outcome = ranks->meet(deadline_ns)) return outcome;
-        if (ranks->rank != 0) std::memcpy(data + first, ranks->buffer(0), n);
+        ++lane.number;
+        if (lane.rank == 0) std::memcpy(lane.buffer(0), data + first, n);
+        if (const int64_t outcome = lane.meet(deadline_ns)) return ranks->kept(0, outcome);
+        if (lane.rank != 0) std::memcpy(data + first, lane.buffer(0), n);
     }
     return kDone;
 }
@@ -177,19 +209,20 @@ extern "C" int64_t penstock_broadcast(Ranks *ranks, unsigned char *data, int64_t
 // `into`, on rank 0 alone: the bytes of all ranks, one rank's after the other's. All have as many.
 extern "C" int64_t penstock_gather(Ranks *ranks, const unsigned char *data, int64_t bytes, unsigned char *into,
                                    int64_t deadline_ns) {
+    Lane &lane = ranks->lanes[0];
     for (int64_t first = 0; first < bytes; first += kBufferBytes) {
         const int64_t n = std::min(kBufferBytes, bytes - first);
-        ++ranks->number;
-        std::memcpy(ranks->buffer(ranks->rank), data + first, n);
-        if (const int64_t outcome = ranks->meet(deadline_ns)) return outcome;
-        if (ranks->rank != 0) continue;
-        for (int64_t other = 0; other < ranks->size; ++other)
-            std::memcpy(into + other * bytes + first, ranks->buffer(other), n);
+        ++lane.number;
+        std::memcpy(lane.buffer(lane.rank), data + first, n);
+        if (const int64_t outcome = lane.meet(deadline_ns)) return ranks->kept(0, outcome);
+        if (lane.rank != 0) continue;
+        for (int64_t other = 0; other < lane.size; ++other)
+            std::memcpy(into + other * bytes + first, lane.buffer(other), n);
     }
     return kDone;
 }
 
 extern "C" int64_t penstock_barrier(Ranks *ranks, int64_t deadline_ns) {
-    ++ranks->number;
-    return ranks->meet(deadline_ns);
+    ++ranks->lanes[0].number;
+    return ranks->kept(0, ranks->lanes[0].meet(deadline_ns));
 }

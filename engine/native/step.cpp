@@ -42,6 +42,8 @@ constexpr bool kCodes = PENSTOCK_INTEGER_FORMATS;
 // Activations so few that every thread normalises them itself, which takes less time than to wait for
 // another.
 constexpr int64_t kFew = 8192;
+// Numbers that one thread sums over all ranks, where there are enough for several.
+constexpr int64_t kSlice = 16384;
 
 // Linear layers that read the same input: which changes of an AdapterLayer are theirs.
 struct Stack {
@@ -100,10 +102,13 @@ template <class T> struct Runner {
 
     const Model &model;
     std::vector<Own> own;
-    Buffer<float> residual, change, wide, parts, mixed, active, low;
+    Buffer<float> residual, change, wide, parts, mixed, active, low, squares;
     Buffer<X> x, mlp;
     Buffer<unsigned char> coded;
     Routing routing;
+    // Of the last step: 0, or 256 times (1 + the layer) where a sum over all ranks failed, plus its outcome. The
+    // step then goes on with numbers that mean nothing.
+    std::atomic<int64_t> failed{0};
     Team team;  // the last: its threads end before the rest does
 };
 
@@ -121,10 +126,12 @@ template <class T> class Run : public Job {
           mlp_step_(padded<X>(m_.mlp)), expert_step_(padded<X>(m_.expert_mlp)),
           expert_rows_(s_.tokens * m_.experts_each),
           part_floats_(Gathered::floats(group_, banded_rows(m_.head_dim))),
-          phases_((13 + (m_.experts ? 3 : 0) + (s_.num_runs ? 4 : 0)) * m_.num_layers + 4, runner.team.size()) {
+          phases_((13 + (m_.experts ? 3 : 0) + (s_.num_runs ? 4 : 0) + (m_.ranks ? 4 : 0)) * m_.num_layers + 5,
+                  runner.team.size()) {
         const int64_t rows = std::max(s_.tokens, s_.samples) + kSpare;
         residual_ = runner.residual.reserve(s_.tokens * m_.hidden);
-        if (m_.has_post_norms) change_ = runner.change.reserve(s_.tokens * m_.hidden);
+        if (m_.has_post_norms || m_.ranks) change_ = runner.change.reserve(s_.tokens * m_.hidden);
+        if (m_.ranks) squares_ = runner.squares.reserve(s_.tokens * 2);
         wide_ = runner.wide.reserve(s_.tokens * qkv_);
         x_ = runner.x.reserve(rows * x_step_);
         mlp_ = runner.mlp.reserve(std::max(rows * mlp_step_, (expert_rows_ + kSpare) * expert_step_));
@@ -141,6 +148,7 @@ template <class T> class Run : public Job {
         Phase *phase = phases_.first();
         if (only_head_) return logits(phase, own);
         phase++->run(own.thread, s_.tokens, [&](int64_t t) { embed(t); });
+        all_reduce(phase, own, -1, residual_, s_.tokens * m_.hidden, [](int64_t, int64_t) {});
         for (int64_t l = 0; l < m_.num_layers; ++l) {
             const Layer &layer = m_.layers[l];
             if (s_.num_runs) shrink(*phase++, own, l, kQkv, m_.hidden, [&](int64_t t, float *out) {
@@ -152,6 +160,10 @@ template <class T> class Run : public Job {
                            std::copy_n(y, count, wide_ + t * qkv_ + n);
                        });
             });
+            if (m_.whole_qk_norm && m_.ranks) {
+                phase++->run(own.thread, s_.tokens, [&](int64_t t) { measure_heads(t); });
+                all_reduce(phase, own, l, squares_, s_.tokens * 2, [](int64_t, int64_t) {});
+            }
             if (m_.whole_qk_norm)
                 phase++->run(own.thread, s_.tokens, [&](int64_t t) { normalise_heads(layer, t); });
             if (keys_first_)
@@ -179,9 +191,10 @@ template <class T> class Run : public Job {
             with_rows(phase, own, layer.output, {x_, x_step_}, attended, [&](Source source) {
                 linear(*phase++, own, &layer.output, 1, source, s_.tokens, {l, kOutput}, add);
             });
-            add_change(phase, own, layer.attended_norm);
+            add_change(phase, own, l, layer.attended_norm);
             if (layer.experts) {  // which no adapter changes
                 mixture(phase, own, layer);
+                add_change(phase, own, l, layer.active_norm);
                 continue;
             }
             if (s_.num_runs) shrink(*phase++, own, l, kGateUp, m_.hidden, [&](int64_t t, float *out) {
@@ -196,7 +209,7 @@ template <class T> class Run : public Job {
             with_rows(phase, own, layer.down, {mlp_, mlp_step_}, active, [&](Source source) {
                 linear(*phase++, own, &layer.down, 1, source, s_.tokens, {l, kDown}, add);
             });
-            add_change(phase, own, layer.active_norm);
+            add_change(phase, own, l, layer.active_norm);
         }
         if (s_.states) {
             T *states = static_cast<T *>(s_.states);
@@ -263,9 +276,13 @@ template <class T> class Run : public Job {
     // ---- Rows ------------------------------------------------------------------------------------
 
     KEEP_APART void embed(int64_t t) {
-        const int64_t id = s_.token_ids[t];
+        const int64_t id = s_.token_ids[t] - m_.first_id;
         const T *table = static_cast<const T *>(m_.embedding);
         float *out = residual(t);
+        if (m_.ranks && (id < 0 || id >= m_.lm_head.rows)) {  // another rank has it
+            std::fill_n(out, m_.hidden, 0.0f);
+            return;
+        }
         const float multiplier = float(m_.embedding_multiplier);
         if (!m_.embedding_in_bands) {
             const T *row = table + id * m_.hidden;
@@ -284,32 +301,79 @@ template <class T> class Run : public Job {
     // scale: null where there is no norm. out may be in.
     template <class Out>
     KEEP_APART void normalise(const float *in, const float *scale, int64_t size, Out *out) {
-        Floats squares = {};
         int64_t i = 0;
         if (!scale) {
             for (; i + kLanes <= size; i += kLanes) store(out + i, load(in + i));
             for (; i < size; ++i) store(out + i, in[i]);
             return;
         }
+        multiply_by(in, scale, size, mean_square(in, size), out);
+    }
+    static float mean_square(const float *in, int64_t size) {
+        Floats squares = {};
+        int64_t i = 0;
         for (; i + kLanes <= size; i += kLanes) squares = fused(load(in + i), load(in + i), squares);
         float total = sum(squares);
         for (; i < size; ++i) total += in[i] * in[i];
-        const float factor = 1.0f / std::sqrt(total / size + float(m_.eps));
-        for (i = 0; i + kLanes <= size; i += kLanes)
+        return total / size;
+    }
+    template <class Out>
+    void multiply_by(const float *in, const float *scale, int64_t size, float square, Out *out) {
+        const float factor = 1.0f / std::sqrt(square + float(m_.eps));
+        int64_t i = 0;
+        for (; i + kLanes <= size; i += kLanes)
             store(out + i, load(in + i) * factor * load(scale + i));
         for (; i < size; ++i) store(out + i, in[i] * factor * scale[i]);
     }
 
-    // The queries and keys of a token, each over all heads.
+    // The queries and keys of a token, each over all heads, those of other ranks too.
     void normalise_heads(const Layer &layer, int64_t t) {
         float *query = wide_ + t * qkv_, *key = query + attended_;
+        const int64_t keys = m_.kv_heads * m_.head_dim;
+        if (m_.ranks) {
+            const float ranks = float(m_.num_ranks);
+            multiply_by(query, layer.query_norm, attended_, squares_[2 * t] / ranks, query);
+            multiply_by(key, layer.key_norm, keys, squares_[2 * t + 1] / ranks, key);
+            return;
+        }
         normalise(query, layer.query_norm, attended_, query);
-        normalise(key, layer.key_norm, m_.kv_heads * m_.head_dim, key);
+        normalise(key, layer.key_norm, keys, key);
+    }
+    // What the other ranks need to know for that. Each has as many heads; one that several have counts equally
+    // often as another.
+    void measure_heads(int64_t t) {
+        const float *query = wide_ + t * qkv_;
+        squares_[2 * t] = mean_square(query, attended_);
+        squares_[2 * t + 1] = mean_square(query + attended_, m_.kv_heads * m_.head_dim);
     }
 
-    // Where a norm comes between a product and the residual stream: adds what it makes of the product.
-    void add_change(Phase *&phase, Own &own, const float *norm) {
+    // The sum over all ranks, and what use(first, end) does with the numbers between them. How many units of
+    // work there are must be the same on all ranks, whose threads may be of another number.
+    template <class Use>
+    void all_reduce(Phase *&phase, Own &own, int64_t layer, float *data, int64_t count, Use use) {
+        if (!m_.ranks) return;
+        const int64_t units = std::clamp<int64_t>(count / kSlice, 1, kRankLanes);
+        phase++->run(own.thread, units, [&](int64_t unit) {
+            const int64_t first = count * unit / units, end = count * (unit + 1) / units;
+            if (!runner_.failed.load(std::memory_order_relaxed)) {
+                const int64_t outcome =
+                    m_.all_reduce(m_.ranks, unit, data + first, end - first, s_.timeout_ns);
+                int64_t none = 0;
+                if (outcome) runner_.failed.compare_exchange_strong(none, 256 * (layer + 1) + outcome);
+            }
+            use(first, end);
+        });
+    }
+
+    // Where something comes between a product and the residual stream: adds what that makes of the product, of
+    // all ranks' products together.
+    void add_change(Phase *&phase, Own &own, int64_t layer, const float *norm) {
         if (!change_) return;
+        all_reduce(phase, own, layer, change_, s_.tokens * m_.hidden, [&](int64_t first, int64_t end) {
+            if (norm) return;
+            for (int64_t i = first; i < end; ++i) residual_[i] += change_[i];
+        });
+        if (!norm) return;
         phase++->run(own.thread, s_.tokens, [&](int64_t t) {
             float *change = change_ + t * m_.hidden, *to = residual(t);
             normalise(change, norm, change);
@@ -647,6 +711,11 @@ template <class T> class Run : public Job {
             const Routing &routing = runner_.routing;
             const Input in = source();
             float *c = own.products.get();
+            const int64_t begin = unit * size * kBand;
+            const int64_t width = std::min((unit + 1) * size * kBand, m_.hidden) - begin;
+            for (int64_t t = 0; change_ && t < s_.tokens; ++t)
+                std::fill_n(change_ + t * m_.hidden + begin, width, 0.0f);
+            float *all = change_ ? change_ : residual_;
             for (const Segment &segment : routing.segments())
                 for (int64_t band = unit * size; band < std::min((unit + 1) * size, bands); ++band) {
                     const Linear &down = layer.experts[segment.expert].down;
@@ -654,7 +723,7 @@ template <class T> class Run : public Job {
                     const int64_t columns = std::min(kBand, m_.hidden - band * kBand);
                     for (int64_t i = 0; i < segment.count; ++i) {
                         const int64_t row = segment.first + i;
-                        float *to = residual(routing.token_of(row)) + band * kBand;
+                        float *to = all + routing.token_of(row) * m_.hidden + band * kBand;
                         const float weight = routing.weight_of(row), *y = c + i * kBand;
                         for (int64_t n = 0; n < columns; ++n) to[n] += weight * y[n];
                     }
@@ -896,7 +965,7 @@ template <class T> class Run : public Job {
     std::vector<Unit> units_;
     std::unique_ptr<std::atomic<int32_t>[]> arrived_;
     Phases phases_;
-    float *residual_, *wide_, *change_ = nullptr, *parts_ = nullptr;
+    float *residual_, *wide_, *change_ = nullptr, *parts_ = nullptr, *squares_ = nullptr;
     X *x_;    // normalised, then what the heads have attended to
     X *mlp_;  // activation(gate) * up
     // Where products read codes: what the heads have attended to, activation(gate) * up, and codes.
@@ -925,6 +994,7 @@ class Likeliest : public Job {
 
 template <class T> void run(void *runner, const Step *step, bool only_head) {
     auto &made = *static_cast<Runner<T> *>(runner);
+    made.failed.store(0, std::memory_order_relaxed);
     made.team.run(std::make_shared<Run<T>>(made, *step, only_head));
 }
 
@@ -944,6 +1014,11 @@ extern "C" void penstock_free(void *runner) { delete static_cast<Runner<Weights>
 extern "C" int64_t penstock_step(void *runner, const Step *step) {
     run<Weights>(runner, step, false);
     return static_cast<Runner<Weights> *>(runner)->routing.num_read();
+}
+
+// Of the last step: see Runner.
+extern "C" int64_t penstock_failed(void *runner) {
+    return static_cast<Runner<Weights> *>(runner)->failed.load(std::memory_order_acquire);
 }
 
 // Only the output layer: the logits of `samples` rows of `states`, in a step without tokens.

@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "ranks.h"
+
 using std::int32_t;
 using std::int64_t;
 
@@ -56,6 +58,11 @@ struct Model {
     // no layer has any. are_weights_normed: whether those of a token's experts add up to 1.
     int64_t experts, experts_each, expert_mlp, are_weights_normed;
     double swiglu_alpha, swiglu_limit;  // of experts whose activation is clamped; a limit of 0: none is
+    // Where several ranks have a part of every layer each: what all_reduce takes, how many they are, and the
+    // first id of this one's part of the vocabulary. ranks: else null.
+    void *ranks;
+    AllReduce all_reduce;
+    int64_t num_ranks, first_id;
 };
 
 // Of a LoRA adapter: what it adds to a linear layer of a stack, from the band `first` on. Without any: rank 0.
@@ -85,4 +92,5 @@ struct Step {
     void *states;   // (samples, hidden), of T, or null: see the functions in step.cpp
     const AdapterRun *runs;  // in the order of the tokens
     int64_t num_runs, width;  // width: the most that the ranks of a stack in one of them add up to
+    int64_t timeout_ns;       // for how long another rank is waited for
 };

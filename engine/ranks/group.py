@@ -11,7 +11,15 @@ from penstock.scheduler.errors import PenstockError
 
 
 class RankFailed(PenstockError):
-    """A rank has ended, or has not come to where the others are. There is no way on from here."""
+    """A rank has ended, or has not come to where the others are. There is no way on from here.
+
+    rank: which. signal: what ended it, or stopped it; None where it was none.
+    """
+
+    def __init__(self, why: str, *, rank: int, signal: int | None = None) -> None:
+        super().__init__(why)
+        self.rank = rank
+        self.signal = signal
 
 
 class Group(Protocol):
@@ -25,6 +33,11 @@ class Group(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def doing(self) -> "Doing":
+        """What this rank does, for the message of a failure."""
+        ...
 
     def all_reduce(self, tensor: Tensor) -> None:
         """The sum of all ranks' tensors, in place: on each rank the same bits, and those that
@@ -47,7 +60,7 @@ class Doing:
     """What a rank does, for the message of a failure. step: of the scheduler."""
 
     step: int = 0
-    phase: str = "starting"
+    phase: str = "its start"
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -56,6 +69,14 @@ class Doing:
             yield
         finally:
             self.phase = before
+
+    @contextmanager
+    def in_step(self, step: int) -> Iterator[None]:
+        """step: of the scheduler."""
+        self.step = step
+        with self.during("inputs"):
+            yield
+        self.step = 0
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.phase}" if self.step else self.phase

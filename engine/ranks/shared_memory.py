@@ -14,6 +14,7 @@ from penstock.engine.ranks.group import Doing, RankFailed
 _DONE, _ENDED = 0, 1  # see Outcome in ranks.cpp
 _ALL_REDUCE = {torch.float32: "float", torch.bfloat16: "bf16"}
 _NS = 10**9
+MAX_RANKS = 16  # see ranks.cpp
 
 
 def shared_memory(library: ctypes.CDLL, size: int) -> int:
@@ -36,7 +37,7 @@ class SharedMemoryGroup:
         timeout_s: for how long a rank waits for another."""
         self.rank, self.size = rank, size
         self.doing = Doing()
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         for name in ("ranks_bytes", "ranks_number", "ranks_missing", "ranks_stamp"):
             getattr(library, f"penstock_{name}").restype = ctypes.c_int64
         library.penstock_ranks_make.restype = ctypes.c_void_p
@@ -89,19 +90,32 @@ class SharedMemoryGroup:
         self._library.penstock_ranks_end(self._ranks, ctypes.c_int64(rank))
 
     def _call(self, name: str, function: str, *arguments: object) -> None:
-        deadline_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(self._timeout_s * _NS)
+        deadline_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + self.timeout_ns
         outcome = getattr(self._library, function)(
             self._ranks, *arguments, ctypes.c_int64(deadline_ns)
         )
         if outcome != _DONE:
-            raise self._failed(name, has_ended=outcome == _ENDED)
+            raise self.failed(name, outcome)
 
-    def _failed(self, name: str, *, has_ended: bool) -> RankFailed:
+    @property
+    def timeout_ns(self) -> int:
+        return int(self.timeout_s * _NS)
+
+    @property
+    def all_reduce_lane(self) -> tuple[int | None, int | None]:
+        """For C++: what a function of the type AllReduce (native/ranks.h) takes first, and such a
+        function. Both are valid as long as this is."""
+        function = self._library.penstock_all_reduce_lane
+        return self._ranks.value, ctypes.cast(function, ctypes.c_void_p).value
+
+    def failed(self, name: str, outcome: int) -> RankFailed:
+        """name: of the collective that ended with this outcome of C++."""
         missing = self._library.penstock_ranks_missing(self._ranks)
         stamp = self._library.penstock_ranks_stamp(self._ranks, ctypes.c_int64(missing))
         number = self._library.penstock_ranks_number(self._ranks)
-        what = "has ended" if has_ended else f"did not come within {self._timeout_s:g} s"
+        what = "has ended" if outcome == _ENDED else f"did not come within {self.timeout_s:g} s"
         return RankFailed(
             f"rank {missing} {what} while rank {self.rank} waited for it in {self.doing} "
-            f"({name}, collective {number}; its last was {stamp})"
+            f"({name}, collective {number}; its last was {stamp})",
+            rank=missing,
         )

@@ -66,5 +66,6 @@ class _Failing:
             group = self._group
             raise RankFailed(
                 f"rank {group.rank} of {group.size} failed in {group.doing} ({self._name}): "
-                f"{str(error).partition(chr(10))[0]}"
+                f"{str(error).partition(chr(10))[0]}",
+                rank=group.rank,
             ) from error

@@ -31,10 +31,17 @@ async def ready(request: Request) -> Response:
 
 @router.get("/version")
 async def show_version(request: Request) -> Response:
-    """computed_by is null while the model loads, and on a GPU."""
+    """computed_by is null while the model loads, and on a GPU; tensor_parallel_size while it
+    loads."""
     service = service_of(request)
-    computed_by = service.model.info.computed_by if service.is_loaded else None
-    return json_response({"version": version(), "computed_by": computed_by})
+    info = service.model.info if service.is_loaded else None
+    return json_response(
+        {
+            "version": version(),
+            "computed_by": info.computed_by if info else None,
+            "tensor_parallel_size": info.tensor_parallel_size if info else None,
+        }
+    )
 
 
 @router.get("/metrics")

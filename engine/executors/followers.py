@@ -1,0 +1,232 @@
+"""`Followers`: the processes of the ranks after the first, which rank 0 starts, tells what to
+compute, and watches.
+
+They end with rank 0, whatever ends that: the kernel kills them. And where one of them ends or is
+stopped, nobody goes on waiting for it.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.ranks.group import RankFailed
+from penstock.scheduler.types import ScheduledBatch
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "penstock.engine.ipc.rank"
+_LENGTH = struct.Struct("<Q")
+_LOOK_INTERVAL_S = 0.25
+# A rank that is stopped for so long while others wait for it will not come.
+_STOPPED_S = 3.0
+# From a broken channel to the news of its process's end.
+_NEWS_S = 5.0
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """To a rank, first: what it is. store: the descriptor that the ranks meet in."""
+
+    config: EngineConfig
+    rank: int
+    size: int
+    store: int
+
+
+class Step(msgspec.Struct, tag=True, frozen=True):
+    """To a rank: compute your part. last_ids: what rank 0 sampled in the step before."""
+
+    batch: ScheduledBatch
+    last_ids: Sequence[int]
+
+
+class LastWords(msgspec.Struct, tag=True, frozen=True):
+    """From a rank: why it ends."""
+
+    why: str
+
+
+class Channel:
+    """A stream of messages between two processes. One thread sends, and one receives."""
+
+    def __init__(self, stream: socket.socket, kind: Any) -> None:
+        """kind: of the messages that are received."""
+        self._stream = stream
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(kind)
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Raises OSError where nobody will receive it."""
+        data = self._encoder.encode(message)
+        self._stream.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> Any:
+        """Raises EOFError when the other side has ended."""
+        (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return self._decoder.decode(self._read(size))
+
+    def shut(self) -> None:
+        """Nobody waits for the other side any more."""
+        with contextlib.suppress(OSError):
+            self._stream.shutdown(socket.SHUT_WR)
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            with contextlib.suppress(ConnectionError):
+                if num_bytes := self._stream.recv_into(view):
+                    view = view[num_bytes:]
+                    continue
+            raise EOFError
+        return bytes(data)
+
+
+class _Follower:
+    def __init__(self, rank: int, channel: Channel, process: "subprocess.Popen[bytes]") -> None:
+        self.rank = rank
+        self.channel = channel
+        self.process = process
+        self.pidfd = os.pidfd_open(process.pid)
+        self.stopped_s = 0.0
+
+
+class Followers:
+    """Ranks 1 and up. All but the watching is done in one thread."""
+
+    def __init__(self, config: EngineConfig, size: int, store: int) -> None:
+        """size: of all ranks. store: see `Start`; they inherit it."""
+        self._followers = [self._start(config, rank, size, store) for rank in range(1, size)]
+        self._failed: RankFailed | None = None
+        self._has_failed = threading.Event()
+        self._on_end: Callable[[int], None] = lambda _: None
+        self.is_waiting = False
+        """Whether rank 0 computes something with them, so that one that is stopped holds it up."""
+        self.news = os.eventfd(0, os.EFD_CLOEXEC)
+        """A descriptor that can be read once a rank has failed."""
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [each.process.pid for each in self._followers]
+
+    def on_end(self, callback: Callable[[int], None]) -> None:
+        """Calls back in another thread, with the rank, when one has failed."""
+        self._on_end = callback
+        if self._failed is not None:
+            callback(self._failed.rank)
+
+    def send(self, message: Step) -> None:
+        """To all. Raises RankFailed."""
+        self.check()
+        try:
+            for each in self._followers:
+                each.channel.send(message)
+        except OSError:
+            self._has_failed.wait(_NEWS_S)
+            self.check()
+            raise
+
+    def check(self) -> None:
+        """Raises RankFailed if a rank has failed."""
+        if self._failed is not None:
+            raise self._failed
+
+    def explained(self, error: RankFailed) -> RankFailed:
+        """error: of a collective. With what is known of the rank's end."""
+        failed = self._failed
+        if failed is None:
+            return error
+        return RankFailed(f"{failed}: {error}", rank=failed.rank, signal=failed.signal)
+
+    def close(self) -> None:
+        """Ends them now."""
+        for each in self._followers:
+            each.process.kill()
+        for each in self._followers:
+            each.process.wait()
+
+    @staticmethod
+    def _start(config: EngineConfig, rank: int, size: int, store: int) -> _Follower:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), store),
+            )
+        channel = Channel(ours, LastWords)
+        channel.send(Start(config, rank, size, store))
+        return _Follower(rank, channel, process)
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        by_pidfd = {each.pidfd: each for each in self._followers}
+        for pidfd in by_pidfd:
+            poll.register(pidfd, select.POLLIN)
+        looked_at_s = time.monotonic()
+        while self._failed is None:
+            ended = poll.poll(_LOOK_INTERVAL_S * 1000)
+            now_s = time.monotonic()
+            # As `penstock.engine.ipc.stall.Silence`: while this process was stopped it saw nothing.
+            elapsed_s = min(now_s - looked_at_s, 2 * _LOOK_INTERVAL_S)
+            looked_at_s = now_s
+            for pidfd, _ in ended[:1]:
+                self._fail(_end_of(by_pidfd[pidfd]))
+            for each in self._followers:
+                is_held_up = self.is_waiting and _is_stopped(each.process.pid)
+                each.stopped_s = each.stopped_s + elapsed_s if is_held_up else 0.0
+                if each.stopped_s > _STOPPED_S:
+                    why = f"rank {each.rank} was stopped, as SIGSTOP or a debugger does"
+                    self._fail(RankFailed(why, rank=each.rank, signal=signal.SIGSTOP))
+
+    def _fail(self, failed: RankFailed) -> None:
+        if self._failed is not None:
+            return
+        self._failed = failed
+        self._on_end(failed.rank)
+        for each in self._followers:
+            each.channel.shut()
+        self._has_failed.set()
+        os.eventfd_write(self.news, 1)
+
+
+def _end_of(follower: _Follower) -> RankFailed:
+    """Of one whose process has ended."""
+    code, rank = follower.process.wait(), follower.rank
+    if code < 0:
+        why = f"rank {rank} was ended by signal {-code}"
+        if code == -signal.SIGKILL:
+            why += (
+                ", by somebody or by the kernel because memory ran out, which dmesg shows: then "
+                "lower --kv-cache-memory-bytes"
+            )
+        return RankFailed(why, rank=rank, signal=-code)
+    try:
+        why = f"rank {rank} failed: {follower.channel.receive().why}"
+    except (EOFError, msgspec.DecodeError):
+        why = f"rank {rank} ended with code {code}"
+    return RankFailed(why, rank=rank)
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[0] in "Tt"
+    return False

@@ -1,0 +1,77 @@
+"""The process of a rank after the first: `python -m penstock.engine.ipc.rank DESCRIPTOR`.
+`penstock.engine.executors.followers` starts it. DESCRIPTOR: of its channel to rank 0.
+
+It computes its part of each step that it gets, and dies with the engine process.
+"""
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from penstock.engine import logs
+from penstock.engine.executors.followers import Channel, LastWords, Start, Step
+from penstock.engine.log_writer import flush_all
+from penstock.engine.parent_process import die_with_parent
+from penstock.scheduler.errors import PenstockError
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Never returns."""
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when the engine ends
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])), Start | Step)
+    why, code = "rank 0 has ended", 0
+    try:
+        _follow(channel)
+    except EOFError:
+        pass
+    except PenstockError as error:
+        why, code = str(error), 2
+    except BaseException as error:
+        logger.exception("a rank failed")
+        why, code = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 1
+    if code:
+        try:
+            channel.send(LastWords(why))
+        except OSError:
+            logger.error("%s", why)  # rank 0 has ended, and this is why it did
+    flush_all()
+    os._exit(code)
+
+
+def _follow(channel: Channel) -> None:
+    """Until rank 0 ends. Raises EOFError then."""
+    start = channel.receive()
+    assert isinstance(start, Start), start
+    config = start.config
+    logs.configure(config.log_level, config.log_format)
+    if config.log_level != "debug":  # rank 0 says the same
+        logging.getLogger("penstock").setLevel(logging.ERROR)
+    from penstock.engine.executors.cpu import CpuExecutor
+    from penstock.engine.executors.parallel import START_TIMEOUT_S, wait_limit_s
+    from penstock.engine.native.library import load_ranks_library
+    from penstock.engine.ranks.shared_memory import SharedMemoryGroup
+
+    group = SharedMemoryGroup(
+        load_ranks_library(), start.store, start.rank, start.size, timeout_s=START_TIMEOUT_S
+    )
+    executor = CpuExecutor(config, Path(config.model), group=group)
+    group.barrier()
+    group.timeout_s = wait_limit_s(config)
+    gc.collect()
+    gc.freeze()  # as rank 0 does
+    while True:
+        step = channel.receive()
+        assert isinstance(step, Step), step
+        executor.follow(step.batch, step.last_ids)
+
+
+if __name__ == "__main__":
+    main()

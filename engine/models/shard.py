@@ -1,0 +1,211 @@
+"""`Shard`: the part of a model that one of several ranks has, as Megatron-LM splits it
+(arXiv:1909.08053).
+
+Attention is split by heads, MLPs and each expert by their intermediate size, embedding and output
+layer by the vocabulary. So a layer's first matrices have some of the rows, its last ones some of
+the columns, and the ranks' results add up to the layer's. Everything else is on all of them.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.experts import ExpertsConfig
+from penstock.scheduler.errors import InvalidConfig
+
+# Of ModelConfig: the features that it knows how to split.
+FEATURES = {
+    *("tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm"),
+    *("pre_norms", "post_norms", "wide_norms", "norm_offset", "activation", "layer_ropes"),
+    *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
+    *("logit_multiplier", "experts", "attention_sinks", "clamped_swiglu"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Of a dimension of `whole`, [begin, end); beyond `whole` are zeros."""
+
+    whole: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """model: the whole. rank: of `size`."""
+
+    model: ModelConfig
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfig for a model that cannot be split so."""
+        model, size = self.model, self.size
+        flag = f"--tensor-parallel-size {size}"
+        if unknown := model.features - FEATURES:
+            raise InvalidConfig(
+                f"{flag}: this model has {', '.join(sorted(unknown))}, which cannot be split over "
+                "ranks so far; use --tensor-parallel-size 1"
+            )
+        if model.quantization is not None:
+            raise InvalidConfig(
+                f"{flag}: the weights are quantized ({model.quantization.name}), and only float "
+                "weights can be split so far; use the float32, float16 or bfloat16 version of the "
+                "model, or --tensor-parallel-size 1"
+            )
+        counts = {"num_attention_heads": model.num_heads}
+        if any(model.experts_of(index) is None for index in range(model.num_layers)):
+            counts["intermediate_size"] = model.intermediate_size
+        if model.experts is not None:
+            counts["moe_intermediate_size"] = model.experts.intermediate_size
+        for name, count in counts.items():
+            if count % size:
+                raise InvalidConfig(
+                    f"{flag}: this model's {name} is {count}, which is not a multiple of {size}; "
+                    f"use {self._possible(*counts.values())}"
+                )
+        if model.num_kv_heads % size and size % model.num_kv_heads:
+            raise InvalidConfig(
+                f"{flag}: this model's num_key_value_heads is {model.num_kv_heads}, which is "
+                f"neither a multiple of {size} nor a divisor; use "
+                f"{self._possible(*counts.values())}"
+            )
+
+    def _possible(self, *counts: int) -> str:
+        kv_heads = self.model.num_kv_heads
+        sizes = [
+            str(size)
+            for size in range(1, 17)
+            if not any(count % size for count in counts)
+            and (kv_heads % size == 0 or size % kv_heads == 0)
+        ]
+        return " or ".join(sizes)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """Of this rank's part. Its vocab_size is of all ranks the same, and all together may have a
+        few ids more than there are."""
+        model, size = self.model, self.size
+        experts: ExpertsConfig | None = None
+        if model.experts is not None:
+            intermediate_size = model.experts.intermediate_size // size
+            experts = replace(model.experts, intermediate_size=intermediate_size)
+        return replace(
+            model,
+            vocab_size=-(-model.vocab_size // size),
+            num_heads=model.num_heads // size,
+            num_kv_heads=max(1, model.num_kv_heads // size),
+            intermediate_size=model.intermediate_size // size,
+            experts=experts,
+        )
+
+    @property
+    def first_id(self) -> int:
+        """Of this rank's part of the vocabulary."""
+        return self.rank * self.config.vocab_size
+
+    def splits(self, name: str) -> bool:
+        """Whether ranks have different parts of this tensor."""
+        return self._rows(name) is not None or self._columns(name) is not None
+
+    def of(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor of the checkpoint: a view, so that no more is read, but for
+        what has to be padded. Raises InvalidModel where config.json implies another size."""
+        rows, columns = self._rows(name), self._columns(name)
+        if rows is not None:
+            sizes = [part.whole for part in rows]
+            _check(name, tensor, 0, sum(sizes))
+            cut = [
+                _cut(each, part)
+                for each, part in zip(torch.split(tensor, sizes), rows, strict=True)
+            ]
+            return cut[0] if len(cut) == 1 else torch.cat(cut)
+        if columns is not None:
+            _check(name, tensor, 1, columns.whole)
+            return tensor[:, columns.begin : columns.end]
+        if self.rank and self._is_added_once(name):
+            return tensor.new_zeros(()).expand(tensor.shape)
+        return tensor
+
+    def _rows(self, name: str) -> list[_Part] | None:
+        """The parts of a tensor's rows, of each of the tensors that are fused in it."""
+        model, head_dim = self.model, self.model.head_dim
+        layer, kind = _layer_and_kind(name)
+        query = self._even(model.num_heads * head_dim)
+        own, num_heads = self.config.num_kv_heads, model.num_kv_heads
+        first = self.rank * num_heads // self.size
+        key = _Part(num_heads * head_dim, first * head_dim, (first + own) * head_dim)
+        mlp = self._even(self._intermediate_size(name))
+        by_layer = {
+            "q_proj": [query],
+            "k_proj": [key],
+            "v_proj": [key],
+            "qkv_proj": [query, key, key],
+            "gate_proj": [mlp],
+            "up_proj": [mlp],
+            "gate_up_proj": [mlp, mlp],
+            "embed_tokens": [self._vocabulary],
+            "lm_head": [self._vocabulary],
+        }
+        if model.whole_qk_norm:
+            by_layer |= {"q_norm": [query], "k_norm": [key]}
+        if kind == "sinks":
+            return [self._even(model.num_heads)]
+        return by_layer.get(layer)
+
+    def _columns(self, name: str) -> _Part | None:
+        layer, kind = _layer_and_kind(name)
+        if kind == "bias":
+            return None
+        if layer == "o_proj":
+            return self._even(self.model.num_heads * self.model.head_dim)
+        return self._even(self._intermediate_size(name)) if layer == "down_proj" else None
+
+    def _intermediate_size(self, name: str) -> int:
+        if ".experts." in name:
+            assert self.model.experts is not None, name
+            return self.model.experts.intermediate_size
+        return self.model.intermediate_size
+
+    @property
+    def _vocabulary(self) -> _Part:
+        first = self.first_id
+        return _Part(self.model.vocab_size, first, first + self.config.vocab_size)
+
+    def _even(self, whole: int) -> _Part:
+        each = whole // self.size
+        return _Part(whole, self.rank * each, (self.rank + 1) * each)
+
+    @staticmethod
+    def _is_added_once(name: str) -> bool:
+        """Of what is added after the ranks' columns, by rank 0 alone."""
+        layer, kind = _layer_and_kind(name)
+        return kind == "bias" and layer in ("o_proj", "down_proj")
+
+
+def _layer_and_kind(name: str) -> tuple[str, str]:
+    """The last two parts: "q_proj" and "weight", say."""
+    *_, layer, kind = name.rsplit(".", 2)
+    return layer, kind
+
+
+def _check(name: str, tensor: Tensor, dim: int, whole: int) -> None:
+    shape = tuple(tensor.shape)
+    if len(shape) <= dim or shape[dim] != whole:
+        raise InvalidModel(
+            f"the tensor {name!r} has the shape {shape}, and config.json implies {whole} "
+            f"{'columns' if dim else 'rows'}"
+        )
+
+
+def _cut(tensor: Tensor, part: _Part) -> Tensor:
+    cut = tensor[part.begin : part.end]
+    missing = part.end - part.begin - len(cut)
+    if not missing:
+        return cut
+    return torch.cat((cut, cut.new_zeros(missing, *tensor.shape[1:])))

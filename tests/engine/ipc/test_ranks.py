@@ -1,0 +1,167 @@
+"""The processes of ranks end with the engine, and the engine with them: real processes, real
+signals, the demo model."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.engine.config import Device, EngineConfig
+from penstock.engine.errors import EngineFailed
+from penstock.engine.ipc.client import EngineClient
+from penstock.engine.ipc.supervisor import EndCause, EngineState
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.types import Request
+from tests.support.compiler import needs_compiler
+from tests.support.paths import DEMO_MODEL
+from tests.support.scheduling import make_request
+from tests.support.serving import RunningServer
+
+pytestmark = needs_compiler
+REQUESTS = [
+    make_request("greedy", 40, max_tokens=400, temperature=0.0),
+    make_request("sampled", 9, max_tokens=300, temperature=1.0, seed=3, n=2),
+]
+
+
+def config(**changes: object) -> EngineConfig:
+    settings: dict[str, object] = {
+        "model": str(DEMO_MODEL),
+        "device": Device.CPU,
+        "tensor_parallel_size": 2,
+        "num_threads": 1,
+        "scheduler": SchedulerConfig(max_num_seqs=8),
+        "max_model_len": 1024,
+        "kv_cache_memory_bytes": 16 * 2**20,
+    }
+    return EngineConfig(**(settings | changes))  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def started(**changes: object) -> AsyncIterator[EngineClient]:
+    client = EngineClient(config(**changes))
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.close()
+
+
+def children(pid: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def rank_of(client: EngineClient) -> int:
+    assert client.pid is not None
+    (rank,) = children(client.pid)
+    return rank
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+async def until_ended(*pids: int) -> None:
+    async with asyncio.timeout(30):  # a few ms, unless the machine is busy
+        while any(map(is_running, pids)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def ids_of(client: EngineClient, request: Request) -> list[list[int]]:
+    ids: list[list[int]] = [[] for _ in range(request.n)]
+    async for outputs in client.submit(request):
+        for output in outputs:
+            ids[output.index] += output.token_ids
+    return ids
+
+
+async def test_a_rank_that_is_killed_is_replaced_and_streams_go_on() -> None:
+    async with started() as client:
+        alone = [await ids_of(client, request) for request in REQUESTS]
+        engine, rank = client.pid, rank_of(client)
+        assert engine is not None
+        ended_s: list[float] = []
+        client.on_restart(lambda: ended_s.append(time.monotonic()))
+        asking = asyncio.gather(*(ids_of(client, request) for request in REQUESTS))
+        await asyncio.sleep(0.1)
+        os.kill(rank, signal.SIGKILL)
+        killed_s = time.monotonic()
+        assert await asking == alone
+        assert (
+            len(ended_s) == 1 and ended_s[0] - killed_s < 20
+        )  # by a few ms, unless the machine is busy
+        assert client.restarts == {EndCause.KILLED: 1}
+        await until_ended(engine, rank)
+
+
+async def test_the_end_of_a_rank_is_one_sentence_even_while_nothing_runs() -> None:
+    async with started(max_engine_restarts=0) as client:
+        os.kill(rank_of(client), signal.SIGKILL)
+        async with asyncio.timeout(20):
+            why = await client.wait_dead()
+        assert why.startswith("rank 1 was ended by signal 9") and "\n" not in why
+
+
+@pytest.mark.slow
+async def test_a_rank_that_is_stopped_holds_nobody_up_for_five_seconds() -> None:
+    async with started(max_engine_restarts=0) as client:
+        asking = asyncio.ensure_future(ids_of(client, REQUESTS[0]))
+        await asyncio.sleep(0.05)
+        os.kill(rank_of(client), signal.SIGSTOP)
+        async with asyncio.timeout(20):  # 3 s, and what a busy machine adds
+            why = await client.wait_dead()
+        with pytest.raises(EngineFailed):
+            await asking
+        assert why.startswith("rank 1 was stopped, as SIGSTOP or a debugger does: ")
+        assert "while rank 0 waited for it in step " in why
+
+
+@pytest.mark.slow
+async def test_no_rank_is_left_when_its_engine_is_killed() -> None:
+    async with started() as client:
+        engine, rank = client.pid, rank_of(client)
+        assert engine is not None
+        os.kill(engine, signal.SIGKILL)
+        await until_ended(engine, rank)
+        async with asyncio.timeout(120):
+            while client.state is not EngineState.READY:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert rank_of(client) != rank
+
+
+async def test_a_rank_that_cannot_start_says_why() -> None:
+    client = EngineClient(config(model="/no/such/model"))
+    with pytest.raises(EngineFailed, match="/no/such/model"):
+        await client.start()
+    await client.close()
+
+
+@pytest.mark.slow
+def test_no_process_is_left_when_the_server_is_killed() -> None:
+    flags = ("--device", "cpu", "--kv-cache-memory-bytes", "16M", "-tp", "2")
+    server = RunningServer(*flags)
+    try:
+        server.wait_until_ready()
+        assert server.get("/version").json()["tensor_parallel_size"] == 2
+        body = {"model": "penstock-demo", "prompt": "Once", "max_tokens": 8, "temperature": 0}
+        assert server.post("/v1/completions", body).json()["choices"][0]["text"]
+        engine = next(pid for pid in children(server.process.pid) if children(pid))
+        pids = [engine, *children(engine)]
+        assert len(pids) == 2
+        server.process.kill()
+        asyncio.run(until_ended(*pids))
+        with pytest.raises(httpx.TransportError):
+            server.get("/health")
+    finally:
+        server.process.kill()
+        server.process.wait()

@@ -1,0 +1,202 @@
+"""Which part of a model each rank has."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.engine.config import LoadFormat, LoraConfig, Quantization
+from penstock.engine.executors.loading import weight_source
+from penstock.engine.executors.parallel import check_parallel
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.layers.kept import AsStored
+from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.llama import read_layer
+from penstock.engine.models.shard import Shard
+from penstock.engine.models.weights import Checkpoint
+from penstock.engine.phases import LoadProgress, Phases
+from penstock.scheduler.errors import InvalidConfig
+from tests.support.quantized_checkpoints import FORMATS, save_quantized
+from tests.support.tiny_models import engine_config, make_model, save
+
+FLOAT32 = partial(torch.empty, dtype=torch.float32)
+
+
+def saved(path: Path, family: str, **options: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
+    save(make_model(family, **options), path)
+    return ModelConfig.from_dir(path), load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["llama_biases", "phi4", "olmo2", "llama3.2_tied"])
+def test_the_parts_of_all_ranks_are_the_whole(family: str, tmp_path: Path) -> None:
+    model, tensors = saved(tmp_path, family, vocab_size=97)
+    shards = [Shard(model, rank, 2) for rank in range(2)]
+    num_split = 0
+    for name, whole in tensors.items():
+        first, second = (shard.of(name, whole) for shard in shards)
+        if first.shape == whole.shape:
+            is_added = "o_proj.bias" in name or "down_proj.bias" in name
+            assert first.equal(whole) and second.equal(whole * 0 if is_added else whole)
+            continue
+        num_split += 1
+        dim = 1 if "o_proj" in name or "down_proj" in name else 0
+        joined = torch.cat((first, second), dim)
+        if "qkv_proj" in name or "gate_up_proj" in name:  # parts of each of what is fused
+            assert sorted(joined.flatten().tolist()) == sorted(whole.flatten().tolist())
+        else:
+            assert joined[: len(whole)].equal(whole) and not joined[len(whole) :].any()
+    assert num_split >= 7 * model.num_layers if family != "phi4" else 4 * model.num_layers
+
+
+def test_ranks_that_share_a_key_head_have_all_of_it(tmp_path: Path) -> None:
+    model, tensors = saved(tmp_path, "llama3_gqa")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    for rank in range(4):
+        shard = Shard(model, rank, 4)
+        assert (shard.config.num_heads, shard.config.num_kv_heads) == (1, 1)
+        assert shard.of(name, tensors[name]).equal(tensors[name])
+
+
+def resident_bytes(path: Path) -> int:
+    """Of a file, what this process has read through a mapping."""
+    total, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        if "-" in line.split()[0]:
+            is_ours = line.endswith(str(path))
+        elif is_ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_a_rank_reads_its_rows_of_a_file_and_no_more(tmp_path: Path) -> None:
+    model, _ = saved(tmp_path, "llama2")
+    model = replace(model, num_heads=2, num_kv_heads=2, head_dim=4096, hidden_size=8192)
+    name, file = "model.layers.0.self_attn.q_proj.weight", tmp_path / "model.safetensors"
+    save_file({name: torch.ones(8192, 8192, dtype=torch.float16)}, file)
+    source = Checkpoint(tmp_path, FLOAT32, shard=Shard(model, 1, 2))
+    assert source.read((4096, 8192), name).min() == 1
+    assert 0.5 <= resident_bytes(file) / 2**27 < 0.6
+
+
+def test_columns_are_not_copied_before_they_are_read(tmp_path: Path) -> None:
+    model, tensors = saved(tmp_path, "llama2")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    part = Shard(model, 1, 2).of(name, tensors[name])
+    assert part.untyped_storage().data_ptr() == tensors[name].untyped_storage().data_ptr()
+    assert part.numel() * 2 == tensors[name].numel()
+
+
+def test_what_is_read_is_what_was_announced(tmp_path: Path) -> None:
+    model, _ = saved(tmp_path, "llama_biases")
+    shard = Shard(model, 0, 2)
+    progress: list[LoadProgress] = []
+    phases = Phases(progress.append)
+    total = shard.config.weight_bytes(4)
+    with phases.timed("weights", total=total):
+        source = weight_source(
+            LoadFormat.AUTO,
+            tmp_path,
+            shard.config,
+            FLOAT32,
+            phases,
+            make_linear=PlainLinear,
+            kept=AsStored(()),
+            shard=shard,
+        )
+        for index in range(model.num_layers):
+            read_layer(shard.config, source, PlainLinear, index)
+        hidden, vocab = model.hidden_size, shard.config.vocab_size
+        source.read((vocab, hidden), "model.embed_tokens.weight")
+        source.read((vocab, hidden), "lm_head.weight")
+        source.read((hidden,), "model.norm.weight")
+    assert progress[-1].num_done == total < 0.6 * model.weight_bytes(4)
+
+
+def test_random_weights_differ_between_ranks_where_the_model_is_split(tmp_path: Path) -> None:
+    model, _ = saved(tmp_path, "qwen3_moe")
+    first, second = (
+        weight_source(
+            LoadFormat.DUMMY,
+            tmp_path,
+            model,
+            FLOAT32,
+            Phases(),
+            make_linear=PlainLinear,
+            kept=AsStored(()),
+            shard=Shard(model, rank, 2),
+        )
+        for rank in range(2)
+    )
+    layer = "model.layers.0."
+    for name, differs in (("mlp.experts.0.up_proj.weight", True), ("mlp.gate.weight", False)):
+        parts = [source.read((8, 8), layer + name) for source in (first, second)]
+        assert parts[0].equal(parts[1]) is not differs
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        (3, {}, "num_attention_heads is 4, which is not a multiple of 3; use 1 or 2 or 4"),
+        (2, {"intermediate_size": 7}, "intermediate_size is 7, .* use 1"),
+        (4, {"num_heads": 12, "num_kv_heads": 6}, "num_key_value_heads is 6, which is neither"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_with_the_sizes_that_can(
+    size: int, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model, _ = saved(tmp_path, "llama2")
+    with pytest.raises(InvalidConfig, match=f"--tensor-parallel-size {size}: .*{message}"):
+        Shard(replace(model, **changes), 0, size)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_feature_that_cannot_be_split_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    saved(tmp_path, family)
+    message = "this model has attention_gates, delta_net, which cannot be split over ranks so far"
+    with pytest.raises(InvalidConfig, match=f"--tensor-parallel-size 2: {message}"):
+        check_parallel(engine_config(tmp_path, tensor_parallel_size=2), tmp_path)
+
+
+def test_a_tensor_of_another_size_than_config_json_implies_is_refused(tmp_path: Path) -> None:
+    model, _ = saved(tmp_path, "llama2")
+    with pytest.raises(
+        InvalidModel, match=r"'lm_head.weight' has the shape \(90, 64\), .* 96 rows"
+    ):
+        Shard(model, 0, 2).of("lm_head.weight", torch.zeros(90, 64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel_size": 32}, "at most 16 ranks"),
+        ({"lora": LoraConfig()}, "cannot be combined with --enable-lora"),
+        ({"quantization": Quantization.INT8}, "cannot be combined with --quantization int8"),
+    ],
+)
+def test_settings_that_several_ranks_do_not_have_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, "llama2")
+    config = engine_config(tmp_path, **({"tensor_parallel_size": 2} | changes))
+    with pytest.raises(InvalidConfig, match=message):
+        check_parallel(config, tmp_path)
+
+
+def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(InvalidConfig, match="a GGUF file cannot be split over ranks so far"):
+        check_parallel(engine_config(file, tensor_parallel_size=2), file)
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    quantized = FORMATS["ct-w4a16"]
+    save_quantized(make_model("llama2"), tmp_path, quantized)
+    with pytest.raises(InvalidConfig, match=r"the weights are quantized .* use the float32"):
+        check_parallel(engine_config(tmp_path, tensor_parallel_size=2), tmp_path)

@@ -1,0 +1,68 @@
+"""Several ranks give the answers of one. `tests/distributed` has all families."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.config import Dtype, KVCacheDtype
+from penstock.engine.executors import cpu
+from tests.support.compiler import needs_compiler
+from tests.support.parallel_answers import assert_ranks_answer_alike, parallel_config
+from tests.support.tiny_models import make_model, save
+
+pytestmark = needs_compiler
+
+
+def saved(family: str, path: Path, **options: Any) -> Path:
+    return save(make_model(family, max_position_embeddings=512, **options), path)
+
+
+@pytest.mark.parametrize("family", ["llama_biases", "olmo3", "gpt_oss"])
+def test_two_ranks_answer_as_one_and_have_equal_bits(family: str, tmp_path: Path) -> None:
+    config = parallel_config(saved(family, tmp_path))
+    ranks = assert_ranks_answer_alike(config, 2, num_tokens=40)
+    info = ranks.info
+    assert info.tensor_parallel_size == 2
+    assert not (info.computed_by or "torch").startswith("torch")
+
+
+def test_so_do_ranks_that_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "load_library", lambda *_, **__: None)
+    ranks = assert_ranks_answer_alike(parallel_config(saved("olmo2", tmp_path)), 2, num_tokens=40)
+    assert (ranks.info.computed_by or "").startswith("torch")
+
+
+def test_so_do_four_that_share_key_heads_and_a_vocabulary_that_they_cannot_divide(
+    tmp_path: Path,
+) -> None:
+    config = parallel_config(saved("qwen2", tmp_path, vocab_size=97))
+    assert_ranks_answer_alike(config, 4, num_tokens=40)
+
+
+def test_threads_of_a_rank_sum_at_the_same_time(tmp_path: Path) -> None:
+    path = saved("llama2", tmp_path, hidden_size=1024, num_hidden_layers=1)
+    scheduler = replace(parallel_config(path).scheduler, max_num_batched_tokens=128)
+    config = parallel_config(path, num_threads=2, scheduler=scheduler)
+    assert_ranks_answer_alike(config, 2, num_tokens=10, tolerance=1e-3)
+
+
+def test_a_rank_reads_half_of_the_bytes(tmp_path: Path) -> None:
+    config = parallel_config(saved("llama2", tmp_path))
+    whole = cpu.CpuExecutor(config, tmp_path).info
+    part = assert_ranks_answer_alike(config, 2, num_tokens=4).info
+    assert part.num_parameters == whole.num_parameters and part.vocab_size == whole.vocab_size
+    assert 0.5 < part.weight_bytes / whole.weight_bytes < 0.55
+    assert part.attention[0].kv_bytes_per_token * 2 == whole.attention[0].kv_bytes_per_token
+    assert part.flops_per_token * 2 == whole.flops_per_token
+
+
+@pytest.mark.slow  # they compile three more libraries
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": Dtype.BFLOAT16}, {"dtype": Dtype.FLOAT16}, {"kv_cache_dtype": KVCacheDtype.INT8}],
+)
+def test_ranks_agree_in_every_type(changes: dict[str, object], tmp_path: Path) -> None:
+    config = parallel_config(saved("qwen3", tmp_path), **changes)
+    assert_ranks_answer_alike(config, 2, num_tokens=10, tolerance=0.2)

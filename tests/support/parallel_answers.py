@@ -1,0 +1,118 @@
+"""The same requests on one rank and on several, and what must be equal."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.shard import Shard
+from penstock.engine.ranks.group import Group
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.prompt_logprobs import PromptLogprobs
+from penstock.scheduler.types import (
+    Request,
+    RequestId,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+from tests.support.rank_threads import Digested, RankThreads, shared_groups
+from tests.support.stepping import SteppedEngine, ids_of
+from tests.support.tiny_models import engine_config
+
+# Of logits, and so of logprobs, in float32; and how close two may be that change places.
+TOLERANCE = 1e-4
+# Blocks of 16: fewer than the sequences need, so that some are preempted.
+_NUM_BLOCKS = 40
+
+
+def parallel_config(path: Path, **changes: object) -> EngineConfig:
+    """Chunks, preemptions and cached prefixes."""
+    block_bytes = 16 * ModelConfig.from_dir(path).kv_shape.bytes_per_token(4)
+    settings: dict[str, object] = {
+        "block_size": 16,
+        "max_model_len": 320,
+        "kv_cache_memory_bytes": _NUM_BLOCKS * block_bytes,
+        "scheduler": SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24),
+    }
+    return engine_config(path, **(settings | changes))
+
+
+def requests(num_tokens: int, vocab_size: int = 96) -> list[Request]:
+    """Greedy ones, some of whose prompts begin alike; the last with logprobs of its prompt."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [
+        tuple(torch.randint(3, vocab_size, (n,), generator=generator).tolist())
+        for n in (30, 47, 61)
+    ]
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, num_logprobs=3)
+    made = [
+        Request(id=RequestId(str(i)), prompt_token_ids=ids, sampling=sampling, arrival_s=0.0)
+        for i, ids in enumerate([*prompts, prompts[0], (*prompts[2][:40], 7, 8, 9)])
+    ]
+    scored = replace(sampling, max_tokens=4, num_prompt_logprobs=2)
+    return [*made, replace(made[1], id=RequestId("scored"), sampling=scored)]
+
+
+def assert_ranks_answer_alike(
+    config: EngineConfig,
+    size: int,
+    *,
+    num_tokens: int = 200,
+    groups: list[Group] | None = None,
+    tolerance: float = TOLERANCE,
+) -> RankThreads:
+    """groups: of shared memory where none are given. Returns the ranks, closed."""
+    asked = requests(num_tokens, ModelConfig.from_dir(Path(config.model)).vocab_size)
+    alone = SteppedEngine(config, CpuExecutor(config, Path(config.model)))
+    expected = alone.run(asked)
+    digested: list[Digested] = []
+
+    def digest(rank: CpuExecutor) -> None:
+        model = Digested(rank._model)
+        rank._model = model
+        digested.append(model)
+
+    groups = groups or [*shared_groups(size)]
+    whole = ModelConfig.from_dir(Path(config.model))
+    share = Shard(whole, 0, size).config.num_kv_heads / whole.num_kv_heads
+    assert config.kv_cache_memory_bytes is not None
+    kv_bytes = int(config.kv_cache_memory_bytes * share)
+    ranks = RankThreads(replace(config, kv_cache_memory_bytes=kv_bytes), groups, digest)
+    assert ranks.info.num_blocks == alone.executor.info.num_blocks
+    try:
+        answers = SteppedEngine(config, ranks).run(asked)
+    finally:
+        ranks.close()
+    for one, other in zip(expected, answers, strict=True):
+        assert len(ids_of(one)) == len(ids_of(other))
+        _assert_close(one, other, tolerance)
+    first, *others = (each.digests for each in digested)
+    assert len(first) > num_tokens and all(each == first for each in others)
+    return ranks
+
+
+def _assert_close(
+    expected: list[RequestOutput], given: list[RequestOutput], tolerance: float
+) -> None:
+    """Up to where two ids are equally likely, which may change places."""
+    for one, other in zip(_logprobs(expected), _logprobs(given), strict=True):
+        assert abs(one.logprob - other.logprob) < tolerance
+        for (_, x), (_, y) in zip(one.top, other.top, strict=True):
+            assert abs(x - y) < tolerance
+        if one.top[0][0] != other.top[0][0]:
+            assert one.top[0][1] - one.top[1][1] < tolerance
+            return
+    assert ids_of(given) == ids_of(expected)
+
+
+def _logprobs(outputs: list[RequestOutput]) -> list[TokenLogprobs | PromptLogprobs]:
+    found: list[TokenLogprobs | PromptLogprobs] = []
+    for output in outputs:
+        if output.prompt is not None:
+            found += output.prompt.logprobs or ()
+        found += output.logprobs or ()
+    return found
