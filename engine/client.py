@@ -14,6 +14,7 @@ from penstock.engine.config import (
     Dtype,
     EngineConfig,
     KVCacheDtype,
+    KVEventsConfig,
     LoadFormat,
     LogFormat,
     LoraConfig,
@@ -69,6 +70,7 @@ __all__ = [  # noqa: RUF022  # in groups
     "Device",  # --device
     "Dtype",  # --dtype
     "KVCacheDtype",  # --kv-cache-dtype
+    "KVEventsConfig",  # --kv-events-config
     "LoadFormat",  # --load-format
     "ModelImpl",  # --model-impl
     "Quantization",  # --quantization

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.config import Batching, SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 
 
@@ -113,6 +113,23 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig:
+    """vLLM's, of --kv-events-config: where events of KV blocks are sent.
+
+    endpoint: bound where it has a wildcard or is ipc, else connected to. replay_endpoint: where
+    batches are asked for again, of which the last buffer_steps are kept. hwm: batches that wait for
+    a subscriber, more are dropped. max_queue_size: batches that wait to be sent.
+    """
+
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All settings of the engine process, and of what watches it.
 
@@ -131,6 +148,9 @@ class EngineConfig:
     stall_timeout_s: see `penstock.engine.ipc.stall`.
     kv_memory: the descriptor of memory for keys and values that outlives the engine process; the
     server sets it (see `penstock.engine.memory.kept`).
+    kv_offload_dir: where blocks of keys and values are written that no sequence uses, and
+    kv_offload_bytes the most that all files there may take, None for 10 GiB; None for nowhere.
+    kv_events: None where no events of blocks are sent.
     scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),
     at most one step every scripted_step_s. lora: None where no adapters can be loaded.
     """
@@ -157,6 +177,9 @@ class EngineConfig:
     max_engine_restarts: int = 10
     stall_timeout_s: float = 120.0
     kv_memory: int | None = None
+    kv_offload_dir: str | None = None
+    kv_offload_bytes: int | None = None
+    kv_events: KVEventsConfig | None = None
     scripted: bool = False
     scripted_step_s: float = 0.0
     lora: LoraConfig | None = None
@@ -178,6 +201,7 @@ class EngineConfig:
                 f"--engine-stall-timeout is {self.stall_timeout_s:g}; it must be at least 3 "
                 "seconds, since an engine that is well may show no sign of life for one"
             )
+        self._check_offload()
         if self.quantization_report and self.quantization is None:
             raise InvalidConfig(
                 f"--quantization-report needs --quantization {'|'.join(Quantization)}"
@@ -186,4 +210,28 @@ class EngineConfig:
             raise InvalidConfig(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it is a share of the "
                 "GPU's memory, more than 0 and at most 1"
+            )
+
+    def _check_offload(self) -> None:
+        if self.kv_events is not None and not self.scheduler.enable_prefix_caching:
+            raise InvalidConfig(
+                "--kv-events-config cannot be combined with --no-enable-prefix-caching, without "
+                "which there are no events; leave one of them out"
+            )
+        if self.kv_offload_dir is None:
+            if self.kv_offload_bytes is not None:
+                raise InvalidConfig(
+                    "--kv-offload-gb is the limit of a directory: name it with --kv-offload-dir, "
+                    "or leave the flag out"
+                )
+            return
+        if not self.scheduler.enable_prefix_caching:
+            raise InvalidConfig(
+                "--kv-offload-dir cannot be combined with --no-enable-prefix-caching, without "
+                "which no block is found again; leave one of them out"
+            )
+        if self.scheduler.batching is not Batching.CONTINUOUS:
+            raise InvalidConfig(
+                f"--kv-offload-dir cannot be combined with --batching {self.scheduler.batching}: a "
+                "prompt whose blocks are being read would miss its batch; leave one of them out"
             )

@@ -14,6 +14,7 @@ from penstock.engine.config import AdapterSource
 from penstock.engine.errors import UnknownAdapter
 from penstock.engine.model_info import LoadedAdapter, ModelInfo
 from penstock.scheduler.journal import BlockJournal
+from penstock.scheduler.tier import BlockTier
 from penstock.scheduler.types import (
     BlockCopy,
     Request,
@@ -49,6 +50,11 @@ class Executor(Protocol):
     @property
     def journals(self) -> Sequence[BlockJournal]:
         """Of the blocks of each group of layers, where they outlive this process; else none."""
+        ...
+
+    @property
+    def tier(self) -> BlockTier | None:
+        """Where blocks go that no sequence uses; None without one."""
         ...
 
     @property

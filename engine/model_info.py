@@ -15,13 +15,21 @@ class AttentionGroup:
     """The layers whose tokens attend to the same number of positions: `window`, the token's own
     included, or None for all before it.
 
-    Over all layers of the group, kv_bytes_per_token: keys and values of one position;
-    flops_per_pair: one (query, key) pair.
+    Over all layers of the group, kv_bytes_per_token: keys and values of one position, as they are
+    read; held_bytes_per_token: as they are held in memory, where that is less because layers share
+    them; flops_per_pair: one (query, key) pair.
     """
 
     window: int | None
     kv_bytes_per_token: int
     flops_per_pair: int
+    held_bytes_per_token: int | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Of one position, in memory."""
+        held = self.held_bytes_per_token
+        return self.kv_bytes_per_token if held is None else held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +165,7 @@ class ModelInfo:
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one position, all layers, as they are held in memory."""
-        return sum(group.kv_bytes_per_token for group in self.attention)
+        return sum(group.held_bytes for group in self.attention)
 
     def step_bytes(self, work: StepWork) -> int:
         """The least bytes that a correct step reads: once each weight that it uses, those of its

@@ -182,13 +182,13 @@ class Sizing:
     def read_bytes(self, context: int) -> int:
         """Keys and values that a decode step reads of one sequence, in a layer with a window no
         more than the window, and its recurrent state."""
-        layer_bytes = self.model.kv_shape.layer_bytes_per_token(self._kv_itemsize)
+        layers = zip(self.model.kv_shape.heads, self.model.windows, strict=True)
         state = self.layout.state
-        num_read = sum(
-            num_layers * min(context, window or context)
-            for window, num_layers in self.model.num_layers_by_window.items()
+        num_bytes = sum(
+            heads.bytes_per_token(self._kv_itemsize) * min(context, window or context)
+            for heads, window in layers
         )
-        return layer_bytes * num_read + (0 if state is None else state.num_bytes)
+        return num_bytes + (0 if state is None else state.num_bytes)
 
     @property
     def _kv_itemsize(self) -> int:

@@ -47,16 +47,17 @@ class AnswerLengths:
 class Ahead:
     """What a request finds. decoding: the sequences that decode. prompt_tokens: of others, to be
     computed before its own; prompt_positions: the sum of their positions. num_waiting: sequences
-    that get a slot before it. num_blocks: that these and it need. num_slots, num_free_blocks: free
-    now. has_prefills: the step that runs computes prompts."""
+    that get a slot before it. num_blocks: that these and it need of each group of layers.
+    num_slots, num_free_blocks: free now, the blocks of each group. has_prefills: the step that runs
+    computes prompts."""
 
     decoding: Collection[Running]
     prompt_tokens: int
     prompt_positions: int
     num_waiting: int
-    num_blocks: int
+    num_blocks: Sequence[int]
     num_slots: int
-    num_free_blocks: int
+    num_free_blocks: Sequence[int]
     has_prefills: bool
 
 
@@ -106,21 +107,36 @@ def forecast_ttft_s(
     return rest_s + max(before_s, room_s) + own_s
 
 
+def prefill_s(live: LiveStepModel, chunks: Sequence[tuple[int, int]]) -> float | None:
+    """How long steps take that compute nothing but these chunks of one prompt, (start, end) each;
+    None where nothing is known yet of such steps."""
+    total_s = 0.0
+    for start, end in chunks:
+        amounts = live.served.amounts(_work(live, 0, 0, end - start, start))
+        chunk_s = live.predict(amounts, StepClass.PREFILL)
+        if chunk_s is None:
+            return None
+        total_s += chunk_s
+    return total_s
+
+
 def _steps_until_room(ahead: Ahead, lengths: AnswerLengths) -> float:
     """Until as many answers have ended as hold the slots and blocks that are missing."""
     num_slots = ahead.num_waiting + 1 - ahead.num_slots
-    num_blocks = ahead.num_blocks - ahead.num_free_blocks
-    if num_slots <= 0 and num_blocks <= 0:
+    missing = [
+        needed - free for needed, free in zip(ahead.num_blocks, ahead.num_free_blocks, strict=True)
+    ]
+    if num_slots <= 0 and max(missing) <= 0:
         return 0.0
-    by_end = sorted((lengths.left(s), s.table.num_held) for s in ahead.decoding)
+    by_end = sorted((lengths.left(s), [t.num_held for t in s.tables]) for s in ahead.decoding)
     if not by_end:
         return 0.0
     num_rounds, last = 0.0, by_end[-1][0]
     while True:
         for left, blocks in by_end:
             num_slots -= 1
-            num_blocks -= blocks
-            if num_slots <= 0 and num_blocks <= 0:
+            missing = [num - held for num, held in zip(missing, blocks, strict=True)]
+            if num_slots <= 0 and max(missing) <= 0:
                 return num_rounds * last + left
         # Those that take their places have to end too.
         num_rounds += 1

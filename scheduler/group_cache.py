@@ -8,13 +8,16 @@ such as a recurrent state after some of the blocks, can answer by the same diges
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from penstock.scheduler.blocks import BlockAllocator, BlockTable
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.journal import BlockJournal, StoredBlock
+from penstock.scheduler.kv_events import KVEvents
 from penstock.scheduler.prefix import PrefixIndex
 from penstock.scheduler.stats import GroupBlocks
+from penstock.scheduler.tier import BlockTier, TierBlock
 
 
 class Share(NamedTuple):
@@ -36,15 +39,28 @@ class Share(NamedTuple):
 class GroupCache:
     """The pool of one group: reference counts, and which blocks can be found by their content."""
 
-    def __init__(self, group: KVGroup, block_size: int, journal: BlockJournal | None) -> None:
+    def __init__(
+        self,
+        group: KVGroup,
+        block_size: int,
+        journal: BlockJournal | None,
+        tier: BlockTier | None = None,
+        events: KVEvents | None = None,
+        number: int = 0,
+    ) -> None:
+        """number: of the group, by which the tier and events know it."""
         self.group = group
         self._block_size = block_size
         self._journal = journal
+        self._tier = tier
+        self._number = number
+        self._unstored: list[tuple[bytes, int]] = []  # given back since the last completed step
         survivors = journal.survivors() if journal else ()
         self._unverified = {block.block_id for block in survivors}
         self._unrecorded: list[StoredBlock] = []  # of the step that runs
         self._allocator = BlockAllocator(group.num_blocks, self._unverified)
-        self._index = PrefixIndex()
+        on_removed = partial(events.on_removed, number) if events is not None else None
+        self._index = PrefixIndex(on_removed)
         for block in survivors:
             is_new = self._index.add(block.digest, block.block_id)
             assert is_new, f"the journal has {block} twice"
@@ -102,6 +118,20 @@ class GroupCache:
                 end = i
         return end
 
+    def longest_reach(self, digests: Sequence[bytes], end: int) -> int:
+        """As `longest_hit`, if what the tier has were in the pool."""
+        i = end
+        while i > self._first_needed(end):
+            i -= 1
+            if self._find(digests[i]) is None and not self._is_in_tier(digests[i]):
+                end = i
+        return end
+
+    def missing(self, digests: Sequence[bytes]) -> list[bytes]:
+        """Of those that a sequence after them needs, the ones that the pool does not have."""
+        end = len(digests)
+        return [each for each in digests[self._first_needed(end) :] if self._find(each) is None]
+
     def share(
         self,
         digests: Sequence[bytes],
@@ -150,7 +180,13 @@ class GroupCache:
             self.append(table)
 
     def append(self, table: BlockTable) -> int:
-        """Appends a free block, else the least recently used evictable one."""
+        """Appends a block that must be available."""
+        block_id = self.take()
+        table.block_ids.append(block_id)
+        return block_id
+
+    def take(self) -> int:
+        """A free block, else the least recently used evictable one."""
         block_id = self._allocator.take()
         if block_id is None:
             evicted = self._index.evict()
@@ -159,8 +195,24 @@ class GroupCache:
             self._allocator.free(evicted)
             block_id = self._allocator.take()
             assert block_id is not None
-        table.block_ids.append(block_id)
         return block_id
+
+    def settle(self, block_id: int, digest: bytes | None) -> None:
+        """A block that was taken to be loaded can be found by its digest; without one it is
+        free."""
+        is_last = self._allocator.release(block_id)
+        assert is_last, f"block {block_id} was loaded while it was used"
+        if digest is not None and self._index.add(digest, block_id):
+            self._index.make_evictable(block_id)
+        else:
+            self._allocator.free(block_id)
+
+    def refresh(self, block_ids: Sequence[int]) -> None:
+        """Those that are evictable are evicted after all others, the last first."""
+        for block_id in reversed(block_ids):
+            if self._index.is_evictable(block_id):
+                self._index.touch(block_id)
+                self._index.make_evictable(block_id)
 
     def slide(self, table: BlockTable, position: int) -> None:
         """Gives back the blocks that neither the token at `position` nor a later one reads."""
@@ -195,11 +247,20 @@ class GroupCache:
 
     def record(self) -> None:
         """See `KVCache.record`."""
+        if self._unstored:
+            assert self._tier
+            unstored, self._unstored = self._unstored, []
+            for digest, block_id in unstored:
+                if self._index.find(digest) == block_id:
+                    self._tier.store(TierBlock(self._number, digest), block_id)
         if self._unrecorded:
             assert self._journal
             blocks, self._unrecorded = self._unrecorded, []
             find = self._index.find
             self._journal.record([b for b in blocks if find(b.digest) == b.block_id])
+
+    def is_findable(self, digest: bytes) -> bool:
+        return self._index.find(digest) is not None
 
     def forget(self, table: BlockTable, digests: Sequence[bytes]) -> None:
         """Makes the blocks of a table, and those with these digests, unfindable."""
@@ -208,6 +269,8 @@ class GroupCache:
         for digest in digests:
             if (found := self._index.find(digest)) is not None:
                 self._forget(found)
+            if self._tier:
+                self._tier.forget(TierBlock(self._number, digest))
 
     def _first_needed(self, end: int) -> int:
         """Of the blocks before number `end`, the first that the token after them may read."""
@@ -229,7 +292,13 @@ class GroupCache:
             self._forget(block_id)
         return is_intact
 
+    def _is_in_tier(self, digest: bytes) -> bool:
+        return self._tier is not None and TierBlock(self._number, digest) in self._tier
+
     def _release(self, block_id: int) -> None:
+        # Not only its last user: what is used all the time shall not be lost with this process.
+        if self._tier and (digest := self._index.digest_of(block_id)) is not None:
+            self._unstored.append((digest, block_id))
         if self._allocator.release(block_id):
             if self._index.is_cached(block_id):
                 self._index.make_evictable(block_id)
@@ -248,3 +317,5 @@ class GroupCache:
         if self._journal:
             self._unverified.discard(block_id)
             self._journal.erase(block_id)
+        if self._tier:
+            self._tier.withdraw(self._number, block_id)

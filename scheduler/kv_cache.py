@@ -4,16 +4,19 @@ A model's layers are in one or more groups (`penstock.scheduler.groups`), each w
 each sequence, a table of its own. What a sequence can continue from must be in all of them.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from penstock.scheduler.group_cache import GroupCache, Share
 from penstock.scheduler.groups import KVGroup, StateGroup
 from penstock.scheduler.journal import BlockJournal
+from penstock.scheduler.kv_events import KVEvents
 from penstock.scheduler.prefix import PROCESS_KEY, block_digest, root_digest
 from penstock.scheduler.sequence import Sequence, Status
 from penstock.scheduler.state_cache import OPENING, StateCache
 from penstock.scheduler.stats import GroupBlocks
+from penstock.scheduler.tier import BlockTier, TierBlock
 from penstock.scheduler.types import BlockCopy, StateSnapshot, TableUpdate
 
 
@@ -34,7 +37,8 @@ class KVCache:
     """The blocks of every sequence.
 
     With journals, one for each group, blocks that an earlier engine computed are findable too, each
-    once its content has been verified.
+    once its content has been verified. A tier gets the blocks that sequences give back; if there
+    are journals too, its key is theirs.
     """
 
     def __init__(
@@ -43,6 +47,8 @@ class KVCache:
         block_size: int,
         enable_prefix_caching: bool,
         journals: Items[BlockJournal] = (),
+        tier: BlockTier | None = None,
+        events: KVEvents | None = None,
     ) -> None:
         self.block_size = block_size
         self._enable_prefix_caching = enable_prefix_caching
@@ -51,6 +57,10 @@ class KVCache:
         self._key = PROCESS_KEY
         if used and used[0]:
             self._key = used[0].key
+        if tier is not None:
+            assert not used or self._key == tier.key, "journals have the key of the tier"
+            self._key = tier.key
+        self._events = events if enable_prefix_caching else None
         self.groups: list[GroupCache | StateCache] = []
         # Those of keys and values, and those of states, each with its number.
         self._with_blocks: list[tuple[int, GroupCache]] = []
@@ -58,11 +68,14 @@ class KVCache:
         for index, group in enumerate(groups):
             if isinstance(group, StateGroup):
                 assert not used, "recurrent states do not outlive the engine, so nothing else may"
+                assert tier is None, "recurrent states are in no tier, so nothing else may be"
+                assert events is None, "blocks without a state after them are of no use to routers"
                 states = StateCache(group, block_size)
                 self._states.append((index, states))
                 self.groups.append(states)
             else:
-                cache = GroupCache(group, block_size, used[index] if used else None)
+                journal = used[index] if used else None
+                cache = GroupCache(group, block_size, journal, tier, events, index)
                 self._with_blocks.append((index, cache))
                 self.groups.append(cache)
         self._blocks = [cache for _, cache in self._with_blocks]
@@ -130,7 +143,36 @@ class KVCache:
             wanted = (min(last, num_computed + admission.num_stateless), last)
             for index, states in self._states:
                 states.want(sequence.tables[index], wanted, num_computed)
+        if self._events is not None:
+            self._tell(self._events, sequence, 0, admission.num_computed // self.block_size)
         return copies
+
+    def beyond(self, sequence: Sequence, num_cached: int) -> tuple[list[TierBlock], int]:
+        """What is to be loaded from the tier so that more of its tokens are cached than num_cached,
+        and how many these are then."""
+        digests = self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size)
+        end = _agreed([each.longest_reach for each in self._blocks], digests, len(digests))
+        if end * self.block_size <= num_cached:
+            return [], num_cached
+        blocks = [
+            TierBlock(group, digest)
+            for group, each in self._with_blocks
+            for digest in each.missing(digests[:end])
+        ]
+        return blocks, end * self.block_size
+
+    def take(self, group: int) -> int:
+        """A block of a group of keys and values, which must be available, to be loaded."""
+        return self._blocks[group].take()
+
+    def settle(self, group: int, block_id: int, digest: bytes | None) -> None:
+        """See `GroupCache.settle`."""
+        self._blocks[group].settle(block_id, digest)
+
+    def refresh(self, admission: Admission) -> None:
+        """The cached blocks of a sequence that is to be admitted are evicted after all others."""
+        for each, share in zip(self._blocks, admission.shares, strict=True):
+            each.refresh(share.blocks)
 
     def snapshots_in_chunk(
         self, sequence: Sequence, row: int, num_tokens: int
@@ -195,11 +237,13 @@ class KVCache:
         tables = sequence.tables
         if tables[0].num_cached >= num_full:
             return
-        digests = self._digests(sequence, num_full)
+        digests, start = self._digests(sequence, num_full), tables[0].num_cached
         root = self._root(sequence) if self._has_journals else b""
         self._first.cache(tables[0], digests, root)
         for each, table in zip(self._others, tables[1:], strict=True):
             each.cache(table, digests, root)
+        if self._events is not None:
+            self._tell(self._events, sequence, start, num_full)
 
     def record(self) -> None:
         """The step that was launched last has completed, so its findable blocks may outlive this
@@ -245,10 +289,10 @@ class KVCache:
         if not self._enable_prefix_caching or sequence.needs_whole_prompt:
             return [], 0
         digests = self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size)
-        num_found = _longest_hit(self._blocks, digests, len(digests))
+        num_found = _agreed([each.longest_hit for each in self._blocks], digests, len(digests))
         if not self._states:
             return digests[:num_found], 0
-        end = _longest_hit(self.groups, digests, num_found)
+        end = _agreed([each.longest_hit for each in self.groups], digests, num_found)
         return digests[:end], (num_found - end) * self.block_size
 
     def _digests(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
@@ -260,16 +304,24 @@ class KVCache:
             digests.append(block_digest(parent, token_ids, self._key))
         return digests[:num_blocks]
 
+    def _tell(self, events: KVEvents, sequence: Sequence, start: int, end: int) -> None:
+        end = min(end, len(sequence.block_digests))  # a fork has no digests yet
+        for group, each in self._with_blocks:
+            events.tell(group, sequence, start, end, each.is_findable)
+
     def _root(self, sequence: Sequence) -> bytes:
         return root_digest(sequence.request.cache_salt, sequence.request.adapter, self._key)
 
 
-def _longest_hit(groups: Items[GroupCache | StateCache], digests: Items[bytes], end: int) -> int:
-    """The most blocks, up to `end`, that all groups have."""
-    num_agreed, index = 0, 0
+def _agreed(
+    longest: Items[Callable[[Items[bytes], int], int]], digests: Items[bytes], end: int
+) -> int:
+    """After how many blocks, up to `end`, a sequence can continue in all groups; each is asked by
+    one of these."""
+    num_agreed = index = 0
     # Each group may shorten it, until all of them in a row leave it as it is.
-    while num_agreed < len(groups):
-        found = groups[index].longest_hit(digests, end)
+    while num_agreed < len(longest):
+        found = longest[index](digests, end)
         num_agreed = num_agreed + 1 if found == end else 1
-        end, index = found, (index + 1) % len(groups)
+        end, index = found, (index + 1) % len(longest)
     return end

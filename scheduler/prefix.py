@@ -2,9 +2,9 @@
 
 A block's digest is chained over its tokens and its parent's digest, back to salt and adapter, so
 equal digests mean equal tokens at equal positions under an equal salt and adapter. It is a 128-bit
-BLAKE2 with a secret random key, which is the process's own, or the journal's where blocks outlive
-the process: no client can prepare two prompts with equal digests, so a hit needs no comparison of
-tokens. (A 64-bit hash would: vLLM moved to SHA-256 for that reason.)
+BLAKE2 with a secret random key, which is the process's own, or the journal's or the tier's where
+blocks outlive the process: no client can prepare two prompts with equal digests, so a hit needs no
+comparison of tokens. (A 64-bit hash would: vLLM moved to SHA-256 for that reason.)
 
 Evictable blocks are evicted in least-recently-used order. A sequence releases its last block first,
 so a block is always evicted before its parent, and every cached block can be found from the root.
@@ -15,6 +15,7 @@ a block is of use without those far before it.
 import os
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
@@ -39,7 +40,9 @@ def block_digest(parent: bytes, token_ids: list[int], key: bytes = PROCESS_KEY) 
 class PrefixIndex:
     """Digests to blocks, and the evictable blocks, the least recently used first."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_removed: Callable[[bytes], None] | None = None) -> None:
+        """on_removed: gets the digest of each block that is no longer findable."""
+        self._on_removed = on_removed
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -62,6 +65,10 @@ class PrefixIndex:
         self._digest_of[block_id] = digest
         return True
 
+    def digest_of(self, block_id: int) -> bytes | None:
+        """None where it is not findable."""
+        return self._digest_of.get(block_id)
+
     def is_cached(self, block_id: int) -> bool:
         return block_id in self._digest_of
 
@@ -80,13 +87,18 @@ class PrefixIndex:
         """A block is no longer findable, if it was, and so no longer evictable."""
         digest = self._digest_of.pop(block_id, None)
         if digest is not None:
-            del self._block_of[digest]
             self._evictable.pop(block_id, None)
+            self._remove(digest)
 
     def evict(self) -> int | None:
         """The least recently used evictable block, no longer findable; None where there is none."""
         if not self._evictable:
             return None
         block_id, _ = self._evictable.popitem(last=False)
-        del self._block_of[self._digest_of.pop(block_id)]
+        self._remove(self._digest_of.pop(block_id))
         return block_id
+
+    def _remove(self, digest: bytes) -> None:
+        del self._block_of[digest]
+        if self._on_removed is not None:
+            self._on_removed(digest)

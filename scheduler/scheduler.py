@@ -38,6 +38,8 @@ from penstock.scheduler.forecast import Ahead
 from penstock.scheduler.groups import KVGroup, StateGroup
 from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.kv_cache import KVCache
+from penstock.scheduler.kv_events import KVEvents
+from penstock.scheduler.loads import Loads
 from penstock.scheduler.outputs import output_of, with_prompts
 from penstock.scheduler.policy import may_start_batch, victim
 from penstock.scheduler.sequence import Sequence, Status
@@ -45,6 +47,7 @@ from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.step_model.chunk_budget import ChunkBudget
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.targets import Targets
+from penstock.scheduler.tier import BlockTier
 from penstock.scheduler.types import (
     Finish,
     FinishReason,
@@ -71,9 +74,12 @@ class Scheduler:
         max_model_len: int,
         step_model: LiveStepModel | None = None,
         journals: Items[BlockJournal] = (),
+        tier: BlockTier | None = None,
+        events: KVEvents | None = None,
     ) -> None:
         """groups: of the model's layers. step_model: without it targets have no effect. journals:
-        one for each group, where the blocks outlive this process.
+        one for each group, where the blocks outlive this process. tier: for continuous batching
+        with prefix caching. events: is told which blocks can be found.
 
         Raises InvalidConfig where one sequence of max_model_len would not fit the blocks.
         """
@@ -87,8 +93,9 @@ class Scheduler:
                 )
         self._config = config
         self._max_model_len = max_model_len
-        self._kv = KVCache(groups, block_size, config.enable_prefix_caching, journals)
+        self._kv = KVCache(groups, block_size, config.enable_prefix_caching, journals, tier, events)
         self._targets = Targets(config, step_model)
+        self._loads = Loads(self._kv, tier, self._targets.compute_s) if tier is not None else None
         self._waiting = queue_for(config.policy)
         self._fair = self._waiting if isinstance(self._waiting, FairQueue) else None
         self._prefilling: dict[Sequence, None] = {}  # dicts as ordered sets
@@ -167,6 +174,9 @@ class Scheduler:
     def schedule(self, now: float) -> ScheduledBatch | None:
         """The next step's work, or None where no sequence can run now."""
         batch = Batch()
+        if self._loads is not None:
+            for sequence in self._loads.arrived(now):
+                self._waiting.push(sequence)
         if self._fair is not None:
             self._fair.begin_step(now)
             self._make_place(self._fair)
@@ -257,10 +267,11 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a slot, including those that wait for their answer 0 to fork, or until
-        they are ready."""
+        """Sequences without a slot, including those that wait for their answer 0 to fork, for
+        blocks, or until they are ready."""
         outside = chain(self._samples.values(), self._unready.values())
-        return len(self._waiting) + sum(map(len, outside))
+        num_loading = len(self._loads) if self._loads is not None else 0
+        return len(self._waiting) + num_loading + sum(map(len, outside))
 
     def is_open(self, request_id: RequestId) -> bool:
         """Whether any of its answers has not ended."""
@@ -287,6 +298,7 @@ class Scheduler:
             out_of_reach_total=self._targets.num_out_of_reach,
             fairness_index=self._fair.index if self._fair is not None else None,
             more_groups=tuple(more),
+            tier=self._loads.stats() if self._loads is not None else None,
             prefix_stateless_tokens_total=self._prefix_stateless_tokens,
         )
 
@@ -322,6 +334,9 @@ class Scheduler:
         """What a sequence that arrives finds."""
         admission = self._kv.plan(sequence)
         sequence.num_cached_at_arrival = admission.num_computed
+        if self._loads is not None:
+            num_cached = self._loads.num_within_reach(sequence, admission.num_computed)
+            sequence.num_cached_at_arrival = num_cached
         waiting = list(self._waiting.are_ahead(sequence))
         prefilling: Iterable[Sequence] = self._prefilling
         if self._fair is not None:  # chunks of other tenants make room for it
@@ -331,15 +346,22 @@ class Scheduler:
         for each in waiting:
             num_cached = each.num_cached_at_arrival
             chunks.append((num_cached, each.num_to_compute - num_cached))
-        num_blocks = sum(-(-each.num_to_compute // self._kv.block_size) for each in waiting)
         return Ahead(
             decoding=self._decoding,
             prompt_tokens=sum(num for _, num in chunks),
             prompt_positions=sum(num * (start + num // 2) for start, num in chunks),
             num_waiting=len(waiting),
-            num_blocks=num_blocks + admission.shares[0].num_claimed + self.num_running,
+            num_blocks=[
+                sum(
+                    each.group.most_blocks(one.num_to_compute, self._kv.block_size)
+                    for one in waiting
+                )
+                + share.num_claimed
+                + self.num_running
+                for each, share in zip(self._kv.groups, admission.shares, strict=True)
+            ],
             num_slots=len(self._free_slots),
-            num_free_blocks=self._kv.num_available,
+            num_free_blocks=[each.num_available for each in self._kv.groups],
             has_prefills=bool(self._prefilling),
         )
 
@@ -480,6 +502,9 @@ class Scheduler:
                 return
             if self._fair is not None and not (is_closed or self._fair.most_of(sequence)):
                 return
+            if self._loads is not None and self._loads.begin(sequence, self.num_running, now):
+                self._waiting.remove(sequence)
+                continue
             if not self._admit(batch, sequence, now):
                 return
             self._schedule_chunk(batch, sequence, budget)
@@ -519,6 +544,8 @@ class Scheduler:
             if self._fair is not None:
                 service = CACHED_TOKEN * admission.num_computed
                 self._fair.tenant_of(sequence).charge(service)
+        if self._loads is not None:
+            self._loads.on_admission(sequence, admission.num_computed)
         batch.copies.extend(self._kv.admit(sequence, admission))
         sequence.admit(self._free_slots.pop(), admission.num_computed, now)
         if self._fair is not None:
@@ -615,6 +642,8 @@ class Scheduler:
             parked.remove(sequence)
         elif sequence in self._unready.get(request_id, ()):
             self._unready[request_id].remove(sequence)
+        elif self._loads is not None and sequence in self._loads:
+            self._loads.remove(sequence)
         else:
             self._waiting.remove(sequence)
         self._targets.on_end(sequence, reason)

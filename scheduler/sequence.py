@@ -65,6 +65,8 @@ class Sequence:
     first_scheduled_s: float | None = None
     is_overdue: bool = False  # it was admitted because it had waited longest, whatever its priority
     num_cached_at_arrival: int = 0  # where a forecast has looked
+    may_load: bool = True  # blocks from a tier: once, and again after a preemption
+    num_cached_before_load: int | None = None  # of one that is to be admitted after a load
     predicted_ttft_s: float | None = None
     fork_parent: "Sequence | None" = None  # the answer 0 whose computed prompt it may share
 
@@ -153,6 +155,7 @@ class Sequence:
         self.num_ever_computed = max(self.num_ever_computed, self.num_computed)
         self.num_computed = 0
         self.num_preemptions += 1
+        self.may_load = True
 
     def finish(self, reason: FinishReason) -> None:
         assert self.status is not Status.FINISHED

@@ -23,6 +23,42 @@ class GroupBlocks(NamedTuple):
         return self.num_used / num_blocks if num_blocks else 0.0
 
 
+class TierStats(NamedTuple):
+    """A tier below the pool. Gauges are current values; counters count since the start.
+
+    num_blocks: that can be found there; num_bytes: what is used of its space, by others too.
+    Blocks: unwritten_blocks_total were evicted before they were copied, removed_blocks_total made
+    room for others, damaged_blocks_total were found missing, cut off or changed. Tokens of prompts:
+    query_tokens_total were looked up, hit_tokens_total were loaded. Prompts, by why not all of what
+    was looked up was loaded: absent_total, slower_total (than computing), unreadable_total (blocks
+    were damaged), late_total (a load took too long, or one did shortly before).
+    """
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    read_bytes_total: int = 0
+    written_bytes_total: int = 0
+    read_s_total: float = 0.0
+    write_s_total: float = 0.0
+    unwritten_blocks_total: int = 0
+    removed_blocks_total: int = 0
+    damaged_blocks_total: int = 0
+    failed_writes_total: int = 0
+    query_tokens_total: int = 0
+    hit_tokens_total: int = 0
+    absent_total: int = 0
+    slower_total: int = 0
+    unreadable_total: int = 0
+    late_total: int = 0
+
+    def plus_counters(self, earlier: Self) -> Self:
+        """See `SchedulerStats`."""
+        names = [name for name in self._fields if name.endswith("_total")]
+        return self._replace(
+            **{name: getattr(self, name) + getattr(earlier, name) for name in names}
+        )
+
+
 class SchedulerStats(NamedTuple):
     """The scheduler after a step. Gauges are current values; counters count since the start.
 
@@ -31,7 +67,7 @@ class SchedulerStats(NamedTuple):
     prefix_stateless_tokens_total: prompt tokens whose blocks were found, but no snapshot of the
     recurrent state after them, so that they were computed again.
     out_of_reach_total: requests refused because of their targets. fairness_index: None unless the
-    policy is fair; see `FairQueue.look`.
+    policy is fair; see `FairQueue.look`. tier: None without one.
     """
 
     num_running: int
@@ -47,6 +83,7 @@ class SchedulerStats(NamedTuple):
     out_of_reach_total: int = 0
     fairness_index: float | None = None
     more_groups: tuple[GroupBlocks, ...] = ()
+    tier: TierStats | None = None
     prefix_stateless_tokens_total: int = 0
 
     @property
@@ -60,8 +97,11 @@ class SchedulerStats(NamedTuple):
     def plus_counters(self, earlier: Self) -> Self:
         """With the counters of a scheduler that another engine had before."""
         names = [name for name in self._fields if name.endswith("_total")]
+        tier = self.tier
+        if earlier.tier is not None:
+            tier = (tier or TierStats()).plus_counters(earlier.tier)
         return self._replace(
-            **{name: getattr(self, name) + getattr(earlier, name) for name in names}
+            tier=tier, **{name: getattr(self, name) + getattr(earlier, name) for name in names}
         )
 
 

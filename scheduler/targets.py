@@ -8,7 +8,7 @@ refusing requests, never by slowing others.
 from penstock.scheduler.batch import Batch
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import TargetOutOfReach
-from penstock.scheduler.forecast import Ahead, AnswerLengths, forecast_ttft_s
+from penstock.scheduler.forecast import Ahead, AnswerLengths, forecast_ttft_s, prefill_s
 from penstock.scheduler.sequence import Sequence
 from penstock.scheduler.stats import work_of
 from penstock.scheduler.step_model.chunk_budget import ChunkBudget, chunk_budget
@@ -58,6 +58,15 @@ class Targets:
             floor=PREFILL_FLOOR,
             decodes=work_of(batch, windows),
         )
+
+    def compute_s(self, start: int, end: int) -> float | None:
+        """How long prompt tokens from position `start` to `end` take to compute, in steps of their
+        own; None where nothing is known yet of such steps."""
+        live, most = self._step_model, self._config.max_num_batched_tokens
+        if live is None:
+            return None
+        chunks = [(i, min(i + most, end)) for i in range(start, end, most)]
+        return prefill_s(live, chunks)
 
     def applies_to(self, request: Request) -> bool:
         """Whether it may be refused. What an earlier engine accepted is accepted."""

@@ -8,12 +8,12 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 import yaml
 
-from penstock.engine.client import AdapterSource, KVCacheDtype
+from penstock.engine.client import AdapterSource, KVCacheDtype, KVEventsConfig
 from penstock.scheduler.errors import InvalidConfig
 
 ENVIRONMENT_PREFIX = "PENSTOCK_"
@@ -76,6 +76,35 @@ def size(text: str) -> int:
             f"{text!r} is not a whole number, such as 4096, 4k (4,000) or 4K (4,096)"
         )
     return int(value)
+
+
+class _KVEvents(msgspec.Struct, forbid_unknown_fields=True):
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] | None = None
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: Annotated[int, msgspec.Meta(ge=1)] = 10_000
+    hwm: Annotated[int, msgspec.Meta(ge=0)] = 100_000
+    max_queue_size: Annotated[int, msgspec.Meta(ge=1)] = 100_000
+    topic: str = ""
+
+
+def kv_events_config(text: str) -> KVEventsConfig | None:
+    """vLLM's JSON: for argparse's `type`. None where no events are wanted."""
+    try:
+        found = msgspec.json.decode(text, type=_KVEvents)
+    except msgspec.MsgspecError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    if not found.enable_kv_cache_events or found.publisher == "null":
+        return None
+    return KVEventsConfig(
+        endpoint=found.endpoint,
+        replay_endpoint=found.replay_endpoint,
+        buffer_steps=found.buffer_steps,
+        hwm=found.hwm,
+        max_queue_size=found.max_queue_size,
+        topic=found.topic,
+    )
 
 
 def lora_module(text: str) -> AdapterSource:

@@ -1,6 +1,7 @@
 """From the flags that were given to a `ServeConfig`. What they are is in `serve_flags`."""
 
 import argparse
+import math
 import os
 from collections import Counter
 from importlib.resources import files
@@ -85,6 +86,9 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
             gpu_memory_utilization=options.gpu_memory_utilization,
             enforce_eager=options.enforce_eager,
             num_threads=options.num_threads,
+            kv_offload_dir=str(options.kv_offload_dir) if options.kv_offload_dir else None,
+            kv_events=options.kv_events_config,
+            kv_offload_bytes=_gib(options.kv_offload_gb),
             tensor_parallel_size=options.tensor_parallel_size,
             calibration=str(options.calibration) if options.calibration else None,
             max_num_queued_reqs=options.max_num_queued_reqs,
@@ -119,6 +123,13 @@ def config_file(arguments: list[str]) -> Path | None:
 def _served_name(model: str) -> str:
     """As it was named, but of a GGUF file its name alone."""
     return model_name(Path(model)) if model.endswith(".gguf") else model
+
+
+def _gib(count: float | None) -> int | None:
+    """Bytes. Raises InvalidConfig."""
+    if count is not None and not 0 < count < math.inf:
+        raise InvalidConfig(f"--kv-offload-gb is {count:g}; it must be more than 0, and finite")
+    return None if count is None else int(count * 2**30)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -22,7 +22,13 @@ from penstock.engine.client import (
 from penstock.scheduler.config import Batching, Policy
 from penstock.scheduler.types import Pooling
 from penstock.server.config import MIB, DuringRestart, PoolerConfig
-from penstock.server.flag_values import Extend, kv_cache_dtype, lora_module, size
+from penstock.server.flag_values import (
+    Extend,
+    kv_cache_dtype,
+    kv_events_config,
+    lora_module,
+    size,
+)
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.output.reasoning import ReasoningFormat
 from penstock.server.tools.chat_format import NO_PARSER
@@ -326,6 +332,33 @@ def _add_memory_flags(group: "argparse._ArgumentGroup") -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="share the KV blocks of prompts that begin alike (default: on)",
+    )
+    flag(
+        "--kv-events-config",
+        type=kv_events_config,
+        metavar="JSON",
+        help="send events of KV blocks by ZeroMQ, as vLLM does, for routers that go by prefixes: "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": '
+        '"tcp://*:5558", "topic": "", "buffer_steps": 10000, "hwm": 100000, "max_queue_size": '
+        "100000}. They have the token ids of prompts: let only those connect who may read them "
+        "(default: none are sent)",
+    )
+    flag(
+        "--kv-offload-dir",
+        type=Path,
+        metavar="DIR",
+        help="write KV blocks to files in this directory when no sequence uses them any more, and "
+        "read them when a prompt begins with them and that is quicker than computing it, after a "
+        "restart too; several servers and models may share it. They are what prompts said: keep "
+        "the directory private (default: blocks end with their memory)",
+    )
+    flag(
+        "--kv-offload-gb",
+        type=float,
+        metavar="GIB",
+        help="most GiB that all files in --kv-offload-dir may take, of every server and model "
+        "that uses it; those that were used least recently are removed. Memory is limited by "
+        "--kv-cache-memory-bytes alone (default: 10)",
     )
 
 

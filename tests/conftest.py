@@ -13,12 +13,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 from hypothesis import settings
 
-from tests.support.serving import RunningServer
+from tests.support.serving import MAX_MODEL_LEN, RunningServer
 
 # Hundreds of servers and commands are started: without its cache each compiles all that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -29,14 +31,42 @@ settings.load_profile("penstock")
 
 
 @pytest.fixture(scope="session")
-def exact_server() -> Iterator[RunningServer]:
+def shared_server() -> Iterator[Callable[..., RunningServer]]:
+    """A server with these flags, ready: one for all tests of a process. Who asks for it neither
+    ends it nor expects to be its only client: others have used it before."""
+    with ExitStack() as running:
+
+        @cache
+        def serve(*flags: str) -> RunningServer:
+            server = RunningServer(*flags)
+            running.callback(server.stop)
+            server.wait_until_ready()
+            return server
+
+        yield serve
+
+
+@pytest.fixture(scope="session")
+def scripted_server(shared_server: Callable[..., RunningServer]) -> RunningServer:
+    return shared_server("--scripted", "--max-model-len", str(MAX_MODEL_LEN))
+
+
+@pytest.fixture(scope="session")
+def demo_server(shared_server: Callable[..., RunningServer]) -> RunningServer:
+    """The demo model, whose answers have an end."""
+    return shared_server("--num-threads", "1")
+
+
+@pytest.fixture(scope="session")
+def random_server(shared_server: Callable[..., RunningServer]) -> RunningServer:
+    """The demo model with random weights, whose answers have any tokens."""
+    return shared_server("--num-threads", "1", "--load-format", "dummy")
+
+
+@pytest.fixture(scope="session")
+def exact_server(shared_server: Callable[..., RunningServer]) -> RunningServer:
     """The demo model in float32, near enough to transformers' for its numbers to be compared."""
-    server = RunningServer("--dtype", "float32")
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.stop()
+    return shared_server("--dtype", "float32")
 
 
 def pytest_sessionfinish() -> None:

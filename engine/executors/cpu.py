@@ -23,6 +23,7 @@ from penstock.engine.config import AttentionBackend, Dtype, EngineConfig, KVCach
 from penstock.engine.executor import device_copies
 from penstock.engine.executors.loading import (
     Ledger,
+    check_dtype,
     check_quantization,
     choose_dtype,
     describe,
@@ -35,6 +36,7 @@ from penstock.engine.executors.loading import (
     weight_source,
 )
 from penstock.engine.gguf.file import is_gguf
+from penstock.engine.memory.disk_tier import DiskTier
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
@@ -46,6 +48,8 @@ from penstock.engine.memory.kv_pool import (
     size_cpu_pool,
 )
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
+from penstock.engine.memory.offload import block_files, disk_tier, refuse_with_states
+from penstock.engine.memory.pool_bytes import PoolBytes
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.model_input import ModelInput, build_model_input
 from penstock.engine.models.config import ModelConfig
@@ -92,6 +96,7 @@ class CpuExecutor:
     """See `penstock.engine.executor.Executor`."""
 
     _native: NativeModel | None = None
+    _tier: DiskTier | None = None
     _group: Group | None = None
 
     def __init__(
@@ -114,6 +119,9 @@ class CpuExecutor:
         num_threads = config.num_threads or max(1, num_cores() // num_ranks)
         self._group = group
         whole = model = ModelConfig.from_dir(model_dir)
+        check_dtype(config.dtype, model)
+        if model.delta_net is not None:
+            refuse_with_states(config)
         shard = None if group is None else Shard(whole, group.rank, group.size)
         if shard is not None:
             model = shard.config
@@ -140,13 +148,15 @@ class CpuExecutor:
         longest = resolve_max_model_len(config.max_model_len, model.max_model_len)
         layout = model.kv_layout(longest)
         pools = layout.pools(model.kv_shape, block_size, kv_type.itemsize)
+        # What decides the bytes of a block of the same tokens.
+        compiled = None if library is None else Path(library._name).name
+        formats = (self._dtype, kv_type, config.load_format, config.quantization)
+        identity = identity_of(model_dir, model, formats, block_size, compiled, layout)
+        files = block_files(config, identity)
         kept_kv = None
         if config.kv_memory is not None and group is None and layout.state is None:
-            # What decides the bytes of a block of the same tokens.
-            compiled = None if library is None else Path(library._name).name
-            formats = (self._dtype, kv_type, config.load_format, config.quantization)
-            identity = identity_of(model_dir, model, formats, block_size, compiled, layout)
-            kept_kv = KeptMemory(config.kv_memory, identity)
+            key = files.key if files else None
+            kept_kv = KeptMemory(config.kv_memory, identity, key)
         if group:
             group.barrier()  # the memory that is free is divided before anybody takes some
         available = available_memory_bytes()
@@ -201,6 +211,7 @@ class CpuExecutor:
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
             shape = model.kv_shape
             self._pool = KVPools(shape, layout, size.of_groups, block_size, kv_type, _CPU, kept_kv)
+            self._tier = None if files is None else disk_tier(files, PoolBytes(self._pool))
             if library is not None:
                 try:
                     native = NativeModel(library, llama, self._pool, num_threads)
@@ -292,6 +303,10 @@ class CpuExecutor:
     @property
     def journals(self) -> tuple[BlockJournal, ...]:
         return self._pool.journals
+
+    @property
+    def tier(self) -> DiskTier | None:
+        return self._tier
 
     @property
     def adapters(self) -> Adapters:
@@ -480,14 +495,12 @@ def _library_for(
     model: ModelConfig, dtype: torch.dtype, build: Callable[[torch.dtype], CDLL | None]
 ) -> CDLL | None:
     """None where torch computes the model."""
-    library = build(dtype)
-    if library is not None:
-        try:
-            check_features(model, dtype)
-        except UnsupportedFeature as error:
-            _warn_of_torch(error)
-            return None
-    return library
+    try:
+        check_features(model, dtype)
+    except UnsupportedFeature as error:
+        _warn_of_torch(error)
+        return None
+    return build(dtype)
 
 
 def _recurrence(model: ModelConfig, num_threads: int) -> Recurrence:

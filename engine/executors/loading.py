@@ -22,6 +22,7 @@ from penstock.engine.model_info import (
 )
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
 from penstock.engine.models.json_file import Fields
 from penstock.engine.models.layers.kept import Kept
@@ -102,6 +103,16 @@ def choose_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
     if wanted is Dtype.AUTO:
         return torch.bfloat16 if computes_bfloat16(device) else torch.float32
     return TORCH_DTYPES[wanted]
+
+
+def check_dtype(wanted: Dtype, model: ModelConfig) -> None:
+    """Raises InvalidConfig where the model's activations do not fit the type."""
+    is_float16 = TORCH_DTYPES.get(wanted) is torch.float16
+    if is_float16 and FAMILIES[model.family].exceeds_float16:
+        raise InvalidConfig(
+            f"--dtype is {wanted}, and models of the family {model.family} have activations above "
+            "65504, which float16 does not hold; use --dtype bfloat16 or --dtype float32"
+        )
 
 
 def weight_source(
@@ -220,6 +231,9 @@ class Counted:
         self._phases.advance(weight.nbytes)
         return weight
 
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        return self._source.table(shape, name)
+
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         linear = self._source.quantized(shape, bias, *names)
         if linear is not None:
@@ -245,6 +259,9 @@ class Widened:
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         return self._source.read(shape, *names)
+
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        return self._source.table(shape, name)
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         linear = self._source.quantized(shape, bias, *names)
@@ -287,7 +304,6 @@ def describe(
     if layout.state is not None:
         *others, num_states = more_blocks
         more_blocks, state_bytes = tuple(others), layout.state.num_bytes
-    layer_bytes = model.kv_shape.layer_bytes_per_token(kv_dtype.itemsize)
     return ModelInfo(
         architecture=model.family,
         dtype=dtype_name(dtype),
@@ -301,14 +317,7 @@ def describe(
         eos_token_ids=model.eos_token_ids,
         num_parameters=model.num_parameters,
         weight_bytes=weight_bytes,
-        attention=tuple(
-            AttentionGroup(
-                window=window,
-                kv_bytes_per_token=num_layers * layer_bytes,
-                flops_per_pair=4 * num_layers * model.num_heads * model.head_dim,
-            )
-            for window, num_layers in zip(layout.windows, layout.layer_counts, strict=True)
-        ),
+        attention=_attention_groups(model, layout, kv_dtype.itemsize),
         more_blocks=more_blocks,
         num_states=num_states,
         state_bytes=state_bytes,
@@ -323,6 +332,26 @@ def describe(
         experts=None if model.experts is None else model.experts.routed(expert_bytes),
         quantization=quantization,
     )
+
+
+def _attention_groups(
+    model: ModelConfig, layout: KVLayout, itemsize: int
+) -> tuple[AttentionGroup, ...]:
+    kv = model.kv_shape
+    groups = []
+    for group, window in enumerate(layout.windows):
+        layers = [layer for layer, its in enumerate(layout.group_of) if its == group]
+        own = layout.layers_of(group, kv)
+        held = sum(kv.heads[layer].bytes_per_token(itemsize) for layer in own)
+        groups.append(
+            AttentionGroup(
+                window=window,
+                kv_bytes_per_token=sum(kv.heads[i].bytes_per_token(itemsize) for i in layers),
+                flops_per_pair=4 * model.num_heads * sum(kv.heads[i].head_dim for i in layers),
+                held_bytes_per_token=None if own == layers else held,
+            )
+        )
+    return tuple(groups)
 
 
 def of_ranks(info: ModelInfo, whole: ModelConfig, num_ranks: int) -> ModelInfo:

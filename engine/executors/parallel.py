@@ -89,6 +89,10 @@ def check_parallel(config: EngineConfig, model_dir: Path) -> None:
             f"{flag} cannot be combined with --quantization {config.quantization} so far; leave "
             "one of the two out"
         )
+    if config.kv_offload_dir is not None:
+        raise InvalidConfig(
+            f"{flag} cannot be combined with --kv-offload-dir so far; leave one of the two out"
+        )
     if is_gguf(model_dir) and config.load_format is not LoadFormat.DUMMY:
         raise InvalidConfig(
             f"{flag}: a GGUF file cannot be split over ranks so far; use the model's safetensors, "
@@ -120,6 +124,10 @@ class ParallelExecutor:
 
     @property
     def adapters(self) -> None:
+        return None
+
+    @property
+    def tier(self) -> None:
         return None
 
     @property

@@ -77,6 +77,10 @@ class PredictedExecutor:
     def journals(self) -> tuple[()]:
         return ()
 
+    @property
+    def tier(self) -> None:
+        return None
+
     def prepare(self, request: Request) -> "Future[Any] | None":
         """Raises InvalidConfig for what cannot be simulated."""
         check_no_adapter(request)

@@ -19,12 +19,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from penstock.engine.executor import PendingTokens, check_no_adapter, device_copies
+from penstock.engine.memory.disk_tier import BlockMemory
 from penstock.engine.memory.kept import KeptMemory
 from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.prompt_logprobs import PackedLogprobs, PromptLogprobs
+from penstock.scheduler.tier import BlockTier
 from penstock.scheduler.types import (
     FinishReason,
     Pooling,
@@ -58,6 +60,39 @@ class _Pool(NamedTuple):
     digests: Any
 
 
+class _PoolBytes:
+    """See `penstock.engine.memory.disk_tier.BlockMemory`."""
+
+    def __init__(self, pools: list[_Pool], block_size: int) -> None:
+        self._pools = pools
+        self._block_size = block_size
+        self._form = struct.Struct(f"<{block_size}q{block_size}Q")
+
+    def num_bytes(self, group: int) -> int:
+        return self._form.size
+
+    def read(self, group: int, block_id: int) -> memoryview:
+        here, (ids, digests) = self._range(block_id), self._pools[group]
+        return memoryview(self._form.pack(*ids[here], *digests[here]))
+
+    def reach(self, group: int, block_id: int) -> None:
+        pass
+
+    def write(self, group: int, block_id: int, content: memoryview) -> None:
+        here, (ids, digests) = self._range(block_id), self._pools[group]
+        numbers = self._form.unpack(content)
+        for place, token_id, digest in zip(
+            range(here.start, here.stop),
+            numbers[: self._block_size],
+            numbers[self._block_size :],
+            strict=True,
+        ):
+            ids[place], digests[place] = token_id, digest
+
+    def _range(self, block_id: int) -> slice:
+        return slice(block_id * self._block_size, (block_id + 1) * self._block_size)
+
+
 class _States(NamedTuple):
     """Of one group of layers with a recurrence: by state, how many tokens it has seen, and the
     digest of these."""
@@ -86,7 +121,8 @@ class ScriptedExecutor:
     token_at: (digest of seed and context, position of the new token) -> its id; by default spread
     over the vocabulary without the first three ids, where special tokens usually are. paranoid:
     read the whole context for every id and not only its end. step_s: the least time from step to
-    step. grammars: None for no structured output. kept: memory for the pool.
+    step. grammars: None for no structured output. kept: memory for the pool. make_tier: of a tier
+    below it.
     """
 
     def __init__(
@@ -99,6 +135,7 @@ class ScriptedExecutor:
         token_at: Callable[[int, int], int] | None = None,
         grammars: GrammarTable | None = None,
         kept: KeptMemory | None = None,
+        make_tier: Callable[[BlockMemory], BlockTier] | None = None,
     ) -> None:
         self._info = replace(info, runs_ahead=runs_ahead)
         self._paranoid = paranoid
@@ -121,6 +158,7 @@ class ScriptedExecutor:
             maps = kept.map([(group.num_blocks, shapes) for group in self._groups])
             self._pools = [_Pool(*(view.cast("Q") for view in each.tensors)) for each in maps]
             self._journals = tuple(each.journal for each in maps)
+        self._tier = make_tier(_PoolBytes(self._pools, info.block_size)) if make_tier else None
         self._slots: dict[int, Slot] = {}
 
     @property
@@ -138,6 +176,10 @@ class ScriptedExecutor:
     @property
     def journals(self) -> tuple[BlockJournal, ...]:
         return self._journals
+
+    @property
+    def tier(self) -> BlockTier | None:
+        return self._tier
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)

@@ -37,8 +37,9 @@ from penstock.engine.memory.kv_pool import (
     size_cpu_pool,
     size_pool,
 )
-from penstock.engine.memory.kv_shape import KVShape
+from penstock.engine.memory.kv_shape import KVHeads
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
+from penstock.engine.memory.offload import refuse_offload
 from penstock.engine.model_info import AttentionGroup, ModelInfo
 from penstock.engine.model_input import ModelInput, build_model_input
 from penstock.engine.models.fallback.check import check_model
@@ -246,6 +247,7 @@ def _check_flags(config: EngineConfig) -> None:
             "--enable-lora is for the families that Penstock implements itself, and this model is "
             "computed by a class of transformers; leave it out"
         )
+    refuse_offload(config, "by a class of transformers")
     if config.attention_backend is not AttentionBackend.AUTO:
         raise InvalidConfig(
             f"--attention-backend {config.attention_backend} is for the families that Penstock "
@@ -259,7 +261,7 @@ def _attention_groups(model: TransformersModel, itemsize: int) -> tuple[Attentio
     flops: dict[int | None, int] = defaultdict(int)
     for layer in model.layers.values():
         for width in (layer.key_dim, layer.value_dim):
-            one = KVShape(num_layers=1, num_kv_heads=layer.num_kv_heads, head_dim=width)
+            one = KVHeads(layer.num_kv_heads, width)
             kv_bytes[layer.window] += one.bytes_per_token(itemsize) // 2
             flops[layer.window] += 2 * layer.num_heads * width
     return tuple(

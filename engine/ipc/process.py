@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,16 +26,22 @@ from penstock.engine import logs
 from penstock.engine.adapter_commands import load_first
 from penstock.engine.config import EngineConfig
 from penstock.engine.executor import Executor
+from penstock.engine.ipc.kv_events import KVEventPublisher
 from penstock.engine.log_writer import flush_all
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Failed, FromEngine, OnWire, Ready, SubmitAlike, ToEngine
+from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.fallback.source import TransformersClass
 from penstock.engine.parent_process import die_with_parent
 from penstock.engine.phases import Phases
 from penstock.engine.step_times import first_step_model
 from penstock.scheduler.errors import InvalidConfig, PenstockError
+from penstock.scheduler.forecast import prefill_s
+from penstock.scheduler.groups import KVGroup
+from penstock.scheduler.kv_events import KVEvents
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step_model.live import LiveStepModel
+from penstock.scheduler.tier import BlockTier
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +104,7 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
             raise InvalidConfig("--tensor-parallel-size: the scripted engine has no model to split")
         from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
         from penstock.engine.memory.kept import KeptMemory, identity_of
+        from penstock.engine.memory.offload import block_files, disk_tier
         from penstock.engine.models.implementation import read_model
         from penstock.engine.sampling.grammar import Grammars
         from penstock.engine.sampling.grammar_table import GrammarTable
@@ -112,10 +120,18 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
             Path(config.model), info.vocab_size, info.eos_token_ids, config.load_format
         )
         table = GrammarTable(grammars, config.scheduler.max_num_seqs, info.vocab_size)
+        identity = identity_of(Path(config.model), info.block_size)
+        files = block_files(config, identity)
         kept = None
         if config.kv_memory is not None:
-            kept = KeptMemory(config.kv_memory, identity_of(Path(config.model), info.block_size))
-        return ScriptedExecutor(info, grammars=table, step_s=config.scripted_step_s, kept=kept)
+            kept = KeptMemory(config.kv_memory, identity, files.key if files else None)
+        return ScriptedExecutor(
+            info,
+            grammars=table,
+            step_s=config.scripted_step_s,
+            kept=kept,
+            make_tier=partial(disk_tier, files) if files else None,
+        )
     with phases.timed("import", "importing torch"):
         from penstock.engine.executors.loading import choose_device
         from penstock.engine.models.implementation import find_implementation
@@ -150,28 +166,70 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
     return CpuExecutor(config, Path(config.model), phases)
 
 
-def serve(config: EngineConfig, pipe: Pipe, build: BuildExecutor) -> None:
-    """Loads, sends `Ready`, and steps until the process is ended from outside or by an error."""
+def serve(
+    config: EngineConfig, pipe: Pipe, build: BuildExecutor, at_end: list[Callable[[], object]]
+) -> None:
+    """Loads, sends `Ready`, and steps until the process is ended from outside or by an error.
+
+    at_end: gets what is to be done where the server ends it.
+    """
     executor = build(config, Phases(pipe.send))
     if (followers := getattr(executor, "followers", None)) is not None:
         pipe.watch(followers.news, followers.check)
     info = executor.info
     step_model = LiveStepModel(info, first_step_model(config, info))
     # What is recorded must have been computed, not only launched.
-    assert not (executor.journals and executor.runs_ahead), executor
+    assert not ((executor.journals or executor.tier) and executor.runs_ahead), executor
+    if executor.tier is not None:
+        at_end.append(executor.tier.flush)
+    events = publisher = None
+    if config.kv_events is not None:
+        events = KVEvents(info.block_size)
+        windows = [group.window for group in info.kv_groups if isinstance(group, KVGroup)]
+        publisher = KVEventPublisher(config.kv_events, windows, info.block_size)
     scheduler = Scheduler(
         config.scheduler,
         groups=info.kv_groups,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         journals=executor.journals,
+        tier=executor.tier,
+        events=events,
         step_model=step_model,
     )
+    if executor.tier is not None:
+        _log_what_loading_takes(executor.tier, step_model, info)
     adapters = load_first(executor.adapters, config.lora)
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection during a step needs to visit it
     pipe.send(Ready(info, adapters))
-    EngineLoop(scheduler, executor, pipe, pipe.send, step_model=step_model).run()
+    send = pipe.send
+    if events is not None and publisher is not None:
+        send = partial(_send_and_publish, pipe.send, events, publisher)
+    EngineLoop(scheduler, executor, pipe, send, step_model=step_model).run()
+
+
+def _send_and_publish(
+    send: Callable[[FromEngine], None],
+    events: KVEvents,
+    publisher: KVEventPublisher,
+    message: FromEngine,
+) -> None:
+    """Events of a step go out with its report."""
+    send(message)
+    publisher.publish(events.take())
+
+
+def _log_what_loading_takes(tier: BlockTier, step_model: LiveStepModel, info: ModelInfo) -> None:
+    """Each prompt decides for itself, by what was measured until then; this is for people."""
+    num_tokens = min(1024, info.max_model_len)
+    num_blocks = num_tokens // info.block_size
+    load_s = tier.load_s(dict.fromkeys(range(len(info.kv_groups)), num_blocks))
+    compute_s = prefill_s(step_model, [(0, num_tokens)])
+    computing = "" if compute_s is None else f", and to compute them about {compute_s * 1e3:.0f} ms"
+    logger.info(
+        "to read the blocks of %d tokens takes about %.0f ms%s", num_tokens, load_s * 1e3, computing
+    )
 
 
 def main(build: BuildExecutor = build_executor) -> None:
@@ -184,10 +242,11 @@ def main(build: BuildExecutor = build_executor) -> None:
     pipe = Pipe(sys.argv[1])
     try:
         config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-        threading.Thread(target=_exit_at_end_of_input, daemon=True).start()
+        at_end: list[Callable[[], object]] = []
+        threading.Thread(target=_exit_at_end_of_input, args=(at_end,), daemon=True).start()
         threading.Thread(target=_beat, args=(int(sys.argv[2]),), daemon=True).start()
         logs.configure(config.log_level, config.log_format)
-        serve(config, pipe, build)
+        serve(config, pipe, build, at_end)
     except PenstockError as error:
         _end(pipe, str(error), 2, signal_of_rank=getattr(error, "signal", None))
     except BaseException as error:
@@ -205,9 +264,11 @@ def _end(pipe: Pipe, why: str, code: int, signal_of_rank: int | None = None) -> 
     os._exit(code)
 
 
-def _exit_at_end_of_input() -> None:
+def _exit_at_end_of_input(at_end: list[Callable[[], object]]) -> None:
     while sys.stdin.buffer.read(1):
         pass
+    for each in at_end:
+        each()
     os._exit(0)
 
 

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 # up.
 _MAX_MESSAGES_AT_ONCE = 32
 _LAST_MESSAGE_S = 0.1  # from the end of the process to the arrival of what it sent before
+_WRITE_BLOCKS_S = 5.0
 _LAST_LINES_S = 2.0  # from its last message to its end, in which it writes its log
 # From SIGKILL to the end of the process. It gives back its memory first, which for a large pool or
 # a GPU takes seconds.
@@ -214,6 +215,11 @@ class EngineProcess:
         if self._process and self._is_ending:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _LAST_LINES_S)
+        elif self._process and self._process.stdin and self._config.kv_offload_dir is not None:
+            # The end of its input: it writes the blocks that it still has to write, and ends.
+            self._process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _WRITE_BLOCKS_S)
         self.kill()
         has_ended = True
         if self._process:

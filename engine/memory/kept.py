@@ -67,19 +67,19 @@ class KeptPool(NamedTuple):
 class KeptMemory:
     """To be mapped once, after the pools' sizes are known."""
 
-    def __init__(self, descriptor: int, identity: bytes) -> None:
+    def __init__(self, descriptor: int, identity: bytes, key: bytes | None = None) -> None:
         """identity: 32 bytes, which differ where the same block would have other bytes, or mean
-        other tokens."""
+        other tokens. key: of the digests, where the blocks are elsewhere too."""
         self._descriptor = descriptor
         self._identity = identity
-        self._key = secrets.token_bytes(KEY_BYTES)
+        self._key = key or secrets.token_bytes(KEY_BYTES)
         self.num_blocks: tuple[int, ...] | None = None
         """Of each pool that an earlier engine left; None where there is none of this identity."""
         header = os.pread(descriptor, _HEADER.size + _CHECK.size, 0)
         if len(header) == _HEADER.size + _CHECK.size and _check(header) == header[_HEADER.size :]:
-            magic, of, key, *num_blocks = _HEADER.unpack(header[: _HEADER.size])
-            if (magic, of) == (_MAGIC, identity):
-                self._key, self.num_blocks = key, tuple(filter(None, num_blocks))
+            magic, of, found, *num_blocks = _HEADER.unpack(header[: _HEADER.size])
+            if (magic, of) == (_MAGIC, identity) and key in (None, found):
+                self._key, self.num_blocks = found, tuple(filter(None, num_blocks))
         if self.num_blocks is None:
             os.ftruncate(descriptor, 0)  # frees it before anybody asks how much memory is free
 

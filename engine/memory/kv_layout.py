@@ -27,8 +27,8 @@ _TYPICAL_LENGTH = 4096
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """windows: of the groups, where there is one without a window that one first. group_of: the
-    group of each layer; after those with windows comes that of recurrent states. state: of those,
-    None where there are none."""
+    group of each layer of the model; after those with windows comes that of recurrent states.
+    state: of those, None where there are none."""
 
     windows: tuple[int | None, ...]
     group_of: tuple[int, ...]
@@ -54,22 +54,22 @@ class KVLayout:
         ]
         return cls(tuple(groups), tuple(group_of), state)
 
-    @property
-    def layer_counts(self) -> list[int]:
-        """Of each group of keys and values."""
-        return [self.group_of.count(group) for group in range(len(self.windows))]
-
-    def place_of(self, layer: int) -> tuple[int, int]:
-        """Its group, and its number among the layers of that."""
-        group = self.group_of[layer]
-        return group, self.group_of[:layer].count(group)
+    def layers_of(self, group: int, kv: KVShape) -> list[int]:
+        """Those of its layers that have keys and values, or a state, of their own."""
+        return [layer for layer in kv.own_layers if self.group_of[layer] == group]
 
     def pools(self, kv: KVShape, block_size: int, itemsize: int) -> "list[GroupPool]":
-        """kv: of the whole model. itemsize: see `KVShape`."""
-        layer_bytes = block_size * kv.layer_bytes_per_token(itemsize)
+        """kv: of the whole model. itemsize: see `KVHeads`."""
         pools = [
-            GroupPool(KVGroup(0, window), block_size, num_layers * layer_bytes)
-            for window, num_layers in zip(self.windows, self.layer_counts, strict=True)
+            GroupPool(
+                KVGroup(0, window),
+                block_size,
+                block_size
+                * sum(
+                    kv.heads[layer].bytes_per_token(itemsize) for layer in self.layers_of(group, kv)
+                ),
+            )
+            for group, window in enumerate(self.windows)
         ]
         if self.state is not None:
             pools.append(GroupPool(StateGroup(0), block_size, self.state.num_bytes))

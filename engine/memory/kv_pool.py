@@ -1,8 +1,9 @@
 """Sizes and owns the memory of keys and values. Knows blocks, not sequences."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,7 +21,7 @@ from penstock.engine.memory.kv_layout import (
     divide,
     longest_that_fits,
 )
-from penstock.engine.memory.kv_shape import KVShape
+from penstock.engine.memory.kv_shape import KVHeads, KVShape
 from penstock.engine.memory.machine import available_memory_bytes
 from penstock.engine.memory.state_pool import StatePool
 from penstock.scheduler.config import SchedulerConfig
@@ -52,12 +53,35 @@ class LayerPools(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The layers of a pool whose heads are alike. Tensors as of `KVPool.pairs`."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def layer(self, number: int) -> tuple[KVPages, KVPages]:
+        keys, values = self.keys[number], self.values[number]
+        if self.key_scales is None or self.value_scales is None:
+            return keys, values
+        return Codes(keys, self.key_scales[number]), Codes(values, self.value_scales[number])
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.key_scales is None or self.value_scales is None:
+            yield self.keys, self.values
+        else:
+            yield self.keys.view(torch.int8), self.values.view(torch.int8)
+            yield self.key_scales, self.value_scales
+
+
 class KVPool:
-    """Of layers that share block tables. Keys and values apart, each (num_layers, num_blocks,
-    block_size, num_kv_heads, head_dim).
+    """Of layers that share block tables. Keys and values apart, for all layers whose heads are
+    alike (num_layers, num_blocks, block_size, num_kv_heads, head_dim) each.
 
     In 8 bits they are codes, with scales beside them: (num_layers, num_blocks, num_kv_heads,
-    block_size) float32, see `penstock.engine.memory.kv_codes`. Else the scales are None.
+    block_size) float32, see `penstock.engine.memory.kv_codes`.
     """
 
     def __init__(
@@ -80,11 +104,18 @@ class KVPool:
             tensors = [
                 _from(memory, each) for memory, each in zip(kept.tensors, shapes, strict=True)
             ]
-        self.keys, self.values, *scales = tensors
-        self.key_scales: Tensor | None = None
-        self.value_scales: Tensor | None = None
-        if scales:
-            self.key_scales, self.value_scales = scales
+        alike = _alike(kv)
+        size = len(tensors) // len(alike)
+        self._parts = [
+            _Part(*tensors[first : first + size]) for first in range(0, len(tensors), size)
+        ]
+        # Of each layer that has keys and values of its own: its part, and its number in that.
+        places = {
+            layer: (part, number)
+            for part, layers in zip(self._parts, alike.values(), strict=True)
+            for number, layer in enumerate(layers)
+        }
+        self._places = [places[kv.source_of(layer)] for layer in range(kv.num_layers)]
 
     def reach(self, block_ids: Iterable[int]) -> None:
         """To be called before these blocks are used for the first time."""
@@ -92,11 +123,9 @@ class KVPool:
             self._pages.reach(max(block_ids, default=0))
 
     def layer(self, index: int) -> tuple[KVPages, KVPages]:
-        """The keys and the values of one layer."""
-        keys, values = self.keys[index], self.values[index]
-        if self.key_scales is None or self.value_scales is None:
-            return keys, values
-        return Codes(keys, self.key_scales[index]), Codes(values, self.value_scales[index])
+        """The keys and the values that one layer reads."""
+        part, number = self._places[index]
+        return part.layer(number)
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
         """See `LayerPools`."""
@@ -109,10 +138,7 @@ class KVPool:
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """All that belongs to a block, of keys and of values: (num_layers, num_blocks, ...) each,
         in types that can be copied everywhere."""
-        if self.key_scales is None or self.value_scales is None:
-            return [(self.keys, self.values)]
-        codes = self.keys.view(torch.int8), self.values.view(torch.int8)
-        return [codes, (self.key_scales, self.value_scales)]
+        return [pair for part in self._parts for pair in part.pairs()]
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """(source, target): each target block gets its source's content, in every layer."""
@@ -138,12 +164,15 @@ class KVPools:
         """kv: of the whole model. num_blocks: of each group, where there are recurrent states their
         number last. kept: see `KVPool`; not with recurrent states."""
         self.block_size = block_size
-        shapes = [replace(kv, num_layers=count) for count in layout.layer_counts]
+        layers = [layout.layers_of(group, kv) for group in range(len(num_blocks))]
         states = None
         if layout.state is not None:
             assert kept is None, "recurrent states do not outlive the process"
             states = StatePool(layout.state, num_blocks[-1])
             num_blocks = num_blocks[:-1]
+        shapes = [
+            KVShape(tuple(kv.heads[layer] for layer in each)) for each in layers[: len(num_blocks)]
+        ]
         maps: Sequence[KeptPool | None] = [None] * len(num_blocks)
         if kept is not None:
             maps = kept.map(
@@ -161,7 +190,12 @@ class KVPools:
         self.all_groups: list[KVPool | StatePool] = [*self.groups]
         if states is not None:
             self.all_groups.append(states)
-        self._places = [layout.place_of(index) for index in range(len(layout.group_of))]
+        # Of each layer of the model: its group, and whose keys and values, or state, among its
+        # layers.
+        self._places = [
+            (group, layers[group].index(kv.source_of(layer)))
+            for layer, group in enumerate(layout.group_of)
+        ]
 
     @property
     def journals(self) -> tuple[Journal, ...]:
@@ -285,12 +319,24 @@ def size_pool(
     return PoolSize(first, longest, tuple(more))
 
 
+def _alike(kv: KVShape) -> dict[KVHeads, list[int]]:
+    """The layers that have keys and values of their own, by their heads."""
+    found: dict[KVHeads, list[int]] = defaultdict(list)
+    for layer in kv.own_layers:
+        found[kv.heads[layer]].append(layer)
+    return found
+
+
 def _shapes(kv: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[_Shape]:
-    """Of a pool's tensors: keys, values, and where they are codes the scales of both."""
-    of_codes = (kv.num_layers, num_blocks, block_size, kv.num_kv_heads, kv.head_dim)
-    of_scales = (kv.num_layers, num_blocks, kv.num_kv_heads, block_size)
-    shapes: list[_Shape] = [(of_codes, dtype)] * 2
-    return [*shapes, *[(of_scales, torch.float32)] * 2] if dtype in LIMITS else shapes
+    """Of a pool's tensors, for each kind of heads: keys, values, and where they are codes the
+    scales of both."""
+    shapes: list[_Shape] = []
+    for heads, layers in _alike(kv).items():
+        shapes += [((len(layers), num_blocks, block_size, *heads), dtype)] * 2
+        if dtype in LIMITS:
+            of_scales = (len(layers), num_blocks, heads.num_kv_heads, block_size)
+            shapes += [(of_scales, torch.float32)] * 2
+    return shapes
 
 
 def _block_bytes(shapes: list[_Shape]) -> list[tuple[int, int]]:

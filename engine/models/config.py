@@ -2,8 +2,7 @@
 
 import dataclasses
 import logging
-from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -11,13 +10,15 @@ from typing import ClassVar
 from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.config import ModelImpl
 from penstock.engine.memory.kv_layout import KVLayout
-from penstock.engine.memory.kv_shape import KVShape
+from penstock.engine.memory.kv_shape import KVHeads, KVShape
 from penstock.engine.models.delta_net import DeltaNetConfig
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
 from penstock.engine.models.experts import MAX_WIDTH, ExpertsConfig
 from penstock.engine.models.families import FAMILIES, Head, find_family
 from penstock.engine.models.json_file import Fields, is_number, read_object, shown
 from penstock.engine.models.keys import check_keys
+from penstock.engine.models.layer_shape import LayerShape
+from penstock.engine.models.per_layer_inputs import PROJECTION, PerLayerInputsConfig
 from penstock.engine.models.quantization.config import QuantizationConfig
 from penstock.engine.models.quantization.parse import read_quantization
 from penstock.engine.models.quantization.schemes import KeptBytes, Scheme
@@ -47,9 +48,17 @@ class ModelConfig:
     whether each head has one score more, which takes its share and has no value. experts: None
     where every layer has one MLP, of intermediate_size. clamped_swiglu: (alpha, limit), where
     experts have gpt-oss's activation: gate * sigmoid(alpha * gate) * (up + 1), of both clamped.
+
     delta_net: None where all layers have attention; its layers have None among windows.
     attention_gates: whether what attention gives is multiplied by the sigmoid of a gate, which
     q_proj gives after each head's query.
+
+    Of Gemma 4: full_heads, of the layers without a window, where these have others; and whether
+    they have one matrix for both, keys_are_values: see `LayerShape`. value_norm: values are
+    normalised too, without a weight. num_shared_kv_layers: so many of the last layers read the keys
+    and values of the last layer of their kind before them. wide_shared_mlps: whether the MLPs of
+    those are twice as wide. layer_scalars: what a layer gives is multiplied by a number of its own.
+    per_layer_inputs: see there. logit_softcap: logits are cap * tanh(logit / cap).
     """
 
     family: str
@@ -90,6 +99,14 @@ class ModelConfig:
     clamped_swiglu: tuple[float, float] | None = None
     delta_net: DeltaNetConfig | None = None
     attention_gates: bool = False
+    full_heads: KVHeads | None = None
+    keys_are_values: bool = False
+    value_norm: bool = False
+    num_shared_kv_layers: int = 0
+    wide_shared_mlps: bool = False
+    layer_scalars: bool = False
+    per_layer_inputs: PerLayerInputsConfig | None = None
+    logit_softcap: float | None = None
     model_impl: ClassVar[ModelImpl] = ModelImpl.PENSTOCK
 
     @property
@@ -109,10 +126,35 @@ class ModelConfig:
 
     @property
     def kv_shape(self) -> KVShape:
-        return KVShape(
-            num_layers=self._num_attention_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+        heads = tuple(self.layer_shape(layer).heads for layer in range(self.num_layers))
+        if not self.num_shared_kv_layers:
+            return KVShape(heads)
+        return KVShape(heads, tuple(map(self._kv_source, range(self.num_layers))))
+
+    def _kv_source(self, layer: int) -> int:
+        """The layer whose keys and values it reads."""
+        first_shared = self.num_layers - self.num_shared_kv_layers
+        if layer < first_shared:
+            return layer
+        window = self.windows[layer]
+        return max(each for each in range(first_shared) if self.windows[each] == window)
+
+    def layer_shape(self, layer: int) -> LayerShape:
+        heads, is_full = KVHeads(self.num_kv_heads, self.head_dim), self.windows[layer] is None
+        if is_full and self.full_heads is not None:
+            heads = self.full_heads
+        is_recurrent = self.delta_net_of(layer) is not None
+        if is_recurrent:
+            heads = heads._replace(num_kv_heads=0)
+        is_shared = layer >= self.num_layers - self.num_shared_kv_layers
+        is_wide = is_shared and self.wide_shared_mlps
+        return LayerShape(
+            num_heads=self.num_heads,
+            heads=heads,
+            intermediate_size=self.intermediate_size * (2 if is_wide else 1),
+            has_gates=self.attention_gates,
+            has_keys=not is_shared and not is_recurrent,
+            has_values=not (is_full and self.keys_are_values),
         )
 
     def kv_layout(self, max_model_len: int) -> KVLayout:
@@ -120,17 +162,6 @@ class ModelConfig:
             return KVLayout.of(self.windows, max_model_len)
         layers, state = self.delta_net.layers, self.delta_net.state_shape
         return KVLayout.of(self.windows, max_model_len, layers, state)
-
-    def has_delta_net(self, layer: int) -> bool:
-        return self.delta_net is not None and self.delta_net.layers[layer]
-
-    @property
-    def _num_delta_layers(self) -> int:
-        return 0 if self.delta_net is None else self.delta_net.num_layers
-
-    @property
-    def _num_attention_layers(self) -> int:
-        return self.num_layers - self._num_delta_layers
 
     def attention_shape(self, block_size: int) -> AttentionShape:
         return AttentionShape(
@@ -140,96 +171,100 @@ class ModelConfig:
             block_size=block_size,
         )
 
-    @property
-    def num_layers_by_window(self) -> dict[int | None, int]:
-        """Of those with attention, in the order in which the windows first occur."""
-        return dict(
-            Counter(
-                window for index, window in enumerate(self.windows) if not self.has_delta_net(index)
-            )
-        )
-
     def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """None where the layer has one MLP."""
+        """None where the layer has one MLP alone."""
         return self.experts if self.experts is not None and self.experts.layers[layer] else None
+
+    def delta_net_of(self, layer: int) -> DeltaNetConfig | None:
+        """None where the layer has attention."""
+        has_one = self.delta_net is not None and self.delta_net.layers[layer]
+        return self.delta_net if has_one else None
 
     def linear_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of a layer's matrices, by their names in a checkpoint."""
-        hidden, mlp = self.hidden_size, self.intermediate_size
-        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        experts = self.experts_of(layer)
+        of_experts = {} if experts is None else experts.linear_shapes(self.hidden_size)
+        return self._dense_shapes(layer) | of_experts
+
+    def _dense_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        """The same, without experts."""
+        hidden, shape, experts = self.hidden_size, self.layer_shape(layer), self.experts_of(layer)
+        mlp = shape.intermediate_size
         if self.has_fused_names:
             return {
-                "self_attn.qkv_proj": (query + 2 * key, hidden),
-                "self_attn.o_proj": (hidden, query),
+                "self_attn.qkv_proj": (shape.qkv_size, hidden),
+                "self_attn.o_proj": (hidden, shape.query_size),
                 "mlp.gate_up_proj": (2 * mlp, hidden),
                 "mlp.down_proj": (hidden, mlp),
             }
-        attention = {
-            "self_attn.q_proj": (query * (1 + self.attention_gates), hidden),
-            "self_attn.k_proj": (key, hidden),
-            "self_attn.v_proj": (key, hidden),
-            "self_attn.o_proj": (hidden, query),
-        }
-        if self.delta_net is not None and self.delta_net.layers[layer]:
-            attention = self.delta_net.linear_shapes(hidden)
-        if (experts := self.experts_of(layer)) is not None:
-            return attention | experts.linear_shapes(hidden)
-        return attention | {
-            "mlp.gate_proj": (mlp, hidden),
-            "mlp.up_proj": (mlp, hidden),
-            "mlp.down_proj": (hidden, mlp),
-        }
+        if (net := self.delta_net_of(layer)) is not None:
+            shapes = net.linear_shapes(hidden)
+        else:
+            shapes = {name: (rows, hidden) for name, rows in shape.qkv.items()}
+            shapes["self_attn.o_proj"] = (hidden, shape.query_size)
+        if experts is None or experts.is_beside_mlp:
+            shapes |= {
+                "mlp.gate_proj": (mlp, hidden),
+                "mlp.up_proj": (mlp, hidden),
+                "mlp.down_proj": (hidden, mlp),
+            }
+        if self.per_layer_inputs is not None:
+            shapes |= self.per_layer_inputs.linear_shapes(hidden)
+        return shapes
+
+    def _num_matrix_weights(self, layer: int) -> int:
+        """Elements of a layer's matrices but those of experts and routers."""
+        return sum(rows * columns for rows, columns in self._dense_shapes(layer).values())
+
+    def _num_vector_weights(self, layer: int) -> int:
+        """Of a layer's norms, biases and numbers of its own."""
+        hidden, shape, experts = self.hidden_size, self.layer_shape(layer), self.experts_of(layer)
+        num = 2 * hidden * (self.pre_norms + self.post_norms) + self.layer_scalars
+        net = self.delta_net_of(layer)
+        num += self._num_attention_vectors(shape) if net is None else net.num_small_weights
+        if self.per_layer_inputs is not None:
+            num += hidden  # a norm
+        if experts is None:
+            num += (2 * shape.intermediate_size + hidden) * self.mlp_bias
+        return num
+
+    def _num_attention_vectors(self, shape: LayerShape) -> int:
+        """Of norms of heads, biases and sinks."""
+        num_heads = 1 + shape.has_keys
+        if self.whole_qk_norm:
+            num_heads = self.num_heads + shape.heads.num_kv_heads
+        num = num_heads * shape.heads.head_dim * self.qk_norm
+        num += shape.qkv_size * self.qkv_bias + self.hidden_size * self.output_bias
+        return num + self.num_heads * self.attention_sinks
 
     @property
     def num_token_weights(self) -> int:
         """Elements of the matrices that a token is multiplied with, but for the output layer."""
-        hidden = self.hidden_size
-        num = self._num_attention_layers * self._num_attention_weights
-        num += self._num_dense_layers * 3 * hidden * self.intermediate_size
+        num = sum(map(self._num_matrix_weights, range(self.num_layers)))
+        if self.per_layer_inputs is not None:
+            num += self.per_layer_inputs.num_projection_weights(self.num_layers, self.hidden_size)
         if self.experts is not None:
             each, size = self.experts.num_per_token, self.experts.intermediate_size
-            num += self.experts.num_layers * hidden * (self.experts.num_experts + 3 * each * size)
-            num += self.experts.num_layers * self.experts.num_shared_weights(hidden)
+            of_layer = self.hidden_size * (self.experts.num_experts + 3 * each * size)
+            of_layer += self.experts.num_shared_weights(self.hidden_size)
+            num += self.experts.num_layers * of_layer
         if self.delta_net is not None:
-            each = _num_elements(self.delta_net.linear_shapes(hidden))
-            num += self._num_delta_layers * (each + self.delta_net.num_products_per_token)
+            num += self.delta_net.num_layers * self.delta_net.num_products_per_token
         return num
-
-    @property
-    def _num_attention_weights(self) -> int:
-        """Elements of the matrices of a layer's attention."""
-        num_heads = (2 + self.attention_gates) * self.num_heads + 2 * self.num_kv_heads
-        return self.hidden_size * num_heads * self.head_dim
-
-    @property
-    def _num_dense_layers(self) -> int:
-        return self.num_layers - (0 if self.experts is None else self.experts.num_layers)
 
     @property
     def num_step_weights(self) -> int:
         """Elements that every step reads: all but experts, and the embedding, unless it is the
         output layer too."""
-        hidden, mlp = self.hidden_size, self.intermediate_size
-        num_heads = self.num_heads + self.num_kv_heads
-        qkv = (num_heads + self.num_kv_heads) * self.head_dim
-        of_heads = (num_heads if self.whole_qk_norm else 2) * self.head_dim * self.qk_norm
-        in_attention = (
-            self._num_attention_weights
-            + of_heads
-            + (qkv + self.num_heads * self.head_dim * self.attention_gates) * self.qkv_bias
-            + hidden * self.output_bias
-            + self.num_heads * self.attention_sinks
-        )
-        in_mlp = 3 * hidden * mlp + (2 * mlp + hidden) * self.mlp_bias
-        num = self.num_layers * 2 * hidden * (self.pre_norms + self.post_norms)
-        num += self._num_attention_layers * in_attention + self._num_dense_layers * in_mlp
+        layers, hidden = range(self.num_layers), self.hidden_size
+        num = sum(self._num_matrix_weights(i) + self._num_vector_weights(i) for i in layers)
         if self.experts is not None:
             of_all = self.experts.num_router_weights(hidden)
             of_all += self.experts.num_shared_weights(hidden)
             num += self.experts.num_layers * of_all
-        if self.delta_net is not None:
-            each = _num_elements(self.delta_net.linear_shapes(hidden))
-            num += self._num_delta_layers * (each + self.delta_net.num_small_weights)
+        if self.per_layer_inputs is not None:
+            num += self.per_layer_inputs.num_projection_weights(self.num_layers, hidden)
+            num += self.per_layer_inputs.size  # a norm
         return num + hidden * (self.vocab_size + 1)
 
     @property
@@ -242,14 +277,18 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        return self.num_step_weights + self.num_expert_weights + self._num_embedding_weights
+        num = self.num_step_weights + self.num_expert_weights + self._num_embedding_weights
+        if self.per_layer_inputs is not None:
+            num += self.per_layer_inputs.num_table_weights(self.num_layers)
+        return num
 
     @property
     def _num_embedding_weights(self) -> int:
         return 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
 
     def weight_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
-        """Of all weights, before any is read: what a device needs for them.
+        """Of all weights, before any is read: what a device needs for them. The table of
+        `per_layer_inputs` stays in its file.
 
         dtype_bytes: of the type in which they are computed. kept: None where all layers stay as
         they are stored.
@@ -299,6 +338,9 @@ class ModelConfig:
         for index in range(self.num_layers):
             for name, shape in self.linear_shapes(index).items():
                 yield f"model.layers.{index}.{name}", shape
+        if self.per_layer_inputs is not None:
+            shape = self.per_layer_inputs.projection_shape(self.num_layers, self.hidden_size)
+            yield PROJECTION, shape
         if not self.tied_embeddings:
             yield "lm_head", (self.vocab_size, self.hidden_size)
 
@@ -383,10 +425,6 @@ def _intermediate_size(fields: Fields, experts: ExpertsConfig | None) -> int:
     if experts is not None and all(experts.layers) and fields.get("intermediate_size") is None:
         return 0
     return fields.count("intermediate_size", most=MAX_WIDTH)
-
-
-def _num_elements(shapes: Mapping[str, tuple[int, int]]) -> int:
-    return sum(rows * columns for rows, columns in shapes.values())
 
 
 def _check_activation(fields: Fields, activation: str) -> None:

@@ -2,6 +2,7 @@
 Imports no tensors."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.engine.model_info import RoutedExperts
 from penstock.engine.models.errors import InvalidModel
@@ -23,9 +24,11 @@ class ExpertsConfig:
 
     layers: for each of the model's layers, whether it has experts; the others have one MLP.
     intermediate_size: of one expert. is_normed: the weights are a softmax over the chosen experts;
-    otherwise over all. has_biases: of the router and of the experts. router: its name in a layer.
-    shared_size: of the expert that computes every token besides, by the weight that a gate of its
-    own gives; 0 where there is none.
+    otherwise over all. has_biases: of the router and of the experts. router, experts: their names
+    in a layer. shared_size: of the expert that computes every token besides, by the weight that a
+    gate of its own gives; 0 where there is none. is_beside_mlp: whether the layers have one MLP as
+    well, as those of Gemma 4; these also have norms of what router and experts read and give, and a
+    factor of each expert's weight.
     """
 
     layers: tuple[bool, ...]
@@ -35,7 +38,9 @@ class ExpertsConfig:
     is_normed: bool
     has_biases: bool = False
     router: str = "mlp.gate"
+    experts: str = "mlp.experts"
     shared_size: int = 0
+    is_beside_mlp: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -54,14 +59,14 @@ class ExpertsConfig:
     def gate_up_names(self) -> list[str]:
         """Of a layer's experts, one after the other, as they are stacked into one matrix."""
         return [
-            f"mlp.experts.{expert}.{name}"
+            f"{self.experts}.{expert}.{name}"
             for expert in range(self.num_experts)
             for name in ("gate_proj", "up_proj")
         ]
 
     def down_names(self) -> list[str]:
         """The same, of what leads back to the states."""
-        return [f"mlp.experts.{expert}.down_proj" for expert in range(self.num_experts)]
+        return [f"{self.experts}.{expert}.down_proj" for expert in range(self.num_experts)]
 
     def linear_shapes(self, hidden_size: int) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of a layer's matrices by name, without the router, which no
@@ -76,8 +81,9 @@ class ExpertsConfig:
         return shapes
 
     def num_router_weights(self, hidden_size: int) -> int:
-        """Elements, in one layer."""
-        return self.num_experts * (hidden_size + self.has_biases)
+        """Elements, in one layer, norms and factors included."""
+        of_router = self.num_experts * (hidden_size + self.has_biases)
+        return of_router + (self.num_experts + 4 * hidden_size) * self.is_beside_mlp
 
     def num_shared_weights(self, hidden_size: int) -> int:
         """Elements of the shared expert and its gate, in one layer."""
@@ -95,32 +101,31 @@ def read_experts(
     *,
     intermediate_size: int,
     is_normed: bool,
-    has_biases: bool = False,
-    router: str = "mlp.gate",
-    shared_size: int = 0,
+    num_per_token: str = "num_experts_per_tok",
+    **others: Any,
 ) -> ExpertsConfig | None:
-    """None where no layer has any. Raises InvalidModel."""
+    """None where no layer has any. Raises InvalidModel.
+
+    num_per_token: the key that counts those of a token. others: of `ExpertsConfig`.
+    """
     # transformers writes the first of these names, and reads both.
     fields.get("num_local_experts")
     name = "num_local_experts" if fields.get("num_experts") is None else "num_experts"
     num_experts = fields.count(name, least=0, most=_MAX_EXPERTS)
-    num_per_token = fields.count("num_experts_per_tok")
+    num_each = fields.count(num_per_token)
     if not num_experts or not any(layers):
         return None
-    if num_per_token > num_experts:
+    if num_each > num_experts:
         raise InvalidModel(
-            f"{fields.path}: num_experts_per_tok ({num_per_token}) must be at most {name} "
-            f"({num_experts})"
+            f"{fields.path}: {num_per_token} ({num_each}) must be at most {name} ({num_experts})"
         )
     return ExpertsConfig(
         layers=layers,
         num_experts=num_experts,
-        num_per_token=num_per_token,
+        num_per_token=num_each,
         intermediate_size=intermediate_size,
         is_normed=is_normed,
-        has_biases=has_biases,
-        router=router,
-        shared_size=shared_size,
+        **others,
     )
 
 

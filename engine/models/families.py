@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from penstock.engine.models import gemma4
 from penstock.engine.models.delta_net import read_delta_net
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.experts import MAX_WIDTH, qwen_layers, read_experts
@@ -56,7 +57,8 @@ class Family:
     config.json; what they ask it for is understood. defaults: of keys that config.json may lack,
     where they are not Llama's. computes: keys of `rope_parameters` that it understands and others
     do not. without_effect: keys that change the answer in other families alone. has_fused_names:
-    whether q, k, v, and gate, up, are one tensor each.
+    whether q, k, v, and gate, up, are one tensor each. exceeds_float16: whether activations of its
+    models are larger than what float16 holds.
     """
 
     architecture: str
@@ -68,6 +70,7 @@ class Family:
     computes: frozenset[str] = frozenset()
     without_effect: frozenset[str] = frozenset()
     has_fused_names: bool = False
+    exceeds_float16: bool = False
 
 
 # ---- Qwen ---------------------------------------------------------------------------------------
@@ -342,6 +345,10 @@ def _ropes_by_kind(fields: Fields, head: Head, local_theta: float) -> Flags:
     }
 
 
+def _gemma4_rope(fields: Fields, head: Head) -> Flags:
+    return gemma4.ropes(fields, head.dim, head.windows)
+
+
 # ---- gpt-oss ------------------------------------------------------------------------------------
 
 _GPT_OSS = {
@@ -500,6 +507,22 @@ FAMILIES = {
         windows=_exaone4_windows,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
+    "gemma4_text": Family(
+        architecture="Gemma4ForCausalLM",
+        flags=gemma4.flags,
+        ropes=_gemma4_rope,
+        windows=gemma4.windows,
+        activation="gelu_tanh",
+        defaults=gemma4.DEFAULTS,
+    ),
+    "gemma4_unified_text": Family(
+        architecture="Gemma4UnifiedForCausalLM",
+        flags=gemma4.flags,
+        ropes=_gemma4_rope,
+        windows=gemma4.windows,
+        activation="gelu_tanh",
+        defaults=gemma4.UNIFIED_DEFAULTS,
+    ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
         flags=_gemma3,
@@ -507,6 +530,7 @@ FAMILIES = {
         windows=_gemma3_windows,
         activation="gelu_tanh",
         defaults=_GEMMA3,
+        exceeds_float16=True,
     ),
 }
 
@@ -526,6 +550,8 @@ class Wrapper:
 WRAPPERS = {
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", ("gemma3_text",)),
+    "gemma4": Wrapper("Gemma4ForConditionalGeneration", ("gemma4_text",)),
+    "gemma4_unified": Wrapper("Gemma4UnifiedForConditionalGeneration", ("gemma4_unified_text",)),
     "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",)),
     "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",)),
 }

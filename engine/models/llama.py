@@ -5,7 +5,7 @@ attention distinguishes them. The output layer gets only the rows that sample, a
 whose logprobs were requested.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from penstock.engine.models.experts import (
     SHARED_GATE_UP,
     ExpertsConfig,
 )
+from penstock.engine.models.layer_shape import LayerShape
 from penstock.engine.models.layers.delta_net import (
     DeltaNet,
     Recurrence,
@@ -35,7 +36,13 @@ from penstock.engine.models.layers.delta_net import (
     torch_recurrence,
 )
 from penstock.engine.models.layers.experts import SharedExpert, clamped_swiglu, mixed
+from penstock.engine.models.layers.gemma4 import (
+    ExpertsBeside,
+    PerLayerInput,
+    PerLayerInputs,
+)
 from penstock.engine.models.layers.linear import Linear, MakeLinear, read_linear, tensor_bytes
+from penstock.engine.models.layers.norm import rms_norm, unit_norm
 from penstock.engine.models.layers.rotary import Angles, RotaryTables, rotate
 from penstock.engine.models.lora.adapter import Stack, adapted
 from penstock.engine.models.shard import Shard
@@ -72,7 +79,8 @@ class Layer:
     other: (experts * 2 * size, hidden_size) and (experts * hidden_size, size). sinks: see
     `Attention`. group: of ranks whose outputs of attention and of the MLP add up to the layer's.
     shared: the expert that computes every token, or None. delta_net: None where the layer has
-    attention; otherwise qkv are the inputs of its convolution and its output gates.
+    attention; otherwise qkv are the inputs of its convolution and its output gates. beside,
+    per_layer_input, scalar: of Gemma 4; the last multiplies what the layer gives, (1,).
     """
 
     input_norm: Tensor | None
@@ -88,9 +96,13 @@ class Layer:
     active_norm: Tensor | None
     sinks: Tensor | None
     window: int | None
-    group: Group | None = None
-    shared: SharedExpert | None = None
-    delta_net: DeltaNet | None = None
+    shape: LayerShape
+    group: Group | None
+    shared: SharedExpert | None
+    delta_net: DeltaNet | None
+    beside: ExpertsBeside | None
+    per_layer_input: PerLayerInput | None
+    scalar: Tensor | None
 
     @property
     def num_bytes(self) -> int:
@@ -99,13 +111,17 @@ class Layer:
         linears += [self.gate_up, self.down] if self.router is None else [self.router]
         of_heads = (self.query_norm, self.key_norm)
         norms = (self.input_norm, self.attended_norm, self.mlp_norm, self.active_norm, *of_heads)
-        others = (part for part in (self.shared, self.delta_net) if part is not None)
-        num_bytes = sum(part.num_bytes for part in (*linears, *others))
-        return num_bytes + tensor_bytes(*norms, self.sinks)
+        parts = (self.shared, self.delta_net, self.beside, self.per_layer_input)
+        others = [part for part in parts if part is not None]
+        return sum(part.num_bytes for part in (*linears, *others)) + tensor_bytes(
+            *norms, self.sinks, self.scalar
+        )
 
     @property
     def expert_bytes(self) -> int:
         """Of all experts."""
+        if self.beside is not None:
+            return self.beside.expert_bytes
         return 0 if self.router is None else self.gate_up.num_bytes + self.down.num_bytes
 
 
@@ -140,6 +156,7 @@ class LlamaModel:
             )
             self.layers = list(layers)
         self.norm = read_norm(config, weights, hidden, "model.norm.weight")
+        self.per_layer_inputs = PerLayerInputs.read(config, weights, make_linear)
         # An output layer that is packed and tied to the embedding is in memory twice: the gather of
         # input rows needs the plain matrix.
         self.lm_head = (
@@ -150,6 +167,8 @@ class LlamaModel:
         layer_bytes = sum(layer.num_bytes for layer in self.layers)
         # As `ModelInfo.weight_bytes`: only the output layer reads a tied embedding.
         self.step_weight_bytes = layer_bytes + self.norm.nbytes + self.lm_head.num_bytes
+        if self.per_layer_inputs is not None:
+            self.step_weight_bytes += self.per_layer_inputs.num_bytes
         self.expert_bytes = sum(layer.expert_bytes for layer in self.layers)
         self.rotary = RotaryTables(config, max_model_len, device)
 
@@ -161,6 +180,9 @@ class LlamaModel:
 
     def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
         residual = self._embed(step.token_ids)
+        inputs: Sequence[Tensor | None] = [None] * len(self.layers)
+        if self.per_layer_inputs is not None:
+            inputs = self.per_layer_inputs(step.token_ids, residual)
         angles, steps = self.rotary.at(step.positions), step.of_groups
         segments: Segments = segments_of(steps[-1]) if self.config.delta_net else ()
         for index, layer in enumerate(self.layers):
@@ -171,7 +193,9 @@ class LlamaModel:
                 mixed = _recur(
                     layer, layer.delta_net, self._recurrence, x, *pool.states(index), segments
                 )
-                residual = _through_mlp(self.config, layer, index, residual + mixed, step)
+                residual = _through_mlp(
+                    self.config, layer, index, residual + mixed, step, inputs[index]
+                )
                 continue
             keys, values = pool.layer(index)
             own = steps[pool.group_of(index)]
@@ -185,6 +209,7 @@ class LlamaModel:
                 keys,
                 values,
                 own,
+                inputs[index],
             )
         return rms_norm(residual[rows], self.norm, self.config.rms_norm_eps)
 
@@ -213,7 +238,11 @@ def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
 def scaled_logits(config: ModelConfig, logits: Tensor) -> Tensor:
     """Of what the output layer gives: float32."""
     logits = logits.float()
-    return logits if config.logit_multiplier == 1 else logits * config.logit_multiplier
+    if config.logit_multiplier != 1:
+        logits = logits * config.logit_multiplier
+    if config.logit_softcap is not None:
+        logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
+    return logits
 
 
 def run_layer(
@@ -226,18 +255,20 @@ def run_layer(
     keys: KVPages,
     values: KVPages,
     step: ModelInput,
+    inputs: Tensor | None = None,
 ) -> Tensor:
     """What a layer makes of the states before it, (T, hidden_size).
 
     index: which layer of the model it is. angles: of the step's positions. keys, values: the
-    layer's own part of the pool; the step's are written to them.
+    layer's own part of the pool; the step's are written to them, unless it reads another layer's.
+    inputs: its own of each token, (T, size), where the model has any.
     """
     eps = config.rms_norm_eps
     x = _normed(residual, layer.input_norm, eps)
     attended = _attend(config, layer, index, attention, x, angles, keys, values, step)
     attended = summed(layer.group, attended)
     residual = residual + _normed(attended, layer.attended_norm, eps)
-    return _through_mlp(config, layer, index, residual, step)
+    return _through_mlp(config, layer, index, residual, step, inputs)
 
 
 def summed(group: Group | None, tensor: Tensor) -> Tensor:
@@ -250,11 +281,24 @@ def summed(group: Group | None, tensor: Tensor) -> Tensor:
 
 
 def _through_mlp(
-    config: ModelConfig, layer: Layer, index: int, residual: Tensor, step: ModelInput
+    config: ModelConfig,
+    layer: Layer,
+    index: int,
+    residual: Tensor,
+    step: ModelInput,
+    inputs: Tensor | None,
 ) -> Tensor:
-    x = _normed(residual, layer.mlp_norm, config.rms_norm_eps)
-    active = summed(layer.group, _mlp(config, layer, index, x, step))
-    return residual + _normed(active, layer.active_norm, config.rms_norm_eps)
+    eps = config.rms_norm_eps
+    change = summed(
+        layer.group, _mlp(config, layer, index, _normed(residual, layer.mlp_norm, eps), step)
+    )
+    if layer.beside is not None:
+        change = layer.beside(residual, change, partial(_gated, config), eps)
+    residual = residual + _normed(change, layer.active_norm, eps)
+    if layer.per_layer_input is not None:
+        assert inputs is not None
+        residual = residual + layer.per_layer_input(residual, inputs, eps)
+    return residual if layer.scalar is None else residual * layer.scalar
 
 
 def _recur(
@@ -273,19 +317,19 @@ def _recur(
 
 
 def _mlp(config: ModelConfig, layer: Layer, index: int, x: Tensor, step: ModelInput) -> Tensor:
-    activation = _ACTIVATIONS[config.activation]
     if layer.router is None:
         gate, up = adapted(layer.gate_up, x, step.adapters, index, Stack.GATE_UP).chunk(2, dim=-1)
-        return adapted(layer.down, activation(gate) * up, step.adapters, index, Stack.DOWN)
+        return adapted(layer.down, _gated(config, gate, up), step.adapters, index, Stack.DOWN)
     assert config.experts is not None
-
-    def gated(gate: Tensor, up: Tensor) -> Tensor:
-        if config.clamped_swiglu is None:
-            return activation(gate) * up
-        return clamped_swiglu(gate, up, *config.clamped_swiglu)
-
+    gated = partial(_gated, config)
     y = mixed(config.experts, x, layer.router(x), layer.gate_up, layer.down, gated)
     return y if layer.shared is None else y + layer.shared(x, gated)
+
+
+def _gated(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
+    if config.clamped_swiglu is None:
+        return _ACTIVATIONS[config.activation](gate) * up
+    return clamped_swiglu(gate, up, *config.clamped_swiglu)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -305,24 +349,30 @@ def _attend(
     values: KVPages,
     step: ModelInput,
 ) -> Tensor:
-    num_query_heads = config.num_heads * (1 + config.attention_gates)
-    sizes = [num * config.head_dim for num in (num_query_heads, *[config.num_kv_heads] * 2)]
     projected = adapted(layer.qkv, x, step.adapters, index, Stack.QKV)
-    query, key, value = torch.split(projected, sizes, dim=1)
+    query, *own = torch.split(projected, list(layer.shape.qkv.values()), dim=1)
     gate = None
     if config.attention_gates:
         query, gate = query.view(len(x), config.num_heads, -1).chunk(2, dim=-1)
         query = query.flatten(1)
     if config.whole_qk_norm:
-        query, key = _normed_whole(layer, query, key, config.rms_norm_eps)
-    query, key, value = (each.view(len(x), -1, config.head_dim) for each in (query, key, value))
-    if not config.whole_qk_norm:
-        query = _normed(query, layer.query_norm, config.rms_norm_eps)
-        key = _normed(key, layer.key_norm, config.rms_norm_eps)
+        query, own[0] = _normed_whole(layer, query, own[0], config.rms_norm_eps)
     cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
-    store(keys, step.kv_slots, rotate(key, cos, sin, angles.rotary_dim))
-    store(values, step.kv_slots, value)
-    query = rotate(query, cos, sin, angles.rotary_dim)
+
+    def heads(projected: Tensor, norm: Tensor | None) -> Tensor:
+        """Of queries or keys."""
+        each = projected.view(len(x), -1, layer.shape.heads.head_dim)
+        if not config.whole_qk_norm:
+            each = _normed(each, norm, config.rms_norm_eps)
+        return rotate(each, cos, sin, angles.rotary_dim)
+
+    if own:
+        value = own[-1].view(len(x), -1, layer.shape.heads.head_dim)
+        if config.value_norm:
+            value = unit_norm(value, config.rms_norm_eps)
+        store(keys, step.kv_slots, heads(own[0], layer.key_norm))
+        store(values, step.kv_slots, value)
+    query = heads(query, layer.query_norm)
     if angles.query_factors is not None:
         query = (query.float() * angles.query_factors.view(-1, 1, 1)).to(query.dtype)
     mixed = attention(query, keys, values, step, layer.window, layer.sinks)
@@ -352,12 +402,6 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else rms_norm(x, weight, eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if weight.dtype is not x.dtype:  # see `ModelConfig.wide_norms`
-        return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-    return functional.rms_norm(x, weight.shape, weight, eps)
-
-
 def read_norm(config: ModelConfig, weights: WeightSource, size: int, name: str) -> Tensor:
     weight = weights.read((size,), name)
     return weight.float() + config.norm_offset if config.wide_norms else weight
@@ -371,9 +415,10 @@ def read_layer(
     group: Group | None = None,
 ) -> Layer:
     prefix = f"model.layers.{index}."
-    hidden, head_dim, mlp = config.hidden_size, config.head_dim, config.intermediate_size
+    hidden, shape = config.hidden_size, config.layer_shape(index)
+    head_dim, mlp = shape.heads.head_dim, shape.intermediate_size
     mlp_bias, num_mlps = config.mlp_bias, 1
-    query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    kv_size = shape.heads.num_kv_heads * head_dim
 
     def norm(is_there: bool, size: int, name: str) -> Tensor | None:
         return read_norm(config, weights, size, f"{prefix}{name}.weight") if is_there else None
@@ -382,13 +427,14 @@ def read_layer(
         full_names = (prefix + name for name in names)
         return read_linear(weights, make_linear, rows, columns, *full_names, has_bias=has_bias)
 
-    qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_names = tuple(shape.qkv)
     gate_up_names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     if config.has_fused_names:
         qkv_names, gate_up_names = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
     down_names: tuple[str, ...] = ("mlp.down_proj",)
     router = shared = delta_net = None
-    if (experts := config.experts_of(index)) is not None:
+    experts = config.experts_of(index)
+    if experts is not None and not experts.is_beside_mlp:
         mlp, mlp_bias = experts.intermediate_size, experts.has_biases
         num_mlps = experts.num_experts
         gate_up_names = tuple(experts.gate_up_names())
@@ -400,25 +446,23 @@ def read_layer(
                 linear(hidden, size, False, SHARED_DOWN),
                 make_linear(weights.read((1, hidden), f"{prefix}{SHARED_GATE}.weight"), None),
             )
-    query_rows = query_size * (1 + config.attention_gates)
-    qkv_size, qkv_bias = query_rows + 2 * kv_size, config.qkv_bias
-    output_name, output_size, output_bias = "self_attn.o_proj", query_size, config.output_bias
-    has_attention = not config.has_delta_net(index)
-    if config.delta_net is not None and not has_attention:
-        delta_net = _read_delta_net(config, config.delta_net, weights, make_linear, prefix)
+    qkv_size, qkv_bias = shape.qkv_size, config.qkv_bias
+    output_name, output_size, output_bias = "self_attn.o_proj", shape.query_size, config.output_bias
+    if (net := config.delta_net_of(index)) is not None:
+        delta_net = _read_delta_net(config, net, weights, make_linear, prefix)
         qkv_names = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
-        output_name, output_size = "linear_attn.out_proj", config.delta_net.num_values
-        qkv_size = config.delta_net.num_channels + output_size
+        output_name, output_size = "linear_attn.out_proj", net.num_values
+        qkv_size = net.num_channels + output_size
         qkv_bias = output_bias = False
     # With norms after the layers' parts, the first of these keeps the name of Llama's second.
     mlp_norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
-    pre, post = config.pre_norms, config.post_norms
-    of_heads = config.qk_norm and has_attention
+    pre, post, whole = config.pre_norms, config.post_norms, config.whole_qk_norm
+    of_heads = config.qk_norm and net is None
     return Layer(
         input_norm=norm(pre, hidden, "input_layernorm"),
         qkv=linear(qkv_size, hidden, qkv_bias, *qkv_names),
-        query_norm=norm(of_heads, query_size if config.whole_qk_norm else head_dim, _QUERY_NORM),
-        key_norm=norm(of_heads, kv_size if config.whole_qk_norm else head_dim, _KEY_NORM),
+        query_norm=norm(of_heads, shape.query_size if whole else head_dim, _QUERY_NORM),
+        key_norm=norm(of_heads and shape.has_keys, kv_size if whole else head_dim, _KEY_NORM),
         output=linear(hidden, output_size, output_bias, output_name),
         attended_norm=norm(post, hidden, "post_attention_layernorm"),
         mlp_norm=norm(pre, hidden, mlp_norm),
@@ -430,9 +474,15 @@ def read_layer(
         if config.attention_sinks
         else None,
         window=config.windows[index],
+        shape=shape,
         group=group,
         shared=shared,
         delta_net=delta_net,
+        beside=ExpertsBeside.read(config, experts, weights, make_linear, prefix)
+        if experts is not None and experts.is_beside_mlp
+        else None,
+        per_layer_input=PerLayerInput.read(config, weights, make_linear, prefix),
+        scalar=weights.read((1,), f"{prefix}layer_scalar") if config.layer_scalars else None,
     )
 
 

@@ -41,7 +41,8 @@ class RopeConfig:
     high_freq_factor set. `yarn` uses a ramp over the dimensions instead (its ends are integers if
     truncate), and multiplies cosines and sines by attention_factor. `longrope` divides each
     frequency by its own of `divisors`, or of `long_divisors`, if there are any, where sequences may
-    be longer than original_max_positions.
+    be longer than original_max_positions. `proportional` rotates a share of the pairs of
+    dimensions, the first ones, by the frequencies that they have where all are rotated.
     """
 
     theta: float
@@ -54,6 +55,7 @@ class RopeConfig:
     truncate: bool = True
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
+    share: float = 1.0
 
 
 class RopeSettings:
@@ -257,6 +259,14 @@ def _longrope(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) ->
     )
 
 
+def _proportional(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) -> RopeConfig:
+    share = scaling.number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise scaling.wrong("partial_rotary_factor", "at most 1", share)
+    factor = scaling.number("factor", 1.0)
+    return RopeConfig(theta=theta, kind="proportional", factor=factor, share=share)
+
+
 def _divisors(scaling: Fields, name: str, count: int) -> tuple[float, ...]:
     factors = scaling.get(name)
     if (
@@ -274,4 +284,5 @@ _KINDS = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

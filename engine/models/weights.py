@@ -39,6 +39,11 @@ class WeightSource(Protocol):
         """The tensors `names` of the checkpoint, stacked along their first dimension to `shape`."""
         ...
 
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        """One of which a step reads few rows: in the type that it is stored in, and where there is
+        a file, mapped from it."""
+        ...
+
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         """The linear layer of these, in a format of its own; None where the weights are plain.
 
@@ -88,6 +93,13 @@ class Checkpoint:
                 self._check_overflow(name, part, stored)
             start += len(part)
         return fused
+
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        """See `WeightSource`."""
+        tensor = self._tensor(name)
+        if tensor.shape != shape:
+            raise self._files.wrong_shape(name, tensor, shape)
+        return tensor
 
     def quantized(
         self, shape: tuple[int, int], bias: Tensor | None, *names: str
@@ -147,6 +159,9 @@ class RandomWeights:
         if self._shard is not None and self._shard.splits(name):
             name = f"{name} of rank {self._shard.rank}"
         return weight.normal_(std=_STD, generator=_generator(name, weight.device))
+
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        return self.read(shape, name)
 
     def quantized(
         self, shape: tuple[int, int], bias: Tensor | None, *names: str

@@ -70,7 +70,7 @@ def probe(
 
 
 def point_of(plan: Plan, simulated: Simulated, rate: float, targets: Targets) -> Point:
-    observed, info = simulated.observed, plan.server.info
+    observed = simulated.observed
     point = {
         "rate": rate,
         "num_replicas": plan.num_replicas,
@@ -86,7 +86,7 @@ def point_of(plan: Plan, simulated: Simulated, rate: float, targets: Targets) ->
     stats = simulated.stats
     num_queried = sum(each.prefix_query_tokens_total for each in stats)
     num_hit = sum(each.prefix_hit_tokens_total for each in stats)
-    used = (step.num_used_blocks for steps in simulated.steps for step in steps)
+    used = (step.kv_usage for steps in simulated.steps for step in steps)
     return Point(
         **point,  # type: ignore[arg-type]
         is_met=targets.are_met(observed),
@@ -98,7 +98,7 @@ def point_of(plan: Plan, simulated: Simulated, rate: float, targets: Targets) ->
         ttft_p99_ms=targets.percentile_ms(observed, "ttft"),
         tpot_p50_ms=targets.percentile_ms(observed, "tpot", 50),
         tpot_p99_ms=targets.percentile_ms(observed, "tpot"),
-        kv_peak=max(used, default=0) / info.num_blocks,
+        kv_peak=max(used, default=0.0),
         preemptions=sum(each.preemptions_total for each in stats),
         prefix_hit_ratio=num_hit / num_queried if num_queried else 0.0,
         input_share=_input_share(plan.server, simulated),

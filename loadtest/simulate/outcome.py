@@ -67,7 +67,7 @@ def summary_of(plan: Plan, simulated: Simulated, report: ReportConfig) -> Summar
         "run_class": run_class(simulated),
         "num_replicas": plan.num_replicas,
         "router": plan.router,
-        "kv_peak": max((step.num_used_blocks for step in steps), default=0) / info.num_blocks,
+        "kv_peak": max((step.kv_usage for step in steps), default=0.0),
         "preemptions": sum(each.preemptions_total for each in stats),
         "recomputed_tokens": sum(each.recomputed_tokens_total for each in stats),
         "prefix_hit_ratio": num_hit / num_queried if num_queried else 0.0,
@@ -147,7 +147,6 @@ def figures_over_time(plan: Plan, simulated: Simulated) -> list[Lines]:
 
     used = [Series(name="MBU", xs=xs, ys=rate("num_bytes", bandwidth))] if bandwidth else []
     used += [Series(name="MFU", xs=xs, ys=rate("flops", flops))] if flops else []
-    blocks = [value / info.num_blocks for value in mean("num_used_blocks")]
     running = Series(name="running", xs=xs, ys=mean("num_running"))
     waiting = Series(name="waiting", xs=xs, ys=mean("num_waiting"))
     drawn = [
@@ -156,7 +155,7 @@ def figures_over_time(plan: Plan, simulated: Simulated) -> list[Lines]:
             "kv-over-time",
             "KV blocks in use over time",
             "share of the blocks",
-            [Series(name="KV blocks", xs=xs, ys=blocks)],
+            [Series(name="KV blocks", xs=xs, ys=mean("kv_usage"))],
         ),
         (
             "sequences-over-time",

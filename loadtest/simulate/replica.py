@@ -38,7 +38,7 @@ class StepRecord(NamedTuple):
     flops: int
     num_running: int
     num_waiting: int
-    num_used_blocks: int
+    kv_usage: float
 
 
 class _Report(NamedTuple):
@@ -181,6 +181,6 @@ class Replica:
                 message.model_flops,
                 stats.num_running,
                 stats.num_waiting,
-                stats.num_used_blocks,
+                stats.kv_usage,
             )
         )

@@ -117,7 +117,7 @@ def planned_server(
 def _with_pools(info: ModelInfo, num_bytes: int, scheduler: SchedulerConfig) -> ModelInfo:
     """With pools of keys and values, and of recurrent states, of this size. Raises InvalidConfig
     where it is too small."""
-    token_bytes = [group.kv_bytes_per_token for group in info.attention]
+    token_bytes = [group.held_bytes for group in info.attention]
     if not info.more_blocks:
         token_bytes = [sum(token_bytes)]
     block_bytes = [each * info.block_size for each in token_bytes]

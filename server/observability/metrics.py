@@ -36,6 +36,7 @@ from penstock.server.observability.histograms import (
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.observability.predictions import Predictions
 from penstock.server.observability.step_window import WINDOW_S, RecentSteps, Totals
+from penstock.server.observability.tier import tier_metrics
 from penstock.server.observability.version import build_info
 from penstock.server.observability.vllm_names import (
     HttpResponses,
@@ -250,6 +251,8 @@ class Metrics:
         yield from self._counters()
         yield from self._restarts()
         yield from self._counters_by_class()
+        if self.stats.tier is not None:
+            yield from tier_metrics(self.stats.tier)
         yield from self.predictions.metrics()
         yield from self._gauges()
         yield from self._adapters()

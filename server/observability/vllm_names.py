@@ -22,6 +22,8 @@ from penstock.server.observability.metrics_alias import MetricsAlias
 
 # Ours -> vLLM's (0.33), without the prefixes and without a counter's _total.
 _VLLM_NAMES = {
+    # From 0 to 1, although vLLM's name says percent.
+    "kv_cache_usage_ratio": "kv_cache_usage_perc",
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "time_per_output_token_seconds": "request_time_per_output_token_seconds",
     "inter_token_latency_seconds": "inter_token_latency_seconds",
@@ -52,7 +54,6 @@ _VLLM_LABELS = {"outcome": "finished_reason"}
 _VLLM_VALUES = {"abandoned": "abort", "failed": "error"}  # of finished_reason
 # Requested by monitoring and not by clients; vLLM does not count these routes either.
 _NOT_COUNTED = frozenset({"/metrics", "/health", "/ping", "/ready", "/version", "/steps"})
-_KV_BLOCKS = ("penstock_kv_used_blocks", "penstock_kv_idle_blocks", "penstock_kv_free_blocks")
 
 
 class HttpResponses(NamedTuple):
@@ -91,7 +92,6 @@ def with_vllm_names(
     for metric in own:
         if name := _VLLM_NAMES.get(metric.name.removeprefix("penstock_")):
             yield _renamed(metric, f"vllm:{name}", labels)
-    yield _kv_cache_usage(own, labels)
 
 
 def metrics_of_vllm_alone(
@@ -161,17 +161,3 @@ def _renamed(metric: Metric, name: str, labels: dict[str, str]) -> Metric:
         for sample in metric.samples
     ]
     return copy
-
-
-def _kv_cache_usage(own: list[Metric], labels: dict[str, str]) -> Metric:
-    """vLLM's value is from 0 to 1 although the name says percent."""
-    blocks = {metric.name: metric.samples[0].value for metric in own if metric.name in _KV_BLOCKS}
-    num_blocks = sum(blocks.values())
-    family = GaugeMetricFamily(
-        "vllm:kv_cache_usage_perc",
-        "Share of the KV blocks that sequences hold (penstock_kv_used_blocks of all)",
-        labels=tuple(labels),
-    )
-    used = blocks["penstock_kv_used_blocks"] / num_blocks if num_blocks else 0.0
-    family.add_metric(tuple(labels.values()), used)
-    return family

@@ -19,14 +19,11 @@ class Context(Protocol):
     def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None: ...
 
 
-def load(
-    num_running: int, num_waiting: int, max_num_seqs: int, num_used_blocks: int, num_blocks: int
-) -> float:
+def load(num_running: int, num_waiting: int, max_num_seqs: int, kv_usage: float) -> float:
     """Of one replica, as a share of its capacity: of sequences or of the KV cache, whichever is
-    scarcer. Above 1 where requests wait."""
+    scarcer. Above 1 where requests wait. kv_usage: the share of the cache that sequences hold."""
     waiting = num_waiting / max_num_seqs
-    in_use = num_used_blocks / num_blocks if num_blocks else 0.0
-    return max((num_running + num_waiting) / max_num_seqs, in_use + waiting)
+    return max((num_running + num_waiting) / max_num_seqs, kv_usage + waiting)
 
 
 def replicas_for_load(context: Context) -> tuple[int, dict[str, Any]]:

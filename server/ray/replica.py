@@ -51,14 +51,5 @@ class Replica:
         if report is None:
             return {LOAD: 0.0}
         stats = report.stats
-        num_blocks = stats.num_used_blocks + stats.num_evictable_blocks + stats.num_free_blocks
         max_num_seqs = self._config.engine.scheduler.max_num_seqs
-        return {
-            LOAD: load(
-                stats.num_running,
-                stats.num_waiting,
-                max_num_seqs,
-                stats.num_used_blocks,
-                num_blocks,
-            )
-        }
+        return {LOAD: load(stats.num_running, stats.num_waiting, max_num_seqs, stats.kv_usage)}

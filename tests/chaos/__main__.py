@@ -25,6 +25,7 @@ from tests.chaos.pause import pauses_s, shown
 from tests.chaos.poison import poison_among_others
 from tests.chaos.server import running
 from tests.chaos.soak import soak
+from tests.chaos.tier_files import damage_files
 
 say = partial(print, flush=True)
 
@@ -51,10 +52,11 @@ class Sizes(NamedTuple):
     slow: int
     soak: int
     pauses: int
+    faults: int
 
 
-FULL = Sizes(200, 64, 200, 5, 10, 32, 64, 1000, 500, 50_000, 5)
-SHORT = Sizes(4, 16, 6, 1, 2, 8, 16, 100, 50, 1000, 1)
+FULL = Sizes(200, 64, 200, 5, 10, 32, 64, 1000, 500, 50_000, 5, 1000)
+SHORT = Sizes(4, 16, 6, 1, 2, 8, 16, 100, 50, 1000, 1, 40)
 
 
 async def kills(size: Sizes, seed: int) -> list[Row]:
@@ -180,6 +182,17 @@ async def pause(size: Sizes, seed: int) -> list[Row]:
     return rows
 
 
+async def tier(size: Sizes, seed: int) -> list[Row]:
+    outcome = await asyncio.to_thread(damage_files, size.faults, seed=seed, say=say)
+    what = f"{outcome.num_faults} files of --kv-offload-dir cut off, changed, exchanged or removed"
+    measured = (
+        f"{outcome.num_different} answers different, {outcome.num_found} noticed, "
+        f"{outcome.num_hits:,} prompt tokens read"
+    )
+    is_good = not outcome.num_different and outcome.num_found == outcome.num_faults
+    return [Row(what, measured, is_good)]
+
+
 PARTS: dict[str, Callable[[Sizes, int], Awaitable[list[Row]]]] = {
     "pause": pause,
     "every-step": every_step,
@@ -189,6 +202,7 @@ PARTS: dict[str, Callable[[Sizes, int], Awaitable[list[Row]]]] = {
     "overload": crowd,
     "disconnects": disconnects,
     "slow-loris": loris,
+    "tier": tier,
     "soak": soaked,
     "kills": kills,
 }

@@ -9,6 +9,7 @@ from tests.chaos.load import joined
 from tests.chaos.pause import pause_s
 from tests.chaos.poison import poison_among_others
 from tests.chaos.server import running
+from tests.chaos.tier_files import damage_files
 
 
 async def test_no_stream_of_any_kind_differs_after_a_kill_at_any_of_the_first_steps() -> None:
@@ -16,6 +17,12 @@ async def test_no_stream_of_any_kind_differs_after_a_kill_at_any_of_the_first_st
         outcome = await kill_at_every_step(server, num_streams=16, max_steps=2)
         assert not outcome.different and outcome.num_kills == 2
         assert await server.blocks_in_use() == 0
+
+
+def test_no_answer_differs_after_files_of_its_blocks_were_damaged() -> None:
+    outcome = damage_files(32, seed=1, num_prompts=4, num_threads=1)
+    assert (outcome.num_different, outcome.num_found) == (0, 32)
+    assert outcome.num_hits > 1000
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 
 from penstock.engine.models.quantization.schemes import Scheme
 from penstock.scheduler.errors import PenstockError
-from penstock.scheduler.stats import GroupBlocks
+from penstock.scheduler.stats import GroupBlocks, TierStats
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -89,7 +89,8 @@ def metrics() -> str:
 
 
 def families() -> list[Metric]:
-    """Those of a server that knows its device's peaks, whose policy is fair, and with LoRA."""
+    """Those of a server that knows its device's peaks, whose policy is fair, with LoRA, and with
+    a directory for blocks."""
     from penstock.server.observability.adapters import adapter_metrics
     from penstock.server.observability.metrics import Metrics
     from tests.support.known_hardware import on_known_hardware
@@ -97,10 +98,12 @@ def families() -> list[Metric]:
     recorded = Metrics()
     recorded.on_response("/v1/completions", "POST", 200)
     recorded.on_ready(on_known_hardware())
-    # Under the fair policy there is one more, and of a model with windows another, and of one with
-    # recurrent states.
+    # Under the fair policy there is one more, of a model with windows another, of one with
+    # recurrent states others, and with a tier others.
     windows = (GroupBlocks(1024, 0, 0, 0), GroupBlocks(None, 0, 0, 0, is_recurrent=True))
-    recorded._stats = recorded.stats._replace(fairness_index=1.0, more_groups=windows)
+    recorded._stats = recorded.stats._replace(
+        fairness_index=1.0, more_groups=windows, tier=TierStats()
+    )
     return [*recorded.families(), *adapter_metrics(1, {"a"}, set(), {"a": 1})]
 
 
@@ -159,6 +162,8 @@ _MODELS = {
     "seed_oss": "Seed-OSS",
     "exaone4": "EXAONE 4",
     "gemma3_text": "Gemma 3 (text)",
+    "gemma4_text": "Gemma 4 31B, 26B-A4B, E2B and E4B (text)",
+    "gemma4_unified_text": "Gemma 4 12B (text)",
 }
 
 

@@ -10,6 +10,7 @@ import torch
 from penstock.engine.config import LoraConfig
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.planned_model import planned_model
 from penstock.engine.sizing import (
     DEVICES,
     GB,
@@ -24,6 +25,7 @@ from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.support.paths import ROOT
+from tests.support.published import PUBLISHED
 
 LLAMA = ROOT / "configs" / "models" / "Llama-3.1-8B"
 H100 = Machine(name="H100", memory_bytes=80 * GB)
@@ -133,9 +135,9 @@ def test_windows_leave_room_for_times_as_many_tokens(
     assert sized.kv_tokens >= least * as_before
     # A pool and the blocks that a scheduler gets of it are the same.
     blocks = sized.num_blocks()
-    bytes_of_all = zip(blocks, sized.layout.layer_counts, strict=True)
-    layer_bytes = 64 * model.kv_shape.layer_bytes_per_token(2)
-    assert sum(num * count * layer_bytes for num, count in bytes_of_all) <= sized.kv_bytes
+    pools = sized.layout.pools(model.kv_shape, 64, 2)
+    bytes_of_all = (num * pool.block_bytes for num, pool in zip(blocks, pools, strict=True))
+    assert sum(bytes_of_all) <= sized.kv_bytes
     longest = model.max_model_len
     scheduler = Scheduler(
         SchedulerConfig(),
@@ -157,6 +159,41 @@ def test_windows_leave_room_for_times_as_many_tokens(
         scheduler._kv.admit(scheduler._requests[request.id][0], plan)
         num += 1
     assert num == sized.kv_tokens // longest
+
+
+def gemma4(name: str, directory: Path) -> Sizing:
+    (directory / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    return Sizing(ModelConfig.from_dir(directory), H100)
+
+
+def test_heads_that_differ_between_layers_count_as_they_are(tmp_path: Path) -> None:
+    """Of 60 layers, 10 have no window."""
+    sizing = gemma4("gemma-4-31B-it", tmp_path)
+    sliding, full = 50 * 2 * 16 * 256 * 2, 10 * 2 * 4 * 512 * 2
+    assert sizing.token_bytes == sliding + full
+    assert sizing.read_bytes(8_192) == 1_024 * sliding + 8_192 * full
+    window = KVGroup(0, 1_024).most_blocks(262_144, 64)
+    assert sizing.bytes_of_one(262_144) == 64 * window * sliding + 262_144 * full
+    layout = sizing.layout
+    assert [pool.block_bytes for pool in layout.pools(sizing.model.kv_shape, 64, 2)] == [
+        64 * full,
+        64 * sliding,
+    ]
+
+
+def test_keys_and_values_that_layers_share_are_held_once_and_read_by_each(tmp_path: Path) -> None:
+    """Of 35 layers 15 have their own, 3 of them without a window."""
+    sizing = gemma4("gemma-4-E2B-it", tmp_path)
+    sliding, full = 2 * 256 * 2, 2 * 512 * 2
+    assert sizing.token_bytes == 12 * sliding + 3 * full
+    assert sizing.read_bytes(8_192) == 28 * 512 * sliding + 7 * 8_192 * full
+    window = KVGroup(0, 512).most_blocks(64_000, 64)
+    assert sizing.bytes_of_one(64_000) == 64 * window * 12 * sliding + 64_000 * 3 * full
+    # The table of per-layer inputs stays in its file.
+    assert sizing.weight_bytes == 2 * (sizing.model.num_parameters - 262_144 * 35 * 256)
+    info = planned_model(sizing, SchedulerConfig()).info
+    assert [group.kv_bytes_per_token for group in info.attention] == [7 * full, 28 * sliding]
+    assert info.kv_bytes_per_token == sizing.token_bytes
 
 
 def test_a_model_of_windows_alone_holds_any_length_in_one_window(sizing: Sizing) -> None:

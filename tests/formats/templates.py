@@ -16,6 +16,12 @@ _GEMMA = (
     "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
+_GEMMA4 = (
+    "<bos>{% for m in messages %}"
+    "<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
 _EXAONE = (
     "{% for m in messages %}[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]\n{% endfor %}"
     "{% if add_generation_prompt %}[|assistant|]\n<think>\n\n</think>\n\n{% endif %}"
@@ -58,4 +64,8 @@ TEMPLATES = {
     "exaone4": _EXAONE,
     "gemma3": _GEMMA,
     "gemma3_wrapped": _GEMMA,
+    "gemma4": _GEMMA4,
+    "gemma4_moe": _GEMMA4,
+    "gemma4_small_wrapped": _GEMMA4,
+    "gemma4_unified_wrapped": _GEMMA4,
 }

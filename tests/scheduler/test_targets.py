@@ -1,5 +1,7 @@
 """Targets at work: what a step runs, and who is refused."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from penstock.scheduler.config import Policy, SchedulerConfig
@@ -35,6 +37,7 @@ class Bench:
         max_num_seqs: int = 8,
         policy: Policy = Policy.FCFS,
         is_known: bool = True,
+        groups: Sequence[KVGroup] = (KVGroup(4000),),
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -46,7 +49,7 @@ class Bench:
         self.live = LiveStepModel(SERVED, MODEL if is_known else None)
         self.scheduler = Scheduler(
             config,
-            groups=[KVGroup(4000)],
+            groups=groups,
             block_size=16,
             max_model_len=20_000,
             step_model=self.live,
@@ -154,6 +157,21 @@ def test_a_forecast_counts_the_wait_for_a_slot() -> None:
     bench.add(make_request("it", [9] * 40))
     (sequence,) = bench.scheduler._requests[make_request("it", 1).id]
     assert sequence.predicted_ttft_s == pytest.approx(bench.first_token_of("it"), rel=0.1)
+
+
+def test_a_forecast_counts_the_wait_for_blocks_of_a_window() -> None:
+    window = KVGroup(24, 64, alignment=16)
+    bench = Bench(ttft_target_s=100.0, groups=(KVGroup(4000), window))
+    for index in range(4):
+        bench.add(make_request(f"stream{index}", [10 + index] * 170, max_tokens=200 + 50 * index))
+        bench.first_token_of(f"stream{index}")
+    used = bench.scheduler.stats().more_groups[0].num_used
+    assert 4 * (window.most_blocks(200, 16) - 1) <= used
+    arrived_s = bench.now
+    bench.add(make_request("it", [9] * 200, arrival_s=arrived_s))
+    (sequence,) = bench.scheduler._requests[make_request("it", 1).id]
+    waited_s = bench.first_token_of("it") - arrived_s
+    assert sequence.predicted_ttft_s == pytest.approx(waited_s, rel=0.1)
 
 
 def test_what_is_cached_need_not_be_computed_before_the_first_token() -> None:

@@ -37,9 +37,9 @@ def test_as_many_replicas_as_hold_the_load_at_three_quarters() -> None:
 
 
 def test_the_load_is_that_of_what_is_scarcer() -> None:
-    assert load(8, 0, 16, 10, 100) == 0.5
-    assert load(2, 0, 16, 90, 100) == 0.9
-    assert load(16, 8, 16, 50, 100) == 1.5
+    assert load(8, 0, 16, 0.1) == 0.5
+    assert load(2, 0, 16, 0.9) == 0.9
+    assert load(16, 8, 16, 0.5) == 1.5
 
 
 def test_a_turn_of_a_chat_begins_with_the_digests_of_the_one_before(encoder: PromptEncoder) -> None:

@@ -296,6 +296,9 @@ class MetaWeights:
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=META)
 
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        return self.read(shape, name)
+
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         codes = self._codes
         if codes is None:

@@ -13,6 +13,7 @@ from penstock.engine.ipc.process import build_executor, main
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import Phases
 from penstock.scheduler.journal import BlockJournal
+from penstock.scheduler.tier import BlockTier
 from penstock.scheduler.types import Request, RequestId, SampledTokens, ScheduledBatch
 
 MESSAGE = "CUDA error: an illegal memory access was encountered"
@@ -45,6 +46,10 @@ class FailsInItsThirdStep:
     @property
     def journals(self) -> Sequence[BlockJournal]:
         return ()  # it runs ahead
+
+    @property
+    def tier(self) -> BlockTier | None:
+        return self._executor.tier
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         return self._executor.prepare(request)

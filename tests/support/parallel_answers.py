@@ -78,7 +78,7 @@ def assert_ranks_answer_alike(
 
     groups = groups or [*shared_groups(size)]
     whole = ModelConfig.from_dir(Path(config.model))
-    share = Shard(whole, 0, size).config.kv_shape.num_kv_heads / whole.num_kv_heads
+    share = Shard(whole, 0, size).config.num_kv_heads / whole.num_kv_heads
     assert config.kv_cache_memory_bytes is not None
     kv_bytes = int(config.kv_cache_memory_bytes * share)
     ranks = RankThreads(replace(config, kv_cache_memory_bytes=kv_bytes), groups, digest)

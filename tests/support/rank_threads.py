@@ -38,7 +38,7 @@ def shared_groups(size: int, timeout_s: float = 20.0) -> list[SharedMemoryGroup]
 class RankThreads:
     """See `penstock.engine.executor.Executor`."""
 
-    journals, adapters, runs_ahead = (), None, False
+    journals, adapters, tier, runs_ahead = (), None, None, False
 
     def __init__(
         self,

@@ -1,14 +1,17 @@
 """What the scheduler's tests share: requests in a word, and a driver for the halves of a step."""
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.scripted import ScriptedExecutor, Slot, mix, scripted_info
+from penstock.engine.memory.disk_tier import BlockMemory, DiskTier
 from penstock.engine.memory.kept import KeptMemory
 from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.group_cache import GroupCache
+from penstock.scheduler.kv_events import KVEvents
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import (
     AcceptedDraft,
@@ -161,11 +164,14 @@ class Driver:
         windows: tuple[int | None, ...] = (None,),
         more_blocks: tuple[int, ...] = (),
         num_states: int = 0,
+        make_tier: Callable[[BlockMemory], DiskTier] | None = None,
+        events: KVEvents | None = None,
     ) -> None:
         """drafts: on a `DraftingExecutor`. kept: where the pool is, else. windows, more_blocks,
-        num_states: of groups of layers."""
+        num_states: of groups of layers. make_tier: of one without threads."""
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
         self.config = config
+        self.windows = windows
         info = scripted_info(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
@@ -176,14 +182,19 @@ class Driver:
             num_states=num_states,
         )
         self.executor: ScriptedExecutor = (
-            DraftingExecutor(info) if drafts else ScriptedExecutor(info, paranoid=True, kept=kept)
+            DraftingExecutor(info)
+            if drafts
+            else ScriptedExecutor(info, paranoid=True, kept=kept, make_tier=make_tier)
         )
+        self.tier: DiskTier | None = self.executor.tier  # type: ignore[assignment]
         self.scheduler = Scheduler(
             config,
             groups=self.executor.info.kv_groups,
             block_size=block_size,
             max_model_len=max_model_len,
             journals=self.executor.journals,
+            tier=self.tier,
+            events=events,
         )
         self.launched: deque[PendingTokens] = deque()
         self.batches: list[ScheduledBatch] = []
@@ -232,6 +243,8 @@ class Driver:
         for _ in range(max_steps):
             if not self.scheduler.has_work:
                 return
+            if self.tier:
+                self.tier.work()
             self.step()
             self.now += 0.01
         raise AssertionError(f"requests are still open after {max_steps} steps")

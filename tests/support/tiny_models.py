@@ -194,6 +194,48 @@ MORE_FAMILIES |= {
         },
     )
 }
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_GEMMA4 = {
+    "head_dim": 24,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 9,
+    "layer_types": [_SLIDING, _SLIDING, _FULL],
+    "final_logit_softcapping": 5.0,
+    "tie_word_embeddings": True,
+}
+# As 31B, 26B-A4B, E2B, which has keys and values in three layers of seven, and 12B.
+MORE_FAMILIES |= {
+    "gemma4": ("Gemma4Text", _GEMMA4),
+    "gemma4_moe": (
+        "Gemma4Text",
+        {
+            **_GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "gemma4_small_wrapped": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": False,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 2048,
+            "num_hidden_layers": 7,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "layer_types": [_SLIDING, _FULL, _SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
+        },
+    ),
+    "gemma4_unified_wrapped": ("Gemma4Unified", {**_GEMMA4, "num_global_key_value_heads": 4}),
+}
+# What neither the compiled step nor the GPU's kernels compute.
+ON_TORCH_ALONE = frozenset(name for name in MORE_FAMILIES if name.startswith("gemma4"))
 # Of those with a gated delta net; the second has one value head for each key head, and a width that
 # is no multiple of a vector's.
 _DELTA_NET = {
@@ -229,10 +271,18 @@ _ALL = FAMILIES | MORE_FAMILIES | HYBRID_FAMILIES
 _TEXTS = {
     "Mistral3": "ministral3",
     "Gemma3": "gemma3_text",
+    "Gemma4": "gemma4_text",
+    "Gemma4Unified": "gemma4_unified_text",
     "Qwen3_5": "qwen3_5_text",
     "Qwen3_5Moe": "qwen3_5_moe_text",
 }
 _QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
+_VISION = {
+    "Gemma4": {**_SMALL_VISION, "num_key_value_heads": 2, "head_dim": 8},
+    "Gemma4Unified": {"mm_embed_dim": 16, "mm_posemb_size": 4},
+    "Qwen3_5": _QWEN_VISION,
+    "Qwen3_5Moe": _QWEN_VISION,
+}
 
 
 def make_model(family: str, seed: int = 0, **options: Any) -> Any:
@@ -242,10 +292,14 @@ def make_model(family: str, seed: int = 0, **options: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + noise / 4 if "norm" in name else noise / 8
+        is_factor = "norm" in name or name.endswith("scale")
+        parameter.data = 1 + noise / 4 if is_factor else noise / 8
         # These norms add 1 to their weights.
         if family in HYBRID_FAMILIES and "norm" in name and "linear_attn" not in name:
             parameter.data = noise / 4
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(float(0.8 + torch.rand(1, generator=generator) / 4))
     return model
 
 
@@ -267,7 +321,7 @@ def made_config(family: str, **options: Any) -> Any:
     if name in _TEXTS:  # with the smallest of encoders
         settings = {
             "text_config": {"model_type": _TEXTS[name]} | settings,
-            "vision_config": _QWEN_VISION if name.startswith("Qwen") else _SMALL_VISION,
+            "vision_config": _VISION.get(name, _SMALL_VISION),
             "tie_word_embeddings": settings.get("tie_word_embeddings", False),
             "architectures": [f"{name}ForConditionalGeneration"],
         }

@@ -18,6 +18,7 @@ from penstock.engine.ipc.process import build_executor, main
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import Phases
 from penstock.scheduler.journal import BlockJournal
+from penstock.scheduler.tier import BlockTier
 from penstock.scheduler.types import (
     FinishReason,
     Request,
@@ -52,6 +53,10 @@ class Troubled:
     @property
     def journals(self) -> Sequence[BlockJournal]:
         return self._executor.journals
+
+    @property
+    def tier(self) -> BlockTier | None:
+        return self._executor.tier
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         return self._executor.prepare(request)

@@ -177,6 +177,10 @@ class CudaExecutor:
     def journals(self) -> tuple[()]:
         return ()
 
+    @property
+    def tier(self) -> None:
+        return None
+
     def prepare(self, request: Request) -> "Future[Any] | None":
         if self._adapters is None:
             check_no_adapter(request)

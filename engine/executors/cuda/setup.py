@@ -25,6 +25,7 @@ from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES
 from penstock.engine.executors.loading import (
     Ledger,
+    check_dtype,
     check_quantization,
     choose_device,
     choose_dtype,
@@ -55,11 +56,12 @@ from penstock.engine.memory.kv_pool import (
     size_pool,
 )
 from penstock.engine.memory.machine import num_cores
+from penstock.engine.memory.offload import refuse_offload
 from penstock.engine.model_info import ModelInfo, QuantizationInfo
 from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import FusedModel
-from penstock.engine.models.fused_linear import MAX_TILED_ROWS
+from penstock.engine.models.fused import FEATURES, FusedModel
+from penstock.engine.models.fused_linear import FUSED_PATH, MAX_TILED_ROWS
 from penstock.engine.models.layers.coded import OnGpu, check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
@@ -117,6 +119,7 @@ def build_cuda_executor(
     gpu = gpu or CudaGpu(choose_device(config.device))
     phases = phases or Phases()
     check_quantization(config, model_dir)
+    refuse_offload(config, "on a GPU")
     try:
         return _Setup(config, model_dir, gpu, phases).build()
     except RuntimeError as error:
@@ -142,11 +145,8 @@ class _Setup:
         self._gpu = gpu
         self._phases = phases
         self._model = ModelConfig.from_dir(model_dir)
-        if self._model.delta_net is not None:
-            raise InvalidConfig(
-                f"{config.model} has layers with a gated delta net, which are computed on a "
-                "processor alone; use --device cpu"
-            )
+        check_dtype(config.dtype, self._model)
+        self._model.check_features(FUSED_PATH, FEATURES)
         check_experts_on_gpu(self._model, config.quantization)
         self._dtype = choose_dtype(config.dtype, gpu.device)
         self._kept = kept_on_gpu(self._model, gpu.device)

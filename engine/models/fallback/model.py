@@ -75,7 +75,7 @@ class TransformersModel:
     def kv_shape(self) -> KVShape:
         """That holds the widest of the layers."""
         layers = self.layers.values()
-        return KVShape(
+        return KVShape.of(
             num_layers=len(layers),
             num_kv_heads=max(layer.num_kv_heads for layer in layers),
             head_dim=max(max(layer.key_dim, layer.value_dim) for layer in layers),

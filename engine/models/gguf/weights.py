@@ -67,6 +67,9 @@ class GgufWeights:
             start = end
         return fused
 
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        return self.read(shape, name)
+
     def quantized(
         self, shape: tuple[int, int], bias: Tensor | None, *names: str
     ) -> StoredLinear | None:

@@ -39,14 +39,19 @@ class SharedExpert:
         return torch.sigmoid(self.gate(x)) * self.down(gated(gate, up))
 
 
-def routes(experts: ExpertsConfig, logits: Tensor) -> tuple[Tensor, Tensor]:
+def routes(
+    experts: ExpertsConfig, logits: Tensor, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The experts of each token, (T, num_per_token) int64, the likeliest first, and their weights
-    in float32. logits: (T, num_experts). Of equal logits the first expert's counts as higher."""
+    in float32. logits: (T, num_experts). factors: of each expert's weight, (num_experts,) float32.
+    Of equal logits the first expert's counts as higher."""
     logits = logits.float()
     chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, : experts.num_per_token]
     if experts.is_normed:
-        return chosen, logits.gather(1, chosen).softmax(-1)
-    return chosen, logits.softmax(-1).gather(1, chosen)
+        weights = logits.gather(1, chosen).softmax(-1)
+    else:
+        weights = logits.softmax(-1).gather(1, chosen)
+    return chosen, weights if factors is None else weights * factors[chosen]
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
@@ -62,13 +67,14 @@ def mixed(
     gate_up: Linear,
     down: Linear,
     gated: Callable[[Tensor, Tensor], Tensor],
+    factors: Tensor | None = None,
 ) -> Tensor:
     """What the experts of each token make of it, added up by weight: (T, hidden_size).
 
     x: (T, hidden_size). logits: of the router, (T, num_experts). gate_up, down: of all experts, one
-    after the other. gated: of gate and up.
+    after the other. gated: of gate and up. factors: see `routes`.
     """
-    chosen, weights = routes(experts, logits)
+    chosen, weights = routes(experts, logits, factors)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     size, hidden = 2 * experts.intermediate_size, x.shape[1]
     for expert in sorted({*chosen.flatten().tolist()}):

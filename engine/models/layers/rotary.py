@@ -36,15 +36,17 @@ class RotaryTables:
     """One for each layer: (num_positions, head_dim / 2). Layers with the same angles share it."""
 
     def __init__(self, config: ModelConfig, num_positions: int, device: torch.device) -> None:
-        rotary_dim = config.rotary_dim or config.head_dim
-        factors = _query_factors(config, num_positions)
-        factors = None if factors is None else factors.to(device)
-        made: dict[RopeConfig | None, Angles] = {}
+        made: dict[tuple[RopeConfig | None, int], Angles] = {}
         ropes = config.layer_ropes or (config.rope,) * config.num_layers
-        for rope in set(ropes):
-            cos, sin = _table(rope, config.head_dim, rotary_dim, num_positions, device)
-            made[rope] = Angles(cos, sin, factors, rotary_dim)
-        self.layers = [made[rope] for rope in ropes]
+        head_dims = [heads.head_dim for heads in config.kv_shape.heads]
+        kinds = list(zip(ropes, head_dims, strict=True))
+        for rope, head_dim in set(kinds):
+            rotary_dim = config.rotary_dim or head_dim
+            factors = _query_factors(config, head_dim, num_positions)
+            factors = None if factors is None else factors.to(device)
+            cos, sin = _table(rope, head_dim, rotary_dim, num_positions, device)
+            made[rope, head_dim] = Angles(cos, sin, factors, rotary_dim)
+        self.layers = [made[kind] for kind in kinds]
 
     def at(self, positions: Tensor) -> list[Angles]:
         """Of each layer."""
@@ -69,14 +71,14 @@ def _table(
     return functional.pad(cos, (0, rest), value=1.0), functional.pad(sin, (0, rest))
 
 
-def _query_factors(config: ModelConfig, num_positions: int) -> Tensor | None:
+def _query_factors(config: ModelConfig, head_dim: int, num_positions: int) -> Tensor | None:
     """Attention computes with the scale head_dim ** -0.5; what differs from it is a factor of the
     queries, as is Llama 4's growth by position."""
     if config.query_scaling is None and config.attention_scale is None:
         return None
     factors = torch.ones(num_positions)
     if config.attention_scale is not None:
-        factors *= config.attention_scale * math.sqrt(config.head_dim)
+        factors *= config.attention_scale * math.sqrt(head_dim)
     if config.query_scaling is not None:
         beta, length = config.query_scaling
         periods = torch.arange(num_positions) // length
@@ -109,6 +111,9 @@ def rotary_table(
     elif rope.kind == "longrope":
         is_long = rope.long_divisors and num_positions > rope.original_max_positions
         frequencies = frequencies / torch.tensor(rope.long_divisors if is_long else rope.divisors)
+    elif rope.kind == "proportional":
+        frequencies[int(rope.share * rotary_dim // 2) :] = 0
+        frequencies = frequencies / rope.factor
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
     return cos.to(device), sin.to(device)

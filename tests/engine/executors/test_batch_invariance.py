@@ -36,7 +36,7 @@ def _requests(vocab_size: int) -> list[Request]:
         Request(
             id=RequestId(str(seed)),
             prompt_token_ids=tuple(draw.randrange(3, vocab_size) for _ in range(length)),
-            sampling=SamplingParams(max_tokens=40, temperature=1.0, seed=seed, num_logprobs=0),
+            sampling=SamplingParams(max_tokens=20, temperature=1.0, seed=seed, num_logprobs=0),
             arrival_s=0.0,
         )
         for seed, length in enumerate(lengths)

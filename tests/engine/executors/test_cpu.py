@@ -10,6 +10,8 @@ import torch
 from penstock.engine.config import Device, Dtype, LoadFormat
 from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.executors.cuda.device import Interpreter
+from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.ipc.process import build_executor
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.phases import Phases
@@ -22,6 +24,7 @@ from tests.support.tiny_models import (
     BLOCK_SIZE,
     GREEDY,
     engine_config,
+    made_config,
     make_batch,
     make_model,
     save,
@@ -272,3 +275,15 @@ def test_auto_is_bfloat16_wherever_the_step_is_compiled(
     assert CpuExecutor(config, tiny).info.dtype == "bfloat16"
     monkeypatch.setattr("penstock.engine.executors.cpu.load_library", lambda *_, **__: None)
     assert CpuExecutor(config, tiny).info.dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT16, Dtype.HALF])
+def test_gemma_3_in_float16_is_refused_before_its_weights_are_read(
+    dtype: Dtype, tmp_path: Path
+) -> None:
+    made_config("gemma3_wrapped").save_pretrained(tmp_path)
+    config = engine_config(tmp_path, dtype=dtype)
+    with pytest.raises(InvalidConfig, match=f"--dtype is {dtype}.* gemma3_text .*--dtype bfloat16"):
+        CpuExecutor(config, tmp_path)
+    with pytest.raises(InvalidConfig, match="above 65504, which float16 does not hold"):
+        build_cuda_executor(config, tmp_path, Interpreter())

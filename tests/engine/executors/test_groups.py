@@ -1,6 +1,8 @@
 """Layers with a window give blocks back: the same tokens as if they kept them, and never a read of
 a block that was given back."""
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from penstock.engine.executor import Executor
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.setup import build_cuda_executor
+from penstock.engine.memory import huge_pages
+from penstock.engine.memory.kept import make_descriptor
 from penstock.engine.memory.kv_pool import KVPools
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup
@@ -22,10 +26,15 @@ from tests.support.tiny_models import engine_config, make_model, save
 ON_GPU = torch.cuda.is_available()
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 160, 320
 FAMILIES = ("gemma3", "olmo3", "mistral_window")
+# Mixtures of experts, two shapes of heads, and keys and values that layers share.
+MORE = ("gpt_oss", "qwen3_moe", "gemma4_small_wrapped")
 CONFIG = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=50)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = make_model(request.param, max_position_embeddings=512)
     return save(made, tmp_path_factory.mktemp("model"))
@@ -40,10 +49,16 @@ def pools_of(executor: Executor) -> KVPools:
 class Run:
     """Requests in an engine whose scheduler sees some of the executor's blocks."""
 
-    def __init__(self, executor: Executor, groups: list[KVGroup], config: SchedulerConfig) -> None:
+    def __init__(
+        self, executor: Executor, groups: Sequence[KVGroup], config: SchedulerConfig
+    ) -> None:
         self.executor, self.groups = executor, groups
         self.scheduler = Scheduler(
-            config, groups=groups, block_size=BLOCK_SIZE, max_model_len=MAX_LEN
+            config,
+            groups=groups,
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_LEN,
+            journals=executor.journals,
         )
         self.ids: dict[tuple[str, int], list[int]] = {}
         self.cached: dict[str, int] = {}
@@ -63,20 +78,25 @@ class Run:
             self.scheduler._kv.groups, pools_of(self.executor).groups, strict=True
         ):
             free = torch.tensor(cache._allocator._free, dtype=torch.int64)
-            pool.keys[:, free] = pool.values[:, free] = torch.nan
+            for keys, values in pool.pairs():
+                keys[:, free] = values[:, free] = torch.nan
         return True
+
+
+def kv_groups(executor: Executor) -> list[KVGroup]:
+    return [each for each in executor.info.kv_groups if isinstance(each, KVGroup)]
 
 
 def groups_of(executor: Executor, *, num_blocks: int, releases: bool) -> list[KVGroup]:
     """releases: else no position is ever behind a window."""
     alignment = executor.info.read_alignment if releases else 2**20
-    groups = [each for each in executor.info.kv_groups if isinstance(each, KVGroup)]
+    groups = kv_groups(executor)
     assert all(group.num_blocks >= num_blocks for group in groups)
     return [KVGroup(num_blocks, group.window, alignment) for group in groups]
 
 
 def requests(num_tokens: int = 200) -> list[Request]:
-    """A prompt, one that begins as it does, and another with two answers."""
+    """A prompt, one that begins as it does, and another with three answers, sampled to the end."""
     generator = torch.Generator().manual_seed(5)
     first, second = (
         tuple(torch.randint(3, 96, (n,), generator=generator).tolist()) for n in (107, 40)
@@ -90,7 +110,13 @@ def requests(num_tokens: int = 200) -> list[Request]:
             sampling=greedy,
             arrival_s=0.0,
         ),
-        Request(id=RequestId("c"), prompt_token_ids=second, sampling=greedy, arrival_s=0.0, n=2),
+        Request(
+            id=RequestId("c"),
+            prompt_token_ids=second,
+            sampling=replace(greedy, temperature=1.0, seed=3),
+            arrival_s=0.0,
+            n=3,
+        ),
     ]
 
 
@@ -118,7 +144,34 @@ def test_answers_are_the_same_whether_blocks_are_given_back(model: Path, caching
         assert given_back.cached["bb"] == 96
 
 
+@pytest.mark.skipif(not huge_pages.are_possible(), reason="memory that is kept is on huge pages")
+def test_another_engine_finds_what_one_before_it_kept_in_every_group(model: Path) -> None:
+    memory = make_descriptor()
+    assert memory is not None
+    config = engine_config(
+        model,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_LEN,
+        kv_cache_memory_bytes=4 * 2**20,
+        kv_memory=memory,
+    )
+    try:
+        runs = []
+        for _ in range(2):
+            executor = CpuExecutor(config, model)
+            runs.append(Run(executor, kv_groups(executor), CONFIG))
+            runs[-1].run(requests(40))
+            assert len(executor.journals) == len(executor.info.kv_groups)
+            del executor
+        first, second = runs
+        assert second.ids == first.ids and len(second.ids) == 5
+        assert (first.cached["a"], second.cached["a"]) == (0, 96)
+    finally:
+        os.close(memory)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
 @pytest.mark.parametrize("backend", [AttentionBackend.TRITON, AttentionBackend.TORCH])
 def test_a_gpus_path_reads_the_tables_of_each_group(model: Path, backend: AttentionBackend) -> None:
@@ -137,4 +190,4 @@ def test_a_gpus_path_reads_the_tables_of_each_group(model: Path, backend: Attent
         found.append(Run(executor, few, config.scheduler))
         found[-1].run(requests(6))
     assert found[1].ids == found[0].ids
-    assert len(found[1].ids) == 4
+    assert len(found[1].ids) == 5

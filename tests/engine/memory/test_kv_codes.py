@@ -8,7 +8,7 @@ from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.memory.kv_shape import KVShape
 
 CPU = torch.device("cpu")
-SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=8)
+SHAPE = KVShape.of(num_layers=2, num_kv_heads=3, head_dim=8)
 # Of a number, by the largest of its vector: half a step of 1/127; half of the last of 4 bits, near
 # the largest.
 ERRORS = {torch.int8: 0.5 / 127, torch.float8_e4m3fn: 16 / 448}
@@ -63,7 +63,6 @@ def test_what_is_stored_is_gathered_and_copied_with_its_scale(dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *LIMITS])
 def test_the_bytes_of_a_token_are_those_of_its_memory(dtype: torch.dtype) -> None:
     pool = KVPool(SHAPE, 5, 4, dtype, CPU)
-    parts = [pool.keys, pool.values, pool.key_scales, pool.value_scales]
-    num_bytes = sum(part.nbytes for part in parts if part is not None)
+    num_bytes = sum(part.nbytes for pair in pool.pairs() for part in pair)
     assert 5 * 4 * SHAPE.bytes_per_token(dtype.itemsize) == num_bytes
     assert isinstance(pool.layer(0)[0], Codes) is (dtype in LIMITS)

@@ -19,7 +19,7 @@ from penstock.engine.memory.kv_layout import divide, longest_that_fits
 from penstock.engine.memory.kv_pool import KVPools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.delta_net import DeltaNetConfig
-from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
 from penstock.engine.models.layers.delta_net import (
     DeltaNet,
     Recurrence,
@@ -203,7 +203,7 @@ def test_answers_of_200_tokens_are_greedy_with_chunks_preemption_hits_and_sample
 
 def test_a_gpu_and_quantization_refuse_them_by_name(tmp_path: Path) -> None:
     path = save(make_model("qwen3_5_narrow"), tmp_path)
-    with pytest.raises(InvalidConfig, match="use --device cpu"):
+    with pytest.raises(UnsupportedFeature, match=r"delta_net, .* \(--device cpu\)"):
         build_cuda_executor(engine_config(path), path, Interpreter())
     wanted = engine_config(path, quantization=Quantization.INT8)
     with pytest.raises(InvalidConfig, match="--quantization is int8"):

@@ -27,6 +27,7 @@ from tests.support.tiny_models import (
     FAMILIES,
     MAX_LEN,
     MORE_FAMILIES,
+    ON_TORCH_ALONE,
     make_model,
     save,
 )
@@ -147,7 +148,7 @@ def test_prefill_chunks_and_decodes_agree_with_transformers(
     [
         name if ON_GPU or name in SOME_MORE else pytest.param(name, marks=pytest.mark.slow)
         for name in MORE_FAMILIES
-        if not name.endswith(("_wrapped", "_no_window"))
+        if not name.endswith(("_wrapped", "_no_window")) and name not in ON_TORCH_ALONE
     ],
 )
 @torch.inference_mode()

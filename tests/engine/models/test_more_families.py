@@ -13,12 +13,18 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.engine.executors.cuda.device import Interpreter
+from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.executors.loading import log_text_only
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.families import FAMILIES as ROWS
+from penstock.engine.native.model import check_features
 from tests.support.compiler import HAS_COMPILER
+from tests.support.published import PUBLISHED
 from tests.support.tiny_models import (
     MORE_FAMILIES,
+    ON_TORCH_ALONE,
     Harness,
     engine_config,
     made_config,
@@ -31,14 +37,19 @@ CHUNK = 7
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(params=MORE_FAMILIES, scope="module")
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(a directory with the model, transformers' logits of two prompts, the prompts)"""
-    model = make_model(request.param)
-    path = save(model, tmp_path_factory.mktemp("model"))
+def made(name: str, directory: Path) -> tuple[Path, Tensor, Tensor]:
+    model = make_model(name)
     prompts = torch.randint(3, 96, (2, PROMPT_LEN), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        return path, model(prompts).logits, prompts
+        return save(model, directory), model(prompts).logits, prompts
+
+
+@pytest.fixture(
+    params=[name for name in MORE_FAMILIES if name not in ON_TORCH_ALONE], scope="module"
+)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(a directory with the model, transformers' logits of two prompts, the prompts)"""
+    return made(request.param, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(params=["torch", "native"])
@@ -67,6 +78,23 @@ def test_in_chunks_and_in_company_the_logits_are_those_of_transformers(
     family: Any, native: bool
 ) -> None:
     path, expected, prompts = family
+    check_logits(path, expected, prompts, native)
+
+
+@pytest.mark.parametrize("name", sorted(ON_TORCH_ALONE))
+def test_a_family_that_torch_alone_computes_has_the_logits_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    path, expected, prompts = made(name, tmp_path)
+    check_logits(path, expected, prompts, native=False)
+    with pytest.raises(UnsupportedFeature, match="which the compiled"):
+        check_features(ModelConfig.from_dir(path), torch.float32)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedFeature, match=r"value_norm.* \(--device cpu\)"):
+        build_cuda_executor(engine_config(path), path, Interpreter())
+
+
+def check_logits(path: Path, expected: Tensor, prompts: Tensor, native: bool) -> None:
     found = in_chunks(harness(path, prompts, native=native))
     torch.testing.assert_close(found, expected[0], atol=TOLERANCE, rtol=0)
     whole = harness(path, prompts, native=native).run([(0, 0, PROMPT_LEN), (1, 0, 20)])
@@ -87,6 +115,7 @@ def test_the_compiled_step_gives_the_same_bits_alone_in_chunks_and_in_company(
 @pytest.mark.parametrize("name", ROWS)
 def test_a_familys_defaults_are_those_of_transformers(name: str) -> None:
     theirs = transformers.AutoConfig.for_model(name)
+    theirs.allow_global_per_layer_attribute_access = True  # of those that differ between layers
     ropes = theirs.rope_parameters
     for key, value in ROWS[name].defaults.items():
         if key == "rope_theta":
@@ -156,87 +185,16 @@ def test_the_weights_say_whether_the_output_layer_is_tied(tmp_path: Path) -> Non
     assert ModelConfig.from_dir(path).tied_embeddings
 
 
-# As they are published, but for what is as in transformers' defaults and long lists.
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "gemma-3-4b-it": {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "boi_token_index": 255999,
-        "eoi_token_index": 256000,
-        "eos_token_id": [1, 106],
-        "image_token_index": 262144,
-        "initializer_range": 0.02,
-        "mm_tokens_per_image": 256,
-        "model_type": "gemma3",
-        "text_config": {
-            "hidden_size": 2560,
-            "intermediate_size": 10240,
-            "model_type": "gemma3_text",
-            "num_hidden_layers": 34,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-            "sliding_window": 1024,
-        },
-        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
-    },
-    "Mistral-Small-3.1-24B": {
-        "architectures": ["Mistral3ForConditionalGeneration"],
-        "image_token_index": 10,
-        "model_type": "mistral3",
-        "multimodal_projector_bias": False,
-        "projector_hidden_act": "gelu",
-        "spatial_merge_size": 2,
-        "text_config": {
-            "attention_dropout": 0.0,
-            "head_dim": 128,
-            "hidden_act": "silu",
-            "hidden_size": 5120,
-            "intermediate_size": 32768,
-            "max_position_embeddings": 131072,
-            "model_type": "mistral",
-            "num_attention_heads": 32,
-            "num_hidden_layers": 40,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-05,
-            "rope_theta": 1000000000.0,
-            "sliding_window": None,
-            "vocab_size": 131072,
-        },
-        "vision_config": {"model_type": "pixtral"},
-        "vision_feature_layer": -1,
-    },
-    "Phi-4-mini": {
-        "architectures": ["Phi3ForCausalLM"],
-        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
-        "embd_pdrop": 0.0,
-        "full_attn_mod": 1,
-        "hidden_act": "silu",
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "interpolate_factor": 1,
-        "lm_head_bias": False,
-        "max_position_embeddings": 131072,
-        "model_type": "phi3",
-        "num_attention_heads": 24,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "original_max_position_embeddings": 4096,
-        "partial_rotary_factor": 0.75,
-        "resid_pdrop": 0.0,
-        "rope_scaling": {
-            "long_factor": [1.5] * 48,
-            "short_factor": [1.0] * 48,
-            "type": "longrope",
-        },
-        "rope_theta": 10000.0,
-        "sliding_window": 262144,
-        "tie_word_embeddings": True,
-        "vocab_size": 200064,
-    },
-}
-
-
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("gemma-3-4b-it", 3.88), ("Mistral-Small-3.1-24B", 23.57), ("Phi-4-mini", 3.84)],
+    [
+        ("gemma-3-4b-it", 3.88),
+        ("gemma-4-31B-it", 30.70),
+        ("gemma-4-26B-A4B-it", 25.23),
+        ("gemma-4-E2B-it", 4.63),
+        ("Mistral-Small-3.1-24B", 23.57),
+        ("Phi-4-mini", 3.84),
+    ],
 )
 def test_a_published_config_gives_the_size_of_the_text_model(
     name: str, billions: float, tmp_path: Path

@@ -45,6 +45,12 @@ OF_FAMILIES = {
     "Olmo3ForCausalLM": ("rope_parameters", "layer_types", "sliding_window", "rope_theta"),
     "SeedOssForCausalLM": ("attention_bias", "attention_out_bias"),
     "Exaone4ForCausalLM": ("sliding_window", "sliding_window_pattern"),
+    "Gemma4ForCausalLM": (
+        *("rope_parameters", "layer_types", "sliding_window", "global_head_dim", "top_k_experts"),
+        *("num_global_key_value_heads", "attention_k_eq_v", "per_layer_config", "enable_moe_block"),
+        *("num_kv_shared_layers", "hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+        *("use_bidirectional_attention", "final_logit_softcapping", "use_double_wide_mlp"),
+    ),
     "Gemma3ForCausalLM": (
         *("rope_parameters", "rope_scaling", "rope_local_base_freq", "query_pre_attn_scalar"),
         *("sliding_window_pattern", "use_bidirectional_attention", "final_logit_softcapping"),

@@ -22,9 +22,8 @@ USER = {"role": "user", "content": "Who are you?"}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
+def server(scripted_server: RunningServer) -> RunningServer:
+    return scripted_server
 
 
 def client_of(server: RunningServer, api_key: str = "x") -> anthropic.Anthropic:
@@ -284,15 +283,10 @@ def test_a_failure_in_the_middle_ends_the_stream_with_anthropics_error_event() -
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[Any]:
+def demo(demo_server: RunningServer) -> Iterator[Any]:
     """The demo model, which a grammar can hold to a call."""
-    server = RunningServer()
-    try:
-        server.wait_until_ready()
-        with client_of(server) as client:
-            yield client
-    finally:
-        server.stop()
+    with client_of(demo_server) as client:
+        yield client
 
 
 WEATHER: dict[str, Any] = {

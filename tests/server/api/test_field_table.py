@@ -345,13 +345,8 @@ CLIENT_TYPES = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    running = RunningServer("--num-threads", "1")
-    try:
-        running.wait_until_ready()
-        yield running
-    finally:
-        running.stop()
+def server(demo_server: RunningServer) -> RunningServer:
+    return demo_server
 
 
 @pytest.mark.parametrize("path", CLIENT_TYPES)

@@ -1,7 +1,6 @@
 """Every field beyond the first ones has an effect that can be seen, on the demo model."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -17,13 +16,8 @@ COMPLETIONS = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    running = RunningServer("--num-threads", "1")
-    try:
-        running.wait_until_ready()
-        yield running
-    finally:
-        running.stop()
+def server(demo_server: RunningServer) -> RunningServer:
+    return demo_server
 
 
 def complete(server: RunningServer, **fields: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from penstock.engine.models.config import ModelConfig
 from tests.server.test_life import engine_pid
 from tests.support.adapters import LinearShapes, change_settings, save_adapter
 from tests.support.paths import DEMO_MODEL
-from tests.support.serving import MODEL, RunningServer, running_server, wait_until
+from tests.support.serving import MODEL, RunningServer, wait_until
 
 KEY = "a key of operators"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -253,9 +253,8 @@ def test_metrics_count_requests_by_adapter_and_name_those_that_run(server: Runni
     assert server.metric(counter) == before + 1
 
 
-def test_without_the_flags_the_routes_say_which_are_needed() -> None:
-    with running_server() as running:
-        for path in (LOAD, UNLOAD):
-            refused = admin(running, path, lora_name="a", lora_path="a")
-            assert refused.status_code == 403
-            assert "--lora-root and --admin-key-file" in refused.json()["error"]["message"]
+def test_without_the_flags_the_routes_say_which_are_needed(scripted_server: RunningServer) -> None:
+    for path in (LOAD, UNLOAD):
+        refused = admin(scripted_server, path, lora_name="a", lora_path="a")
+        assert refused.status_code == 403
+        assert "--lora-root and --admin-key-file" in refused.json()["error"]["message"]

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.support.serving import ALIAS, MODEL, RunningServer, running_server
+from tests.support.serving import ALIAS, MODEL, RunningServer
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
+def server(scripted_server: RunningServer) -> RunningServer:
+    return scripted_server
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """What goes over the wire, byte for byte where it matters: events, order, headers, stop strings."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -17,9 +16,8 @@ PATHS = ["/v1/completions", "/v1/chat/completions"]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
+def server(scripted_server: RunningServer) -> RunningServer:
+    return scripted_server
 
 
 def body_for(path: str, **fields: Any) -> dict[str, Any]:

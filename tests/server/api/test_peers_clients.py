@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,8 @@ BODIES: dict[str, Json] = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    running = RunningServer("--num-threads", "1")  # the demo model, whose answers have an end
-    try:
-        running.wait_until_ready()
-        yield running
-    finally:
-        running.stop()
+def server(demo_server: RunningServer) -> RunningServer:
+    return demo_server
 
 
 def answered(server: RunningServer, path: str, **fields: Any) -> Json:

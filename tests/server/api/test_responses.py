@@ -502,15 +502,10 @@ def test_a_failure_in_the_middle_ends_the_stream_with_response_failed() -> None:
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[openai.OpenAI]:
+def demo(demo_server: RunningServer) -> Iterator[openai.OpenAI]:
     """The demo model, which a grammar can hold to a call."""
-    server = RunningServer()
-    try:
-        server.wait_until_ready()
-        with client_of(server) as client:
-            yield client
-    finally:
-        server.stop()
+    with client_of(demo_server) as client:
+        yield client
 
 
 WEATHER: dict[str, Any] = {

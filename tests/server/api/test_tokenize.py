@@ -1,7 +1,6 @@
 """`/tokenize`, `/detokenize`, and the schema that says so."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 
 from penstock.server.prompt.tokenizer import PromptEncoder
 from tests.support.paths import ROOT
-from tests.support.serving import ALIAS, MODEL, RunningServer, running_server
+from tests.support.serving import ALIAS, MODEL, RunningServer
 
 TOKENIZER = Tokenizer.from_file(str(ROOT / "engine" / "demo_model" / "tokenizer.json"))
 USER = {"role": "user", "content": "Who are you?"}
@@ -18,9 +17,8 @@ TEXT = "Once upon a time, caf\u00e9 \U0001f431"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
+def server(scripted_server: RunningServer) -> RunningServer:
+    return scripted_server
 
 
 def tokenize(server: RunningServer, **fields: Any) -> dict[str, Any]:

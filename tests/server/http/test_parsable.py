@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.server.errors import InvalidRequest
 from penstock.server.http import parsable
 from penstock.server.http.parsable import LIMITS, SignCounts, check_parsable, sign_beyond_limit
-from tests.support.serving import RunningServer, running_server
+from tests.support.serving import RunningServer
 
 VALUES = st.recursive(
     st.none() | st.integers() | st.text(alphabet='a"\\{[:,}]\n'),
@@ -24,9 +23,8 @@ VALUES = st.recursive(
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
+def server(scripted_server: RunningServer) -> RunningServer:
+    return scripted_server
 
 
 def post(server: RunningServer, body: bytes) -> httpx.Response:

@@ -16,9 +16,10 @@ from penstock.engine.messages import Abort, FromEngine, StepReport, Submit, ToEn
 from penstock.engine.model_info import AttentionGroup
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.stats import NO_WORK, SchedulerStats, StepClass
+from penstock.scheduler.stats import NO_WORK, GroupBlocks, SchedulerStats, StepClass
 from penstock.scheduler.types import Finish, RequestId, ScheduledBatch
 from penstock.server.observability.metrics import Metrics
+from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.observability.step_window import RecentSteps
 from penstock.server.observability.version import checkout_commit
 from tests.support.scheduling import make_request
@@ -456,6 +457,18 @@ def test_kv_cache_usage_under_vllms_name_is_the_share_of_used_blocks(server: Run
         shown = scrape.full("vllm:kv_cache_usage_perc", model_name=MODEL, engine="0")
         assert shown == used / (used + idle + free) > 0
     server.wait_until_idle()
+
+
+def test_kv_cache_usage_is_that_of_the_fullest_pool() -> None:
+    metrics = Metrics("model", MetricsAlias.VLLM)
+    metrics._stats = metrics.stats._replace(
+        num_used_blocks=10,
+        num_free_blocks=90,
+        more_groups=(GroupBlocks(512, num_used=30, num_evictable=10, num_free=0),),
+    )
+    scrape = Scrape(metrics.text().decode())
+    assert scrape("kv_cache_usage_ratio") == 0.75
+    assert scrape.full("vllm:kv_cache_usage_perc", model_name="model", engine="0") == 0.75
 
 
 def test_without_the_flag_there_are_only_our_names() -> None:

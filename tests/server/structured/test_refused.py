@@ -2,13 +2,12 @@
 disturb other requests."""
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.support.serving import RunningServer, running_server
+from tests.support.serving import RunningServer
 from tests.support.structured import SCHEMAS, ask_all, assert_validates, json_schema
 
 # Compiling is bounded by fuel, and takes 1.6 s at most where eight processes share two cores; what
@@ -18,11 +17,8 @@ WHITESPACE = "structured_outputs.whitespace_pattern"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    running = RunningServer("--load-format", "dummy")
-    running.wait_until_ready()
-    yield running
-    running.stop()
+def server(random_server: RunningServer) -> RunningServer:
+    return random_server
 
 
 def deep(depth: int) -> dict[str, Any]:
@@ -186,8 +182,7 @@ def test_a_grammar_that_fails_midway_ends_only_its_own_answer(
     assert failing.status_code == 200 or failing.json()["error"]["code"] == "grammar_failed"
 
 
-def test_the_scripted_executor_follows_grammars_too() -> None:
-    with running_server() as scripted:
-        answer = scripted.chat(json_schema=SCHEMAS["enum"], max_tokens=300, seed=5).json()
-        assert answer["choices"][0]["finish_reason"] == "stop"
-        assert_validates(answer["choices"][0]["message"]["content"], SCHEMAS["enum"])
+def test_the_scripted_executor_follows_grammars_too(scripted_server: RunningServer) -> None:
+    answer = scripted_server.chat(json_schema=SCHEMAS["enum"], max_tokens=300, seed=5).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert_validates(answer["choices"][0]["message"]["content"], SCHEMAS["enum"])

@@ -3,7 +3,6 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,10 @@ from tests.support.structured import SCHEMAS, ask_all, assert_validates, json_sc
 GBNF = 'root ::= greeting " " name\ngreeting ::= "hello" | "goodbye"\nname ::= [A-Z] [a-z]{2,5}\n'
 
 
-@pytest.fixture(scope="module", params=["trained", "random"])
-def server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
-    flags = ("--load-format", "dummy") if request.param == "random" else ()
-    running = RunningServer(*flags)
-    running.wait_until_ready()
-    yield running
-    running.stop()
+@pytest.fixture(scope="module", params=["demo", "random"])
+def server(request: pytest.FixtureRequest) -> RunningServer:
+    running: RunningServer = request.getfixturevalue(f"{request.param}_server")
+    return running
 
 
 @pytest.mark.slow
@@ -200,7 +196,7 @@ def test_fields_that_forbid_all_of_the_grammar_end_the_answer_with_an_error(
 @pytest.mark.slow
 # Without one, rows are rounded differently in batches of other shapes, and other ids are drawn.
 @needs_compiler
-@pytest.mark.parametrize("server", ["trained"], indirect=True)
+@pytest.mark.parametrize("server", ["demo"], indirect=True)
 def test_a_preempted_answer_continues_unchanged(server: RunningServer) -> None:
     bodies = [
         {"json_schema": SCHEMAS["formats"], "seed": seed, "max_tokens": 90, "temperature": 1}

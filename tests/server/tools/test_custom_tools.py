@@ -188,13 +188,9 @@ def test_what_is_wrong_with_a_custom_tool_is_named(fields: dict[str, Any], param
 
 
 @pytest.fixture(scope="module", params=["demo", "random"])
-def server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
-    running = RunningServer(*(["--load-format", "dummy"] if request.param == "random" else []))
-    try:
-        running.wait_until_ready()
-        yield running
-    finally:
-        running.stop()
+def server(request: pytest.FixtureRequest) -> RunningServer:
+    running: RunningServer = request.getfixturevalue(f"{request.param}_server")
+    return running
 
 
 @pytest.fixture

@@ -18,18 +18,11 @@ USER = {"role": "user", "content": "How warm is it in Paris?"}
 
 @pytest.fixture(scope="module", params=["demo", "random"])
 def client(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
-    server = RunningServer(*(["--load-format", "dummy"] if request.param == "random" else []))
-    try:
-        server.wait_until_ready()
-        with openai.OpenAI(
-            base_url=f"{server.url}/v1",
-            api_key="x",
-            max_retries=0,
-            _strict_response_validation=True,
-        ) as client:
-            yield client
-    finally:
-        server.stop()
+    server: RunningServer = request.getfixturevalue(f"{request.param}_server")
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="x", max_retries=0, _strict_response_validation=True
+    ) as client:
+        yield client
 
 
 def ask(client: Any, **fields: Any) -> Any:

@@ -1,14 +1,13 @@
 """Tools and a response_format in one request: a call, or an answer in the format."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 
 from tests.support.chatting import ADD
-from tests.support.serving import RunningServer, running_server
+from tests.support.serving import RunningServer
 
 SCHEMA = {
     "type": "object",
@@ -20,9 +19,8 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "mood", "schema": SCHEM
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
+def server(scripted_server: RunningServer) -> RunningServer:
+    return scripted_server
 
 
 def choice_of(server: RunningServer, **fields: Any) -> dict[str, Any]:

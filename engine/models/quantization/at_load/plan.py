@@ -87,7 +87,8 @@ class Scheme:
     def parts(self, names: tuple[str, ...], rows: int, in_features: int) -> list[Part]:
         """The parts of a layer that is stacked from `names`, in the order of its rows."""
         if len(names) > 1 and names[-1].endswith(".v_proj"):
-            values = self.model.num_kv_heads * self.model.head_dim
+            index = int(names[-1].removeprefix("model.layers.").partition(".")[0])
+            values = self.model.layer_shape(index).qkv["self_attn.v_proj"]
             stacked = [(names[:-1], rows - values), (names[-1:], values)]
         else:
             stacked = [(names, rows)]
@@ -179,6 +180,9 @@ class _Shapes:
         self._empty = partial(torch.empty, dtype=dtype, device=_META)
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+        return self._empty(shape)
+
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
         return self._empty(shape)
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> None:

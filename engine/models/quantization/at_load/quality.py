@@ -14,17 +14,19 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from penstock.engine.attention.gathered import gathered_attention
+from penstock.engine.memory.kv_codes import KVPages
 from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.gemma4 import PerLayerInputs
 from penstock.engine.models.layers.linear import PlainLinear, read_linear
+from penstock.engine.models.layers.norm import rms_norm
 from penstock.engine.models.layers.rotary import RotaryTables
 from penstock.engine.models.llama import (
     embed,
     read_layer,
     read_norm,
-    rms_norm,
     run_layer,
     scaled_logits,
 )
@@ -78,11 +80,15 @@ def compare(
     sides = (unquantized, quantized)
     step = _prompt(token_ids, device)
     angles = RotaryTables(model, len(token_ids), device).at(step.positions)
-    kv = KVShape(num_layers=1, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
-    pool = KVPool(kv, 1, len(token_ids), torch.float32, device)
     embedding = unquantized.read((model.vocab_size, model.hidden_size), "model.embed_tokens.weight")
     states = [embed(model, embedding, step.token_ids)] * 2
     del embedding
+    inputs = [
+        per_layer(step.token_ids, before) if per_layer else [None] * model.num_layers
+        for weights, before in zip(sides, states, strict=True)
+        for per_layer in [PerLayerInputs.read(model, weights, PlainLinear)]
+    ]
+    pools = [_OneByOne(model.kv_shape, len(token_ids), device) for _ in sides]
     for index in range(model.num_layers):
         states = [
             run_layer(
@@ -92,15 +98,34 @@ def compare(
                 gathered_attention,
                 before,
                 angles[index],
-                pool.keys[0],
-                pool.values[0],
+                *pool.layer(index),
                 step,
+                of_side[index],
             )
-            for weights, before in zip(sides, states, strict=True)
+            for weights, before, pool, of_side in zip(sides, states, pools, inputs, strict=True)
         ]
     return _compared(
         [_logits(model, *side) for side in zip(sides, states, strict=True)], step.token_ids
     )
+
+
+class _OneByOne:
+    """Keys and values of one layer at a time, and of those that others read."""
+
+    def __init__(self, kv: KVShape, num_tokens: int, device: torch.device) -> None:
+        self._kv = kv
+        self._num_tokens, self._device = num_tokens, device
+        self._kept: dict[int, KVPool] = {}
+
+    def layer(self, index: int) -> tuple[KVPages, KVPages]:
+        source = self._kv.source_of(index)
+        if source in self._kept:
+            return self._kept[source].layer(0)
+        one = KVShape((self._kv.heads[index],))
+        pool = KVPool(one, 1, self._num_tokens, torch.float32, self._device)
+        if self._kv.sources.count(source) > 1:
+            self._kept[source] = pool
+        return pool.layer(0)
 
 
 def _logits(model: ModelConfig, weights: WeightSource, states: Tensor) -> Tensor:

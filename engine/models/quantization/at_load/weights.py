@@ -38,6 +38,9 @@ class QuantizedWeights:
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         return self._plain.read(shape, *names)
 
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        return self._plain.table(shape, name)
+
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear:
         linears = []
         row = 0

@@ -20,7 +20,10 @@ from tests.support.paths import DEMO_MODEL
 from tests.support.tiny_models import Harness, make_model, save
 
 FLOAT32 = partial(torch.empty, dtype=torch.float32)
-FAMILIES = ("llama3.2_tied", "qwen2", "qwen3", "mistral_window", "llama_biases")
+FAMILIES = (
+    *("llama3.2_tied", "qwen2", "qwen3", "mistral_window", "llama_biases", "gemma4_moe"),
+    "gemma4_small_wrapped",
+)
 
 
 def quantized(config: ModelConfig, weights: Checkpoint, method: Quantization) -> QuantizedWeights:
