@@ -85,6 +85,7 @@ async def ids_of(client: EngineClient, request: Request) -> list[list[int]]:
     return ids
 
 
+@pytest.mark.slow
 async def test_a_rank_that_is_killed_is_replaced_and_streams_go_on() -> None:
     async with started() as client:
         alone = [await ids_of(client, request) for request in REQUESTS]
@@ -97,9 +98,8 @@ async def test_a_rank_that_is_killed_is_replaced_and_streams_go_on() -> None:
         os.kill(rank, signal.SIGKILL)
         killed_s = time.monotonic()
         assert await asking == alone
-        assert (
-            len(ended_s) == 1 and ended_s[0] - killed_s < 20
-        )  # by a few ms, unless the machine is busy
+        assert len(ended_s) == 1
+        assert ended_s[0] - killed_s < 20  # some ms, unless the machine is busy
         assert client.restarts == {EndCause.KILLED: 1}
         await until_ended(engine, rank)
 
@@ -131,9 +131,12 @@ async def test_no_rank_is_left_when_its_engine_is_killed() -> None:
     async with started() as client:
         engine, rank = client.pid, rank_of(client)
         assert engine is not None
+        has_noticed = asyncio.Event()
+        client.on_restart(has_noticed.set)
         os.kill(engine, signal.SIGKILL)
         await until_ended(engine, rank)
         async with asyncio.timeout(120):
+            await has_noticed.wait()
             while client.state is not EngineState.READY:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert rank_of(client) != rank
@@ -163,5 +166,4 @@ def test_no_process_is_left_when_the_server_is_killed() -> None:
         with pytest.raises(httpx.TransportError):
             server.get("/health")
     finally:
-        server.process.kill()
-        server.process.wait()
+        server.stop()
