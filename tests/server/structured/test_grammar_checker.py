@@ -44,11 +44,13 @@ def checked(use: Callable[[GrammarChecker], Awaitable[Any]]) -> Any:
 
 
 def processes() -> list[int]:
-    """Those of the checkers, without what they fork."""
+    """Those of the checkers in this process, without what they fork: servers have others."""
     found = []
     for pid in family(os.getpid()):
         with contextlib.suppress(OSError):  # one that has ended since
-            if b"checker_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            is_one = b"checker_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if is_one and parent == os.getpid():
                 found.append(pid)
     return found
 
