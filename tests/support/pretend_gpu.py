@@ -29,6 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -345,6 +346,10 @@ class PretendGpu:
             watch.read(self)
             return gpu._made_up(list(self.shape), self.dtype)
 
+        def to_numpy(self: Tensor) -> Any:
+            name = str(self.dtype).removeprefix("torch.")
+            return np.array(self.tolist(), dtype=name).reshape(self.shape)
+
         properties = SimpleNamespace(
             multi_processor_count=132, L2_cache_size=60_000_000, total_memory=self.total_bytes
         )
@@ -370,6 +375,7 @@ class PretendGpu:
             (torch, "Generator", lambda device: torch._C.Generator("cpu")),
             (torch, "tensor", tensor),
             (FakeTensor, "tolist", tolist),
+            (FakeTensor, "numpy", to_numpy),
             (torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None),
             (JITFunction, "run", triton_run),
             (llama, "ThreadPoolExecutor", Threads),
