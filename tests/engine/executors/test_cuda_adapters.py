@@ -83,7 +83,9 @@ def _executor(
     path: Path, lora: LoraConfig | None, chunk_sizes: Sequence[int], budget: int
 ) -> CudaExecutor:
     config, dtype = ModelConfig.from_dir(path), torch.float32
-    layout, size = KVLayout.of(config.windows, MAX_LEN), PoolSize(NUM_BLOCKS, MAX_LEN)
+    layout = KVLayout.of(config.windows, MAX_LEN)
+    num_blocks, *more_blocks = [NUM_BLOCKS] * len(layout.windows)
+    size = PoolSize(num_blocks, MAX_LEN, tuple(more_blocks))
     with torch.inference_mode():
         llama = LlamaModel(
             config,
@@ -93,7 +95,8 @@ def _executor(
             max_model_len=MAX_LEN,
             device=DEVICE,
         )
-    pool = KVPools(config.kv_shape, layout, [NUM_BLOCKS + 1], BLOCK_SIZE, dtype, DEVICE)
+    padded = [num + 1 for num in size.of_groups]
+    pool = KVPools(config.kv_shape, layout, padded, BLOCK_SIZE, dtype, DEVICE)
     shape = config.attention_shape(BLOCK_SIZE)
     attention = PagedAttention(
         shape, config.windows, MAX_SEQS, budget, num_sms=1, device=DEVICE, dtype=dtype
@@ -119,7 +122,7 @@ def _executor(
     return CudaExecutor(
         FusedModel(llama, pool, attention, MAX_SEQS, slots),
         pool,
-        DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, [NUM_BLOCKS], DEVICE),
+        DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, size.of_groups, DEVICE),
         GrammarTable(grammars, MAX_SEQS, config.vocab_size),
         info,
         max_num_seqs=MAX_SEQS,
