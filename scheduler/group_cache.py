@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+from penstock.scheduler.block_pool import BlockPool
 from penstock.scheduler.blocks import BlockAllocator, BlockTable
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.journal import BlockJournal, StoredBlock
@@ -36,8 +37,10 @@ class Share(NamedTuple):
     num_claimed: int
 
 
-class GroupCache:
+class GroupCache(BlockPool):
     """The pool of one group: reference counts, and which blocks can be found by their content."""
+
+    group: KVGroup
 
     def __init__(
         self,
@@ -65,30 +68,6 @@ class GroupCache:
             is_new = self._index.add(block.digest, block.block_id)
             assert is_new, f"the journal has {block} twice"
             self._index.make_evictable(block.block_id)
-
-    @property
-    def num_blocks(self) -> int:
-        return self.group.num_blocks
-
-    @property
-    def num_free(self) -> int:
-        return self._allocator.num_free
-
-    @property
-    def num_evictable(self) -> int:
-        return self._index.num_evictable
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that can be taken: free and evictable."""
-        return self._allocator.num_free + self._index.num_evictable
-
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.num_available
-
-    def ref_count(self, block_id: int) -> int:
-        return self._allocator.ref_count(block_id)
 
     def stats(self) -> GroupBlocks:
         return GroupBlocks(self.group.window, self.num_used, self.num_evictable, self.num_free)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.scheduler.block_pool import BlockPool
 from penstock.scheduler.blocks import BlockAllocator, BlockTable
 from penstock.scheduler.group_cache import Share
 from penstock.scheduler.groups import StateGroup
@@ -50,38 +51,16 @@ class _Pending(NamedTuple):
     is_of_answer: bool
 
 
-class StateCache:
+class StateCache(BlockPool):
     """The pool of states of one group."""
+
+    group: StateGroup
 
     def __init__(self, group: StateGroup, block_size: int) -> None:
         self.group = group
         self._block_size = block_size
         self._allocator = BlockAllocator(group.num_blocks)
         self._index = PrefixIndex()
-
-    @property
-    def num_blocks(self) -> int:
-        return self.group.num_blocks
-
-    @property
-    def num_free(self) -> int:
-        return self._allocator.num_free
-
-    @property
-    def num_evictable(self) -> int:
-        """Snapshots."""
-        return self._index.num_evictable
-
-    @property
-    def num_available(self) -> int:
-        return self._allocator.num_free + self._index.num_evictable
-
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.num_available
-
-    def ref_count(self, block_id: int) -> int:
-        return self._allocator.ref_count(block_id)
 
     def stats(self) -> GroupBlocks:
         return GroupBlocks(
