@@ -136,7 +136,7 @@ def _planned(args: argparse.Namespace, prices: list[float | None]) -> Candidates
 def _checked(made: list[Candidate], left_out: list[str], name: str, note: str) -> Candidates:
     if not made:
         raise InvalidConfig(
-            f"no candidate can run: {left_out[0]}; Penstock serves a model on one device, without "
+            f"no candidate can run: {left_out[0]}; a plan has replicas of one device each, without "
             "tensor or pipeline parallelism"
         )
     return Candidates(name=name, note=note, all=made, left_out=left_out)

@@ -14,11 +14,11 @@ from penstock.loadtest.plan.search import Searched
 from penstock.loadtest.plan.targets import Targets
 
 FORMAT = 1
-# Penstock serves a model on one device; a plan does not recommend what cannot be started.
+# On GPUs, Penstock serves a model on one device; a plan does not recommend what cannot be started.
 PARALLELISM = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 ONE_DEVICE = (
-    "Penstock serves a model on one device (TP 1, PP 1), so more devices are more replicas, behind "
-    "a router of your own"
+    "On GPUs, Penstock serves a model on one (TP 1, PP 1), so more of them are more replicas, "
+    "behind a router of your own"
 )
 
 
