@@ -50,7 +50,7 @@ def recur_chunks(
     is_exact = mixed.dtype is torch.float32
     inverses = mixed.new_empty(len(tiles.tiles), heads, size, size)
     values = constants.pop("VALUES")
-    _invert[(programs, heads)](
+    _invert_tiles[(programs, heads)](
         mixed,
         *gates,
         *tiles.lists,
@@ -64,7 +64,7 @@ def recur_chunks(
     )
     columns = min(_COLUMNS, values)
     num_chunks = min(len(tiles.chunks), programs)
-    _scan[(num_chunks, heads, values // columns)](
+    _scan_chunks[(num_chunks, heads, values // columns)](
         mixed,
         *gates,
         tables,
@@ -83,7 +83,7 @@ def recur_chunks(
         num_stages=2,
         **overlapped(),
     )
-    _gate[(programs, heads)](
+    _gate_tiles[(programs, heads)](
         projected,
         norm,
         *tiles.lists,
@@ -106,7 +106,7 @@ def _dot(a, b, IS_EXACT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["counts", "chunks", "tiles"])
-def _invert(
+def _invert_tiles(
     mixed,
     gates,
     decay,
@@ -170,7 +170,7 @@ def _invert(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["slots", "positions", "counts", "chunks", "tiles"],
 )
-def _scan(
+def _scan_chunks(
     mixed,
     gates,
     decay,
@@ -258,7 +258,7 @@ def _scan(
 
 
 @triton.jit(do_not_specialize_on_alignment=["counts", "chunks", "tiles"])
-def _gate(
+def _gate_tiles(
     projected,
     norm,
     counts,
