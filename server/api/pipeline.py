@@ -38,8 +38,8 @@ _MAX_LOGPROBS_ON_LOOP = 1000
 class Writer(EventWriter, Protocol):
     """One API's answer while it is generated: its events, and the body that they add up to."""
 
-    def body(self, deltas: list[OutputDelta], generation: Generation) -> bytes:
-        """deltas: each choice as a whole, in order."""
+    def body(self, deltas: list[OutputDelta], generation: Generation) -> list[bytes]:
+        """In pieces to be sent one after the other. deltas: each choice as a whole, in order."""
         ...
 
 
@@ -150,14 +150,26 @@ class TextResponse(Response):
                 await stream.run()
                 return
             deltas = await collected(generation)
-            body = await _written(writer, deltas, generation)
+            pieces = await _written(writer, deltas, generation)
         finally:
             generation.close()
         self._has_started = True
-        await Response(body, media_type="application/json")(scope, receive, send)
+        await _send_body(pieces, send)
 
 
-async def _written(writer: Writer, deltas: list[OutputDelta], generation: Generation) -> bytes:
+async def _send_body(pieces: list[bytes], send: Send) -> None:
+    """Each when the client has read most of those before it."""
+    length = b"%d" % sum(map(len, pieces))
+    headers = [(b"content-length", length), (b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for i, piece in enumerate(pieces, start=1):
+        more = i < len(pieces)
+        await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+
+async def _written(
+    writer: Writer, deltas: list[OutputDelta], generation: Generation
+) -> list[bytes]:
     """In a thread if logprobs of many tokens, a hundred thousand small objects, are encoded."""
     write = partial(writer.body, deltas, generation)
     num_logprobs = sum(len(delta.logprobs) + len(delta.echoed or ()) for delta in deltas)
