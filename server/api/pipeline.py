@@ -4,6 +4,7 @@ Read `answer_request` and `TextResponse` first: they are the whole trip, for eve
 """
 
 import asyncio
+from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from penstock.server.protocol.openai import GenerationFields
 
 # The tokens whose logprobs an answer reports: more of them are written in a thread.
 _MAX_LOGPROBS_ON_LOOP = 1000
+_SENT_BYTES = 1 << 18
 
 
 class Writer(EventWriter, Protocol):
@@ -158,13 +160,26 @@ class TextResponse(Response):
 
 
 async def _send_body(pieces: list[bytes], send: Send) -> None:
-    """Each when the client has read most of those before it."""
+    """Bit by bit, with others' turns between, however fast the client reads."""
     length = b"%d" % sum(map(len, pieces))
     headers = [(b"content-length", length), (b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for i, piece in enumerate(pieces, start=1):
-        more = i < len(pieces)
-        await send({"type": "http.response.body", "body": piece, "more_body": more})
+    unsent = deque(pieces)
+    pieces.clear()  # freed as they are sent: all of 300 MB at once would take a tenth of a second
+    while unsent:
+        body = _some(unsent)
+        await send({"type": "http.response.body", "body": body, "more_body": bool(unsent)})
+        if unsent:
+            await asyncio.sleep(0)
+
+
+def _some(unsent: deque[bytes]) -> bytes:
+    """The first pieces, which are taken out."""
+    taken, size = [], 0
+    while unsent and size < _SENT_BYTES:
+        taken.append(unsent.popleft())
+        size += len(taken[-1])
+    return b"".join(taken)
 
 
 async def _written(
