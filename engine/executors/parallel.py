@@ -197,7 +197,14 @@ class ParallelExecutor:
     def execute(self, batch: ScheduledBatch) -> "_Launched":
         """Raises RankFailed: then nothing more can be computed."""
         self._followers.is_waiting = True
-        self._followers.send(Step(_without_sampling(batch), self._sampled))
+        try:
+            self._followers.send(Step(_without_sampling(batch), self._sampled))
+        except RankFailed as error:
+            raise RankFailed(
+                f"{error}: this was seen when step {batch.step} was launched",
+                rank=error.rank,
+                signal=error.signal,
+            ) from error
         self._sampled = []
         launched = _Launched(self, batch)
         self._launched.append(launched)
