@@ -33,8 +33,9 @@ def decode_reports(num_stages: int, num_requests: int) -> list[StepReport]:
     while scheduler.has_work:
         loop.step()
     reports = [each for each in sent if isinstance(each, StepReport)]
-    # Without the first round, in which the stages fill, and the last.
-    return [each for each in reports if not each.work.num_prefill_tokens][num_stages:-num_stages]
+    decodes = [each for each in reports if not each.work.num_prefill_tokens]
+    # Without the first round, in which the stages fill, and the last, in which some have ended.
+    return decodes[num_stages : -4 * num_stages]
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
