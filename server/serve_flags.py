@@ -236,6 +236,15 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         help="split each layer over N processes, on a CPU so far; they share the cores, and "
         "--kv-cache-memory-bytes and --num-threads are of each (default: %(default)s)",
     )
+    flag(
+        "-pp",
+        "--pipeline-parallel-size",
+        type=int,
+        metavar="N",
+        default=1,
+        help="cut the layers into N stages, each in processes of its own that compute different "
+        "steps at the same time, on a CPU so far (default: %(default)s)",
+    )
 
 
 def _add_lora_flags(group: "argparse._ArgumentGroup") -> None:

@@ -10,7 +10,10 @@ import os
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
 from penstock.engine import logs
 from penstock.engine.executors.followers import Channel, LastWords, Start, Step
@@ -55,22 +58,44 @@ def _follow(channel: Channel) -> None:
     if config.log_level != "debug":  # rank 0 says the same
         logging.getLogger("penstock").setLevel(logging.ERROR)
     from penstock.engine.executors.cpu import CpuExecutor
-    from penstock.engine.executors.parallel import START_TIMEOUT_S, wait_limit_s
-    from penstock.engine.native.library import load_ranks_library
-    from penstock.engine.ranks.shared_memory import SharedMemoryGroup
+    from penstock.engine.executors.parallel import join, wait_limit_s
 
-    group = SharedMemoryGroup(
-        load_ranks_library(), start.store, start.rank, start.size, timeout_s=START_TIMEOUT_S
+    membership = join(config, start.store, start.rank)
+    executor = CpuExecutor(
+        config, Path(config.model), group=membership.tensor, pipeline=membership.pipeline
     )
-    executor = CpuExecutor(config, Path(config.model), group=group)
-    group.barrier()
-    group.timeout_s = wait_limit_s(config)
+    membership.everyone.barrier()
+    membership.wait_at_most(wait_limit_s(config))
     gc.collect()
     gc.freeze()  # as rank 0 does
+    receive = channel.receive if membership.pipeline is None else _ahead(channel)
     while True:
-        step = channel.receive()
+        step = receive()
         assert isinstance(step, Step), step
-        executor.follow(step.batch, step.last_ids)
+        executor.follow(step.batch, step.sampled)
+
+
+def _ahead(channel: Channel) -> Callable[[], object]:
+    """As `channel.receive`. What comes is read at once: rank 0 may send a step while this rank
+    computes the one before, and each would wait for the other where that needs both."""
+    received: SimpleQueue[object] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            while True:
+                received.put(channel.receive())
+        except BaseException as error:
+            received.put(error)
+
+    threading.Thread(target=read, daemon=True).start()
+
+    def receive() -> object:
+        message = received.get()
+        if isinstance(message, BaseException):
+            raise message
+        return message
+
+    return receive
 
 
 if __name__ == "__main__":
