@@ -145,7 +145,7 @@ class ParallelExecutor:
         """Raises RankFailed: then nothing more can be computed."""
         followers = self._followers
         followers.is_waiting = True
-        followers.send(Step(_without_sampling(batch), self._last_ids))
+        followers.send(Step(without_sampling(batch), self._last_ids))
         try:
             sampled = self._executor.execute(batch).wait()
         except RankFailed as error:
@@ -169,7 +169,7 @@ class _Computed:
         return self._sampled
 
 
-def _without_sampling(batch: ScheduledBatch) -> ScheduledBatch:
+def without_sampling(batch: ScheduledBatch) -> ScheduledBatch:
     """What the other ranks need of it: a grammar may be large."""
     if not batch.assignments:
         return batch

@@ -10,6 +10,8 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from penstock.engine import logs
@@ -27,23 +29,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when the engine ends
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), Start | Step)
-    why, code = "rank 0 has ended", 0
     try:
         _follow(channel)
-    except EOFError:
-        pass
-    except PenstockError as error:
-        why, code = str(error), 2
+    except EOFError:  # rank 0 has ended
+        flush_all()
+        os._exit(0)
     except BaseException as error:
-        logger.exception("a rank failed")
-        why, code = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 1
-    if code:
-        try:
-            channel.send(LastWords(why))
-        except OSError:
-            logger.error("%s", why)  # rank 0 has ended, and this is why it did
-    flush_all()
-    os._exit(code)
+        _end(channel, error)
 
 
 def _follow(channel: Channel) -> None:
@@ -54,23 +46,52 @@ def _follow(channel: Channel) -> None:
     logs.configure(config.log_level, config.log_format)
     if config.log_level != "debug":  # rank 0 says the same
         logging.getLogger("penstock").setLevel(logging.ERROR)
+    follow = _on_cpu(start) if start.board is None else _on_gpu(start, channel)
+    gc.collect()
+    gc.freeze()  # as rank 0 does
+    while True:
+        step = channel.receive()
+        assert isinstance(step, Step), step
+        follow(step)
+
+
+def _on_cpu(start: Start) -> Callable[[Step], None]:
+    """What computes this rank's part of a step. Its model is loaded then."""
     from penstock.engine.executors.cpu import CpuExecutor
     from penstock.engine.executors.parallel import START_TIMEOUT_S, wait_limit_s
     from penstock.engine.native.library import load_ranks_library
     from penstock.engine.ranks.shared_memory import SharedMemoryGroup
 
+    config = start.config
     group = SharedMemoryGroup(
         load_ranks_library(), start.store, start.rank, start.size, timeout_s=START_TIMEOUT_S
     )
     executor = CpuExecutor(config, Path(config.model), group=group)
     group.barrier()
     group.timeout_s = wait_limit_s(config)
-    gc.collect()
-    gc.freeze()  # as rank 0 does
-    while True:
-        step = channel.receive()
-        assert isinstance(step, Step), step
-        executor.follow(step.batch, step.last_ids)
+    return lambda step: executor.follow(step.batch, step.last_ids)
+
+
+def _on_gpu(start: Start, channel: Channel) -> Callable[[Step], None]:
+    """As `_on_cpu`, on a GPU."""
+    from penstock.engine.executors.cuda.ranks import follow_on_gpu
+
+    return follow_on_gpu(start, partial(_end, channel))
+
+
+def _end(channel: Channel, error: BaseException) -> None:
+    """Says why this rank ends, and ends it, whatever its other threads wait for."""
+    if isinstance(error, PenstockError):
+        why, code = str(error), 2
+    else:
+        logger.error("a rank failed", exc_info=error)
+        why, code = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 1
+    try:
+        channel.send(LastWords(why))
+    except OSError:
+        logger.error("%s", why)  # rank 0 has ended, and this is why it did
+    flush_all()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -89,14 +89,14 @@ def assert_ranks_answer_alike(
         ranks.close()
     for one, other in zip(expected, answers, strict=True):
         assert len(ids_of(one)) == len(ids_of(other))
-        _assert_close(one, other, tolerance)
+        assert_close(one, other, tolerance)
     first, *others = (each.digests for each in digested)
     assert len(first) > num_tokens and all(each == first for each in others)
     return ranks
 
 
-def _assert_close(
-    expected: list[RequestOutput], given: list[RequestOutput], tolerance: float
+def assert_close(
+    expected: list[RequestOutput], given: list[RequestOutput], tolerance: float = TOLERANCE
 ) -> None:
     """Up to where two ids are equally likely, which may change places."""
     for one, other in zip(_logprobs(expected), _logprobs(given), strict=True):
