@@ -28,7 +28,8 @@ from tests.support.parallel_answers import assert_close
 from tests.support.stepping import SteppedEngine
 from tests.support.tiny_models import engine_config, make_model, save
 
-GREEDY = SamplingParams(max_tokens=15, temperature=0.0, num_logprobs=3)
+# Each starts a process, and interprets the largest step of a model.
+pytestmark = pytest.mark.timeout(1200)
 PLACES = [
     pytest.param(True, id="one-device"),
     pytest.param(
@@ -56,15 +57,16 @@ def config_of(path: Path, **changes: object) -> EngineConfig:
     return engine_config(path, **(settings | changes))
 
 
-def requests() -> list[Request]:
+def requests(max_tokens: int) -> list[Request]:
     """One with logprobs of its prompt; and one whose prompt takes two steps, with more tokens than
     the kernels of few rows take."""
     generator = torch.Generator().manual_seed(5)
     prompts = [tuple(torch.randint(3, 90, (n,), generator=generator).tolist()) for n in (5, 21)]
-    scored = replace(GREEDY, num_prompt_logprobs=2)
+    greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0, num_logprobs=3)
+    scored = replace(greedy, num_prompt_logprobs=2)
     return [
         Request(id=RequestId(str(i)), prompt_token_ids=ids, sampling=sampling, arrival_s=0.0)
-        for i, (ids, sampling) in enumerate(zip(prompts, (scored, GREEDY), strict=True))
+        for i, (ids, sampling) in enumerate(zip(prompts, (scored, greedy), strict=True))
     ]
 
 
@@ -84,10 +86,11 @@ def started(config: EngineConfig, shares_device: bool) -> Iterator[CudaRanks]:
 def test_two_ranks_answer_as_one(family: str, shares_device: bool, tmp_path: Path) -> None:
     options = {"num_hidden_layers": 2, "max_position_embeddings": 256} | FAMILIES[family]
     config = config_of(save(make_model(family, **options), tmp_path))
+    asked = requests(15 if family == "llama_biases" else 5)
     alone = SteppedEngine(config)
-    expected = alone.run(requests())
+    expected = alone.run(asked)
     with started(config, shares_device) as ranks:
-        answers = SteppedEngine(config, ranks).run(requests())
+        answers = SteppedEngine(config, ranks).run(asked)
         for one, other in zip(expected, answers, strict=True):
             assert_close(one, other)
         whole, part = alone.executor.info, ranks.info
@@ -105,4 +108,4 @@ def test_the_end_of_a_rank_is_one_sentence(shares_device: bool, tmp_path: Path) 
         (rank_1,) = ranks.followers.pids
         os.kill(rank_1, signal.SIGKILL)
         with pytest.raises(RankFailed, match=r"^rank 1 was ended by signal 9[^\n]*$"):
-            SteppedEngine(config, ranks).run(requests())
+            SteppedEngine(config, ranks).run(requests(5))
