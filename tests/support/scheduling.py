@@ -109,17 +109,17 @@ class DraftingExecutor(ScriptedExecutor):
             )
         )
 
-    def _sample(self, slot: Slot, length: int, allowed: list[int] | None) -> int:
-        number = next(number for number, each in self._slots.items() if each is slot)
+    def _sample(self, number: int, length: int) -> int:
+        slot = self._slots[number]
         accepted = self._accepted[number] = []
         for position in self._rows.get(number, range(0)):
             draft = slot.token_ids[position]
-            token_id = super()._sample(slot, position, allowed)
+            token_id = super()._sample(number, position)
             if token_id != draft:
                 self._announced[number] = self._draft(slot, position)
                 return token_id
             accepted.append(AcceptedDraft(draft, self._logprobs(slot, draft)))
-        token_id = super()._sample(slot, length, allowed)
+        token_id = super()._sample(number, length)
         self._announced[number] = self._draft(slot, length)
         return token_id
 
