@@ -147,8 +147,9 @@ template <class T> class Run : public Job {
         Own &own = runner_.own[thread];
         Phase *phase = phases_.first();
         if (only_head_) return logits(phase, own);
-        phase++->run(own.thread, s_.tokens, [&](int64_t t) { embed(t); });
-        all_reduce(phase, own, -1, residual_, s_.tokens * m_.hidden, [](int64_t, int64_t) {});
+        phase++->run(own.thread, s_.tokens, [&](int64_t t) { begin(t); });
+        if (!s_.received)
+            all_reduce(phase, own, -1, residual_, s_.tokens * m_.hidden, [](int64_t, int64_t) {});
         for (int64_t l = 0; l < m_.num_layers; ++l) {
             const Layer &layer = m_.layers[l];
             if (s_.num_runs) shrink(*phase++, own, l, kQkv, m_.hidden, [&](int64_t t, float *out) {
@@ -210,6 +211,12 @@ template <class T> class Run : public Job {
                 linear(*phase++, own, &layer.down, 1, source, s_.tokens, {l, kDown}, add);
             });
             add_change(phase, own, l, layer.active_norm);
+        }
+        if (s_.sent) {  // the next stage computes on
+            phase->run(own.thread, s_.tokens, [&](int64_t t) {
+                std::copy_n(residual(t), m_.hidden, s_.sent + t * m_.hidden);
+            });
+            return;
         }
         if (s_.states) {
             T *states = static_cast<T *>(s_.states);
@@ -275,6 +282,11 @@ template <class T> class Run : public Job {
 
     // ---- Rows ------------------------------------------------------------------------------------
 
+    // The residual stream before the first layer that is here.
+    void begin(int64_t t) {
+        if (!s_.received) return embed(t);
+        std::copy_n(s_.received + t * m_.hidden, m_.hidden, residual(t));
+    }
     KEEP_APART void embed(int64_t t) {
         const int64_t id = s_.token_ids[t] - m_.first_id;
         const T *table = static_cast<const T *>(m_.embedding);

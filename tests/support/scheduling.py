@@ -166,9 +166,11 @@ class Driver:
         num_states: int = 0,
         make_tier: Callable[[BlockMemory], DiskTier] | None = None,
         events: KVEvents | None = None,
+        num_cohorts: int = 1,
     ) -> None:
         """drafts: on a `DraftingExecutor`. kept: where the pool is, else. windows, more_blocks,
-        num_states: of groups of layers. make_tier: of one without threads."""
+        num_states: of groups of layers. make_tier: of one without threads. num_cohorts: `run` has
+        as many steps in flight."""
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
         self.config = config
         self.windows = windows
@@ -195,7 +197,9 @@ class Driver:
             journals=self.executor.journals,
             tier=self.tier,
             events=events,
+            num_cohorts=num_cohorts,
         )
+        self.num_cohorts = num_cohorts
         self.launched: deque[PendingTokens] = deque()
         self.batches: list[ScheduledBatch] = []
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -234,7 +238,7 @@ class Driver:
 
     def step(self) -> ScheduledBatch | None:
         batch = self.launch()
-        if batch:
+        if self.launched and (not batch or len(self.launched) >= self.num_cohorts):
             self.collect()
         return batch
 
