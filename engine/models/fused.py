@@ -62,10 +62,11 @@ class _Linears(NamedTuple):
 
 
 class _Mixed(NamedTuple):
-    """What attention gives, (T, num_heads, head_dim), and what a recurrence, (T, values)."""
+    """What attention gives, (T, num_heads, head_dim), and what a recurrence, (T, values); None
+    where no layer has one."""
 
     attended: Tensor
-    recurred: Tensor
+    recurred: Tensor | None
 
 
 class FusedModel:
@@ -191,9 +192,10 @@ class FusedModel:
         """
         config, num_tokens = self._model.config, len(residual)
         make = residual.new_empty if step.decode_lens is None else residual.new_zeros
-        num_values = 0 if config.delta_net is None else config.delta_net.num_values
+        net = config.delta_net
         return _Mixed(
-            make((num_tokens, config.num_heads, config.head_dim)), make((num_tokens, num_values))
+            make((num_tokens, config.num_heads, config.head_dim)),
+            None if net is None else make((num_tokens, net.num_values)),
         )
 
     def _fused(self, steps: list[DeviceStep], residual: Tensor, mixed: _Mixed) -> None:
@@ -280,6 +282,7 @@ class FusedModel:
     ) -> Tensor:
         """What the output layer reads, (T, values), after a recurrence."""
         step = steps[self._pool.group_of(index)]
+        assert mixed.recurred is not None, index
         net(projected, gates, step, *self._pool.states(index), mixed.recurred)
         return mixed.recurred
 
