@@ -39,12 +39,14 @@ _NEWS_S = 5.0
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """To a rank, first: what it is. store: the descriptor that the ranks meet in."""
+    """To a rank, first: what it is. store: the descriptor that the ranks meet in. board: of
+    `penstock.engine.ranks.board`, where each has a GPU; None on a CPU."""
 
     config: EngineConfig
     rank: int
     size: int
     store: int
+    board: int | None = None
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -88,6 +90,9 @@ class Channel:
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_WR)
 
+    def close(self) -> None:
+        self._stream.close()
+
     def _read(self, size: int) -> bytes:
         data = bytearray(size)
         view = memoryview(data)
@@ -112,11 +117,14 @@ class _Follower:
 class Followers:
     """Ranks 1 and up. All but the watching is done in one thread."""
 
-    def __init__(self, config: EngineConfig, layout: RankLayout, store: int) -> None:
-        """store: see `Start`; they inherit it."""
+    def __init__(
+        self, config: EngineConfig, layout: RankLayout, store: int, board: int | None = None
+    ) -> None:
+        """store, board: see `Start`; they inherit them."""
         self._layout = layout
         self._followers = [
-            self._start(config, rank, layout.size, store) for rank in range(1, layout.size)
+            self._start(Start(config, rank, layout.size, store, board))
+            for rank in range(1, layout.size)
         ]
         self._failed: RankFailed | None = None
         self._has_failed = threading.Event()
@@ -166,19 +174,21 @@ class Followers:
             each.process.kill()
         for each in self._followers:
             each.process.wait()
+            each.channel.close()
 
     @staticmethod
-    def _start(config: EngineConfig, rank: int, size: int, store: int) -> _Follower:
+    def _start(start: Start) -> _Follower:
+        inherited = [start.store] if start.board is None else [start.store, start.board]
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), store),
+                pass_fds=(theirs.fileno(), *inherited),
             )
         channel = Channel(ours, LastWords)
-        channel.send(Start(config, rank, size, store))
-        return _Follower(rank, channel, process)
+        channel.send(start)
+        return _Follower(start.rank, channel, process)
 
     def _watch(self) -> None:
         poll = select.poll()

@@ -198,7 +198,7 @@ class ParallelExecutor:
         """Raises RankFailed: then nothing more can be computed."""
         self._followers.is_waiting = True
         try:
-            self._followers.send(Step(_without_sampling(batch), self._sampled))
+            self._followers.send(Step(without_sampling(batch), self._sampled))
         except RankFailed as error:
             raise RankFailed(
                 f"{error}: this was seen when step {batch.step} was launched",
@@ -252,7 +252,7 @@ class _Launched:
         return self.compute()
 
 
-def _without_sampling(batch: ScheduledBatch) -> ScheduledBatch:
+def without_sampling(batch: ScheduledBatch) -> ScheduledBatch:
     """What the other ranks need of it: a grammar may be large."""
     if not batch.assignments:
         return batch

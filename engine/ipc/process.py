@@ -159,11 +159,9 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
                 "class computes cannot be split; use --tensor-parallel-size 1, or another model"
             )
         if device.type == "cuda":
-            raise InvalidConfig(
-                f"--tensor-parallel-size {config.tensor_parallel_size}: several GPUs are not "
-                "supported yet; use --device cpu, or one GPU, whose memory holds more with "
-                "--quantization int8 or int4"
-            )
+            from penstock.engine.executors.cuda.ranks import build_cuda_ranks
+
+            return build_cuda_ranks(config, phases)
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         from penstock.engine.executors.parallel import build_parallel_executor
 

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -30,23 +31,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when the engine ends
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), Start | Step)
-    why, code = "rank 0 has ended", 0
     try:
         _follow(channel)
-    except EOFError:
-        pass
-    except PenstockError as error:
-        why, code = str(error), 2
+    except EOFError:  # rank 0 has ended
+        flush_all()
+        os._exit(0)
     except BaseException as error:
-        logger.exception("a rank failed")
-        why, code = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 1
-    if code:
-        try:
-            channel.send(LastWords(why))
-        except OSError:
-            logger.error("%s", why)  # rank 0 has ended, and this is why it did
-    flush_all()
-    os._exit(code)
+        _end(channel, error)
 
 
 def _follow(channel: Channel) -> None:
@@ -57,22 +48,36 @@ def _follow(channel: Channel) -> None:
     logs.configure(config.log_level, config.log_format)
     if config.log_level != "debug":  # rank 0 says the same
         logging.getLogger("penstock").setLevel(logging.ERROR)
+    follow = _on_cpu(start) if start.board is None else _on_gpu(start, channel)
+    gc.collect()
+    gc.freeze()  # as rank 0 does
+    receive = channel.receive if config.pipeline_parallel_size == 1 else _ahead(channel)
+    while True:
+        step = receive()
+        assert isinstance(step, Step), step
+        follow(step)
+
+
+def _on_cpu(start: Start) -> Callable[[Step], None]:
+    """What computes this rank's part of a step. Its model is loaded then."""
     from penstock.engine.executors.cpu import CpuExecutor
     from penstock.engine.executors.parallel import join, wait_limit_s
 
+    config = start.config
     membership = join(config, start.store, start.rank)
     executor = CpuExecutor(
         config, Path(config.model), group=membership.tensor, pipeline=membership.pipeline
     )
     membership.everyone.barrier()
     membership.wait_at_most(wait_limit_s(config))
-    gc.collect()
-    gc.freeze()  # as rank 0 does
-    receive = channel.receive if membership.pipeline is None else _ahead(channel)
-    while True:
-        step = receive()
-        assert isinstance(step, Step), step
-        executor.follow(step.batch, step.sampled)
+    return lambda step: executor.follow(step.batch, step.sampled)
+
+
+def _on_gpu(start: Start, channel: Channel) -> Callable[[Step], None]:
+    """As `_on_cpu`, on a GPU."""
+    from penstock.engine.executors.cuda.ranks import follow_on_gpu
+
+    return follow_on_gpu(start, partial(_end, channel))
 
 
 def _ahead(channel: Channel) -> Callable[[], object]:
@@ -96,6 +101,21 @@ def _ahead(channel: Channel) -> Callable[[], object]:
         return message
 
     return receive
+
+
+def _end(channel: Channel, error: BaseException) -> None:
+    """Says why this rank ends, and ends it, whatever its other threads wait for."""
+    if isinstance(error, PenstockError):
+        why, code = str(error), 2
+    else:
+        logger.error("a rank failed", exc_info=error)
+        why, code = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 1
+    try:
+        channel.send(LastWords(why))
+    except OSError:
+        logger.error("%s", why)  # rank 0 has ended, and this is why it did
+    flush_all()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -400,7 +400,7 @@ def _attend(
         query, gate = query.view(len(x), config.num_heads, -1).chunk(2, dim=-1)
         query = query.flatten(1)
     if config.whole_qk_norm:
-        query, own[0] = _normed_whole(layer, query, own[0], config.rms_norm_eps)
+        query, own[0] = normed_whole(layer, query, own[0], config.rms_norm_eps)
     cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
 
     def heads(projected: Tensor, norm: Tensor | None) -> Tensor:
@@ -425,7 +425,7 @@ def _attend(
     return adapted(layer.output, mixed.flatten(1), step.adapters, index, Stack.OUTPUT)
 
 
-def _normed_whole(layer: Layer, query: Tensor, key: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normed_whole(layer: Layer, query: Tensor, key: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Each over all heads, those of other ranks too."""
     if layer.group is None:
         return _normed(query, layer.query_norm, eps), _normed(key, layer.key_norm, eps)

@@ -88,7 +88,7 @@ def assert_ranks_answer_alike(
         ranks.close()
     for one, other in zip(expected, answers, strict=True):
         assert len(ids_of(one)) == len(ids_of(other))
-        _assert_close(one, other, tolerance)
+        assert_close(one, other, tolerance)
     # Those of the last stage, which has the first ranks.
     first, *others = (each.digests for each in digested[:tensor_size])
     assert len(first) > num_tokens and all(each == first for each in others)
@@ -107,8 +107,8 @@ def _bytes_of_rank(config: EngineConfig) -> int:
     return config.kv_cache_memory_bytes * num_bytes // of_whole
 
 
-def _assert_close(
-    expected: list[RequestOutput], given: list[RequestOutput], tolerance: float
+def assert_close(
+    expected: list[RequestOutput], given: list[RequestOutput], tolerance: float = TOLERANCE
 ) -> None:
     """Up to where two ids are equally likely, which may change places."""
     for one, other in zip(_logprobs(expected), _logprobs(given), strict=True):
