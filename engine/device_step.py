@@ -24,6 +24,26 @@ class AdapterTiles(NamedTuple):
     rows: int
 
 
+class StateTiles(NamedTuple):
+    """The prefill chunks of a step as layers with a recurrence compute them: in tiles of at most
+    most_tokens consecutive tokens, one after the other.
+
+    counts: (2,) int32, of chunks and of tiles, after which the lists only pad a graph. chunks: (C,
+    4) int32: a chunk's row, its first token, its first tile and the one after its last. tiles: (N,
+    4) int32: a tile's first token and the one after its last, its chunk, and the state that becomes
+    a snapshot of the sequence after it, or -1.
+    """
+
+    most_tokens: int
+    counts: Tensor
+    chunks: Tensor
+    tiles: Tensor
+
+    @property
+    def lists(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.counts, self.chunks, self.tiles
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStep:
     """One step's tokens on the device, ragged by row; the host knows only the tensors' sizes.
@@ -39,7 +59,9 @@ class DeviceStep:
 
     Where a model's layers are in several groups, each with a pool of its own, kv_slots and
     block_tables are of the first; more_groups has those of the others. group: whose they are in one
-    of `of_groups`. adapters: the tokens that have a LoRA adapter; None where none may have one.
+    of `of_groups`. adapters: the tokens that have a LoRA adapter; None where none may have one. Of
+    layers with a recurrence, the first entry of a slot's block table is its state; state_tiles: of
+    the rows after the decodes, None where there are none, or no such layers.
     """
 
     token_ids: Tensor
@@ -54,6 +76,7 @@ class DeviceStep:
     more_groups: tuple[tuple[Tensor, Tensor], ...] = ()
     group: int = 0
     adapters: AdapterTiles | None = None
+    state_tiles: StateTiles | None = None
 
     @property
     def of_groups(self) -> "list[DeviceStep]":
@@ -63,6 +86,13 @@ class DeviceStep:
             for group, (kv_slots, tables) in enumerate(self.more_groups, 1)
         ]
         return [self, *others]
+
+    @property
+    def lens_of_decodes(self) -> Tensor:
+        """(num_decodes,) int32, 0 for a row that is none."""
+        return (
+            self.context_lens[: self.num_decodes] if self.decode_lens is None else self.decode_lens
+        )
 
     @property
     def first_chunk(self) -> int:

@@ -177,13 +177,13 @@ class ModelInfo:
 
     def step_bytes(self, work: StepWork) -> int:
         """The least bytes that a correct step reads: once each weight that it uses, those of its
-        LoRA adapters included, once the keys and values that are within each layer's window, and
-        once the state of each sequence.
+        LoRA adapters included, once the keys and values that are within each layer's window; and
+        the recurrent state of each sequence twice, because it must write that too.
 
         Where work.num_experts is not known, those count that `RoutedExperts.expected` tells. The
         attention of plain torch (`gathered_attention`) reads whole contexts whatever the window.
         """
-        num_bytes = self._weight_bytes(work) + self.state_bytes * work.num_sequences
+        num_bytes = self._weight_bytes(work) + 2 * self.state_bytes * work.num_sequences
         for group, attention in zip(self.attention, work.attention, strict=True):
             num_bytes += group.kv_bytes_per_token * attention.context_tokens
         return num_bytes
@@ -202,8 +202,8 @@ class ModelInfo:
     def amounts(self, work: StepWork) -> Amounts:
         """What a step model takes the step's time from."""
         flops = 0
-        all_bytes = self.state_bytes * work.num_sequences
-        decode_bytes = self.state_bytes * (work.num_sequences - work.num_chunks)
+        all_bytes = 2 * self.state_bytes * work.num_sequences
+        decode_bytes = 2 * self.state_bytes * (work.num_sequences - work.num_chunks)
         for group, attention in zip(self.attention, work.attention, strict=True):
             all_bytes += group.kv_bytes_per_token * attention.context_tokens
             decode_bytes += group.kv_bytes_per_token * attention.decode_context_tokens

@@ -168,7 +168,7 @@ class KVPools:
         states = None
         if layout.state is not None:
             assert kept is None, "recurrent states do not outlive the process"
-            states = StatePool(layout.state, num_blocks[-1])
+            states = StatePool(layout.state, num_blocks[-1], device)
             num_blocks = num_blocks[:-1]
         shapes = [
             KVShape(tuple(kv.heads[layer] for layer in each)) for each in layers[: len(num_blocks)]
@@ -209,6 +209,11 @@ class KVPools:
     def states(self, index: int) -> tuple[Tensor, Tensor]:
         assert self._states is not None
         return self._states.layer(self._places[index][1])
+
+    @property
+    def recurrent(self) -> StatePool | None:
+        """None where no layer has a recurrence."""
+        return self._states
 
     def group_of(self, index: int) -> int:
         return self._places[index][0]

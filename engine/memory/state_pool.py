@@ -11,16 +11,19 @@ from penstock.engine.memory.state_shape import StateShape
 
 class StatePool:
     """matrices: (num_layers, num_states, num_heads, key_dim, value_dim). inputs: the last of each
-    convolution, (num_layers, num_states, num_inputs, num_channels). Both float32, on a processor.
+    convolution, (num_layers, num_states, num_inputs, num_channels). Both float32.
     """
 
-    def __init__(self, shape: StateShape, num_states: int) -> None:
-        sizes = (shape.num_layers, num_states)
-        # A state takes memory when it is first used.
-        self.matrices = zeros_on_touch(
-            (*sizes, shape.num_heads, shape.key_dim, shape.value_dim), torch.float32
-        )
-        self.inputs = zeros_on_touch((*sizes, shape.num_inputs, shape.num_channels), torch.float32)
+    def __init__(self, shape: StateShape, num_states: int, device: torch.device) -> None:
+        def zeros(*of_one: int) -> Tensor:
+            sizes = (shape.num_layers, num_states, *of_one)
+            if device.type != "cpu":
+                return torch.zeros(sizes, dtype=torch.float32, device=device)
+            # A state takes memory when it is first used.
+            return zeros_on_touch(sizes, torch.float32)
+
+        self.matrices = zeros(shape.num_heads, shape.key_dim, shape.value_dim)
+        self.inputs = zeros(shape.num_inputs, shape.num_channels)
 
     def reach(self, block_ids: Iterable[int]) -> None:
         """See `KVPool`."""

@@ -19,6 +19,11 @@ class StateShape:
     num_inputs: int
 
     @property
+    def num_key_heads(self) -> int:
+        """Of as many channels for queries as for keys; the others are values, of num_heads."""
+        return (self.num_channels - self.num_heads * self.value_dim) // (2 * self.key_dim)
+
+    @property
     def num_bytes(self) -> int:
         matrices = self.num_heads * self.key_dim * self.value_dim
         inputs = self.num_channels * self.num_inputs

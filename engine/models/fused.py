@@ -19,13 +19,15 @@ from torch import Tensor
 from penstock.engine.attention.protocol import DeviceAttention, RotatingAttention
 from penstock.engine.device_step import AdapterTiles, DeviceStep, Rotation
 from penstock.engine.kernels.activation import silu_mul
+from penstock.engine.kernels.gates import apply_gates, without_gates
 from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.memory.kv_pool import LayerPools
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused_experts import FusedExperts
-from penstock.engine.models.fused_linear import FUSED_LINEARS, FUSED_PATH, FusedLinear
+from penstock.engine.models.fused_delta_net import FusedDeltaNet
+from penstock.engine.models.fused_experts import FusedExperts, FusedSharedExpert
+from penstock.engine.models.fused_linear import FUSED_LINEARS, FUSED_PATH, FusedLinear, product
 from penstock.engine.models.gathered import joined
 from penstock.engine.models.llama import Layer, LlamaModel, embedding_multiplier, normed_whole
 from penstock.engine.models.lora.adapter import Stack
@@ -37,6 +39,7 @@ FEATURES = {
     *("pre_norms", "post_norms", "wide_norms", "norm_offset", "activation", "layer_ropes"),
     *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
     *("logit_multiplier", "experts", "attention_sinks", "clamped_swiglu"),
+    *("delta_net", "attention_gates"),
 }
 # Of these, those that come between the products that a step of few tokens fuses.
 _BETWEEN_PRODUCTS = {"pre_norms", "post_norms", "activation", "whole_qk_norm", "experts"}
@@ -48,12 +51,21 @@ class _MLP(NamedTuple):
 
 
 class _Linears(NamedTuple):
-    """One layer's. mlp: None where it has experts."""
+    """One layer's. mlp: None where it has experts. delta_net: None where it has attention."""
 
     qkv: FusedLinear
     output: FusedLinear
     mlp: _MLP | None
     experts: FusedExperts | None
+    shared: FusedSharedExpert | None
+    delta_net: FusedDeltaNet | None
+
+
+class _Mixed(NamedTuple):
+    """What attention gives, (T, num_heads, head_dim), and what a recurrence, (T, values)."""
+
+    attended: Tensor
+    recurred: Tensor
 
 
 class FusedModel:
@@ -101,6 +113,11 @@ class FusedModel:
         return self._attention.takes_decode_lens
 
     @property
+    def has_states(self) -> bool:
+        """Whether layers have a recurrence, which reads `DeviceStep.state_tiles`."""
+        return self._model.config.delta_net is not None
+
+    @property
     def num_adapter_slots(self) -> int:
         return 0 if self._adapters is None else self._adapters.num_slots
 
@@ -109,7 +126,8 @@ class FusedModel:
         model, config = self._model, self._model.config
         num_tokens = len(step.token_ids)
         steps = step.of_groups
-        for each in steps:
+        # The last group is that of recurrent states.
+        for each in steps[:-1] if config.delta_net else steps:
             self._attention.plan(each)
         residual = model.embedding.new_empty(num_tokens, config.hidden_size)
         mixed = self._mixed(step, residual)
@@ -164,22 +182,24 @@ class FusedModel:
         rms_norm(states, self._model.norm, self._model.config.rms_norm_eps, normed)
         return normed
 
-    def _mixed(self, step: DeviceStep, residual: Tensor) -> Tensor:
-        """What every layer's attention writes to: (T, num_heads, head_dim).
+    def _mixed(self, step: DeviceStep, residual: Tensor) -> _Mixed:
+        """What every layer's attention or recurrence writes to.
 
-        Tokens that only pad a graph belong to no row, so attention writes nothing for them, and
-        they stay zeros. One buffer for all layers: zeroed in each, it would be an operation between
-        two kernels that may overlap.
+        Tokens that only pad a graph belong to no row, so nothing is written for them, and they stay
+        zeros. One buffer for all layers: zeroed in each, it would be an operation between two
+        kernels that may overlap.
         """
-        config = self._model.config
-        shape = (len(residual), config.num_heads, config.head_dim)
-        return residual.new_empty(shape) if step.decode_lens is None else residual.new_zeros(shape)
+        config, num_tokens = self._model.config, len(residual)
+        make = residual.new_empty if step.decode_lens is None else residual.new_zeros
+        num_values = 0 if config.delta_net is None else config.delta_net.num_values
+        return _Mixed(
+            make((num_tokens, config.num_heads, config.head_dim)), make((num_tokens, num_values))
+        )
 
-    def _fused(self, steps: list[DeviceStep], residual: Tensor, mixed: Tensor) -> None:
+    def _fused(self, steps: list[DeviceStep], residual: Tensor, mixed: _Mixed) -> None:
         config = self._model.config
         eps = config.rms_norm_eps
         active = residual.new_empty(len(residual), config.intermediate_size)
-        flat = mixed.flatten(1)
         # The sum over all ranks must have what was there before once.
         group = self._model.group
         before = residual if group is None or group.rank == 0 else None
@@ -187,7 +207,12 @@ class FusedModel:
         for index, (layer, linears) in enumerate(layers):
             projected = residual.new_empty(len(residual), linears.qkv.out_features)
             linears.qkv.few(residual, projected, norm=layer.input_norm, eps=eps)
-            self._attend(index, layer, projected, steps, mixed)
+            if (net := linears.delta_net) is not None:
+                gates = residual.new_empty(len(residual), net.gates.out_features)
+                net.gates.few(residual, gates, norm=layer.input_norm, eps=eps)
+                flat = self._recur(index, net, projected, gates, steps, mixed)
+            else:
+                flat = self._attend(index, layer, projected, steps, mixed)
             linears.output.few(flat, residual, residual=before)
             self._summed(residual)
             assert linears.mlp is not None
@@ -195,25 +220,30 @@ class FusedModel:
             linears.mlp.down.few(active, residual, residual=before)
             self._summed(residual)
 
-    def _one_by_one(self, steps: list[DeviceStep], residual: Tensor, mixed: Tensor) -> None:
+    def _one_by_one(self, steps: list[DeviceStep], residual: Tensor, mixed: _Mixed) -> None:
         model, config = self._model, self._model.config
         eps, is_gelu = config.rms_norm_eps, config.activation == "gelu_tanh"
         tiles = steps[0].adapters
         # What the products read: without norms before them, the residual stream.
         normed = torch.empty_like(residual) if config.pre_norms else residual
         active = residual.new_empty(len(residual), config.intermediate_size)
-        flat = mixed.flatten(1)
         if (first := model.layers[0].input_norm) is not None:
             rms_norm(residual, first, eps, normed)
         for index, (layer, linears) in enumerate(zip(model.layers, self._linears, strict=True)):
             projected = self._product(index, Stack.QKV, linears.qkv, normed, tiles)
-            self._attend(index, layer, projected, steps, mixed)
+            if (net := linears.delta_net) is not None:
+                gates = product(net.gates, normed)
+                flat = self._recur(index, net, projected, gates, steps, mixed)
+            else:
+                flat = self._attend(index, layer, projected, steps, mixed)
             change = self._product(index, Stack.OUTPUT, linears.output, flat, tiles)
             self._summed(change)
             post = layer.attended_norm
             add_rms_norm(change, residual, layer.mlp_norm, eps, normed, post=post)
             if linears.experts is not None:
                 change = linears.experts(normed)
+                if linears.shared is not None:
+                    linears.shared.add(normed, change)
             else:
                 assert linears.mlp is not None
                 both = self._product(index, Stack.GATE_UP, linears.mlp.gate_up, normed, tiles)
@@ -233,21 +263,44 @@ class FusedModel:
         self, index: int, stack: Stack, linear: FusedLinear, x: Tensor, tiles: AdapterTiles | None
     ) -> Tensor:
         """Of a linear layer, with what the adapters of the tokens add. index: of its layer."""
-        if len(x) > MAX_ROWS:
-            out = linear.many(x)
-        else:
-            out = x.new_empty(len(x), linear.out_features)
-            linear.few(x, out)
+        out = product(linear, x)
         if tiles is not None:
             assert self._adapters is not None
             self._adapters.add(index, stack, x, out, tiles)
         return out
 
+    def _recur(
+        self,
+        index: int,
+        net: FusedDeltaNet,
+        projected: Tensor,
+        gates: Tensor,
+        steps: list[DeviceStep],
+        mixed: _Mixed,
+    ) -> Tensor:
+        """What the output layer reads, (T, values), after a recurrence."""
+        step = steps[self._pool.group_of(index)]
+        net(projected, gates, step, *self._pool.states(index), mixed.recurred)
+        return mixed.recurred
+
     def _attend(
+        self, index: int, layer: Layer, projected: Tensor, steps: list[DeviceStep], mixed: _Mixed
+    ) -> Tensor:
+        """What the output layer reads, (T, num_heads * head_dim). steps: the step, as each group of
+        layers sees it."""
+        out, config = mixed.attended, self._model.config
+        if not config.attention_gates:
+            self._attend_ungated(index, layer, projected, steps, out)
+            return out.flatten(1)
+        qkv = without_gates(projected, config.num_heads, config.head_dim)
+        self._attend_ungated(index, layer, qkv, steps, out)
+        apply_gates(projected, out)
+        return out.flatten(1)
+
+    def _attend_ungated(
         self, index: int, layer: Layer, projected: Tensor, steps: list[DeviceStep], mixed: Tensor
     ) -> None:
-        """Writes attention's output before the output layer to `mixed`. steps: the step, as each
-        group of layers sees it."""
+        """Writes attention's output to `mixed`."""
         step = steps[self._pool.group_of(index)]
         config, angles = self._model.config, self._model.rotary.layers[index]
         keys, values = self._pool.layer(index)
@@ -299,11 +352,15 @@ class FusedModel:
 def _linears(config: ModelConfig, layer: Layer) -> _Linears:
     """Raises UnsupportedWeightFormat."""
     of = FUSED_LINEARS.of
-    mlp = experts = None
+    mlp = experts = shared = delta_net = None
     if layer.router is None:
         mlp = _MLP(of(layer.gate_up), of(layer.down))
     else:
         assert config.experts is not None
         linears = (layer.router, layer.gate_up, layer.down)
         experts = FusedExperts(config.experts, *linears, config.clamped_swiglu)
-    return _Linears(of(layer.qkv), of(layer.output), mlp, experts)
+    if layer.shared is not None:
+        shared = FusedSharedExpert(layer.shared)
+    if layer.delta_net is not None:
+        delta_net = FusedDeltaNet(layer.delta_net)
+    return _Linears(of(layer.qkv), of(layer.output), mlp, experts, shared, delta_net)

@@ -2,12 +2,14 @@
 
 from torch import Tensor
 
+from penstock.engine.kernels.activation import silu_mul
 from penstock.engine.kernels.experts.products import down, gate_up
 from penstock.engine.kernels.experts.routing import route, tiles_of
-from penstock.engine.kernels.linear import MAX_ROWS
+from penstock.engine.kernels.gates import add_gated
 from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.experts import ExpertsConfig
-from penstock.engine.models.fused_linear import FUSED_LINEARS
+from penstock.engine.models.fused_linear import FUSED_LINEARS, product
+from penstock.engine.models.layers.experts import SharedExpert
 from penstock.engine.models.layers.linear import Linear, PlainLinear
 
 EXPERTS_PATH = "the GPU's step for experts"
@@ -34,12 +36,8 @@ class FusedExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """What the experts of each token make of it: (T, hidden_size)."""
-        experts, num_tokens = self._experts, len(x)
-        if num_tokens <= MAX_ROWS:
-            logits = x.new_empty(num_tokens, experts.num_experts)
-            self._router.few(x, logits)
-        else:
-            logits = self._router.many(x)
+        experts = self._experts
+        logits = product(self._router, x)
         routes = route(logits, experts.num_per_token, is_normed=experts.is_normed)
         tiles = tiles_of(routes.experts, experts.num_experts)
         active = x.new_empty(len(tiles.order), experts.intermediate_size)
@@ -48,6 +46,22 @@ class FusedExperts:
         out = x.new_empty(x.shape)
         down(active, self._down.weight, self._down.bias, routes.weights, tiles, out)
         return out
+
+
+class FusedSharedExpert:
+    """The expert that computes every token."""
+
+    def __init__(self, shared: SharedExpert) -> None:
+        """Raises UnsupportedWeightFormat."""
+        self._gate_up, self._down = FUSED_LINEARS.of(shared.gate_up), FUSED_LINEARS.of(shared.down)
+        self._gate = plain(shared.gate)
+
+    def add(self, x: Tensor, out: Tensor) -> None:
+        """Adds what it makes of each token, by the weight that its gate gives: (T, hidden_size)."""
+        both = product(self._gate_up, x)
+        active = x.new_empty(len(x), both.shape[1] // 2)
+        silu_mul(both, active)
+        add_gated(x, self._gate.weight, product(self._down, active), out)
 
 
 def plain(linear: Linear) -> PlainLinear:

@@ -15,7 +15,7 @@ from penstock.engine.kernels.codes import scaled
 from penstock.engine.kernels.codes.dequantize import dequantize
 from penstock.engine.kernels.codes.skinny import skinny_grouped_linear
 from penstock.engine.kernels.codes.tiles import tiled_linear
-from penstock.engine.kernels.linear import skinny_linear
+from penstock.engine.kernels.linear import MAX_ROWS, skinny_linear
 from penstock.engine.models.layers.coded import CodedLinear
 from penstock.engine.models.layers.grouped import StackedLinear
 from penstock.engine.models.layers.linear import LinearProducts, PlainLinear
@@ -55,6 +55,15 @@ class FusedLinear(Protocol):
     def many(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x W^T + b, in `out` if given."""
         ...
+
+
+def product(linear: FusedLinear, x: Tensor) -> Tensor:
+    """x W^T + b of any number of rows."""
+    if len(x) > MAX_ROWS:
+        return linear.many(x)
+    out = x.new_empty(len(x), linear.out_features)
+    linear.few(x, out)
+    return out
 
 
 class _FusedMatrix:

@@ -91,3 +91,13 @@ def test_a_step_reads_its_adapters_besides_the_model(tmp_path: Path) -> None:
     adapted = work._replace(adapter_bytes=1000)
     assert info.step_bytes(adapted) - info.step_bytes(work) == 1000
     assert info.amounts(adapted).weight_bytes - info.amounts(work).weight_bytes == 1000
+
+
+def test_a_step_reads_and_writes_the_state_of_each_sequence(tmp_path: Path) -> None:
+    info = info_of("llama3.2_tied", tmp_path)
+    recurrent = replace(info, state_bytes=1000)
+    work = work_of(BATCH, info.windows)
+    assert recurrent.step_bytes(work) - info.step_bytes(work) == 2 * 1000 * 3
+    found, plain = recurrent.amounts(work), info.amounts(work)
+    assert found.decode_kv_bytes - plain.decode_kv_bytes == 2 * 1000 * 2
+    assert found.prefill_kv_bytes - plain.prefill_kv_bytes == 2 * 1000

@@ -28,10 +28,11 @@ from triton.runtime.jit import JITFunction
 
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.attention.paged.attention import PagedAttention
-from penstock.engine.device_step import AdapterTiles, DeviceStep
+from penstock.engine.device_step import AdapterTiles, DeviceStep, StateTiles
 from penstock.engine.kernels import launch
 from penstock.engine.kernels.adapters import most_tiles, tile_rows
-from penstock.engine.kernels.blocks import copy_blocks
+from penstock.engine.kernels.blocks import copy_blocks, snapshot_states
+from penstock.engine.kernels.delta_net.chunks import TILE_TOKENS
 from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
     gather_chunks,
@@ -40,7 +41,7 @@ from penstock.engine.kernels.tables import (
     store_sampled,
     update_block_tables,
 )
-from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.memory.kv_pool import KVPools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.layers.coded import CodedLinear, coded_weight
@@ -343,7 +344,9 @@ class MetaModel:
             max_model_len=8192,
             device=META,
         )
-        pool = KVPool(config.kv_shape, 100, block_size, kv_dtype or dtype, META)
+        layout = config.kv_layout(8192)
+        num_blocks = [100] * len(layout.pools(config.kv_shape, block_size, 1))
+        pool = KVPools(config.kv_shape, layout, num_blocks, block_size, kv_dtype or dtype, META)
         shape = config.attention_shape(block_size)
         attention = PagedAttention(
             shape, config.windows, max_rows, max_tokens, num_sms, META, dtype
@@ -368,7 +371,11 @@ class MetaModel:
             num_decodes=num_decodes,
             chunk_starts=_ints(2) if chunk else None,
             block_tables=_ints(num_slots, 128),
+            more_groups=tuple(
+                (_ints(num_tokens).long(), _ints(num_slots, 128)) for _ in self._pool.all_groups[1:]
+            ),
             adapters=_tiles(num_tokens) if has_adapters else None,
+            state_tiles=_state_tiles(chunk) if chunk else None,
         )
         lengths, token_table = _ints(num_slots), _ints(num_slots, 8193)
         with recorded() as launches, torch.inference_mode():
@@ -387,8 +394,14 @@ class MetaModel:
             store_sampled(_ints(num_rows), step.slots, step.context_lens, token_table)
             store_lengths(step.slots, step.context_lens, lengths)
             update_block_tables(_ints(num_rows, 3), step.block_tables)
-            for keys, values in self._pool.pairs():
-                copy_blocks(_ints(1, 2), keys, values)
+            for pool in self._pool.groups:
+                for keys, values in pool.pairs():
+                    copy_blocks(_ints(1, 2), keys, values)
+            if (states := self._pool.recurrent) is not None:
+                copy_blocks(_ints(1, 2), states.matrices)
+                copy_blocks(_ints(1, 2), states.inputs)
+                tables = step.of_groups[-1].block_tables
+                snapshot_states(_ints(1, 2), tables, states.matrices, states.inputs)
         return launches
 
     def sampling_launches(self, mode: Mode = Mode.ADJUSTED) -> list[Launch]:
@@ -413,6 +426,11 @@ def _tiles(num_tokens: int) -> AdapterTiles:
     num_tiles = most_tiles(num_tokens, MAX_LORAS)
     slots, firsts, counts = _ints(3, num_tiles).unbind()
     return AdapterTiles(_ints(num_tokens), slots, firsts, counts, tile_rows(num_tokens))
+
+
+def _state_tiles(num_tokens: int) -> StateTiles:
+    num_tiles = -(-num_tokens // TILE_TOKENS)
+    return StateTiles(TILE_TOKENS, _ints(4), _ints(1, 4), _ints(num_tiles, 4))
 
 
 def launches_in_a_decode_layer(model: MetaModel, num_decodes: int) -> Counter[str]:

@@ -63,6 +63,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "tie_word_embeddings": True,
     },
+    "qwen3_5": {  # a gated delta net, and attention with gates
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "rope_scaling": None,
+        "rope_theta": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
     # Weights in codes.
     "codes-int4": {"num_hidden_layers": 2, "quantization_config": FORMATS["awq"].settings},
     "codes-fp8": {

@@ -41,7 +41,7 @@ class PagedAttention:
             return  # lengths are those of the first group, and tables are read by each layer
         if step.num_decodes:
             for window in self._windows:
-                self._decode.plan(_decode_lens(step), step.slots[: step.num_decodes], window)
+                self._decode.plan(step.lens_of_decodes, step.slots[: step.num_decodes], window)
         if step.chunk_starts is not None:
             self._prefill.plan(step.chunk_starts)
 
@@ -87,8 +87,3 @@ class PagedAttention:
         """See `RotatingAttention`."""
         tables, kv_slots = step.block_tables, step.kv_slots
         self._decode(projected, keys, values, tables, window, out, rotation, kv_slots, sinks=sinks)
-
-
-def _decode_lens(step: DeviceStep) -> Tensor:
-    lens = step.decode_lens
-    return step.context_lens[: step.num_decodes] if lens is None else lens

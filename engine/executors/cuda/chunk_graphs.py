@@ -16,6 +16,7 @@ from penstock.engine.device_step import DeviceStep
 from penstock.engine.executors.cuda.adapter_tiles import TileMemory
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs
+from penstock.engine.executors.cuda.state_tiles import StateTileMemory
 from penstock.engine.kernels.tables import gather_chunks, store_lengths
 from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.fused import FusedModel
@@ -52,6 +53,9 @@ class ChunkGraphs:
         self._kv_slots = torch.zeros(num_groups, largest, dtype=torch.int64, device=device)
         self._context_lens = self._inputs.new_zeros(max_rows)
         self._tiles = TileMemory(tables, sizes, model.num_adapter_slots)
+        self._state_tiles = None
+        if model.has_states:
+            self._state_tiles = StateTileMemory(tables, sizes, max_rows)
         self._graphs = StepGraphs(self._run, device)
 
     def takes(self, num_tokens: int) -> bool:
@@ -74,6 +78,8 @@ class ChunkGraphs:
         size = next(size for size in self._sizes if size >= query_starts[-1])
         if adapters:
             self._tiles.write(adapters, size)
+        if self._state_tiles is not None:
+            self._state_tiles.write(batch, query_starts)
         states = self._graphs(ChunkKey(size, bool(adapters)))
         return states, self._split()[0], self._context_lens
 
@@ -118,6 +124,7 @@ class ChunkGraphs:
             decode_lens=decode_lens[:num_decodes],
             more_groups=tuple(zip(kv_slots[1:], tables.block_tables[1:], strict=True)),
             adapters=self._tiles.read(size) if key.has_adapters else None,
+            state_tiles=self._state_tiles.read(size) if self._state_tiles else None,
         )
         for each in step.of_groups:
             gather_chunks(

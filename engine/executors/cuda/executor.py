@@ -23,6 +23,8 @@ from penstock.engine.executors.cuda.adapter_tiles import TileMemory, tiles_of
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES, ChunkGraphs
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs, captured_sizes
+from penstock.engine.executors.cuda.state_tiles import DeviceStates
+from penstock.engine.executors.cuda.state_tiles import tiles_of as state_tiles_of
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES, NoSampler, StepSampler
 from penstock.engine.kernels.blocks import copy_blocks
 from penstock.engine.kernels.sample.sampler import Mode
@@ -156,6 +158,9 @@ class CudaExecutor:
         self._decode_adapters: tuple[int, tuple[AdapterRun, ...]] = 0, ()
         self._adapters = adapters
         self._launched: LaunchedStep | None = None
+        self._states = None
+        if pool.recurrent is not None:
+            self._states = DeviceStates(pool.recurrent, tables, len(pool.groups))
 
         def buffer(dtype: torch.dtype) -> Tensor:
             return torch.zeros(max_num_seqs, dtype=dtype, device=device)
@@ -243,6 +248,8 @@ class CudaExecutor:
             device_slots, lengths = self._slots[: len(slots)], self._context_lens[: len(slots)]
         else:
             logits, prompts, device_slots, lengths = self._run_chunks(batch, rows)
+        if self._states is not None:
+            self._states.snapshot_decodes(batch)
         if ids is None:
             ids = self._sample(batch, rows, logits, device_slots, lengths)
         logprobs = self._sampler.logprobs(logits, slots, ids) if rows else None
@@ -293,6 +300,8 @@ class CudaExecutor:
                 copies = self._tables.upload(device_copies(batch.copies, group))
                 for keys, values in pool.pairs() if len(copies) else ():
                     copy_blocks(copies, keys, values)
+            if self._states is not None:
+                self._states.copy(batch)
 
     def _runs(self, batch: ScheduledBatch, query_starts: Sequence[int]) -> tuple[AdapterRun, ...]:
         return () if self._adapters is None else self._adapters.runs(batch, query_starts)
@@ -395,6 +404,7 @@ class CudaExecutor:
             block_tables=tables.block_tables[0],
             more_groups=tuple(zip(kv_slots[1:], tables.block_tables[1:], strict=True)),
             adapters=tiles_of(adapters, num_tokens, self._model.num_adapter_slots, tables),
+            state_tiles=state_tiles_of(batch, query_starts, tables) if self._states else None,
         )
         for each in step.of_groups:
             gather_chunks(

@@ -8,6 +8,7 @@ memory went; an error names the flag to change, and its value.
 import gc
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -57,7 +58,7 @@ from penstock.engine.memory.kv_pool import (
     size_pool,
 )
 from penstock.engine.memory.machine import num_cores
-from penstock.engine.memory.offload import refuse_offload
+from penstock.engine.memory.offload import refuse_offload, refuse_with_states
 from penstock.engine.model_info import ModelInfo, QuantizationInfo
 from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.config import ModelConfig
@@ -87,6 +88,7 @@ from penstock.scheduler.types import (
     SamplingParams,
     ScheduledBatch,
     SlotAssignment,
+    StateSnapshot,
     TableUpdate,
 )
 
@@ -160,6 +162,8 @@ class _Setup:
         self._whole = self._model = ModelConfig.from_dir(model_dir)
         check_dtype(config.dtype, self._model)
         self._model.check_features(FUSED_PATH, FEATURES)
+        if self._model.delta_net is not None:
+            refuse_with_states(config)
         check_experts_on_gpu(self._model, config.quantization)
         self._shard: Shard | None = None
         if group is not None:
@@ -331,8 +335,15 @@ class _Setup:
         limits = self._config.scheduler, self._max_len, self._block_size, len(self._pools)
         if self._gpu.device.type == "cuda" and self._max_len > 1:
             for batch in small_steps(*limits):
-                executor.execute(batch).wait()
-        executor.execute(largest_step(*limits)).wait()
+                executor.execute(self._with_states(batch)).wait()
+        executor.execute(self._with_states(largest_step(*limits))).wait()
+
+    def _with_states(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """Copies of states besides, where there are any, so that their kernels are compiled."""
+        if self._layout.state is None:
+            return batch
+        copy = BlockCopy(0, 0, group=len(self._pools) - 1)
+        return replace(batch, copies=(*batch.copies, copy), snapshots=(StateSnapshot(0, 1, 0),))
 
     def _size_pool(self, budget: MemoryBudget) -> PoolSize:
         config = self._config

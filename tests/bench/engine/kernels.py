@@ -16,6 +16,7 @@ from penstock.scheduler.errors import InvalidConfig
 from tests.bench.engine.attention_cases import decode_attention, prefill_attention
 from tests.bench.engine.case import Bench, Case, MakeCases
 from tests.bench.engine.coded_cases import coded
+from tests.bench.engine.delta_net_cases import delta_net
 from tests.bench.engine.linear_cases import linear
 from tests.bench.engine.sampling_cases import sampling
 from tests.bench.engine.small_cases import small
@@ -28,6 +29,7 @@ GROUPS: dict[str, MakeCases] = {
     "prefill-attention": prefill_attention,
     "linear": linear,
     "coded": coded,
+    "delta-net": delta_net,
     "small": small,
     "sampling": sampling,
     "tables": tables,

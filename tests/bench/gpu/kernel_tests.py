@@ -27,6 +27,7 @@ FILES = (
     "tests/engine/sampling/test_sampler.py",
     "tests/engine/kernels/test_codes.py",
     "tests/engine/kernels/test_experts.py",
+    "tests/engine/kernels/test_delta_net.py",
     "tests/engine/kernels/test_adapters.py",
     "tests/engine/kernels/test_scaled.py",
     "tests/engine/models/test_fused_linear.py",

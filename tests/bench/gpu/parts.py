@@ -190,6 +190,7 @@ PARTS: tuple[Part, ...] = (
     Part("steps-qwen", 60, 120, _bench("steps", QWEN)),
     Part("linear-layers", 50, 90, _bench("kernels", "linear")),
     Part("codes", 60, 120, _bench("kernels", "coded")),
+    Part("delta-net", 20, 60, _bench("kernels", "delta-net")),
     *(Part(f"steps-{codes}", 45, 120, _codes(codes)) for codes in ("int8", "int4", "fp8")),
     Part("small", 15, 40, _bench("kernels", "small")),
     Part("sampling", 12, 40, _bench("kernels", "sampling")),

@@ -63,6 +63,19 @@ def test_with_adapters_a_step_without_one_is_as_before_and_others_are_graphs_too
         assert steps["launches"] == steps["uploads"] == steps["waits"] == []
 
 
+def test_recurrent_states_are_in_graphs_too() -> None:
+    report = rehearsal("1", "qwen3_5")
+    check_serving(report)
+    decode = report["decode"]
+    assert decode["replays"] == decode["steps"]
+    assert decode["launches"] == decode["operations_in_graph"] == []
+    # A layer of each kind. The second product is of the gates of the recurrence.
+    layers = {"_skinny": 5 + 4 + 1, "_convolve_decodes": 1, "_recur_decodes": 1, "_decode": 1}
+    assert {name: decode["launches_in_graph"][name] for name in layers} == layers
+    graphs = report["operations_in_chunk_graphs"]
+    assert [graph["new_zeros"] for graph in graphs] == [2] * 6
+
+
 def test_the_rehearsal_fails_on_what_a_gpu_forbids(report: dict[str, Any]) -> None:
     assert [name for name, refusal in report["rules"].items() if not refusal] == []
     assert len(report["rules"]) == 12

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from penstock.engine.config import Quantization
 from penstock.engine.executors.cpu import CpuExecutor
-from penstock.engine.executors.cuda.device import Interpreter
-from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.memory.kv_layout import divide, longest_that_fits
 from penstock.engine.memory.kv_pool import KVPools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.delta_net import DeltaNetConfig
-from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
+from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.delta_net import (
     DeltaNet,
     Recurrence,
@@ -201,10 +199,8 @@ def test_answers_of_200_tokens_are_greedy_with_chunks_preemption_hits_and_sample
         assert len(answer) == 200 and (logits.amax(1) - chosen).max() < TOLERANCE
 
 
-def test_a_gpu_and_quantization_refuse_them_by_name(tmp_path: Path) -> None:
+def test_quantization_refuses_them_by_name(tmp_path: Path) -> None:
     path = save(make_model("qwen3_5_narrow"), tmp_path)
-    with pytest.raises(UnsupportedFeature, match=r"delta_net, .* \(--device cpu\)"):
-        build_cuda_executor(engine_config(path), path, Interpreter())
     wanted = engine_config(path, quantization=Quantization.INT8)
     with pytest.raises(InvalidConfig, match="--quantization is int8"):
         CpuExecutor(wanted, path)
