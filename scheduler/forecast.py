@@ -71,11 +71,15 @@ def forecast_ttft_s(
     max_step_tokens: int,
     max_num_seqs: int,
     floor: int,
-    itl_target_s: float | None,
+    step_target_s: float | None,
+    num_cohorts: int = 1,
 ) -> float | None:
-    """num_new, num_cached: of its prompt's tokens, those to be computed and the others. None where
-    the step model knows too little yet."""
-    num_decodes = min(max_num_seqs, len(ahead.decoding) + ceil(ahead.num_waiting / 2))
+    """num_new, num_cached: of its prompt's tokens, those to be computed and the others.
+    step_target_s: how long a step with decodes may take. num_cohorts: of `Scheduler`; a step passes
+    as many stages, and takes the model's time in each. None where the step model knows too little
+    yet."""
+    num_running = min(max_num_seqs, len(ahead.decoding) + ceil(ahead.num_waiting / 2))
+    num_decodes = ceil(num_running / num_cohorts)
     mean = _mean([s.num_computed + 1 for s in ahead.decoding], default=num_new + num_cached)
     keys = int(num_decodes * mean)
     decodes = _work(live, keys, num_decodes, 0, 0)
@@ -85,7 +89,7 @@ def forecast_ttft_s(
         return None
     budget = chunk_budget(
         live,
-        itl_target_s,
+        step_target_s,
         max_tokens=max(1, max_step_tokens - num_decodes),
         floor=floor,
         decodes=decodes,
@@ -103,8 +107,9 @@ def forecast_ttft_s(
     rest_s = running_s * (1.5 if live.served.runs_ahead else 0.5)
     before_s = ahead.prompt_tokens / chunk * step_s
     own_s = max(num_new / chunk, 1.0) * step_s if total > chunk else step_s
-    room_s = _steps_until_room(ahead, lengths) * (step_s if total > chunk else decode_s)
-    return rest_s + max(before_s, room_s) + own_s
+    num_until_room = _steps_until_room(ahead, lengths) * num_cohorts
+    room_s = num_until_room * (step_s if total > chunk else decode_s)
+    return rest_s + max(before_s, room_s) + own_s + (num_cohorts - 1) * step_s
 
 
 def prefill_s(live: LiveStepModel, chunks: Sequence[tuple[int, int]]) -> float | None:

@@ -94,7 +94,8 @@ class Targets:
             max_step_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             floor=PREFILL_FLOOR,
-            itl_target_s=self._step_target_s(num_running),
+            step_target_s=self._step_target_s(num_running),
+            num_cohorts=self._num_cohorts,
         )
         if predicted_s is None:
             return

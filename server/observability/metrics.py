@@ -179,7 +179,9 @@ class Metrics:
         self._step_tokens.observe(work.num_prefill_tokens + work.num_decode_tokens)
         self._step_progress.observe(work.num_prefill_tokens + num_generated)
         self._prefill_tokens += work.num_prefill_tokens
-        self._totals[kind].add(report.step_s, report.model_bytes, report.model_flops)
+        self._totals[kind].add(
+            report.step_s, report.model_bytes, report.model_flops, report.computed_s or 0.0
+        )
         self._recent.add(report, kind)
 
     def _start(self, started: Started) -> None:
@@ -581,7 +583,7 @@ def _quantization(model: ModelInfo) -> Iterator[Metric]:
 def _sum(by_class: dict[StepClass, Totals]) -> Totals:
     total = Totals()
     for part in by_class.values():
-        total.add(part.step_s, part.model_bytes, part.model_flops)
+        total.add(part.step_s, part.model_bytes, part.model_flops, part.computed_s)
     return total
 
 

@@ -24,9 +24,7 @@ class Totals:
     model_flops: int = 0
     computed_s: float = 0.0
 
-    def add(
-        self, step_s: float, model_bytes: int, model_flops: int, computed_s: float = 0.0
-    ) -> None:
+    def add(self, step_s: float, model_bytes: int, model_flops: int, computed_s: float) -> None:
         self.step_s += step_s
         self.model_bytes += model_bytes
         self.model_flops += model_flops

@@ -38,6 +38,7 @@ class Bench:
         policy: Policy = Policy.FCFS,
         is_known: bool = True,
         groups: Sequence[KVGroup] = (KVGroup(4000),),
+        num_cohorts: int = 1,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -53,6 +54,7 @@ class Bench:
             block_size=16,
             max_model_len=20_000,
             step_model=self.live,
+            num_cohorts=num_cohorts,
         )
         self.now = 0.0
         self.first_token_s: dict[str, float] = {}
@@ -95,6 +97,27 @@ def test_steps_with_decodes_end_by_the_target_however_long_a_prompt_is() -> None
         chunks.append(batch.num_tokens[-1])
     assert len(chunks) > 10 and min(chunks[:-1]) > PREFILL_FLOOR
     assert chunks == sorted(chunks, reverse=True)  # contexts grow, and chunks shrink with them
+
+
+def test_of_two_cohorts_each_step_has_half_of_the_target() -> None:
+    bench = Bench(itl_target_s=0.020, num_cohorts=2)
+    busy(bench)
+    bench.add(make_request("long", [5] * 3000))
+    steps = []
+    while "long" not in bench.first_token_s:
+        steps.append(bench.step())
+    assert {batch.num_decodes for batch, _ in steps} == {2}
+    assert 0.009 < max(seconds for _, seconds in steps) <= 0.0101
+
+
+def test_a_prompt_is_expected_to_pass_every_stage() -> None:
+    expected = []
+    for num_stages in (1, 3):
+        bench = Bench(ttft_target_s=100.0, num_cohorts=num_stages)
+        bench.add(make_request("alone", [5] * 1000))
+        bench.step()
+        expected.append(bench.scheduler.take_started()[0].predicted_ttft_s)
+    assert expected[0] and expected[1] == pytest.approx(3 * expected[0])
 
 
 def test_without_decodes_a_step_is_as_long_as_it_may_be() -> None:

@@ -1,6 +1,7 @@
 """Every number on /metrics is compared with an independent count."""
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -243,12 +244,14 @@ def test_idle_ratio_covers_the_last_ten_seconds_across_step_boundaries() -> None
 
 
 def test_the_bubble_is_the_part_of_the_steps_time_that_stages_do_not_compute() -> None:
-    recent = RecentSteps()
+    metrics = Metrics("model")
+    metrics.on_ready(replace(INFO, pipeline_parallel_size=2))
+    began_s = time.monotonic() - 2.0
     for number, computed_s in enumerate((0.2, 0.4)):
-        report = msgspec.structs.replace(_report(1000.0 + number, 0.5), computed_s=computed_s)
-        recent.add(report, StepClass.DECODE)
-    assert recent.totals(1002.0)[StepClass.DECODE].bubble_ratio == pytest.approx(0.4)
-    assert recent.totals(1002.0)[StepClass.PREFILL].bubble_ratio == 0.0
+        report = _report(began_s + number / 2, 0.5)
+        metrics.on_step(msgspec.structs.replace(report, computed_s=computed_s))
+    shown = Scrape(metrics.text().decode())("pipeline_bubble_ratio")
+    assert shown == pytest.approx(0.4)
 
 
 def test_steps_before_the_window_are_dropped() -> None:
