@@ -141,8 +141,10 @@ class LlamaModel:
         shard: Shard | None = None,
         group: Group | None = None,
         recurrence: Recurrence = torch_recurrence,
+        maps_tables: bool = True,
     ) -> None:
-        """config: of the shard, where this rank has one. group: of the ranks with the others."""
+        """config: of the shard, where this rank has one. group: of the ranks with the others.
+        maps_tables: as of `PerLayerInputs`."""
         self.config = config
         self.shard, self.group = shard, group
         self._attention = attention
@@ -156,7 +158,9 @@ class LlamaModel:
             )
             self.layers = list(layers)
         self.norm = read_norm(config, weights, hidden, "model.norm.weight")
-        self.per_layer_inputs = PerLayerInputs.read(config, weights, make_linear)
+        self.per_layer_inputs = PerLayerInputs.read(
+            config, weights, make_linear, maps_table=maps_tables
+        )
         # An output layer that is packed and tied to the embedding is in memory twice: the gather of
         # input rows needs the plain matrix.
         self.lm_head = (
