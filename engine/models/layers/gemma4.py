@@ -175,3 +175,7 @@ class PerLayerInputs:
         projected = (self.projection(embedded) * self.scale).view(-1, *self.shape)
         inputs = (rms_norm(projected, self.norm, self._eps) + rows) * math.sqrt(0.5)
         return inputs.unbind(1)
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """What the table adds to the inputs of all layers: (T, num_layers * size) float32."""
+        return functional.embedding(token_ids, self.table).float() * math.sqrt(self.shape[1])

@@ -15,14 +15,11 @@ from torch import Tensor
 
 from penstock.engine.executors.loading import log_text_only
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.families import FAMILIES as ROWS
-from penstock.engine.native.model import check_features
 from tests.support.compiler import HAS_COMPILER
 from tests.support.published import PUBLISHED
 from tests.support.tiny_models import (
     MORE_FAMILIES,
-    ON_TORCH_ALONE,
     Harness,
     engine_config,
     made_config,
@@ -42,9 +39,7 @@ def made(name: str, directory: Path) -> tuple[Path, Tensor, Tensor]:
         return save(model, directory), model(prompts).logits, prompts
 
 
-@pytest.fixture(
-    params=[name for name in MORE_FAMILIES if name not in ON_TORCH_ALONE], scope="module"
-)
+@pytest.fixture(params=MORE_FAMILIES, scope="module")
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(a directory with the model, transformers' logits of two prompts, the prompts)"""
     return made(request.param, tmp_path_factory.mktemp("model"))
@@ -76,20 +71,6 @@ def test_in_chunks_and_in_company_the_logits_are_those_of_transformers(
     family: Any, native: bool
 ) -> None:
     path, expected, prompts = family
-    check_logits(path, expected, prompts, native)
-
-
-@pytest.mark.parametrize("name", sorted(ON_TORCH_ALONE))
-def test_a_family_that_torch_alone_computes_has_the_logits_of_transformers(
-    name: str, tmp_path: Path
-) -> None:
-    path, expected, prompts = made(name, tmp_path)
-    check_logits(path, expected, prompts, native=False)
-    with pytest.raises(UnsupportedFeature, match="which the compiled"):
-        check_features(ModelConfig.from_dir(path), torch.float32)
-
-
-def check_logits(path: Path, expected: Tensor, prompts: Tensor, native: bool) -> None:
     found = in_chunks(harness(path, prompts, native=native))
     torch.testing.assert_close(found, expected[0], atol=TOLERANCE, rtol=0)
     whole = harness(path, prompts, native=native).run([(0, 0, PROMPT_LEN), (1, 0, 20)])
