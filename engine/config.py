@@ -141,8 +141,9 @@ class EngineConfig:
     that of a model of text and images only the text model is served. gpu_memory_utilization: the
     share of a GPU's memory that may be used, by other processes too. enforce_eager: no CUDA graphs;
     the kernels of a step are launched one by one. log_level, log_format: of the engine process.
-    tensor_parallel_size: how many processes compute each layer together; num_threads and
-    kv_cache_memory_bytes are of each.
+    tensor_parallel_size: how many processes compute each layer together; pipeline_parallel_size:
+    how many stages the layers are cut into, each of so many processes. num_threads and
+    kv_cache_memory_bytes are of each process.
     calibration: a file of penstock calibrate, from which steps are predicted until enough have run.
     max_engine_restarts: how often within ten minutes a process that ended is replaced.
     stall_timeout_s: see `penstock.engine.ipc.stall`.
@@ -172,6 +173,7 @@ class EngineConfig:
     enforce_eager: bool = False
     num_threads: int | None = None
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     calibration: str | None = None
     max_num_queued_reqs: int = 1024
     max_engine_restarts: int = 10
@@ -194,6 +196,8 @@ class EngineConfig:
                 raise InvalidConfig(f"--{name.replace('_', '-')} must be at least 1")
         if self.tensor_parallel_size < 1:
             raise InvalidConfig("--tensor-parallel-size must be at least 1")
+        if self.pipeline_parallel_size < 1:
+            raise InvalidConfig("--pipeline-parallel-size must be at least 1")
         if self.max_engine_restarts < 0:
             raise InvalidConfig("--max-engine-restarts must not be negative; 0 is never")
         if self.stall_timeout_s < 3:

@@ -5,6 +5,7 @@ Read `EngineLoop.step` first: it is the whole engine in five lines.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
@@ -61,7 +62,7 @@ class _Launched(NamedTuple):
 
 
 class EngineLoop:
-    """Schedules, executes, reports; one step ahead of the device where the executor runs ahead."""
+    """Schedules, executes, reports; ahead of the device where that may have several steps."""
 
     def __init__(
         self,
@@ -79,7 +80,8 @@ class EngineLoop:
         self._inbox = inbox
         self._send = send
         self._clock = clock
-        self._launched: _Launched | None = None
+        self._launched: deque[_Launched] = deque()
+        self._max_in_flight = executor.info.max_in_flight
         self._preparing: dict[RequestId, Future[Any]] = {}
         self._adapters = AdapterCommands(executor.adapters, send)
         self._last_end_s = clock()
@@ -101,12 +103,10 @@ class EngineLoop:
         """One step. It waits for commands only when there is nothing to run or to collect."""
         aborted = self._apply_commands()
         launched = self._launch()
-        if self._launched:
-            self._collect(self._launched)
-        self._launched = launched
-        if launched and not self._executor.runs_ahead:
-            self._collect(launched)
-            self._launched = None
+        if launched:
+            self._launched.append(launched)
+        if self._launched and (not launched or len(self._launched) >= self._max_in_flight):
+            self._collect(self._launched.popleft())
         if aborted:
             self._report_aborted(aborted)
 
@@ -219,23 +219,23 @@ class EngineLoop:
         self._last_end_s = self._busy_since_s = end_s
         outputs = self._scheduler.update(sampled)
         self._release_ended(outputs)
-        self._send(
-            StepReport(
-                step=launched.step,
-                outputs=outputs,
-                stats=self._scheduler.stats(),
-                work=launched.work,
-                started_s=started_s,
-                step_s=end_s - started_s,
-                model_bytes=self._executor.info.step_bytes(launched.work),
-                model_flops=self._executor.info.step_flops(launched.work),
-                started=self._scheduler.take_started(),
-                wait_s=wait_s,
-                host_s=host_s,
-                predicted_s=launched.predicted_s,
-            )
+        report = StepReport(
+            step=launched.step,
+            outputs=outputs,
+            stats=self._scheduler.stats(),
+            work=launched.work,
+            started_s=started_s,
+            step_s=end_s - started_s,
+            model_bytes=self._executor.info.step_bytes(launched.work),
+            model_flops=self._executor.info.step_flops(launched.work),
+            started=self._scheduler.take_started(),
+            wait_s=wait_s,
+            host_s=host_s,
+            predicted_s=launched.predicted_s,
+            computed_s=sampled.computed_s,
         )
-        self._learn(launched, wait_s, host_s, was_idle=was_idle)
+        self._send(report)
+        self._learn(launched, report.device_s, host_s, was_idle=was_idle)
 
     def _learn(self, launched: _Launched, wait_s: float, host_s: float, *, was_idle: bool) -> None:
         """After the report, so that nobody waits for it."""

@@ -150,7 +150,8 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     executor computes within `execute`, that is the computation. host_s: the rest of the time since
     then, without waiting for commands: scheduling, launching, reporting. predicted_s: what
     wait_s and host_s together were expected to be when the step was launched; None as long as
-    nothing was known of such steps.
+    nothing was known of such steps. computed_s: see `SampledTokens`; the rest of step_s is the
+    pipeline's bubble.
     A report of step 0 stands for no step: it carries the final outputs of aborted answers.
     """
 
@@ -166,6 +167,12 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     wait_s: float = 0.0
     host_s: float = 0.0
     predicted_s: float | None = None
+    computed_s: float | None = None
+
+    @property
+    def device_s(self) -> float:
+        """Of wait_s, without what a stage waited for others."""
+        return self.wait_s if self.computed_s is None else self.computed_s
 
 
 ToEngine = Submit | Abort | LoadAdapter | UnloadAdapter

@@ -107,8 +107,9 @@ class ModelInfo:
     more_blocks is empty, all layers share one pool. read_alignment: see `KVGroup`. num_states: of
     the pool of recurrent states, 0 for a model without; state_bytes: of one, in all layers.
     model_impl: whose implementation of the family computes it, "penstock" or "transformers".
-    tensor_parallel_size: how many ranks have a part of every layer each. Bytes, operations, peaks
-    and measurements are then one rank's.
+    tensor_parallel_size: how many ranks have a part of every layer each. pipeline_parallel_size:
+    how many stages there are, each of some layers. Bytes, operations, peaks and measurements are
+    then those of one rank, in the last stage.
     """
 
     architecture: str
@@ -142,6 +143,13 @@ class ModelInfo:
     state_bytes: int = 0
     model_impl: str = "penstock"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def max_in_flight(self) -> int:
+        """How many steps the loop may have launched and not collected: one in each stage, or one
+        that the device computes while the host schedules the next."""
+        return max(self.pipeline_parallel_size, 2 if self.runs_ahead else 1)
 
     @property
     def kv_groups(self) -> tuple[KVGroup | StateGroup, ...]:

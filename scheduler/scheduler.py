@@ -9,6 +9,10 @@ known yet (`num_in_flight`), and `update` fills it in later. A sequence that tur
 wastes its rows in flight, and nothing else: the device runs steps in order, so its blocks are
 written by their next sequence after the wasted row.
 
+Where the device is a pipeline of stages, as many steps are in flight as there are stages, and the
+sequences that decode are divided into as many cohorts: see `Scheduler._cohort`. Chunks of one
+prompt may be in several steps in flight.
+
 Time is an argument; nothing here reads a clock, and a simulation runs this very code.
 """
 
@@ -76,10 +80,12 @@ class Scheduler:
         journals: Items[BlockJournal] = (),
         tier: BlockTier | None = None,
         events: KVEvents | None = None,
+        num_cohorts: int = 1,
     ) -> None:
         """groups: of the model's layers. step_model: without it targets have no effect. journals:
         one for each group, where the blocks outlive this process. tier: for continuous batching
-        with prefix caching. events: is told which blocks can be found.
+        with prefix caching. events: is told which blocks can be found. num_cohorts: of sequences
+        that decode in different steps: as many as the executor has stages.
 
         Raises InvalidConfig where one sequence of max_model_len would not fit the blocks.
         """
@@ -94,7 +100,8 @@ class Scheduler:
         self._config = config
         self._max_model_len = max_model_len
         self._kv = KVCache(groups, block_size, config.enable_prefix_caching, journals, tier, events)
-        self._targets = Targets(config, step_model)
+        self._num_cohorts = num_cohorts
+        self._targets = Targets(config, step_model, num_cohorts)
         self._loads = Loads(self._kv, tier, self._targets.compute_s) if tier is not None else None
         self._waiting = queue_for(config.policy)
         self._fair = self._waiting if isinstance(self._waiting, FairQueue) else None
@@ -396,6 +403,8 @@ class Scheduler:
         block_size = self._kv.block_size
         candidates = [s for s in self._decoding if s.num_computed < s.max_length - 1]
         candidates = self._drafts.without_verifying(candidates)
+        if self._num_cohorts > 1:
+            candidates = self._cohort(candidates)
         if self._kv.has_windows:
             for sequence in candidates:
                 if sequence.num_computed % block_size == 0:
@@ -416,6 +425,17 @@ class Scheduler:
         if self._kv.has_states:
             batch.snapshots = self._kv.snapshots_in_decodes(ready)
         self._drafts.schedule(batch)
+
+    def _cohort(self, candidates: list[Sequence]) -> list[Sequence]:
+        """Those of this step, where several stages compute different steps at the same time.
+
+        None has two tokens in flight: a stage needs the ids of the step before. And no step has
+        more than an equal share of all, so that there are others for the steps after it. Cohorts
+        that have become unequal are equal again a round later, since whoever is left over is in the
+        next step.
+        """
+        share = -(-len(candidates) // self._num_cohorts)
+        return [each for each in candidates if not each.num_in_flight][:share]
 
     def _make_room(self, ready: list[Sequence]) -> list[Sequence]:
         """Preempts until every remaining decode has the block that it needs in this step."""

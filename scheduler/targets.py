@@ -22,10 +22,14 @@ PREFILL_FLOOR = 64
 class Targets:
     """Of the server and of its requests. num_out_of_reach: requests refused because of them."""
 
-    def __init__(self, config: SchedulerConfig, step_model: LiveStepModel | None) -> None:
-        """Without a step model targets have no effect."""
+    def __init__(
+        self, config: SchedulerConfig, step_model: LiveStepModel | None, num_cohorts: int = 1
+    ) -> None:
+        """Without a step model targets have no effect. num_cohorts: a sequence gets a token in one
+        of so many steps."""
         self._config = config
         self._step_model = step_model
+        self._num_cohorts = num_cohorts
         self._lengths = AnswerLengths()
         self._own: dict[Sequence, float] = {}  # ITL, of running sequences with one of their own
         self.num_out_of_reach = 0
@@ -47,7 +51,7 @@ class Targets:
 
     def chunk_budget(self, batch: Batch, max_tokens: int, num_running: int) -> ChunkBudget:
         """Of the prompts of a step whose decodes are planned."""
-        target_s = self._itl_target_s(num_running)
+        target_s = self._step_target_s(num_running)
         if target_s is None or self._step_model is None or not batch.num_decodes:
             return ChunkBudget(max_tokens)
         windows = [group.window for group in self._step_model.served.attention]
@@ -90,7 +94,7 @@ class Targets:
             max_step_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             floor=PREFILL_FLOOR,
-            itl_target_s=self._itl_target_s(num_running),
+            itl_target_s=self._step_target_s(num_running),
         )
         if predicted_s is None:
             return
@@ -98,6 +102,11 @@ class Targets:
         if sequence.predicted_ttft_s > target_s:
             self.num_out_of_reach += 1
             raise TargetOutOfReach(sequence.predicted_ttft_s, target_s)
+
+    def _step_target_s(self, num_running: int) -> float | None:
+        """How long a step with decodes may take."""
+        target_s = self._itl_target_s(num_running)
+        return None if target_s is None else target_s / self._num_cohorts
 
     def _itl_target_s(self, num_running: int) -> float | None:
         """The tightest of the sequences that run."""

@@ -264,6 +264,7 @@ class SampledTokens:
     void. prompts: one for each row that ends a prompt with a prompt_request (see SlotAssignment),
     in row order, whether the row samples or not; None where NaN or infinities are in what it would
     be made of, and then the sequence ends. num_experts, adapter_bytes: as in `StepWork`.
+    computed_s: where a step passes several stages, how long each of them computed it, on average.
     """
 
     step: int
@@ -275,6 +276,7 @@ class SampledTokens:
     num_drafts: dict[int, int] = field(default_factory=dict)
     num_experts: int | None = None
     adapter_bytes: int = 0
+    computed_s: float | None = None
 
 
 class Finish(NamedTuple):

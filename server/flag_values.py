@@ -46,7 +46,6 @@ VLLM_FLAGS = {
     "--uvicorn-log-level": "use --log-level",
     "--async-scheduling": "the scheduler runs ahead of a GPU by itself; leave it out",
     "--seed": "send a seed with each request; leave it out",
-    "--pipeline-parallel-size": "use --tensor-parallel-size, which splits each layer",
     "--data-parallel-size": "start one server for each replica, or penstock ray",
     "--max-cpu-loras": "all adapters stay in memory, as many as --max-loras; leave it out",
     "--lora-dtype": "adapters are in the type of --dtype; leave it out",

@@ -90,6 +90,7 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
             kv_events=options.kv_events_config,
             kv_offload_bytes=_gib(options.kv_offload_gb),
             tensor_parallel_size=options.tensor_parallel_size,
+            pipeline_parallel_size=options.pipeline_parallel_size,
             calibration=str(options.calibration) if options.calibration else None,
             max_num_queued_reqs=options.max_num_queued_reqs,
             max_engine_restarts=options.max_engine_restarts,

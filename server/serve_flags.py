@@ -233,8 +233,17 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         type=int,
         metavar="N",
         default=1,
-        help="split each layer over N processes, on a CPU so far; they share the cores, and "
-        "--kv-cache-memory-bytes and --num-threads are of each (default: %(default)s)",
+        help="split each layer over N processes, each with a GPU of its own or a share of the "
+        "cores; --kv-cache-memory-bytes and --num-threads are of each (default: %(default)s)",
+    )
+    flag(
+        "-pp",
+        "--pipeline-parallel-size",
+        type=int,
+        metavar="N",
+        default=1,
+        help="cut the layers into N stages, each in processes of its own that compute different "
+        "steps at the same time, on a CPU so far (default: %(default)s)",
     )
 
 

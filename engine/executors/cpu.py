@@ -6,9 +6,10 @@ step reads them.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import CDLL
 from dataclasses import replace
 from functools import partial
@@ -68,6 +69,7 @@ from penstock.engine.models.lora.adapter import Adapter
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
 from penstock.engine.models.shard import Shard
+from penstock.engine.models.stage import Stage
 from penstock.engine.models.weights import Empty
 from penstock.engine.native.delta_net import NativeRecurrence
 from penstock.engine.native.inputs import gather_input
@@ -76,6 +78,7 @@ from penstock.engine.native.model import NativeModel, check_features, may_code_k
 from penstock.engine.native.packing import FORMATS
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.group import Group
+from penstock.engine.ranks.pipeline import Pipeline
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
@@ -97,7 +100,8 @@ class CpuExecutor:
 
     _native: NativeModel | None = None
     _tier: DiskTier | None = None
-    _group: Group | None = None
+    _everyone: Group | None = None
+    _pipeline: Pipeline | None = None
 
     def __init__(
         self,
@@ -105,8 +109,10 @@ class CpuExecutor:
         model_dir: Path,
         phases: Phases | None = None,
         group: Group | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
-        """group: of the ranks that compute the model together, each in a process of its own."""
+        """Of ranks that compute the model together, each in a process of its own, group: those that
+        split each layer; pipeline: where there are several stages."""
         if config.attention_backend is not AttentionBackend.AUTO:
             raise InvalidConfig(
                 f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
@@ -115,9 +121,10 @@ class CpuExecutor:
         check_quantization(config, model_dir)
         phases = phases or Phases()
         # The server's process shares them: a thread that it interrupts holds up no other.
-        num_ranks = group.size if group else 1
+        everyone = pipeline.everyone if pipeline else group
+        num_ranks = everyone.size if everyone else 1
         num_threads = config.num_threads or max(1, num_cores() // num_ranks)
-        self._group = group
+        self._everyone, self._pipeline = everyone, pipeline
         whole = model = ModelConfig.from_dir(model_dir)
         check_dtype(config.dtype, model)
         if model.delta_net is not None:
@@ -125,13 +132,17 @@ class CpuExecutor:
         shard = None if group is None else Shard(whole, group.rank, group.size)
         if shard is not None:
             model = shard.config
+        of_all_layers = model
+        stage = None if pipeline is None else Stage(model, pipeline.stage, pipeline.num_stages)
+        if stage is not None:
+            model = stage.config
         block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         with phases.timed("compile", "loading the step that is compiled for this processor"):
-            if group and group.rank:
-                group.barrier()  # rank 0 compiles for all
-            self._dtype, library = _dtype_and_library(config, model, model_dir)
-            if group and not group.rank:
-                group.barrier()
+            if everyone and everyone.rank:
+                everyone.barrier()  # rank 0 compiles for all
+            self._dtype, library = _dtype_and_library(config, of_all_layers, model_dir)
+            if everyone and not everyone.rank:
+                everyone.barrier()
         kv_type = kv_dtype(config.kv_cache_dtype, self._dtype)
 
         make_linear: MakeLinear = PlainLinear
@@ -145,20 +156,26 @@ class CpuExecutor:
         num_weight_bytes = weight_bytes(
             model, config.load_format, model_dir, self._dtype, kept=kept, plan=plan
         )
+        if stage is not None:
+            num_weight_bytes -= stage.num_absent_weights * self._dtype.itemsize
         longest = resolve_max_model_len(config.max_model_len, model.max_model_len)
-        layout = model.kv_layout(longest)
-        pools = layout.pools(model.kv_shape, block_size, kv_type.itemsize)
+        layout = of_all_layers.kv_layout(longest)
+        if stage is None:
+            pools = layout.pools(model.kv_shape, block_size, kv_type.itemsize)
+        else:
+            pools = stage.pools(layout, block_size, kv_type.itemsize)
+            layout = stage.layout(layout)
         # What decides the bytes of a block of the same tokens.
         compiled = None if library is None else Path(library._name).name
         formats = (self._dtype, kv_type, config.load_format, config.quantization)
         identity = identity_of(model_dir, model, formats, block_size, compiled, layout)
         files = block_files(config, identity)
         kept_kv = None
-        if config.kv_memory is not None and group is None and layout.state is None:
+        if config.kv_memory is not None and everyone is None and layout.state is None:
             key = files.key if files else None
             kept_kv = KeptMemory(config.kv_memory, identity, key)
-        if group:
-            group.barrier()  # the memory that is free is divided before anybody takes some
+        if everyone:
+            everyone.barrier()  # the memory that is free is divided before anybody takes some
         available = available_memory_bytes()
         size = size_cpu_pool(
             config,
@@ -168,8 +185,10 @@ class CpuExecutor:
             kept=kept_kv,
             num_ranks=num_ranks,
         )
-        if group:
-            num_blocks, *more_blocks, max_len = least(group, [*size.of_groups, size.max_model_len])
+        if everyone:
+            num_blocks, *more_blocks, max_len = least(
+                everyone, [*size.of_groups, size.max_model_len]
+            )
             size = PoolSize(num_blocks, max_len, tuple(more_blocks))
         quantized = None
         if plan is not None:
@@ -181,19 +200,20 @@ class CpuExecutor:
             torch.set_num_threads(1)
             self._model: Model
             empty = self._empty(in_arena=library is not None)
+            source = weight_source(
+                config.load_format,
+                model_dir,
+                model,
+                empty,
+                phases,
+                quantized,
+                make_linear=make_linear,
+                kept=kept,
+                shard=shard,
+            )
             self._model = llama = LlamaModel(
                 model,
-                weight_source(
-                    config.load_format,
-                    model_dir,
-                    model,
-                    empty,
-                    phases,
-                    quantized,
-                    make_linear=make_linear,
-                    kept=kept,
-                    shard=shard,
-                ),
+                source if stage is None else stage.of(source),
                 make_linear,
                 gathered_attention,
                 max_model_len=size.max_model_len,
@@ -202,6 +222,9 @@ class CpuExecutor:
                 shard=shard,
                 group=group,
                 recurrence=_recurrence(model, num_threads),
+                stage=stage,
+                pipeline=pipeline,
+                dtype=self._dtype,
             )
             torch.set_num_threads(num_threads)
         self._build_input = build_model_input
@@ -227,8 +250,8 @@ class CpuExecutor:
         if num_ranks > 1:
             computed_by += f" in each of {num_ranks} processes"
         logger.info("computed by %s", computed_by)
-        if group:
-            group.barrier()  # so that each measures its share
+        if everyone:
+            everyone.barrier()  # so that each measures its share
         with phases.timed("bandwidth", "measuring how fast memory is read"):
             measured = read_bandwidth(BANDWIDTH_PROBE_BYTES)
         with phases.timed("flops", "measuring how fast matrices are multiplied"):
@@ -254,16 +277,22 @@ class CpuExecutor:
             quantization=quantized.info if quantized else None,
             layout=layout,
         )
-        if group:
-            self._info = of_ranks(self._info, whole, num_ranks)
+        if everyone:
+            self._info = of_ranks(
+                self._info,
+                whole,
+                tensor_size=group.size if group else 1,
+                num_stages=pipeline.num_stages if pipeline else 1,
+            )
         total = total_memory_bytes()
+        own_pools = layout.pools(model.kv_shape, block_size, kv_type.itemsize)
         Ledger(
             total=total,
             others=total - available,
             weights=num_weight_bytes,
-            kv_pool=size.num_bytes(pools),
+            kv_pool=size.num_bytes(own_pools),
             adapters=most_adapter_bytes(config.lora, model, self._dtype),
-        ).log(size, pools)
+        ).log(size, own_pools)
 
     def _make_tables(
         self,
@@ -285,8 +314,8 @@ class CpuExecutor:
         self._group_tables = tables.unbind()
         self._block_tables = tables if num_groups > 1 else tables[0]
         self._prompt_lengths = [0] * max_num_seqs
-        # Where the ids of the last step belong, on a rank that learns them from another.
-        self._sampled_at: list[tuple[int, int]] = []
+        # Where the ids of each step belong that this rank has not learned from rank 0 yet.
+        self._sampled_at: deque[list[tuple[int, int]]] = deque()
         grammars = Grammars.of_model(model_dir, vocab_size, eos_token_ids, config.load_format)
         self._grammars = GrammarTable(grammars, max_num_seqs, vocab_size)
         self._sampler = Sampler(max_num_seqs, vocab_size, _CPU, self._grammars, argmax_of)
@@ -323,31 +352,46 @@ class CpuExecutor:
     def execute(self, batch: ScheduledBatch) -> "Done":
         with torch.inference_mode(), self._in_step(batch):
             self._apply(batch)
-            return Done(self._run(batch))
+            sampled = self._run(batch)
+        if self._pipeline is not None:
+            computed_s = self._pipeline.computed_s / self._pipeline.num_stages
+            sampled = replace(sampled, computed_s=computed_s)
+        return Done(sampled)
 
-    def follow(self, batch: ScheduledBatch, last_ids: Sequence[int]) -> None:
-        """This rank's part of a step, where it is not rank 0, which samples. last_ids: what rank 0
-        sampled in the step before."""
+    def follow(self, batch: ScheduledBatch, sampled: Sequence[Sequence[int]]) -> None:
+        """This rank's part of a step, where it is not rank 0, which samples. sampled: of the steps
+        that rank 0 has completed since the last call, in their order."""
         with torch.inference_mode(), self._in_step(batch):
-            for (slot, position), token_id in zip(self._sampled_at, last_ids, strict=True):
-                self._tokens[slot, position] = token_id
+            for token_ids in sampled:
+                for (slot, position), token_id in zip(
+                    self._sampled_at.popleft(), token_ids, strict=True
+                ):
+                    self._tokens[slot, position] = token_id
             self._apply(batch)
-            self._sampled_at = []
             if batch.slots:
-                step, _, slots, _ = self._compute(batch)
-                lengths = [
-                    n
-                    for n, samples in zip(step.context_lens, batch.samples, strict=True)
-                    if samples
-                ]
-                self._sampled_at = list(zip(slots, lengths, strict=True))
+                self._compute(batch)
+            rows = zip(batch.slots, batch.starts, batch.num_tokens, batch.samples, strict=True)
+            self._sampled_at.append(
+                [(slot, at + num) for slot, at, num, samples in rows if samples]
+            )
 
     @property
     def _is_follower(self) -> bool:
-        return self._group is not None and self._group.rank > 0
+        return self._everyone is not None and self._everyone.rank > 0
+
+    @property
+    def _has_output_layer(self) -> bool:
+        return self._pipeline is None or self._pipeline.after is None
 
     def _in_step(self, batch: ScheduledBatch) -> AbstractContextManager[None]:
-        return nullcontext() if self._group is None else self._group.doing.in_step(batch.step)
+        everyone = self._everyone
+        return nullcontext() if everyone is None else self._in_step_of(everyone, batch.step)
+
+    @contextmanager
+    def _in_step_of(self, everyone: Group, step: int) -> Iterator[None]:
+        of_stage = nullcontext() if self._pipeline is None else self._pipeline.in_step(step)
+        with everyone.doing.in_step(step), of_stage:
+            yield
 
     def _apply(self, batch: ScheduledBatch) -> None:
         """Updates the tables, in the order that `ScheduledBatch` states."""
@@ -358,7 +402,8 @@ class CpuExecutor:
                 self._pool.all_groups[group].reach(block_ids)
                 self._group_tables[group][slot, : len(block_ids)] = self._tensor(block_ids)
             self._prompt_lengths[slot] = num_prompt_tokens
-            self._prompts.assign(assignment)
+            if self._has_output_layer:
+                self._prompts.assign(assignment)
             if self._is_follower:
                 continue
             self._sampler.assign(slot, sampling, seed)

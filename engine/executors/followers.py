@@ -24,6 +24,7 @@ import msgspec
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.ranks.group import RankFailed
+from penstock.engine.ranks.layout import RankLayout
 from penstock.scheduler.types import ScheduledBatch
 
 logger = logging.getLogger(__name__)
@@ -38,19 +39,22 @@ _NEWS_S = 5.0
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """To a rank, first: what it is. store: the descriptor that the ranks meet in."""
+    """To a rank, first: what it is. store: the descriptor that the ranks meet in. board: of
+    `penstock.engine.ranks.board`, where each has a GPU; None on a CPU."""
 
     config: EngineConfig
     rank: int
     size: int
     store: int
+    board: int | None = None
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """To a rank: compute your part. last_ids: what rank 0 sampled in the step before."""
+    """To a rank: compute your part. sampled: of the steps that rank 0 has completed since the last
+    message, in their order."""
 
     batch: ScheduledBatch
-    last_ids: Sequence[int]
+    sampled: Sequence[Sequence[int]]
 
 
 class LastWords(msgspec.Struct, tag=True, frozen=True):
@@ -86,6 +90,9 @@ class Channel:
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_WR)
 
+    def close(self) -> None:
+        self._stream.close()
+
     def _read(self, size: int) -> bytes:
         data = bytearray(size)
         view = memoryview(data)
@@ -110,14 +117,20 @@ class _Follower:
 class Followers:
     """Ranks 1 and up. All but the watching is done in one thread."""
 
-    def __init__(self, config: EngineConfig, size: int, store: int) -> None:
-        """size: of all ranks. store: see `Start`; they inherit it."""
-        self._followers = [self._start(config, rank, size, store) for rank in range(1, size)]
+    def __init__(
+        self, config: EngineConfig, layout: RankLayout, store: int, board: int | None = None
+    ) -> None:
+        """store, board: see `Start`; they inherit them."""
+        self._layout = layout
+        self._followers = [
+            self._start(Start(config, rank, layout.size, store, board))
+            for rank in range(1, layout.size)
+        ]
         self._failed: RankFailed | None = None
         self._has_failed = threading.Event()
         self._on_end: Callable[[int], None] = lambda _: None
         self.is_waiting = False
-        """Whether rank 0 computes something with them, so that one that is stopped holds it up."""
+        """Whether a step is under way, so that one that is stopped holds it up."""
         self.news = os.eventfd(0, os.EFD_CLOEXEC)
         """A descriptor that can be read once a rank has failed."""
         threading.Thread(target=self._watch, daemon=True).start()
@@ -161,19 +174,21 @@ class Followers:
             each.process.kill()
         for each in self._followers:
             each.process.wait()
+            each.channel.close()
 
     @staticmethod
-    def _start(config: EngineConfig, rank: int, size: int, store: int) -> _Follower:
+    def _start(start: Start) -> _Follower:
+        inherited = [start.store] if start.board is None else [start.store, start.board]
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), store),
+                pass_fds=(theirs.fileno(), *inherited),
             )
         channel = Channel(ours, LastWords)
-        channel.send(Start(config, rank, size, store))
-        return _Follower(rank, channel, process)
+        channel.send(start)
+        return _Follower(start.rank, channel, process)
 
     def _watch(self) -> None:
         poll = select.poll()
@@ -188,12 +203,14 @@ class Followers:
             elapsed_s = min(now_s - looked_at_s, 2 * _LOOK_INTERVAL_S)
             looked_at_s = now_s
             for pidfd, _ in ended[:1]:
-                self._fail(_end_of(by_pidfd[pidfd]))
+                follower = by_pidfd[pidfd]
+                self._fail(_end_of(follower, self._layout.name_of(follower.rank)))
             for each in self._followers:
                 is_held_up = self.is_waiting and _is_stopped(each.process.pid)
                 each.stopped_s = each.stopped_s + elapsed_s if is_held_up else 0.0
                 if each.stopped_s > _STOPPED_S:
-                    why = f"rank {each.rank} was stopped, as SIGSTOP or a debugger does"
+                    name = self._layout.name_of(each.rank)
+                    why = f"{name} was stopped, as SIGSTOP or a debugger does"
                     self._fail(RankFailed(why, rank=each.rank, signal=signal.SIGSTOP))
 
     def _fail(self, failed: RankFailed) -> None:
@@ -207,11 +224,11 @@ class Followers:
         os.eventfd_write(self.news, 1)
 
 
-def _end_of(follower: _Follower) -> RankFailed:
+def _end_of(follower: _Follower, name: str) -> RankFailed:
     """Of one whose process has ended."""
     code, rank = follower.process.wait(), follower.rank
     if code < 0:
-        why = f"rank {rank} was ended by signal {-code}"
+        why = f"{name} was ended by signal {-code}"
         if code == -signal.SIGKILL:
             why += (
                 ", by somebody or by the kernel because memory ran out, which dmesg shows: then "
@@ -219,9 +236,9 @@ def _end_of(follower: _Follower) -> RankFailed:
             )
         return RankFailed(why, rank=rank, signal=-code)
     try:
-        why = f"rank {rank} failed: {follower.channel.receive().why}"
+        why = f"{name} failed: {follower.channel.receive().why}"
     except (EOFError, msgspec.DecodeError):
-        why = f"rank {rank} ended with code {code}"
+        why = f"{name} ended with code {code}"
     return RankFailed(why, rank=rank)
 
 

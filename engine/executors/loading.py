@@ -354,13 +354,16 @@ def _attention_groups(
     return tuple(groups)
 
 
-def of_ranks(info: ModelInfo, whole: ModelConfig, num_ranks: int) -> ModelInfo:
+def of_ranks(
+    info: ModelInfo, whole: ModelConfig, *, tensor_size: int, num_stages: int = 1
+) -> ModelInfo:
     """info: of one rank's part of a model. What a device reads and computes stays that part's."""
     return replace(
         info,
         vocab_size=whole.vocab_size,
         num_parameters=whole.num_parameters,
-        tensor_parallel_size=num_ranks,
+        tensor_parallel_size=tensor_size,
+        pipeline_parallel_size=num_stages,
     )
 
 

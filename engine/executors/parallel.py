@@ -1,11 +1,14 @@
-"""`ParallelExecutor`: a model of which several processes compute a part each (tensor parallelism).
+"""`ParallelExecutor`: a model of which several processes compute a part each: of every layer
+(tensor parallelism), or some of the layers (pipeline parallelism), or both.
 
 Rank 0 is this process. The others run the same executor on the same batches, which they get from
-here as the scheduler made them; each keeps its own token and block tables. Rank 0 alone samples.
+here as the scheduler made them; each keeps its own token and block tables. Rank 0 alone samples. It
+has the last stage: while it computes a step, the stages before are at the next ones.
 """
 
 import os
 import subprocess
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,10 +22,14 @@ from penstock.engine.gguf.file import is_gguf
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.shard import Shard
+from penstock.engine.models.stage import Stage
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.group import RankFailed
-from penstock.engine.ranks.shared_memory import MAX_RANKS, SharedMemoryGroup, shared_memory
+from penstock.engine.ranks.layout import RankLayout
+from penstock.engine.ranks.link import LinkSize
+from penstock.engine.ranks.membership import Membership, membership_bytes
+from penstock.engine.ranks.shared_memory import MAX_RANKS, memory_of
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.types import (
@@ -42,29 +49,53 @@ def build_parallel_executor(config: EngineConfig, phases: Phases) -> "ParallelEx
     """Starts the other ranks, and loads this one's part. Raises PenstockError."""
     model_dir = Path(config.model)
     check_parallel(config, model_dir)
-    size = config.tensor_parallel_size
-    with phases.timed("ranks", f"starting {size - 1} more processes"):
+    layout = layout_of(config)
+    with phases.timed("ranks", f"starting {layout.size - 1} more processes"):
         try:
             library = load_ranks_library()
         except (OSError, subprocess.SubprocessError) as error:
             raise InvalidConfig(
-                f"--tensor-parallel-size {size} needs a C++ compiler for the sums over all ranks; "
-                f"install g++ ({getattr(error, 'stderr', None) or error})"
+                f"{_flags(layout)} needs a C++ compiler for what the ranks exchange; install g++ "
+                f"({getattr(error, 'stderr', None) or error})"
             ) from error
-        memory = shared_memory(library, size)
-        followers = Followers(config, size, memory)
-        group = SharedMemoryGroup(library, memory, 0, size, timeout_s=START_TIMEOUT_S)
+        memory = memory_of(membership_bytes(library, layout, link_size(config)))
+        followers = Followers(config, layout, memory)
+        membership = join(config, memory, 0)
         os.close(memory)
-        followers.on_end(group.end)
+        followers.on_end(membership.end)
     followers.is_waiting = True
     try:
-        executor = CpuExecutor(config, model_dir, phases, group)
-        group.barrier()
+        executor = CpuExecutor(config, model_dir, phases, membership.tensor, membership.pipeline)
+        membership.everyone.barrier()
     except RankFailed as error:
         raise followers.explained(error) from error
     followers.is_waiting = False
-    group.timeout_s = wait_limit_s(config)
-    return ParallelExecutor(executor, followers)
+    membership.wait_at_most(wait_limit_s(config))
+    return ParallelExecutor(executor, followers, num_stages=layout.num_stages)
+
+
+def layout_of(config: EngineConfig) -> RankLayout:
+    return RankLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
+
+
+def join(config: EngineConfig, memory: int, rank: int) -> Membership:
+    """memory: the descriptor of what all ranks share."""
+    return Membership.join(
+        load_ranks_library(),
+        memory,
+        layout_of(config),
+        link_size(config),
+        rank,
+        timeout_s=START_TIMEOUT_S,
+    )
+
+
+def link_size(config: EngineConfig) -> LinkSize:
+    """Between stages: room for the states, in float32, of as many steps as may be in flight."""
+    hidden_size = ModelConfig.from_dir(Path(config.model)).hidden_size
+    return LinkSize(
+        config.pipeline_parallel_size, 4 * config.scheduler.max_num_batched_tokens * hidden_size
+    )
 
 
 def wait_limit_s(config: EngineConfig) -> float:
@@ -75,10 +106,12 @@ def wait_limit_s(config: EngineConfig) -> float:
 
 def check_parallel(config: EngineConfig, model_dir: Path) -> None:
     """Raises InvalidConfig for what several ranks do not compute."""
-    size = config.tensor_parallel_size
-    flag = f"--tensor-parallel-size {size}"
-    if size > MAX_RANKS:
-        raise InvalidConfig(f"{flag}: at most {MAX_RANKS} ranks are supported")
+    layout = layout_of(config)
+    flag = _flags(layout)
+    if layout.size > MAX_RANKS:
+        raise InvalidConfig(
+            f"{flag}: at most {MAX_RANKS} ranks are supported, and these are {layout.size}"
+        )
     if config.lora is not None:
         raise InvalidConfig(
             f"{flag} cannot be combined with --enable-lora so far; serve a model into which the "
@@ -96,19 +129,36 @@ def check_parallel(config: EngineConfig, model_dir: Path) -> None:
     if is_gguf(model_dir) and config.load_format is not LoadFormat.DUMMY:
         raise InvalidConfig(
             f"{flag}: a GGUF file cannot be split over ranks so far; use the model's safetensors, "
-            "or --tensor-parallel-size 1"
+            "or leave the flag out"
         )
-    Shard(ModelConfig.from_dir(model_dir), 0, size)
+    model = ModelConfig.from_dir(model_dir)
+    if layout.tensor_size > 1:
+        model = Shard(model, 0, layout.tensor_size).config
+    if layout.num_stages > 1:
+        Stage(model, 0, layout.num_stages)
+
+
+def _flags(layout: RankLayout) -> str:
+    """That ask for so many ranks, for messages."""
+    flags = []
+    if layout.tensor_size > 1:
+        flags.append(f"--tensor-parallel-size {layout.tensor_size}")
+    if layout.num_stages > 1:
+        flags.append(f"--pipeline-parallel-size {layout.num_stages}")
+    return " with ".join(flags)
 
 
 class ParallelExecutor:
     """See `penstock.engine.executor.Executor`."""
 
-    def __init__(self, executor: CpuExecutor, followers: Followers) -> None:
+    def __init__(self, executor: CpuExecutor, followers: Followers, num_stages: int = 1) -> None:
         """executor: of rank 0."""
         self._executor = executor
         self._followers = followers
-        self._last_ids: Sequence[int] = ()
+        self._has_stages = num_stages > 1
+        self._launched: deque[_Launched] = deque()
+        # Of the steps since the last message to the other ranks.
+        self._sampled: list[Sequence[int]] = []
 
     @property
     def info(self) -> ModelInfo:
@@ -139,37 +189,70 @@ class ParallelExecutor:
         return self._executor.prepare(request)
 
     def release(self, request_id: RequestId) -> None:
-        self._executor.release(request_id)
+        if self._launched:  # steps that rank 0 has yet to compute may have a row of it
+            self._launched[-1].released.append(request_id)
+        else:
+            self._executor.release(request_id)
 
-    def execute(self, batch: ScheduledBatch) -> "_Computed":
+    def execute(self, batch: ScheduledBatch) -> "_Launched":
         """Raises RankFailed: then nothing more can be computed."""
-        followers = self._followers
-        followers.is_waiting = True
-        followers.send(Step(_without_sampling(batch), self._last_ids))
+        self._followers.is_waiting = True
         try:
-            sampled = self._executor.execute(batch).wait()
+            self._followers.send(Step(without_sampling(batch), self._sampled))
         except RankFailed as error:
-            raise followers.explained(error) from error
-        followers.is_waiting = False
-        self._last_ids = sampled.token_ids
-        return _Computed(sampled)
+            raise RankFailed(
+                f"{error}: this was seen when step {batch.step} was launched",
+                rank=error.rank,
+                signal=error.signal,
+            ) from error
+        self._sampled = []
+        launched = _Launched(self, batch)
+        self._launched.append(launched)
+        if not self._has_stages:  # the others are waiting for this rank
+            launched.compute()
+        return launched
+
+    def compute_next(self, launched: "_Launched") -> SampledTokens:
+        """This rank's part of the oldest step, which waits for that of the others. Raises
+        RankFailed."""
+        assert launched is self._launched[0], "steps are waited for in the order of their launch"
+        try:
+            sampled = self._executor.execute(launched.batch).wait()
+        except RankFailed as error:
+            raise self._followers.explained(error) from error
+        self._launched.popleft()
+        self._followers.is_waiting = bool(self._launched)
+        self._sampled.append(sampled.token_ids)
+        for request_id in launched.released:
+            self._executor.release(request_id)
+        return sampled
 
     def close(self) -> None:
         """Ends the other ranks."""
         self._followers.close()
 
 
-class _Computed:
-    """`PendingTokens` of a step that is complete."""
+class _Launched:
+    """`PendingTokens` of a step that the other ranks have."""
 
-    def __init__(self, sampled: SampledTokens) -> None:
-        self._sampled = sampled
+    def __init__(self, executor: ParallelExecutor, batch: ScheduledBatch) -> None:
+        self._executor = executor
+        self._sampled: SampledTokens | None = None
+        self.batch = batch
+        self.released: list[RequestId] = []
+        """What may go once it is computed."""
 
-    def wait(self) -> SampledTokens:
+    def compute(self) -> SampledTokens:
+        """Rank 0's part of it. Raises RankFailed."""
+        if self._sampled is None:
+            self._sampled = self._executor.compute_next(self)
         return self._sampled
 
+    def wait(self) -> SampledTokens:
+        return self.compute()
 
-def _without_sampling(batch: ScheduledBatch) -> ScheduledBatch:
+
+def without_sampling(batch: ScheduledBatch) -> ScheduledBatch:
     """What the other ranks need of it: a grammar may be large."""
     if not batch.assignments:
         return batch

@@ -2,7 +2,8 @@
 
 It computes nothing: every sampled id is the same, so that an answer ends at its max_tokens. The
 scheduler and the loop around it are those that serve. A device runs one step after another; a step
-begins when it is launched and the one before has ended, as on a real one.
+begins when it is launched and the one before has ended, as on a real one. So does each stage of a
+pipeline, of which the last computes when it is waited for, as the engine process does.
 """
 
 from concurrent.futures import Future
@@ -57,7 +58,8 @@ class PredictedExecutor:
         self._clock = clock
         self._factors = factors or {}
         self._random = None if seed is None else Random(seed)
-        self._free_s = 0.0
+        # When each stage has computed all that was launched.
+        self._free_s = [0.0] * info.pipeline_parallel_size
         self.host_s = 0.0
         self.num_outside = 0
 
@@ -94,9 +96,22 @@ class PredictedExecutor:
     def execute(self, batch: ScheduledBatch) -> "PredictedStep":
         work = work_of(batch, self._info.windows, self._info.graph_sizes)
         device_s, host_s = self._times(work)
-        self._free_s = max(self._clock.now_s, self._free_s) + device_s
-        sampled = SampledTokens(step=batch.step, token_ids=[_TOKEN_ID] * sum(batch.samples))
-        return PredictedStep(self, self._clock, sampled, self._free_s, host_s)
+        has_stages = len(self._free_s) > 1
+        sampled = SampledTokens(
+            step=batch.step,
+            token_ids=[_TOKEN_ID] * sum(batch.samples),
+            computed_s=device_s if has_stages else None,
+        )
+        begin_s = self._clock.now_s
+        for stage in range(max(1, len(self._free_s) - 1)):
+            begin_s = self.pass_stage(stage, begin_s, device_s)
+        rest_s = device_s if has_stages else None
+        return PredictedStep(self, self._clock, sampled, begin_s, rest_s, host_s)
+
+    def pass_stage(self, stage: int, arrival_s: float, device_s: float) -> float:
+        """When a step has passed it that comes there at arrival_s."""
+        self._free_s[stage] = max(arrival_s, self._free_s[stage]) + device_s
+        return self._free_s[stage]
 
     def _times(self, work: StepWork) -> tuple[float, float]:
         """Of the device and of the host, in seconds."""
@@ -111,7 +126,8 @@ class PredictedExecutor:
 
 
 class PredictedStep:
-    """`PendingTokens` of a step that ends at a time known in advance."""
+    """`PendingTokens` of a step that ends at a time known in advance. rest_s: how long the last
+    stage computes after that, once it is waited for; None where there is one stage."""
 
     def __init__(
         self,
@@ -119,15 +135,20 @@ class PredictedStep:
         clock: VirtualClock,
         sampled: SampledTokens,
         end_s: float,
+        rest_s: float | None,
         host_s: float,
     ) -> None:
         self._executor = executor
         self._clock = clock
         self._sampled = sampled
         self._end_s = end_s
+        self._rest_s = rest_s
         self._host_s = host_s
 
     def wait(self) -> SampledTokens:
         self._clock.advance_to(self._end_s)
+        if self._rest_s is not None:
+            end_s = self._executor.pass_stage(-1, self._clock.now_s, self._rest_s)
+            self._clock.advance_to(end_s)
         self._executor.host_s = self._host_s
         return self._sampled

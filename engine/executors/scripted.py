@@ -218,8 +218,7 @@ class ScriptedExecutor:
             if slot.prompt_request:
                 prompts += self._read_prompt(slot, start, start + num_tokens)
             if samples:
-                allowed = self._allowed_ids(slot_id)
-                token_ids.append(self._sample(slot, start + num_tokens, allowed))
+                token_ids.append(self._sample(slot_id, start + num_tokens))
                 logprobs.append(self._logprobs(slot, token_ids[-1]))
         wants_logprobs = any(entry is not None for entry in logprobs)
         failed: dict[int, FinishReason] = {}
@@ -236,12 +235,6 @@ class ScriptedExecutor:
                 prompts=tuple(prompts),
             )
         )
-
-    def _allowed_ids(self, slot_id: int) -> list[int] | None:
-        """The ids that its grammar allows; None where it has no grammar."""
-        if self._grammars is None or not self._grammars.is_constrained(slot_id):
-            return None
-        return self._grammars.allowed_ids(slot_id)
 
     def _apply(self, batch: ScheduledBatch) -> None:
         size = self._info.block_size
@@ -289,7 +282,8 @@ class ScriptedExecutor:
                 if snapshot.num_tokens == position + 1 - start:
                     lengths[snapshot.state], digests[snapshot.state] = lengths[own], digests[own]
 
-    def _sample(self, slot: Slot, length: int, allowed: list[int] | None) -> int:
+    def _sample(self, slot_id: int, length: int) -> int:
+        slot = self._slots[slot_id]
         digest = self._digest(slot, length)
         if self._info.num_states:
             own = slot.tables[len(self._groups)][0]
@@ -298,8 +292,8 @@ class ScriptedExecutor:
         if slot.sampling.temperature > 0:
             digest = mix(digest, slot.seed)
         token_id = self._token_at(digest, length)
-        if allowed and token_id not in allowed:
-            token_id = allowed[digest % len(allowed)]
+        if self._grammars and self._grammars.is_constrained(slot_id):
+            token_id = self._grammars.choose(slot_id, token_id, digest)
         slot.token_ids[length] = token_id
         return token_id
 

@@ -102,6 +102,8 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
     if config.scripted:
         if config.tensor_parallel_size > 1:
             raise InvalidConfig("--tensor-parallel-size: the scripted engine has no model to split")
+        if config.pipeline_parallel_size > 1:
+            raise InvalidConfig("--pipeline-parallel-size: the scripted engine has no model to cut")
         from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
         from penstock.engine.memory.kept import KeptMemory, identity_of
         from penstock.engine.memory.offload import block_files, disk_tier
@@ -138,6 +140,18 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
 
         device = choose_device(config.device)
         implementation = find_implementation(Path(config.model), config.model_impl)
+    if config.pipeline_parallel_size > 1:
+        flag = f"--pipeline-parallel-size {config.pipeline_parallel_size}"
+        if isinstance(implementation, TransformersClass):
+            raise InvalidConfig(
+                f"{flag}: a model that transformers' class computes cannot be cut into stages; use "
+                "--pipeline-parallel-size 1, or another model"
+            )
+        if device.type == "cuda":
+            raise InvalidConfig(
+                f"{flag}: stages on several GPUs are not supported yet; use --device cpu, or one "
+                "stage"
+            )
     if config.tensor_parallel_size > 1:
         if isinstance(implementation, TransformersClass):
             raise InvalidConfig(
@@ -145,11 +159,10 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
                 "class computes cannot be split; use --tensor-parallel-size 1, or another model"
             )
         if device.type == "cuda":
-            raise InvalidConfig(
-                f"--tensor-parallel-size {config.tensor_parallel_size}: several GPUs are not "
-                "supported yet; use --device cpu, or one GPU, whose memory holds more with "
-                "--quantization int8 or int4"
-            )
+            from penstock.engine.executors.cuda.ranks import build_cuda_ranks
+
+            return build_cuda_ranks(config, phases)
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         from penstock.engine.executors.parallel import build_parallel_executor
 
         return build_parallel_executor(config, phases)
@@ -196,6 +209,7 @@ def serve(
         tier=executor.tier,
         events=events,
         step_model=step_model,
+        num_cohorts=info.pipeline_parallel_size,
     )
     if executor.tier is not None:
         _log_what_loading_takes(executor.tier, step_model, info)

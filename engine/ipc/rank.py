@@ -10,7 +10,11 @@ import os
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 from penstock.engine import logs
 from penstock.engine.executors.followers import Channel, LastWords, Start, Step
@@ -27,23 +31,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when the engine ends
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), Start | Step)
-    why, code = "rank 0 has ended", 0
     try:
         _follow(channel)
-    except EOFError:
-        pass
-    except PenstockError as error:
-        why, code = str(error), 2
+    except EOFError:  # rank 0 has ended
+        flush_all()
+        os._exit(0)
     except BaseException as error:
-        logger.exception("a rank failed")
-        why, code = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 1
-    if code:
-        try:
-            channel.send(LastWords(why))
-        except OSError:
-            logger.error("%s", why)  # rank 0 has ended, and this is why it did
-    flush_all()
-    os._exit(code)
+        _end(channel, error)
 
 
 def _follow(channel: Channel) -> None:
@@ -54,23 +48,74 @@ def _follow(channel: Channel) -> None:
     logs.configure(config.log_level, config.log_format)
     if config.log_level != "debug":  # rank 0 says the same
         logging.getLogger("penstock").setLevel(logging.ERROR)
-    from penstock.engine.executors.cpu import CpuExecutor
-    from penstock.engine.executors.parallel import START_TIMEOUT_S, wait_limit_s
-    from penstock.engine.native.library import load_ranks_library
-    from penstock.engine.ranks.shared_memory import SharedMemoryGroup
-
-    group = SharedMemoryGroup(
-        load_ranks_library(), start.store, start.rank, start.size, timeout_s=START_TIMEOUT_S
-    )
-    executor = CpuExecutor(config, Path(config.model), group=group)
-    group.barrier()
-    group.timeout_s = wait_limit_s(config)
+    follow = _on_cpu(start) if start.board is None else _on_gpu(start, channel)
     gc.collect()
     gc.freeze()  # as rank 0 does
+    receive = channel.receive if config.pipeline_parallel_size == 1 else _ahead(channel)
     while True:
-        step = channel.receive()
+        step = receive()
         assert isinstance(step, Step), step
-        executor.follow(step.batch, step.last_ids)
+        follow(step)
+
+
+def _on_cpu(start: Start) -> Callable[[Step], None]:
+    """What computes this rank's part of a step. Its model is loaded then."""
+    from penstock.engine.executors.cpu import CpuExecutor
+    from penstock.engine.executors.parallel import join, wait_limit_s
+
+    config = start.config
+    membership = join(config, start.store, start.rank)
+    executor = CpuExecutor(
+        config, Path(config.model), group=membership.tensor, pipeline=membership.pipeline
+    )
+    membership.everyone.barrier()
+    membership.wait_at_most(wait_limit_s(config))
+    return lambda step: executor.follow(step.batch, step.sampled)
+
+
+def _on_gpu(start: Start, channel: Channel) -> Callable[[Step], None]:
+    """As `_on_cpu`, on a GPU."""
+    from penstock.engine.executors.cuda.ranks import follow_on_gpu
+
+    return follow_on_gpu(start, partial(_end, channel))
+
+
+def _ahead(channel: Channel) -> Callable[[], object]:
+    """As `channel.receive`. What comes is read at once: rank 0 may send a step while this rank
+    computes the one before, and each would wait for the other where that needs both."""
+    received: SimpleQueue[object] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            while True:
+                received.put(channel.receive())
+        except BaseException as error:
+            received.put(error)
+
+    threading.Thread(target=read, daemon=True).start()
+
+    def receive() -> object:
+        message = received.get()
+        if isinstance(message, BaseException):
+            raise message
+        return message
+
+    return receive
+
+
+def _end(channel: Channel, error: BaseException) -> None:
+    """Says why this rank ends, and ends it, whatever its other threads wait for."""
+    if isinstance(error, PenstockError):
+        why, code = str(error), 2
+    else:
+        logger.error("a rank failed", exc_info=error)
+        why, code = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 1
+    try:
+        channel.send(LastWords(why))
+    except OSError:
+        logger.error("%s", why)  # rank 0 has ended, and this is why it did
+    flush_all()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -32,11 +32,20 @@ def add_rms_norm(
     )  # fmt: skip
 
 
-def embed(token_ids: Tensor, embedding: Tensor, residual: Tensor, multiplier: float = 1.0) -> None:
-    """residual[i] = embedding[token_ids[i]] * multiplier: (T, hidden)."""
+def embed(
+    token_ids: Tensor,
+    embedding: Tensor,
+    residual: Tensor,
+    multiplier: float = 1.0,
+    *,
+    first_id: int | None = None,
+) -> None:
+    """residual[i] = embedding[token_ids[i]] * multiplier: (T, hidden). first_id: of a part of the
+    vocabulary, which the embedding is; the rows of ids outside of it become zeros."""
     num_tokens, hidden = residual.shape
     _embed[(num_tokens,)](
         token_ids, embedding, residual, hidden, None if multiplier == 1 else multiplier,
+        first_id, len(embedding),
         SIZE=next_power_of_2(hidden), num_warps=_num_warps(hidden), **overlapped(),
     )  # fmt: skip
 
@@ -104,14 +113,20 @@ def _rms_norm(
 
 @triton.jit
 def _embed(
-    token_ids, embedding, residual, hidden, multiplier, SIZE: tl.constexpr, PDL: tl.constexpr
-):
+    token_ids, embedding, residual, hidden, multiplier, first_id, num_ids,
+    SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_kernels_before(PDL)
     token = tl.program_id(0)
     column = tl.arange(0, SIZE)
     mask = column < hidden
     token_id = tl.load(token_ids + token).to(tl.int64)
-    values = tl.load(embedding + token_id * hidden + column, mask=mask)
+    is_own = mask
+    if first_id is not None:
+        token_id -= first_id
+        row = token_id + tl.zeros([SIZE], tl.int64)  # the interpreter takes no scalar for a mask
+        is_own = mask & (row >= 0) & (row < num_ids)
+    values = tl.load(embedding + token_id * hidden + column, mask=is_own, other=0.0)
     if multiplier is not None:
         values = (values.to(tl.float32) * multiplier).to(residual.dtype.element_ty)
     tl.store(residual + token.to(tl.int64) * hidden + column, values, mask=mask)

@@ -105,7 +105,7 @@ class KVPool:
                 _from(memory, each) for memory, each in zip(kept.tensors, shapes, strict=True)
             ]
         alike = _alike(kv)
-        size = len(tensors) // len(alike)
+        size = len(tensors) // len(alike) if alike else 1  # a stage may have no layers of a group
         self._parts = [
             _Part(*tensors[first : first + size]) for first in range(0, len(tensors), size)
         ]

@@ -6,6 +6,9 @@ weights. With more tokens: cuBLAS for the products, and one kernel for everythin
 them; so too, but without cuBLAS, are few tokens computed in families that have more between two
 products than Llama, and in steps in which tokens have LoRA adapters. In both ways, a step of
 decodes alone leaves the rotation to an attention that does it itself.
+
+Where several ranks have a part of every layer, their sums come after the embedding, attention and
+the MLP, and rank 0 gathers the columns of the logits.
 """
 
 from typing import NamedTuple
@@ -24,7 +27,8 @@ from penstock.engine.memory.kv_pool import LayerPools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused_experts import FusedExperts
 from penstock.engine.models.fused_linear import FUSED_LINEARS, FUSED_PATH, FusedLinear
-from penstock.engine.models.llama import Layer, LlamaModel, embedding_multiplier
+from penstock.engine.models.gathered import joined
+from penstock.engine.models.llama import Layer, LlamaModel, embedding_multiplier, normed_whole
 from penstock.engine.models.lora.adapter import Stack
 from penstock.engine.models.lora.slots import AdapterSlots
 
@@ -95,6 +99,11 @@ class FusedModel:
         vocab_size, embedding = model.config.vocab_size, model.embedding
         self._logits = embedding.new_empty(max_rows, vocab_size)
         self._few_logits = embedding.new_empty(MAX_ROWS, vocab_size, dtype=torch.float32)
+        self._of_all: dict[torch.dtype, Tensor] = {}
+        if model.shard is not None and model.shard.rank == 0:
+            whole = model.shard.model.vocab_size
+            for part in (self._few_logits, self._logits):
+                self._of_all[part.dtype] = part.new_empty(len(part), whole)
 
     @property
     def is_capturable(self) -> bool:
@@ -119,7 +128,9 @@ class FusedModel:
             self._attention.plan(each)
         residual = model.embedding.new_empty(num_tokens, config.hidden_size)
         mixed = self._mixed(step, residual)
-        embed(step.token_ids, model.embedding, residual, self._multiplier)
+        first_id = None if model.shard is None else model.shard.first_id
+        embed(step.token_ids, model.embedding, residual, self._multiplier, first_id=first_id)
+        self._summed(residual)
         if self._fuses and num_tokens <= MAX_ROWS and step.adapters is None:
             self._fused(steps, residual, mixed)
         else:
@@ -129,7 +140,8 @@ class FusedModel:
     def logits(self, states: Tensor) -> Tensor:
         """Of some rows of what a call returned: (S, vocab_size), float32 or the model's type.
 
-        Valid until the next call.
+        Valid until the next call. Of several ranks, the first has them; the others get their own
+        columns, which are of no use.
         """
         model, eps, num_rows = self._model, self._model.config.rms_norm_eps, len(states)
         if num_rows <= MAX_ROWS:
@@ -137,11 +149,26 @@ class FusedModel:
             self._lm_head.few(states, out, norm=model.norm, eps=eps)
         else:
             out = self._lm_head.many(self.normed(states), self._logits[:num_rows])
-        return self._scaled(out)
+        out = self._scaled(out)
+        if (group := self._model.group) is None:
+            return out
+        parts = group.gather(out)
+        return out if parts is None else joined(parts, self._of_all[out.dtype][:num_rows])
 
     def logits_of_normed(self, states: Tensor) -> Tensor:
-        """Of states after the final norm: (S, vocab_size) float32."""
-        return self._scaled(self._lm_head.many(states).float())
+        """Of states after the final norm: (S, vocab_size) float32; zeros but on the first rank."""
+        out = self._scaled(self._lm_head.many(states).float())
+        if (group := self._model.group) is None or self._model.shard is None:
+            return out
+        logits = out.new_zeros(len(out), self._model.shard.model.vocab_size)
+        parts = group.gather(out)
+        return logits if parts is None else joined(parts, logits)
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        """In place, over all ranks."""
+        if (group := self._model.group) is not None:
+            group.all_reduce(tensor)
+        return tensor
 
     def _scaled(self, logits: Tensor) -> Tensor:
         config = self._model.config
@@ -185,15 +212,20 @@ class FusedModel:
         config = self._model.config
         eps = config.rms_norm_eps
         active = residual.new_empty(len(residual), config.intermediate_size)
+        # The sum over all ranks must have what was there before once.
+        group = self._model.group
+        before = residual if group is None or group.rank == 0 else None
         layers = zip(self._model.layers, self._linears, strict=True)
         for index, (layer, linears) in enumerate(layers):
             projected = residual.new_empty(len(residual), linears.qkv.out_features)
             linears.qkv.few(residual, projected, norm=layer.input_norm, eps=eps)
             attended = self._attend(index, layer, projected, steps, mixed)
-            linears.output.few(attended, residual, residual=residual)
+            linears.output.few(attended, residual, residual=before)
+            self._summed(residual)
             assert linears.mlp is not None
             linears.mlp.gate_up.few_gated(residual, active, norm=layer.mlp_norm, eps=eps)
-            linears.mlp.down.few(active, residual, residual=residual)
+            linears.mlp.down.few(active, residual, residual=before)
+            self._summed(residual)
 
     def _one_by_one(
         self,
@@ -213,9 +245,11 @@ class FusedModel:
             projected = self._adapted(index, Stack.QKV, linears.qkv, normed, tiles)
             attended = self._attend(index, layer, projected, steps, mixed)
             change = self._adapted(index, Stack.OUTPUT, linears.output, attended, tiles)
+            self._summed(change)
             post = layer.attended_norm
             add_rms_norm(change, residual, layer.mlp_norm, eps, normed, post=post)
             change = self._through_mlp(index, layer, linears, residual, normed, tiles)
+            self._summed(change)
             post = layer.active_norm
             if inputs is not None:
                 add_rms_norm(change, residual, None, eps, normed, post=post)
@@ -299,12 +333,15 @@ class FusedModel:
         keys, values = self._pool.layer(index)
         query_norm, key_norm = layer.query_norm, layer.key_norm
         if config.whole_qk_norm and query_norm is not None and key_norm is not None:
-            for weight, part in (
-                (query_norm, projected),
-                (key_norm, projected[:, len(query_norm) :]),
-            ):
-                columns = part[:, : len(weight)]
-                rms_norm(columns, weight, config.rms_norm_eps, columns)
+            sizes = [len(query_norm), len(key_norm)]
+            query, key = torch.split(projected[:, : sum(sizes)], sizes, dim=1)
+            if layer.group is None:
+                for weight, columns in ((query_norm, query), (key_norm, key)):
+                    rms_norm(columns, weight, config.rms_norm_eps, columns)
+            else:
+                of_all = normed_whole(layer, query, key, config.rms_norm_eps)
+                for columns, normed in zip((query, key), of_all, strict=True):
+                    columns.copy_(normed)
             query_norm = key_norm = None
         rotation = Rotation(
             cos=angles.cos,

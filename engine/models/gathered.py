@@ -1,4 +1,4 @@
-"""`GatheredModel`: the logits of a model of which each rank computes some columns."""
+"""The logits of a model of which each rank computes some columns."""
 
 import torch
 from torch import Tensor
@@ -33,11 +33,16 @@ class GatheredModel:
         parts = self._group.gather(part)
         if parts is None:
             return part.new_zeros(len(part), self._vocab_size)
-        logits = part.new_empty(len(part), self._vocab_size)
-        columns = torch.split(logits, part.shape[1], dim=1)
-        for into, each in zip(columns, parts, strict=False):  # the last ranks may have none
-            into.copy_(each[:, : into.shape[1]])
-        return logits
+        return joined(parts, part.new_empty(len(part), self._vocab_size))
+
+
+def joined(parts: Tensor, logits: Tensor) -> Tensor:
+    """parts: (ranks, S, columns), of which the last may be padding. Writes logits, (S, vocab_size),
+    and returns them."""
+    columns = torch.split(logits, parts.shape[2], dim=1)
+    for into, each in zip(columns, parts, strict=False):  # the last ranks may have none
+        into.copy_(each[:, : into.shape[1]])
+    return logits
 
 
 def least(group: Group, numbers: list[int]) -> list[int]:

@@ -41,13 +41,21 @@ from penstock.engine.models.layers.gemma4 import (
     PerLayerInput,
     PerLayerInputs,
 )
-from penstock.engine.models.layers.linear import Linear, MakeLinear, read_linear, tensor_bytes
+from penstock.engine.models.layers.linear import (
+    Linear,
+    MakeLinear,
+    PlainLinear,
+    read_linear,
+    tensor_bytes,
+)
 from penstock.engine.models.layers.norm import rms_norm, unit_norm
 from penstock.engine.models.layers.rotary import Angles, RotaryTables, rotate
 from penstock.engine.models.lora.adapter import Stack, adapted
 from penstock.engine.models.shard import Shard
+from penstock.engine.models.stage import Stage
 from penstock.engine.models.weights import WeightSource
 from penstock.engine.ranks.group import Group
+from penstock.engine.ranks.pipeline import Pipeline
 
 
 class Model(Protocol):
@@ -126,7 +134,10 @@ class Layer:
 
 
 class LlamaModel:
-    """See `Model`."""
+    """See `Model`.
+
+    Of a stage before the last, the states and the logits have no rows: the next stage computes on.
+    """
 
     def __init__(
         self,
@@ -142,32 +153,49 @@ class LlamaModel:
         group: Group | None = None,
         recurrence: Recurrence = torch_recurrence,
         maps_tables: bool = True,
+        stage: Stage | None = None,
+        pipeline: Pipeline | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """config: of the shard, where this rank has one. group: of the ranks with the others.
-        maps_tables: as of `PerLayerInputs`."""
+        """config: of the shard, where this rank has one, and of its stage. group: of the ranks with
+        the others. stage, pipeline: both where there are several; all but the first stage have no
+        embedding, and all but the last no output layer, or one without rows. dtype: of the states
+        where there are several stages, and else that of the embedding. maps_tables: as of
+        `PerLayerInputs`."""
         self.config = config
-        self.shard, self.group = shard, group
+        self.shard, self.group, self.pipeline = shard, group, pipeline
+        self.first_layer = 0 if stage is None else stage.layers.start
+        is_first = stage is None or stage.is_first
+        is_last = stage is None or stage.is_last
+        has_embedding = is_first or (is_last and config.tied_embeddings)
         self._attention = attention
         self._recurrence = recurrence
         hidden, vocab = config.hidden_size, config.vocab_size
         with ThreadPoolExecutor(num_load_threads) as pool:
-            self.embedding = weights.read((vocab, hidden), "model.embed_tokens.weight")
+            self.embedding = torch.empty(0, hidden, dtype=dtype, device=device)
+            if has_embedding:
+                self.embedding = weights.read((vocab, hidden), "model.embed_tokens.weight")
             layers = pool.map(
                 lambda index: read_layer(config, weights, make_linear, index, group),
                 range(config.num_layers),
             )
             self.layers = list(layers)
-        self.norm = read_norm(config, weights, hidden, "model.norm.weight")
+        self.norm = torch.empty(0, dtype=dtype, device=device)
+        if is_last:
+            self.norm = read_norm(config, weights, hidden, "model.norm.weight")
         self.per_layer_inputs = PerLayerInputs.read(
             config, weights, make_linear, maps_table=maps_tables
         )
         # An output layer that is packed and tied to the embedding is in memory twice: the gather of
         # input rows needs the plain matrix.
-        self.lm_head = (
-            weights.quantized((vocab, hidden), None, "lm_head") or make_linear(self.embedding, None)
-            if config.tied_embeddings
-            else read_linear(weights, make_linear, vocab, hidden, "lm_head")
-        )
+        self.lm_head: Linear
+        if not is_last:
+            self.lm_head = PlainLinear(self.embedding[:0], None)
+        elif config.tied_embeddings:
+            quantized = weights.quantized((vocab, hidden), None, "lm_head")
+            self.lm_head = quantized or make_linear(self.embedding, None)
+        else:
+            self.lm_head = read_linear(weights, make_linear, vocab, hidden, "lm_head")
         layer_bytes = sum(layer.num_bytes for layer in self.layers)
         # As `ModelInfo.weight_bytes`: only the output layer reads a tied embedding.
         self.step_weight_bytes = layer_bytes + self.norm.nbytes + self.lm_head.num_bytes
@@ -183,7 +211,7 @@ class LlamaModel:
         return scaled_logits(self.config, self.lm_head(states))
 
     def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
-        residual = self._embed(step.token_ids)
+        residual = self._begin(step)
         inputs: Sequence[Tensor | None] = [None] * len(self.layers)
         if self.per_layer_inputs is not None:
             inputs = self.per_layer_inputs(step.token_ids, residual)
@@ -191,7 +219,7 @@ class LlamaModel:
         segments: Segments = segments_of(steps[-1]) if self.config.delta_net else ()
         for index, layer in enumerate(self.layers):
             if self.group:
-                self.group.doing.phase = f"layer {index}"
+                self.group.doing.phase = f"layer {self.first_layer + index}"
             if layer.delta_net is not None:
                 x = _normed(residual, layer.input_norm, self.config.rms_norm_eps)
                 mixed = _recur(
@@ -215,7 +243,23 @@ class LlamaModel:
                 own,
                 inputs[index],
             )
+        if self.pipeline is not None and self.pipeline.after is not None:
+            num_tokens, hidden = residual.shape
+            self.pipeline.room(num_tokens, hidden, residual.dtype).copy_(residual)
+            self.pipeline.send()
+            return residual[:0]
         return rms_norm(residual[rows], self.norm, self.config.rms_norm_eps)
+
+    def _begin(self, step: ModelInput) -> Tensor:
+        """The states before the first layer that is here: (T, hidden_size)."""
+        pipeline = self.pipeline
+        if pipeline is None or pipeline.before is None:
+            return self._embed(step.token_ids)
+        hidden, dtype = self.config.hidden_size, self.embedding.dtype
+        received = pipeline.receive(len(step.token_ids), hidden, dtype)
+        states = received.clone()
+        pipeline.taken()
+        return states
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.shard is None:
@@ -360,7 +404,7 @@ def _attend(
         query, gate = query.view(len(x), config.num_heads, -1).chunk(2, dim=-1)
         query = query.flatten(1)
     if config.whole_qk_norm:
-        query, own[0] = _normed_whole(layer, query, own[0], config.rms_norm_eps)
+        query, own[0] = normed_whole(layer, query, own[0], config.rms_norm_eps)
     cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
 
     def heads(projected: Tensor, norm: Tensor | None) -> Tensor:
@@ -385,7 +429,7 @@ def _attend(
     return adapted(layer.output, mixed.flatten(1), step.adapters, index, Stack.OUTPUT)
 
 
-def _normed_whole(layer: Layer, query: Tensor, key: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normed_whole(layer: Layer, query: Tensor, key: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Each over all heads, those of other ranks too."""
     if layer.group is None:
         return _normed(query, layer.query_norm, eps), _normed(key, layer.key_norm, eps)

@@ -94,8 +94,9 @@ def load_library(
 
 @functools.cache
 def load_ranks_library() -> ctypes.CDLL:
-    """The collectives of `ranks.cpp`. Raises OSError, or SubprocessError of the compiler."""
-    return _load(_Build(("ranks",)))
+    """The collectives of `ranks.cpp`, and `links.cpp`. Raises OSError, or SubprocessError of the
+    compiler."""
+    return _load(_Build(("ranks", "links")))
 
 
 @functools.cache

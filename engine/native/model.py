@@ -161,6 +161,8 @@ class _Step(Structure):
         ("width", c_int64),
         ("timeout_ns", c_int64),
         ("input_rows", c_void_p),
+        ("received", c_void_p),
+        ("sent", c_void_p),
     )
 
 
@@ -177,7 +179,8 @@ class NativeModel:
         it packs anything."""
         config = model.config
         assert model.group is None or isinstance(model.group, SharedMemoryGroup), model.group
-        self._library, self._group = library, model.group
+        self._library, self._group, self._pipeline = library, model.group, model.pipeline
+        self._first_layer = model.first_layer
         self._dtype = model.embedding.dtype
         self._vocab_size = config.vocab_size
         check_features(config, self._dtype)
@@ -270,12 +273,17 @@ class NativeModel:
             native.experts = (_Expert * num)(*(_Expert(*expert) for expert in experts))
 
         [head] = parts(model.lm_head, self._dtype)
-        [packed_head] = packer.packed([head])
+        # Without one, of another stage, its size still says which ids this rank embeds.
+        packed_head = NativeLinear(rows=config.vocab_size, columns=config.hidden_size)
+        if has_head := len(model.norm) > 0:
+            [packed_head] = packer.packed([head])
         with ThreadPoolExecutor(threads) as workers:
             made = workers.map(native_layer, range(config.num_layers))
             layers = (_Layer * config.num_layers)(*made)
         embedding, in_bands = model.embedding, False
-        if config.tied_embeddings and isinstance(head, PlainLinear):  # then it is in memory once
+        if (
+            has_head and config.tied_embeddings and isinstance(head, PlainLinear)
+        ):  # then it is in memory once
             embedding, in_bands = head.weight, True
         alpha, limit = config.clamped_swiglu or (0.0, 0.0)
         self._model = _Model(
@@ -348,7 +356,7 @@ class NativeModel:
 
     def __call__(self, step: ModelInput, pool: LayerPools) -> Tensor:
         """See `Model`. The logits are those of this step until the next is run."""
-        num_rows = len(step.sample_rows)
+        num_rows = 0 if self._sends else len(step.sample_rows)
         if len(self._logits) < num_rows:
             self._logits = torch.empty(2 * num_rows, self._vocab_size)
         logits = self._logits[:num_rows]
@@ -356,7 +364,8 @@ class NativeModel:
         return logits
 
     def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
-        states = torch.empty(len(rows), self._model.hidden, dtype=self._dtype)
+        num_rows = 0 if self._sends else len(rows)
+        states = torch.empty(num_rows, self._model.hidden, dtype=self._dtype)
         self._step(step, rows, states=_address(states))
         return states
 
@@ -386,6 +395,11 @@ class NativeModel:
         )
         return ids
 
+    @property
+    def _sends(self) -> bool:
+        """Whether a later stage computes what comes after the layers."""
+        return self._pipeline is not None and self._pipeline.after is not None
+
     def _step(
         self,
         step: ModelInput,
@@ -397,6 +411,12 @@ class NativeModel:
         query_starts = torch.tensor(step.query_starts, dtype=torch.int32)
         runs = native_runs(step.adapters)
         input_rows = None if self._inputs is None else self._inputs.rows(step.token_ids)
+        pipeline, states_shape = self._pipeline, (len(step.token_ids), self._model.hidden)
+        received = sent = None
+        if pipeline is not None and pipeline.before is not None:
+            received = pipeline.receive(*states_shape, torch.float32)
+        if pipeline is not None and pipeline.after is not None:
+            sent = pipeline.room(*states_shape, torch.float32)
         native_step = _Step(
             tokens=len(step.token_ids),
             sequences=len(step.context_lens),
@@ -415,10 +435,16 @@ class NativeModel:
             width=max((run.weights.width for run in step.adapters), default=0),
             timeout_ns=self._group.timeout_ns if self._group else 0,
             input_rows=_address(input_rows),
+            received=_address(received),
+            sent=_address(sent),
         )
         num_experts = self._library.penstock_step(self._runner, ctypes.byref(native_step))
         if self._group is not None:
             self._check_ranks(self._group)
+        if pipeline is not None and received is not None:
+            pipeline.taken()
+        if pipeline is not None and sent is not None:
+            pipeline.send()
         if self._model.experts:
             self.num_experts_read = num_experts
 
@@ -426,7 +452,8 @@ class NativeModel:
         """Raises RankFailed."""
         layer, outcome = divmod(self._library.penstock_failed(self._runner), 256)
         if outcome:
-            with group.doing.during(f"layer {layer - 1}" if layer else "the embedding"):
+            phase = f"layer {self._first_layer + layer - 1}" if layer else "the embedding"
+            with group.doing.during(phase):
                 raise group.failed("all_reduce", outcome)
 
 

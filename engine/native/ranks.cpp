@@ -30,7 +30,7 @@ struct alignas(128) Stamp {
 
 struct Header {
     Stamp stamps[kMaxRanks];
-    std::atomic<int64_t> ended;  // in the first lane's: 1 + a rank that has ended, for those that wait for it
+    std::atomic<int64_t> ended;  // in the first lane's: 1 + a rank that has ended, for those that wait
 };
 
 constexpr int64_t kHeaderBytes = (sizeof(Header) + 4095) / 4096 * 4096;
@@ -78,7 +78,8 @@ struct Lane {
     const std::atomic<int64_t> *ended;
     int64_t rank, size;
     uint64_t number;
-    int64_t missing;  // the rank that was waited for, of the last collective that failed
+    // Of the last collective that failed: the rank that was waited for, or the number that `ended` was given.
+    int64_t missing;
 
     unsigned char *buffer(int64_t of) const {
         return buffers + (of * 2 + int64_t(number % 2)) * kBufferBytes;
@@ -173,7 +174,7 @@ extern "C" int64_t penstock_ranks_stamp(Ranks *ranks, int64_t rank) {
     return int64_t(ranks->failed().header->stamps[rank].value.load(std::memory_order_acquire));
 }
 
-// Whoever waits for others, or will, gives up: this rank has ended.
+// Whoever waits for others, or will, gives up: this rank has ended. Its number may be that of another group.
 extern "C" void penstock_ranks_end(Ranks *ranks, int64_t rank) {
     ranks->lanes[0].header->ended.store(rank + 1, std::memory_order_release);
 }

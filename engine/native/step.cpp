@@ -158,8 +158,9 @@ template <class T> class Run : public Job {
         Own &own = runner_.own[thread];
         Phase *phase = phases_.first();
         if (only_head_) return logits(phase, own);
-        phase++->run(own.thread, s_.tokens, [&](int64_t t) { embed(t); });
-        all_reduce(phase, own, -1, residual_, s_.tokens * m_.hidden, [](int64_t, int64_t) {});
+        phase++->run(own.thread, s_.tokens, [&](int64_t t) { begin(t); });
+        if (!s_.received)
+            all_reduce(phase, own, -1, residual_, s_.tokens * m_.hidden, [](int64_t, int64_t) {});
         if (m_.input_size) make_inputs(phase, own);
         for (int64_t l = 0; l < m_.num_layers; ++l) {
             const Layer &layer = m_.layers[l];
@@ -233,6 +234,12 @@ template <class T> class Run : public Job {
                 linear(*phase++, own, &layer.input_projection, 1, source, s_.tokens, {l, kNoStack}, add);
             });
             add_change(phase, own, l, layer.input_change_norm, scalar);
+        }
+        if (s_.sent) {  // the next stage computes on
+            phase->run(own.thread, s_.tokens, [&](int64_t t) {
+                std::copy_n(residual(t), m_.hidden, s_.sent + t * m_.hidden);
+            });
+            return;
         }
         if (s_.states) {
             T *states = static_cast<T *>(s_.states);
@@ -317,6 +324,11 @@ template <class T> class Run : public Job {
 
     // ---- Rows ------------------------------------------------------------------------------------
 
+    // The residual stream before the first layer that is here.
+    void begin(int64_t t) {
+        if (!s_.received) return embed(t);
+        std::copy_n(s_.received + t * m_.hidden, m_.hidden, residual(t));
+    }
     KEEP_APART void embed(int64_t t) {
         const int64_t id = s_.token_ids[t] - m_.first_id;
         const T *table = static_cast<const T *>(m_.embedding);

@@ -5,25 +5,39 @@ import mmap
 import os
 import time
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.engine.ranks.group import Doing, RankFailed
+from penstock.engine.ranks.layout import RankLayout
 
 _DONE, _ENDED = 0, 1  # see Outcome in ranks.cpp
 _ALL_REDUCE = {torch.float32: "float", torch.bfloat16: "bf16"}
 _NS = 10**9
+_PAGE = mmap.ALLOCATIONGRANULARITY
 MAX_RANKS = 16  # see ranks.cpp
 
 
 def shared_memory(library: ctypes.CDLL, size: int) -> int:
     """Memory for a group of so many ranks: a descriptor, which the other ranks must inherit. It has
     no name in a file system, and is gone when the last of them has ended. Raises OSError."""
-    num_bytes = library.penstock_ranks_bytes(ctypes.c_int64(size))
+    return memory_of(group_bytes(library, size))
+
+
+def memory_of(num_bytes: int) -> int:
+    """As `shared_memory`, of a size; zeros, which take no memory before they are written."""
     descriptor = os.memfd_create("penstock-ranks")
     os.ftruncate(descriptor, num_bytes)
     return descriptor
+
+
+def group_bytes(library: ctypes.CDLL, size: int) -> int:
+    """Of the memory of a group of so many ranks: whole pages."""
+    library.penstock_ranks_bytes.restype = ctypes.c_int64
+    num_bytes: int = library.penstock_ranks_bytes(ctypes.c_int64(size))
+    return -(-num_bytes // _PAGE) * _PAGE
 
 
 class SharedMemoryGroup:
@@ -31,18 +45,32 @@ class SharedMemoryGroup:
     bfloat16."""
 
     def __init__(
-        self, library: ctypes.CDLL, descriptor: int, rank: int, size: int, *, timeout_s: float
+        self,
+        library: ctypes.CDLL,
+        descriptor: int,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        offset: int = 0,
+        doing: Doing | None = None,
+        layout: RankLayout | None = None,
+        members: Sequence[int] = (),
     ) -> None:
-        """library: of `native.library.load_ranks_library`. descriptor: of `shared_memory`.
-        timeout_s: for how long a rank waits for another."""
+        """library: of `native.library.load_ranks_library`. descriptor, offset: of the memory, of
+        which it has `group_bytes`. timeout_s: for how long a rank waits for another. doing: of this
+        process, where it is in several groups. layout: of all ranks, of which these are some;
+        members: the number that each has among all."""
         self.rank, self.size = rank, size
-        self.doing = Doing()
+        self.doing = doing or Doing()
         self.timeout_s = timeout_s
-        for name in ("ranks_bytes", "ranks_number", "ranks_missing", "ranks_stamp"):
+        self._layout = layout or RankLayout(size)
+        self._members = list(members or range(size))
+        for name in ("ranks_number", "ranks_missing", "ranks_stamp"):
             getattr(library, f"penstock_{name}").restype = ctypes.c_int64
         library.penstock_ranks_make.restype = ctypes.c_void_p
         self._library = library
-        self._memory = mmap.mmap(descriptor, 0)
+        self._memory = mmap.mmap(descriptor, group_bytes(library, size), offset=offset)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         made = library.penstock_ranks_make(
             ctypes.c_void_p(address), ctypes.c_int64(rank), ctypes.c_int64(size)
@@ -86,7 +114,8 @@ class SharedMemoryGroup:
         self._call("barrier", "penstock_barrier")
 
     def end(self, rank: int) -> None:
-        """Ends the waiting of all for a rank that has ended. May be called in any thread."""
+        """Ends all waiting, as this rank has ended, of this group or of another. May be called in
+        any thread."""
         self._library.penstock_ranks_end(self._ranks, ctypes.c_int64(rank))
 
     def _call(self, name: str, function: str, *arguments: object) -> None:
@@ -111,11 +140,18 @@ class SharedMemoryGroup:
     def failed(self, name: str, outcome: int) -> RankFailed:
         """name: of the collective that ended with this outcome of C++."""
         missing = self._library.penstock_ranks_missing(self._ranks)
-        stamp = self._library.penstock_ranks_stamp(self._ranks, ctypes.c_int64(missing))
         number = self._library.penstock_ranks_number(self._ranks)
-        what = "has ended" if outcome == _ENDED else f"did not come within {self.timeout_s:g} s"
+        if outcome == _ENDED:
+            rank, what = missing, "has ended"
+        else:
+            rank, what = self._members[missing], f"did not come within {self.timeout_s:g} s"
+        last = ""
+        if rank in self._members:
+            of = ctypes.c_int64(self._members.index(rank))
+            last = f"; its last was {self._library.penstock_ranks_stamp(self._ranks, of)}"
+        me = self._layout.name_of(self._members[self.rank])
         return RankFailed(
-            f"rank {missing} {what} while rank {self.rank} waited for it in {self.doing} "
-            f"({name}, collective {number}; its last was {stamp})",
-            rank=missing,
+            f"{self._layout.name_of(rank)} {what} while {me} waited for it in {self.doing} "
+            f"({name}, collective {number}{last})",
+            rank=rank,
         )

@@ -11,6 +11,7 @@ its sequence ends with `FinishReason.ERROR`.
 Imports no torch, because the server imports it.
 """
 
+import contextlib
 import json
 import threading
 from collections import OrderedDict
@@ -110,8 +111,11 @@ class Grammars:
         eos_token_ids: tuple[int, ...],
         load_format: LoadFormat = LoadFormat.AUTO,
     ) -> "Grammars":
-        """See `GrammarCompiler`."""
-        return cls(GrammarCompiler(directory, vocab_size, eos_token_ids, load_format))
+        """See `GrammarCompiler`. The tokenizer is loaded now: no other thread runs meanwhile."""
+        compiler = GrammarCompiler(directory, vocab_size, eos_token_ids, load_format)
+        with contextlib.suppress(BadGrammar):  # then each grammar gets the same error
+            compiler.compile('start: "a"')
+        return cls(compiler)
 
     @property
     def num_cached(self) -> int:

@@ -140,9 +140,12 @@ class GrammarTable:
                 self._unconsumed[slot] = token_id
         return frozenset(failed)
 
-    def allowed_ids(self, slot: int) -> list[int]:
-        """By the mask; slow."""
-        return [i for i in range(32 * self.words_per_row) if self._allows(slot, i)]
+    def choose(self, slot: int, token_id: int, number: int) -> int:
+        """The id if its mask allows it or nothing, else an allowed one, by any number."""
+        row = self._row(slot)
+        if not self._allows(slot, token_id) and (num_allowed := _num_set(row)):
+            return _nth_set(row, number % num_allowed)
+        return token_id
 
     def _vacate(self, slot: int) -> None:
         """It has no sequence with a grammar any more."""
@@ -187,3 +190,19 @@ class GrammarTable:
     def _row(self, slot: int) -> memoryview:
         num_bytes = 4 * self.words_per_row
         return self._bytes[slot * num_bytes : (slot + 1) * num_bytes]
+
+
+def _num_set(row: memoryview) -> int:
+    return int.from_bytes(row, "little").bit_count()
+
+
+def _nth_set(row: memoryview, n: int) -> int:
+    """The place of the bit before which n are set, by halving."""
+    first, last = 0, len(row)
+    while last - first > 1:
+        middle = (first + last) // 2
+        if n < (num_before := _num_set(row[first:middle])):
+            last = middle
+        else:
+            first, n = middle, n - num_before
+    return 8 * first + [bit for bit in range(8) if row[first] >> bit & 1][n]

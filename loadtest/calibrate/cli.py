@@ -121,7 +121,7 @@ def _from_sweep(args: argparse.Namespace) -> Calibration:
     )
     return Calibration(
         name=Path(config.model).name,
-        source=f"{len(samples)} steps of a sweep without a server",
+        source=f"{len(samples)} steps of a sweep, without a server and what that costs",
         date=f"{datetime.now():%Y%m%d-%H%M%S}",
         version=metadata.version("penstock"),
         model=executor.info,

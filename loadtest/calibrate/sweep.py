@@ -95,7 +95,7 @@ def run_sweep(
                     message.step,
                     class_of(message.work),
                     info.amounts(message.work),
-                    wait_s=message.wait_s,
+                    wait_s=message.device_s,
                     host_s=message.host_s,
                     runs_ahead=info.runs_ahead,
                 )
@@ -106,6 +106,7 @@ def run_sweep(
         groups=info.kv_groups,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
+        num_cohorts=info.pipeline_parallel_size,
     )
     loop = EngineLoop(scheduler, executor, inbox, send)
     levels = [1 << i for i in range(config.max_num_seqs.bit_length()) if 1 << i <= 256]

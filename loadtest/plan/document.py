@@ -14,11 +14,11 @@ from penstock.loadtest.plan.search import Searched
 from penstock.loadtest.plan.targets import Targets
 
 FORMAT = 1
-# On GPUs, Penstock serves a model on one device; a plan does not recommend what cannot be started.
+# A model on several GPUs has not been measured; a plan does not recommend what nothing predicts.
 PARALLELISM = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 ONE_DEVICE = (
-    "On GPUs, Penstock serves a model on one (TP 1, PP 1), so more of them are more replicas, "
-    "behind a router of your own"
+    "A plan has a model on one GPU (TP 1, PP 1), since several are not measured yet: more of them "
+    "are more replicas, behind a router of your own"
 )
 
 

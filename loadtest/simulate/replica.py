@@ -99,6 +99,7 @@ class Replica:
             block_size=info.block_size,
             max_model_len=info.max_model_len,
             step_model=live,
+            num_cohorts=info.pipeline_parallel_size,
         )
         self._inbox = _Inbox(self.clock)
         self._loop = EngineLoop(

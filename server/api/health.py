@@ -31,7 +31,7 @@ async def ready(request: Request) -> Response:
 
 @router.get("/version")
 async def show_version(request: Request) -> Response:
-    """computed_by is null while the model loads, and on a GPU; tensor_parallel_size while it
+    """computed_by is null while the model loads, and on a GPU; the parallel sizes while it
     loads."""
     service = service_of(request)
     info = service.model.info if service.is_loaded else None
@@ -40,6 +40,7 @@ async def show_version(request: Request) -> Response:
             "version": version(),
             "computed_by": info.computed_by if info else None,
             "tensor_parallel_size": info.tensor_parallel_size if info else None,
+            "pipeline_parallel_size": info.pipeline_parallel_size if info else None,
         }
     )
 

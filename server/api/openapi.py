@@ -87,7 +87,9 @@ _OPERATIONS = {
     "/health": _Operation(required=("status",)),
     "/ping": _Operation(required=("status",)),
     "/ready": _Operation(required=("status",)),
-    "/version": _Operation(required=("version", "computed_by", "tensor_parallel_size")),
+    "/version": _Operation(
+        required=("version", "computed_by", "tensor_parallel_size", "pipeline_parallel_size")
+    ),
     "/steps": _Operation(
         required=(
             "version",

@@ -4,6 +4,7 @@ Read `answer_request` and `TextResponse` first: they are the whole trip, for eve
 """
 
 import asyncio
+from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -33,13 +34,14 @@ from penstock.server.protocol.openai import GenerationFields
 
 # The tokens whose logprobs an answer reports: more of them are written in a thread.
 _MAX_LOGPROBS_ON_LOOP = 1000
+_SENT_BYTES = 1 << 18
 
 
 class Writer(EventWriter, Protocol):
     """One API's answer while it is generated: its events, and the body that they add up to."""
 
-    def body(self, deltas: list[OutputDelta], generation: Generation) -> bytes:
-        """deltas: each choice as a whole, in order."""
+    def body(self, deltas: list[OutputDelta], generation: Generation) -> list[bytes]:
+        """In pieces to be sent one after the other. deltas: each choice as a whole, in order."""
         ...
 
 
@@ -150,14 +152,39 @@ class TextResponse(Response):
                 await stream.run()
                 return
             deltas = await collected(generation)
-            body = await _written(writer, deltas, generation)
+            pieces = await _written(writer, deltas, generation)
         finally:
             generation.close()
         self._has_started = True
-        await Response(body, media_type="application/json")(scope, receive, send)
+        await _send_body(pieces, send)
 
 
-async def _written(writer: Writer, deltas: list[OutputDelta], generation: Generation) -> bytes:
+async def _send_body(pieces: list[bytes], send: Send) -> None:
+    """Bit by bit, with others' turns between, however fast the client reads."""
+    length = b"%d" % sum(map(len, pieces))
+    headers = [(b"content-length", length), (b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    unsent = deque(pieces)
+    pieces.clear()  # freed as they are sent: all of 300 MB at once would take a tenth of a second
+    while unsent:
+        body = _some(unsent)
+        await send({"type": "http.response.body", "body": body, "more_body": bool(unsent)})
+        if unsent:
+            await asyncio.sleep(0)
+
+
+def _some(unsent: deque[bytes]) -> bytes:
+    """The first pieces, which are taken out."""
+    taken, size = [], 0
+    while unsent and size < _SENT_BYTES:
+        taken.append(unsent.popleft())
+        size += len(taken[-1])
+    return b"".join(taken)
+
+
+async def _written(
+    writer: Writer, deltas: list[OutputDelta], generation: Generation
+) -> list[bytes]:
     """In a thread if logprobs of many tokens, a hundred thousand small objects, are encoded."""
     write = partial(writer.body, deltas, generation)
     num_logprobs = sum(len(delta.logprobs) + len(delta.echoed or ()) for delta in deltas)

@@ -498,6 +498,13 @@ class Metrics:
                 time.monotonic(), is_stepping=self._stats.num_running > 0
             ),
         )
+        if model.pipeline_parallel_size > 1:
+            yield GaugeMetricFamily(
+                "penstock_pipeline_bubble_ratio",
+                f"Share of the steps' time in the last {WINDOW_S} seconds in which a stage of the "
+                "pipeline computed nothing, the mean of all stages",
+                value=self.recent().bubble_ratio,
+            )
         yield GaugeMetricFamily(
             "penstock_engine_last_step_age_seconds",
             "Time since the engine's last step, or since work arrived if later; 0 without work",

@@ -45,13 +45,13 @@ class StepRecord:
                 self._num_steps,
                 kind,
                 model.amounts(report.work),
-                wait_s=report.wait_s,
+                wait_s=report.device_s,
                 host_s=report.host_s,
                 runs_ahead=model.runs_ahead,
             )
         )
         if report.predicted_s is not None:
-            self._predictions.on_step(kind, report.predicted_s, report.wait_s + report.host_s)
+            self._predictions.on_step(kind, report.predicted_s, report.device_s + report.host_s)
 
     def as_json(self) -> dict[str, Any]:
         """prediction_error: by class, of the latest steps, relative. num_steps: that there were.

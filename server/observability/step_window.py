@@ -17,16 +17,25 @@ WINDOW_S = 10
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over steps. model_bytes, model_flops: see `StepReport`."""
+    """Sums over steps. model_bytes, model_flops, computed_s: see `StepReport`."""
 
     step_s: float = 0.0
     model_bytes: int = 0
     model_flops: int = 0
+    computed_s: float = 0.0
 
-    def add(self, step_s: float, model_bytes: int, model_flops: int) -> None:
+    def add(
+        self, step_s: float, model_bytes: int, model_flops: int, computed_s: float = 0.0
+    ) -> None:
         self.step_s += step_s
         self.model_bytes += model_bytes
         self.model_flops += model_flops
+        self.computed_s += computed_s
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The share of the steps' time in which a stage computed nothing."""
+        return max(0.0, 1 - self.computed_s / self.step_s) if self.step_s else 0.0
 
     @property
     def bytes_per_s(self) -> float:
@@ -71,7 +80,9 @@ class RecentSteps:
         if not self._seconds or self._seconds[-1].number < number:
             self._begin_seconds(start_s, number)
         second = self._seconds[-1]
-        second.totals[kind].add(step_s, report.model_bytes, report.model_flops)
+        second.totals[kind].add(
+            step_s, report.model_bytes, report.model_flops, report.computed_s or 0.0
+        )
         if start_s >= number:
             second.busy_s += step_s
         else:
@@ -82,7 +93,7 @@ class RecentSteps:
         sums = {kind: Totals() for kind in StepClass}
         for second in self._window(now_s):
             for kind, part in second.totals.items():
-                sums[kind].add(part.step_s, part.model_bytes, part.model_flops)
+                sums[kind].add(part.step_s, part.model_bytes, part.model_flops, part.computed_s)
         return sums
 
     def idle_ratio(self, now_s: float, *, is_stepping: bool) -> float:

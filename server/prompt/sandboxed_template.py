@@ -13,6 +13,8 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
+
 from penstock.server.bare_environment import bare_environment
 from penstock.server.prompt.jinja_environment import RENDER_ERRORS, environment
 
@@ -40,11 +42,10 @@ def render(source: str, variables: dict[str, Any], *, max_cpu_s: int = MAX_CPU_S
         raise TemplateFailed(f"it has more than {MAX_TEMPLATE_CHARS} characters")
     module = "penstock.server.prompt.sandboxed_template"
     command = [sys.executable, "-P", "-m", module, str(max_cpu_s)]
-    task = json.dumps({"source": source, "variables": variables})
     try:
         done = subprocess.run(
             command,
-            input=task.encode(),
+            input=_encoded({"source": source, "variables": variables}),
             capture_output=True,
             timeout=MAX_WALL_S,
             env=bare_environment(),
@@ -60,6 +61,14 @@ def render(source: str, variables: dict[str, Any], *, max_cpu_s: int = MAX_CPU_S
         raise TemplateFailed(answer["error"]) from (TypeError() if answer["is_type"] else None)
     text: str = answer["text"]
     return text
+
+
+def _encoded(task: dict[str, Any]) -> bytes:
+    """No other thread runs meanwhile: 30 ms of 32 MB, where Python's own encoder takes 160."""
+    try:
+        return msgspec.json.encode(task)
+    except UnicodeEncodeError:  # half a pair of surrogates
+        return json.dumps(task).encode()
 
 
 def _render_here(task: dict[str, Any]) -> dict[str, str | bool]:

@@ -10,6 +10,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from prometheus_client.core import Metric
@@ -89,15 +90,15 @@ def metrics() -> str:
 
 
 def families() -> list[Metric]:
-    """Those of a server that knows its device's peaks, whose policy is fair, with LoRA, and with
-    a directory for blocks."""
+    """Those of a server that knows its device's peaks, whose policy is fair, with LoRA, with a
+    directory for blocks, and with stages."""
     from penstock.server.observability.adapters import adapter_metrics
     from penstock.server.observability.metrics import Metrics
     from tests.support.known_hardware import on_known_hardware
 
     recorded = Metrics()
     recorded.on_response("/v1/completions", "POST", 200)
-    recorded.on_ready(on_known_hardware())
+    recorded.on_ready(replace(on_known_hardware(), pipeline_parallel_size=2))
     # Under the fair policy there is one more, of a model with windows another, of one with
     # recurrent states others, and with a tier others.
     windows = (GroupBlocks(1024, 0, 0, 0), GroupBlocks(None, 0, 0, 0, is_recurrent=True))

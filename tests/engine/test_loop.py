@@ -1,5 +1,7 @@
 """The step loop with its own inbox and clock: the order of things within a step."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.engine.executor import PendingTokens
@@ -19,8 +21,9 @@ INFO = scripted_info(num_blocks=64, max_model_len=512)
 class SlowExecutor(ScriptedExecutor):
     """Notes in which order steps are launched and waited for."""
 
-    def __init__(self, *, runs_ahead: bool) -> None:
-        super().__init__(INFO, runs_ahead=runs_ahead)
+    def __init__(self, *, runs_ahead: bool, num_stages: int) -> None:
+        info = replace(INFO, pipeline_parallel_size=num_stages)
+        super().__init__(info, runs_ahead=runs_ahead)
         self.events: list[str] = []
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
@@ -38,13 +41,17 @@ class Noting:
 
 
 class Bench:
-    def __init__(self, runs_ahead: bool = False) -> None:
+    def __init__(self, runs_ahead: bool = False, num_stages: int = 1) -> None:
         scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=4), groups=[KVGroup(64)], block_size=16, max_model_len=512
+            SchedulerConfig(max_num_seqs=4),
+            groups=[KVGroup(64)],
+            block_size=16,
+            max_model_len=512,
+            num_cohorts=num_stages,
         )
         self.inbox = ListInbox()
         self.sent: list[FromEngine] = []
-        self.executor = SlowExecutor(runs_ahead=runs_ahead)
+        self.executor = SlowExecutor(runs_ahead=runs_ahead, num_stages=num_stages)
         self.loop = EngineLoop(scheduler, self.executor, self.inbox, self.sent.append)
 
     def reports(self) -> list[StepReport]:
@@ -67,6 +74,20 @@ def test_a_device_that_does_not_run_ahead_answers_in_the_same_step() -> None:
     bench.loop.step()
     bench.loop.step()
     assert bench.executor.events == ["launch 1", "wait 1", "launch 2", "wait 2"]
+
+
+def test_a_pipeline_gets_as_many_steps_as_it_has_stages_before_the_first_is_waited_for() -> None:
+    bench = Bench(num_stages=3)
+    for name in "abc":
+        bench.inbox.commands.append(Submit(make_request(name, 5, max_tokens=3)))
+    for _ in range(10):
+        bench.loop.step()
+    assert bench.executor.events == [
+        # All prompts are in one step, and what follows needs their first tokens.
+        "launch 1", "wait 1",
+        "launch 2", "launch 3", "launch 4", "wait 2", "launch 5", "wait 3", "launch 6", "wait 4",
+        "launch 7", "wait 5", "wait 6", "wait 7",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

@@ -28,6 +28,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts=st.booleans(),
         groups=st.sampled_from([(None,), (None,), (9,), (None, 6), (None, 2, 14)]),
         num_states=st.sampled_from([0, 0, 1, 2, 5, 40]),
+        num_cohorts=st.sampled_from([1, 1, 2, 3]),
         data=st.data(),
     )
     def start(
@@ -40,10 +41,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts: bool,
         groups: tuple[int | None, ...],
         num_states: int,
+        num_cohorts: int,
         data: st.DataObject,
     ) -> None:
         self.windows, self.num_states = groups, num_states
-        self.drafts = drafts = drafts and not num_states
+        self.drafts = drafts = drafts and not num_states and num_cohorts == 1
         # From what one sequence needs at least to more than all of them can use.
         sizes = [
             data.draw(
@@ -69,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             windows=groups,
             more_blocks=tuple(sizes[1:]),
             num_states=num_states,
+            num_cohorts=num_cohorts,
         )
         self.requests: dict[str, Request] = {}
         self.ready: set[str] = set()
@@ -128,8 +131,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def launch(self) -> None:
-        """At most one step ahead of the one that the host waits for."""
-        if len(self.driver.launched) < 2:
+        """At most one step ahead of the one that the host waits for, or one in each stage."""
+        if len(self.driver.launched) < max(2, self.driver.num_cohorts):
             self.driver.launch()
         self.driver.now += 0.02
 

@@ -2,8 +2,9 @@
 
     python -m tests.support.cuda_rehearsal ROUNDS [MODEL] [int8|fp8] [FLAGS]
 
-MODEL: a key of `MODELS`, by default llama. int8, fp8: of the KV cache. FLAGS: --enforce-eager; and
---enable-lora, for all requests once more, whose tokens have an adapter then.
+MODEL: a key of `MODELS`, by default llama. int8, fp8: of the KV cache. FLAGS: --enforce-eager;
+--enable-lora, for all requests once more, whose tokens have an adapter then; --rank=0 or --rank=1,
+of two, each of which steps through the same batches.
 
 Runs it from its start through busy serving on `tests.support.pretend_gpu`, with the real scheduler
 and requests that use every option. Prints one JSON object: the kernels compiled at the start and
@@ -28,6 +29,13 @@ from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.setup import OneForAll, build_cuda_executor
 from penstock.engine.kernels.tables import store_lengths
+from penstock.engine.ranks.board import Board, board_memory
+from penstock.engine.ranks.torch_group import (
+    Rendezvous,
+    TorchGroup,
+    least_key,
+    rendezvous_memory,
+)
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Pooling, Request, RequestId, SamplingParams
@@ -151,10 +159,20 @@ def _refusal(run: Callable[[], object]) -> str:
     return ""
 
 
-class Rehearsal:
-    """One start, then requests."""
+def group_of_two(rank: int) -> TorchGroup:
+    """As this rank has it, the other being only pretended."""
+    rendezvous = Rendezvous(rendezvous_memory(), 2)
+    rendezvous.store.set(least_key(1 - rank, 0), "1000000000 1000000000")
+    board = Board(board_memory(2))
+    return TorchGroup(rendezvous, rank, torch.device("cuda", 0), board, alone=True)
 
-    def __init__(self, gpu: PretendGpu, model_dir: Path, **changes: Any) -> None:
+
+class Rehearsal:
+    """One start, then requests. group: of the ranks of which this is one."""
+
+    def __init__(
+        self, gpu: PretendGpu, model_dir: Path, group: TorchGroup | None = None, **changes: Any
+    ) -> None:
         settings: dict[str, Any] = {
             "model": str(model_dir),
             "device": Device.CUDA,
@@ -164,7 +182,7 @@ class Rehearsal:
         }
         self.gpu = gpu
         self.config = EngineConfig(**(settings | changes))
-        self.executor: CudaExecutor = build_cuda_executor(self.config, model_dir)
+        self.executor: CudaExecutor = build_cuda_executor(self.config, model_dir, group=group)
         info = self.executor.info
         self.scheduler = Scheduler(
             self.config.scheduler,
@@ -243,11 +261,12 @@ def write_model(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def rehearse(rounds: int, model: str, **changes: Any) -> dict[str, Any]:
-    """A start and `rounds` of `serve_everything`, then a few decode steps."""
+def rehearse(rounds: int, model: str, rank: int | None = None, **changes: Any) -> dict[str, Any]:
+    """A start and `rounds` of `serve_everything`, then a few decode steps. rank: of two."""
     gpu = PretendGpu(answer=65)  # an "a" of the dummy tokenizer
     with gpu.installed(), tempfile.TemporaryDirectory() as directory:
-        rehearsal = Rehearsal(gpu, write_model(Path(directory), **MODELS[model]), **changes)
+        group = None if rank is None else group_of_two(rank)
+        rehearsal = Rehearsal(gpu, write_model(Path(directory), **MODELS[model]), group, **changes)
         at_start = set(gpu.compiled)
         used, num_graphs = gpu.used_bytes, len(gpu.graphs)
         gpu.waits.clear()
@@ -311,6 +330,7 @@ def main(rounds: int, flags: list[str]) -> None:
     report = rehearse(
         rounds,
         model,
+        next((int(flag[-1]) for flag in flags if flag.startswith("--rank=")), None),
         block_size=16,
         kv_cache_memory_bytes=2**18 * num_layers,
         enforce_eager="--enforce-eager" in flags,

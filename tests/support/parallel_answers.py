@@ -9,7 +9,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.shard import Shard
-from penstock.engine.ranks.group import Group
+from penstock.engine.models.stage import Stage
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.prompt_logprobs import PromptLogprobs
 from penstock.scheduler.types import (
@@ -19,7 +19,7 @@ from penstock.scheduler.types import (
     SamplingParams,
     TokenLogprobs,
 )
-from tests.support.rank_threads import Digested, RankThreads, shared_groups
+from tests.support.rank_threads import Digested, RankThreads, memberships
 from tests.support.stepping import SteppedEngine, ids_of
 from tests.support.tiny_models import engine_config
 
@@ -59,13 +59,13 @@ def requests(num_tokens: int, vocab_size: int = 96) -> list[Request]:
 
 def assert_ranks_answer_alike(
     config: EngineConfig,
-    size: int,
+    tensor_size: int = 1,
+    num_stages: int = 1,
     *,
     num_tokens: int = 200,
-    groups: list[Group] | None = None,
     tolerance: float = TOLERANCE,
 ) -> RankThreads:
-    """groups: of shared memory where none are given. Returns the ranks, closed."""
+    """Returns the ranks, closed."""
     asked = requests(num_tokens, ModelConfig.from_dir(Path(config.model)).vocab_size)
     alone = SteppedEngine(config, CpuExecutor(config, Path(config.model)))
     expected = alone.run(asked)
@@ -76,27 +76,39 @@ def assert_ranks_answer_alike(
         rank._model = model
         digested.append(model)
 
-    groups = groups or [*shared_groups(size)]
-    whole = ModelConfig.from_dir(Path(config.model))
-    share = Shard(whole, 0, size).config.num_kv_heads / whole.num_kv_heads
-    assert config.kv_cache_memory_bytes is not None
-    kv_bytes = int(config.kv_cache_memory_bytes * share)
-    ranks = RankThreads(replace(config, kv_cache_memory_bytes=kv_bytes), groups, digest)
-    assert ranks.info.num_blocks == alone.executor.info.num_blocks
+    config = replace(config, tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
+    ranks = RankThreads(
+        replace(config, kv_cache_memory_bytes=_bytes_of_rank(config)), memberships(config), digest
+    )
+    if len(ranks.info.attention) == 1:
+        assert ranks.info.num_blocks == alone.executor.info.num_blocks
     try:
         answers = SteppedEngine(config, ranks).run(asked)
     finally:
         ranks.close()
     for one, other in zip(expected, answers, strict=True):
         assert len(ids_of(one)) == len(ids_of(other))
-        _assert_close(one, other, tolerance)
-    first, *others = (each.digests for each in digested)
+        assert_close(one, other, tolerance)
+    # Those of the last stage, which has the first ranks.
+    first, *others = (each.digests for each in digested[:tensor_size])
     assert len(first) > num_tokens and all(each == first for each in others)
     return ranks
 
 
-def _assert_close(
-    expected: list[RequestOutput], given: list[RequestOutput], tolerance: float
+def _bytes_of_rank(config: EngineConfig) -> int:
+    """What it needs for as many blocks as are on one rank that has the whole model."""
+    whole = ModelConfig.from_dir(Path(config.model))
+    assert config.kv_cache_memory_bytes and config.block_size and config.max_model_len
+    part = Shard(whole, 0, config.tensor_parallel_size).config
+    layout = part.kv_layout(config.max_model_len)
+    pools = Stage(part, 0, config.pipeline_parallel_size).pools(layout, config.block_size, 4)
+    num_bytes = sum(pool.block_bytes for pool in pools)
+    of_whole = config.block_size * whole.kv_shape.bytes_per_token(4)
+    return config.kv_cache_memory_bytes * num_bytes // of_whole
+
+
+def assert_close(
+    expected: list[RequestOutput], given: list[RequestOutput], tolerance: float = TOLERANCE
 ) -> None:
     """Up to where two ids are equally likely, which may change places."""
     for one, other in zip(_logprobs(expected), _logprobs(given), strict=True):

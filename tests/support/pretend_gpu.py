@@ -6,7 +6,8 @@ arithmetic; and Triton's launches are recorded with the key by which Triton woul
 `BrokenRule` is raised for what a real device would refuse or get wrong:
 
 - a kernel's tensor that is on the host, has gaps, or was overwritten by a later graph;
-- in a capture: a transfer, a wait for the device, a kernel that was not compiled before;
+- in a capture: a transfer, a wait for the device, a kernel that was not compiled before, a
+  collective of NCCL's that has not run before;
 - a replay after its memory was freed; host memory read or written before its copy has run;
 - more memory than the device has.
 
@@ -48,6 +49,7 @@ namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceTy
 """
 _ALIGNMENT = 512  # of torch's allocator
 _MAX_GRID_Y = 65535
+_COLLECTIVES = ("all_reduce", "broadcast", "all_gather_single")
 _ENGINE = str(ROOT / "penstock" / "engine")
 _aten = torch.ops.aten
 _PUTS = (_aten.index_put_.default, _aten.index_put.default)
@@ -131,6 +133,7 @@ class PretendGpu:
     graphs: list[Graph] = field(default_factory=list)
     compiled: dict[str, str] = field(default_factory=dict)  # by key, the place of its first launch
     memories: dict[int, Memory] = field(default_factory=dict)
+    connected: set[str] = field(default_factory=set)  # the collectives that have run
     capturing: Graph | None = None
     forbids_waits: bool = False  # torch.cuda.set_sync_debug_mode
     live_bytes: int = 0
@@ -292,6 +295,8 @@ class PretendGpu:
                 gpu.known = max(gpu.known, self.at)
 
             def query(self) -> bool:
+                """The device goes on while the host asks."""
+                gpu.known = max(gpu.known, (gpu.known + self.at + 1) // 2)
                 return gpu.known >= self.at
 
             def elapsed_time(self, other: "Event") -> float:
@@ -327,6 +332,22 @@ class PretendGpu:
                         return fn(*args, **kwargs)
 
                 return super().submit(run)
+
+        def collective(name: str) -> Callable[..., None]:
+            def run(*arguments: object) -> None:
+                for each in (each for each in arguments if isinstance(each, Tensor)):
+                    if not each.is_cuda or not each.is_contiguous():
+                        raise BrokenRule(f"{name} of a tensor of {each.device}, {each.stride()}")
+                    gpu.use(each)
+                gpu.clock += 1
+                if gpu.capturing is None:
+                    gpu.connected.add(name)
+                elif name not in gpu.connected:
+                    raise BrokenRule(f"{name} connects the ranks in a capture")
+                else:
+                    gpu.capturing.operations.append(name)
+
+            return run
 
         def triton_run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             gpu.launch(kernel, grid, args, kwargs)
@@ -372,6 +393,8 @@ class PretendGpu:
             (cuda, "CUDAGraph", lambda: Graph(self)),
             (cuda, "graph_pool_handle", object),
             (cuda, "graph", capture),
+            *((torch.distributed, name, collective(name)) for name in _COLLECTIVES),
+            (torch.distributed, "init_process_group", lambda *_, **__: None),
             (torch, "Generator", lambda device: torch._C.Generator("cpu")),
             (torch, "tensor", tensor),
             (FakeTensor, "tolist", tolist),

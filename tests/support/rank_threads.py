@@ -5,91 +5,87 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.executors.followers import Step
+from penstock.engine.executors.parallel import ParallelExecutor, join, layout_of, link_size
 from penstock.engine.memory.kv_pool import LayerPools
-from penstock.engine.model_info import ModelInfo
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.llama import Model
 from penstock.engine.native.library import load_ranks_library
-from penstock.engine.ranks.group import Group, RankFailed
-from penstock.engine.ranks.shared_memory import SharedMemoryGroup, shared_memory
-from penstock.scheduler.types import Request, RequestId, ScheduledBatch
+from penstock.engine.ranks.group import RankFailed
+from penstock.engine.ranks.membership import Membership, membership_bytes
+from penstock.engine.ranks.shared_memory import memory_of
 
 
-def shared_groups(size: int, timeout_s: float = 20.0) -> list[SharedMemoryGroup]:
-    """One for each rank."""
-    library = load_ranks_library()
-    memory = shared_memory(library, size)
-    groups = [
-        SharedMemoryGroup(library, memory, rank, size, timeout_s=timeout_s) for rank in range(size)
-    ]
+def memberships(config: EngineConfig) -> list[Membership]:
+    """One for each rank that the config asks for."""
+    library, layout = load_ranks_library(), layout_of(config)
+    memory = memory_of(membership_bytes(library, layout, link_size(config)))
+    made = [join(config, memory, rank) for rank in range(layout.size)]
     os.close(memory)
-    return groups
+    for each in made:
+        each.wait_at_most(20.0)
+    return made
 
 
-class RankThreads:
-    """See `penstock.engine.executor.Executor`."""
-
-    journals, adapters, tier, runs_ahead = (), None, None, False
+class RankThreads(ParallelExecutor):
+    """See `penstock.engine.executor.Executor`. Rank 0 computes in the thread that calls it."""
 
     def __init__(
         self,
         config: EngineConfig,
-        groups: Sequence[Group],
+        members: Sequence[Membership],
         change: Callable[[CpuExecutor], None] = lambda _: None,
     ) -> None:
         """change: what is done to each executor before it runs."""
-        self._threads = [ThreadPoolExecutor(1) for _ in groups]
-        self.ranks: list[CpuExecutor] = self._on_all(
-            [partial(CpuExecutor, config, Path(config.model), group=group) for group in groups]
-        )
+        threads = [ThreadPoolExecutor(1) for _ in members]
+        futures = [
+            thread.submit(CpuExecutor, config, Path(config.model), None, each.tensor, each.pipeline)
+            for thread, each in zip(threads, members, strict=True)
+        ]
+        self.ranks = _results(futures)
         for rank in self.ranks:
             change(rank)
-        self._last_ids: Sequence[int] = ()
+        followers = FollowerThreads(self.ranks[1:], threads)
+        super().__init__(self.ranks[0], followers, config.pipeline_parallel_size)  # type: ignore[arg-type]
 
-    @property
-    def info(self) -> ModelInfo:
-        return self.ranks[0].info
 
-    def prepare(self, request: Request) -> "Future[Any] | None":
-        return self.ranks[0].prepare(request)
+class FollowerThreads:
+    """See `penstock.engine.executors.followers.Followers`."""
 
-    def release(self, request_id: RequestId) -> None:
-        self.ranks[0].release(request_id)
+    def __init__(self, ranks: Sequence[CpuExecutor], threads: Sequence[ThreadPoolExecutor]) -> None:
+        """threads: one more than ranks."""
+        self._ranks, self._threads = ranks, threads
+        self._futures: list[Future[None]] = []
+        self.is_waiting = False
 
-    def execute(self, batch: ScheduledBatch) -> PendingTokens:
-        first, *others = self.ranks
-        pending, *_ = self._on_all(
-            [
-                lambda: first.execute(batch),
-                *(partial(other.follow, batch, self._last_ids) for other in others),
-            ]
-        )
-        self._last_ids = pending.wait().token_ids
-        result: PendingTokens = pending
-        return result
+    def send(self, step: Step) -> None:
+        for rank, thread in zip(self._ranks, self._threads[1:], strict=True):
+            self._futures.append(thread.submit(rank.follow, step.batch, step.sampled))
+
+    def explained(self, error: RankFailed) -> Exception:
+        """What another rank says of it is not the cause."""
+        failed = [each for future in self._futures if (each := future.exception())]
+        return next((each for each in failed if isinstance(each, Exception)), error)
 
     def close(self) -> None:
         for thread in self._threads:
             thread.shutdown()
+        _results(self._futures)
 
-    def _on_all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Each call in the thread of its rank."""
-        futures = [thread.submit(call) for thread, call in zip(self._threads, calls, strict=True)]
-        wait(futures)
-        errors = [error for future in futures if (error := future.exception())]
-        # What another rank says of it is not the cause.
-        for error in sorted(errors, key=lambda each: isinstance(each, RankFailed)):
-            raise error
-        return [future.result() for future in futures]
+
+def _results(futures: "Sequence[Future[Any]]") -> list[Any]:
+    wait(futures)
+    errors = [error for future in futures if (error := future.exception())]
+    for error in sorted(errors, key=lambda each: isinstance(each, RankFailed)):
+        raise error
+    return [future.result() for future in futures]
 
 
 class Digested:

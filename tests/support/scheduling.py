@@ -109,17 +109,17 @@ class DraftingExecutor(ScriptedExecutor):
             )
         )
 
-    def _sample(self, slot: Slot, length: int, allowed: list[int] | None) -> int:
-        number = next(number for number, each in self._slots.items() if each is slot)
+    def _sample(self, number: int, length: int) -> int:
+        slot = self._slots[number]
         accepted = self._accepted[number] = []
         for position in self._rows.get(number, range(0)):
             draft = slot.token_ids[position]
-            token_id = super()._sample(slot, position, allowed)
+            token_id = super()._sample(number, position)
             if token_id != draft:
                 self._announced[number] = self._draft(slot, position)
                 return token_id
             accepted.append(AcceptedDraft(draft, self._logprobs(slot, draft)))
-        token_id = super()._sample(slot, length, allowed)
+        token_id = super()._sample(number, length)
         self._announced[number] = self._draft(slot, length)
         return token_id
 
@@ -166,9 +166,11 @@ class Driver:
         num_states: int = 0,
         make_tier: Callable[[BlockMemory], DiskTier] | None = None,
         events: KVEvents | None = None,
+        num_cohorts: int = 1,
     ) -> None:
         """drafts: on a `DraftingExecutor`. kept: where the pool is, else. windows, more_blocks,
-        num_states: of groups of layers. make_tier: of one without threads."""
+        num_states: of groups of layers. make_tier: of one without threads. num_cohorts: `run` has
+        as many steps in flight."""
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
         self.config = config
         self.windows = windows
@@ -195,7 +197,9 @@ class Driver:
             journals=self.executor.journals,
             tier=self.tier,
             events=events,
+            num_cohorts=num_cohorts,
         )
+        self.num_cohorts = num_cohorts
         self.launched: deque[PendingTokens] = deque()
         self.batches: list[ScheduledBatch] = []
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -234,7 +238,7 @@ class Driver:
 
     def step(self) -> ScheduledBatch | None:
         batch = self.launch()
-        if batch:
+        if self.launched and (not batch or len(self.launched) >= self.num_cohorts):
             self.collect()
         return batch
 

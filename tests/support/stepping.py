@@ -1,10 +1,11 @@
 """The scheduler and a real executor in this process, stepped by the test."""
 
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executor import Executor
+from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, RequestOutput
@@ -32,6 +33,7 @@ class SteppedEngine:
             groups=groups,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
+            num_cohorts=info.pipeline_parallel_size,
         )
         self._num_requests = 0
 
@@ -46,9 +48,13 @@ class SteppedEngine:
             if future := self.executor.prepare(request):
                 future.result()
             self.scheduler.add(request)
-        while batch := self.scheduler.schedule(0.0):
-            for output in self.scheduler.update(self.executor.execute(batch).wait()):
-                outputs[output.request_id].append(output)
+        launched: deque[PendingTokens] = deque()
+        while (batch := self.scheduler.schedule(0.0)) or launched:
+            if batch:
+                launched.append(self.executor.execute(batch))
+            if not batch or len(launched) >= self.executor.info.pipeline_parallel_size:
+                for output in self.scheduler.update(launched.popleft().wait()):
+                    outputs[output.request_id].append(output)
         for name in outputs:
             self.executor.release(name)
         return list(outputs.values())

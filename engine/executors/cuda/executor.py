@@ -23,7 +23,7 @@ from penstock.engine.executors.cuda.adapter_tiles import TileMemory, tiles_of
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES, ChunkGraphs
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs, captured_sizes
-from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES, StepSampler
+from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES, NoSampler, StepSampler
 from penstock.engine.kernels.blocks import copy_blocks
 from penstock.engine.kernels.sample.sampler import Mode
 from penstock.engine.kernels.tables import (
@@ -37,6 +37,7 @@ from penstock.engine.model_info import ModelInfo
 from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.lora.store import Adapters
+from penstock.engine.ranks.torch_group import TorchGroup
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import failed_rows
@@ -63,10 +64,12 @@ class LaunchedStep:
         prompts: tuple[PromptOutput | None, ...],
         grammars: GrammarTable,
         adapter_bytes: int = 0,
+        group: TorchGroup | None = None,
     ) -> None:
         """ids: (S,) on the device, of the sampling rows, whose slots these are. adapter_bytes: as
-        in `StepWork`."""
+        in `StepWork`. group: whose other ranks the device waits for, where they have a limit."""
         self._step = step
+        self._group = group
         self._slots = slots
         self._logprobs = logprobs
         self._prompts = prompts
@@ -84,8 +87,7 @@ class LaunchedStep:
     def wait(self) -> SampledTokens:
         """The first call also advances the grammars by the sampled ids."""
         if self._sampled is None:
-            if self._event:
-                self._event.synchronize()
+            self.wait_for_device()
             ids = self._ids.tolist()
             of_grammars = self._grammars.advance(self._slots, ids, self._constraints)
             self._sampled = SampledTokens(
@@ -97,6 +99,13 @@ class LaunchedStep:
                 adapter_bytes=self._adapter_bytes,
             )
         return self._sampled
+
+    def wait_for_device(self) -> None:
+        """Raises RankFailed where the others do not come."""
+        if self._event and self._group:
+            self._group.wait_for(self._event)
+        elif self._event:
+            self._event.synchronize()
 
 
 class DecodeKey(NamedTuple):
@@ -123,10 +132,13 @@ class CudaExecutor:
         adapters: Adapters | None = None,
         use_graphs: bool = True,
         chunk_sizes: Sequence[int] | None = None,
+        group: TorchGroup | None = None,
     ) -> None:
         """adapters: whose weights are slots of the model's; None where it has none. use_graphs:
         where the model's attention can be captured. chunk_sizes: of `ChunkGraphs`; None means its
-        default on a GPU, and none on CPU, where padding only costs.
+        default on a GPU, and none on CPU, where padding only costs. group: of the ranks that
+        compute the model together. All execute the same batches, and rank 0 samples for all: after
+        the graphs, since NCCL allows only the same graph on all of them.
         """
         self._model = model
         self._pool = pool
@@ -134,7 +146,11 @@ class CudaExecutor:
         self._grammars = grammars
         device = tables.lengths.device
         self._device = device
-        self._sampler = StepSampler(max_num_seqs, info.vocab_size, device, grammars)
+        self._group = group
+        self._samples = group is None or group.rank == 0
+        self._sampler: StepSampler | NoSampler = NoSampler(max_num_seqs, device)
+        if self._samples:
+            self._sampler = StepSampler(max_num_seqs, info.vocab_size, device, grammars)
         self._prompts = PromptReader(info.vocab_size, model.logits_of_normed)
         self._decode_slots: tuple[int, ...] = ()
         self._decode_adapters: tuple[int, tuple[AdapterRun, ...]] = 0, ()
@@ -198,7 +214,7 @@ class CudaExecutor:
             DecodeKey(size, mode, kind)
             for size in reversed(self._sizes)
             for kind in kinds
-            for mode in GRAPH_MODES
+            for mode in (GRAPH_MODES if self._group is None else GRAPH_MODES[-1:])
         )
         self._graphs.capture(keys, on_captured)
 
@@ -209,6 +225,8 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LaunchedStep:
+        if self._group is not None:
+            self._group.at(batch.step, "launching")
         self._apply(batch)
         rows = [row for row, samples in enumerate(batch.samples) if samples]
         slots = [batch.slots[row] for row in rows]
@@ -219,7 +237,7 @@ class CudaExecutor:
         prompts: tuple[PromptOutput | None, ...] = ()
         ids: Tensor | None = None
         if batch.num_decodes == len(batch.slots):
-            mode = self._sampler.graph_mode(slots)
+            mode = None if self._group else self._sampler.graph_mode(slots)
             logits, ids = self._decode(batch, Mode.PLAIN if mode is None else mode)
             ids = None if mode is None else ids
             device_slots, lengths = self._slots[: len(slots)], self._context_lens[: len(slots)]
@@ -229,9 +247,12 @@ class CudaExecutor:
             ids = self._sample(batch, rows, logits, device_slots, lengths)
         logprobs = self._sampler.logprobs(logits, slots, ids) if rows else None
         num_bytes = 0 if self._adapters is None else self._adapters.num_bytes(batch)
+        waits_with = self._group if self._samples else None
         self._launched = LaunchedStep(
-            batch.step, ids, slots, logprobs, prompts, self._grammars, num_bytes
+            batch.step, ids, slots, logprobs, prompts, self._grammars, num_bytes, waits_with
         )
+        if self._group is not None:
+            self._group.at(batch.step, "launched")
         return self._launched
 
     def _sample(
@@ -251,6 +272,8 @@ class CudaExecutor:
         ids = self._sampler.sample_after_graph(
             logits, slots, lengths, device_slots, device_lengths, table
         )
+        if self._group is not None:
+            self._group.broadcast(ids)
         store_sampled(ids, device_slots, device_lengths, table)
         return ids
 
@@ -259,7 +282,8 @@ class CudaExecutor:
         self._tables.apply(batch)
         for assignment in batch.assignments:
             self._sampler.assign(assignment)
-            self._grammars.assign(assignment)
+            if self._samples:
+                self._grammars.assign(assignment)
             self._prompts.assign(assignment)
             if self._adapters is not None:
                 self._adapters.assign(assignment)
@@ -320,6 +344,9 @@ class CudaExecutor:
             )
         logits = self._model.logits(self._model(step))
         store_lengths(slots, context_lens, tables.lengths)
+        if self._group is not None:
+            return logits, step.token_ids  # which nobody reads: see `_sample`
+        assert isinstance(self._sampler, StepSampler), self._sampler
         ids = self._sampler.sample(logits, slots, context_lens, mode)
         store_sampled(ids, slots, context_lens, tables.token_table)
         return logits, ids

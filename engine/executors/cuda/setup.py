@@ -33,6 +33,7 @@ from penstock.engine.executors.loading import (
     log_text_only,
     log_widening,
     most_adapter_bytes,
+    of_ranks,
     reading,
     weight_bytes,
     weight_source,
@@ -73,7 +74,9 @@ from penstock.engine.models.quantization.at_load.quantize import (
     quantization_plan,
     quantize,
 )
+from penstock.engine.models.shard import Shard
 from penstock.engine.phases import Phases
+from penstock.engine.ranks.torch_group import TorchGroup
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.config import SchedulerConfig
@@ -114,14 +117,16 @@ def build_cuda_executor(
     model_dir: Path,
     gpu: Gpu | None = None,
     phases: Phases | None = None,
+    group: TorchGroup | None = None,
 ) -> CudaExecutor:
-    """Loads, measures, captures. Raises InvalidConfig for what does not fit, or no such GPU."""
+    """Loads, measures, captures. group: of the ranks that have a part of the model each. Raises
+    InvalidConfig for what does not fit, or no such GPU."""
     gpu = gpu or CudaGpu(choose_device(config.device))
     phases = phases or Phases()
     check_quantization(config, model_dir)
     refuse_offload(config, "on a GPU")
     try:
-        return _Setup(config, model_dir, gpu, phases).build()
+        return _Setup(config, model_dir, gpu, phases, group).build()
     except RuntimeError as error:
         # torch.OutOfMemoryError, or the driver's error where torch did not allocate.
         if "out of memory" not in str(error).lower():
@@ -139,15 +144,27 @@ def build_cuda_executor(
 class _Setup:
     """The state that the steps of the setup share."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, gpu: Gpu, phases: Phases) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        gpu: Gpu,
+        phases: Phases,
+        group: TorchGroup | None,
+    ) -> None:
         self._config = config
+        self._group = group
         self._model_dir = model_dir
         self._gpu = gpu
         self._phases = phases
-        self._model = ModelConfig.from_dir(model_dir)
+        self._whole = self._model = ModelConfig.from_dir(model_dir)
         check_dtype(config.dtype, self._model)
         self._model.check_features(FUSED_PATH, FEATURES)
         check_experts_on_gpu(self._model, config.quantization)
+        self._shard: Shard | None = None
+        if group is not None:
+            self._shard = Shard(self._whole, group.rank, group.size)
+            self._model = self._shard.config
         self._dtype = choose_dtype(config.dtype, gpu.device)
         self._kept = kept_on_gpu(self._model, gpu.device)
         log_text_only(config, self._model)
@@ -174,12 +191,11 @@ class _Setup:
         self._padding_bytes = sum(pool.block_bytes for pool in self._pools)
         self._bandwidth: float | None = None
         self._flops: float | None = None
+        vocab_size = self._whole.vocab_size
         grammars = Grammars.of_model(
-            model_dir, self._model.vocab_size, self._model.eos_token_ids, config.load_format
+            model_dir, vocab_size, self._model.eos_token_ids, config.load_format
         )
-        self._grammars = GrammarTable(
-            grammars, config.scheduler.max_num_seqs, self._model.vocab_size
-        )
+        self._grammars = GrammarTable(grammars, config.scheduler.max_num_seqs, vocab_size)
         self._slots: AdapterSlots | None = None
         self._slot_bytes = most_adapter_bytes(config.lora, self._model, self._dtype) or 0
 
@@ -234,7 +250,8 @@ class _Setup:
 
     @property
     def _uses_graphs(self) -> bool:
-        return not self._config.enforce_eager
+        may = self._group is None or self._group.is_capturable
+        return may and not self._config.enforce_eager
 
     @property
     def _num_graphs(self) -> int:
@@ -242,7 +259,8 @@ class _Setup:
             return 0
         num_sizes = len(captured_sizes(self._config.scheduler.max_num_seqs))
         num_kinds = 1 if self._config.lora is None else 2  # of steps without adapters, and with
-        return num_kinds * (num_sizes * len(GRAPH_MODES) + len(CHUNK_SIZES))
+        num_modes = len(GRAPH_MODES) if self._group is None else 1
+        return num_kinds * (num_sizes * num_modes + len(CHUNK_SIZES))
 
     def _check_memory(self, free: int) -> None:
         dtype, name = str(self._dtype).removeprefix("torch."), self._gpu.name
@@ -279,6 +297,7 @@ class _Setup:
                 self._quantized,
                 make_linear=PlainLinear,
                 kept=self._kept,
+                shard=self._shard,
             ),
             PlainLinear,
             gathered_attention,
@@ -286,6 +305,8 @@ class _Setup:
             device=self._gpu.device,
             num_load_threads=config.num_threads or min(_MAX_LOAD_THREADS, num_cores()),
             maps_tables=False,  # in a file, the kernels could not read it
+            shard=self._shard,
+            group=self._group,
         )
 
     def _measure_step(self, llama: LlamaModel, used: int) -> int:
@@ -316,7 +337,7 @@ class _Setup:
 
     def _size_pool(self, budget: MemoryBudget) -> PoolSize:
         config = self._config
-        return size_pool(
+        size = size_pool(
             self._pools,
             config.scheduler,
             budget=pool_bytes(config, budget) - self._padding_bytes,
@@ -325,6 +346,10 @@ class _Setup:
             may_shorten=config.max_model_len is None,
             advice=lambda needed: pool_advice(config, budget)(needed + self._padding_bytes),
         )
+        if self._group is None:
+            return size
+        num_blocks, *more, max_len = self._group.least([*size.of_groups, size.max_model_len])
+        return PoolSize(num_blocks=num_blocks, max_model_len=max_len, more_blocks=tuple(more))
 
     def _adapters(self) -> Adapters | None:
         """None where there are no slots for any."""
@@ -375,10 +400,11 @@ class _Setup:
             max_num_seqs=scheduler.max_num_seqs,
             adapters=adapters,
             use_graphs=use_graphs,
+            group=self._group,
         )
 
     def _describe(self, llama: LlamaModel, size: PoolSize) -> ModelInfo:
-        return describe(
+        info = describe(
             self._model,
             self._dtype,
             self._gpu.name,
@@ -392,6 +418,11 @@ class _Setup:
             kv_dtype=self._kv_dtype,
             quantization=self._quantization,
             layout=self._layout,
+        )
+        return (
+            info
+            if self._group is None
+            else of_ranks(info, self._whole, tensor_size=self._group.size)
         )
 
 

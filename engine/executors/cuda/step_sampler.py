@@ -128,3 +128,36 @@ class StepSampler:
         memory = torch.frombuffer(self._grammars.memory, dtype=torch.int32).view(-1, words)
         index = to_device(constrained, torch.int64, self._device)
         self._fused.masks[index] = tensor_to_device(memory[constrained], self._device)
+
+
+class NoSampler:
+    """In the place of a `StepSampler`, where another rank samples: its ids come to where these
+    are."""
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+
+    def assign(self, assignment: SlotAssignment) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def graph_mode(self, slots: list[int]) -> None:
+        pass
+
+    def sample_after_graph(
+        self,
+        logits: Tensor,
+        slots: list[int],
+        lengths: list[int],
+        device_slots: Tensor,
+        device_lengths: Tensor,
+        token_table: Tensor,
+    ) -> Tensor:
+        return self._ids[: len(slots)]
+
+    def logprobs(
+        self, logits: Tensor, slots: list[int], ids: Tensor
+    ) -> list[TokenLogprobs | None] | None:
+        return None

@@ -49,10 +49,10 @@ class MessageWriter:
         self._last: Part | None = None  # of the block that is open
         self._texts: list[str] = []
 
-    def body(self, deltas: list[OutputDelta], generation: Generation) -> bytes:
+    def body(self, deltas: list[OutputDelta], generation: Generation) -> list[bytes]:
         self.delta(deltas[0])
         self.end(generation.usage)
-        return _encode(self.message)
+        return [_encode(self.message)]
 
     def openings(self, num_choices: int) -> bytes:
         assert num_choices == 1, num_choices

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.server.api.openai.writer import OpenAIWriter, encode, joined_lists
+from penstock.server.api.openai.writer import OpenAIWriter, encode
 from penstock.server.output.delta import LogprobEntry, OutputDelta
 from penstock.server.output.logprobs import EchoedToken, EchoedTokens, finite
 
@@ -51,7 +51,7 @@ class CompletionWriter(OpenAIWriter):
         for tokens in chain[Sequence[LogprobEntry | EchoedToken]](echoed.slices(), [entries]):
             for name, column in self._columns(tokens).items():
                 written.setdefault(name, []).append(encode(column))
-        return {name: joined_lists(parts) for name, parts in written.items()}
+        return {name: self._long_lists.add(parts) for name, parts in written.items()}
 
     def _columns(self, tokens: Sequence[LogprobEntry | EchoedToken]) -> dict[str, list[Any]]:
         return {

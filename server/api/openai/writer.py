@@ -89,6 +89,7 @@ class OpenAIWriter:
         self._no_usage = b',"usage":null' if self._options.wants_usage else b""
         self._plain_unended = b',"finish_reason":null}]' + self._no_usage + b"}\n\n"
         self._around_texts: dict[int, tuple[bytes, bytes]] = {}
+        self._long_lists = LongLists()
 
     # What the two APIs write differently.
 
@@ -135,11 +136,11 @@ class OpenAIWriter:
 
     # The body.
 
-    def body(self, deltas: list[OutputDelta], generation: Generation) -> bytes:
+    def body(self, deltas: list[OutputDelta], generation: Generation) -> list[bytes]:
         body = self.content(deltas, generation.usage)
         if self._options.prompt_logprobs is not None:
             self._add_prompt_logprobs(body, self._prompt_logprobs(generation))
-        return encode(body)
+        return self._long_lists.encoded(body)
 
     def content(self, deltas: list[OutputDelta], usage: Usage) -> dict[str, Any]:
         """deltas: each choice as a whole."""
@@ -163,7 +164,7 @@ class OpenAIWriter:
             logprobs = generation.prompts[i].logprobs
             assert logprobs is not None
             slices = by_position(self._vocabulary, token_ids, logprobs, num_top)
-            prompts.append(joined_lists(map(encode, slices)))
+            prompts.append(self._long_lists.add(map(encode, slices)))
         return prompts
 
     # The events.
@@ -184,7 +185,8 @@ class OpenAIWriter:
             before, after = self._text_frame(delta.choice)
             logprobs = b"null"
             if delta.logprobs or delta.echoed:
-                logprobs = encode(self._logprobs(delta.logprobs, delta.echoed))
+                columns = self._logprobs(delta.logprobs, delta.echoed)
+                logprobs = b"".join(self._long_lists.encoded(columns))
             if delta.token_ids:
                 extras = self._delta_extras(delta, is_first)
                 logprobs += b"," + encode(extras)[1:-1]
@@ -251,10 +253,33 @@ class OpenAIWriter:
         return self._vocabulary.spelling(token_id).decode(errors="replace")
 
 
-def joined_lists(lists: Iterable[bytes]) -> msgspec.Raw:
-    """A JSON list, made of several. No other thread runs while one is encoded, so a list of very
-    many items is encoded in parts."""
-    return msgspec.Raw(b"[%b]" % b",".join(part[1:-1] for part in lists if len(part) > 2))
+class LongLists:
+    """JSON lists of very many items, encoded in parts, in the place of which JSON has a mark.
+
+    No other thread runs while a list is encoded, or while some hundred megabytes are copied.
+    """
+
+    _MARK = b"\0"  # JSON never has it
+
+    def __init__(self) -> None:
+        self._lists: list[list[bytes]] = []
+
+    def add(self, parts: Iterable[bytes]) -> msgspec.Raw:
+        """Its mark. parts: lists, as JSON, that together are the list."""
+        pieces: list[bytes] = []
+        for part in parts:
+            if len(part) > 2:
+                pieces.append((b"," if pieces else b"[") + part[1:-1])
+        self._lists.append([*pieces, b"]" if pieces else b"[]"])
+        return msgspec.Raw(b"%b%d%b" % (self._MARK, len(self._lists) - 1, self._MARK))
+
+    def encoded(self, value: Any) -> list[bytes]:
+        """The JSON of a value with marks in it, in pieces. The lists are forgotten."""
+        pieces = []
+        for i, text in enumerate(encode(value).split(self._MARK)):
+            pieces += self._lists[int(text)] if i % 2 else [text]
+        self._lists.clear()
+        return pieces
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:

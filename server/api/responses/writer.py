@@ -44,10 +44,10 @@ class ResponseWriter:
         self._is_cut = False
         self._is_open = False
 
-    def body(self, deltas: list[OutputDelta], generation: Generation) -> bytes:
+    def body(self, deltas: list[OutputDelta], generation: Generation) -> list[bytes]:
         self.delta(deltas[0])
         self.end(generation.usage)
-        return _encode(self.response)
+        return [_encode(self.response)]
 
     def openings(self, num_choices: int) -> bytes:
         assert num_choices == 1, num_choices

@@ -4,9 +4,7 @@ Each group has two processes with one thread each. They take turns, and the medi
 compared.
 """
 
-import tempfile
 import time
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -49,8 +47,6 @@ def all_reduce(num_rounds: int) -> None:
 
 
 def _turn(backend: str) -> list[float]:
-    with tempfile.TemporaryDirectory() as directory:
-        function = f"{__name__}:measure"
-        with members(function, 2, Path(directory), backend=backend) as processes:
-            times: list[float] = outputs(processes)[0]
-            return times
+    with members(f"{__name__}:measure", 2, backend=backend) as processes:
+        times: list[float] = outputs(processes)[0]
+        return times

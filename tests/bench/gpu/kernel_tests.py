@@ -33,11 +33,13 @@ FILES = (
 )
 # These measure the device, or take what is left of its memory: one by one, after the others.
 ALONE = ("tests/engine/memory/test_hardware.py", "tests/engine/executors/test_cuda_setup.py")
+# Two ranks on the device; and on two GPUs, where there are so many.
+RANKS_FILES = ("tests/distributed/test_cuda_ranks.py",)
 TINY_FILES = ("tests/engine/kernels/test_blocks.py", "tests/engine/kernels/test_launch.py")
 # Most of a test's seconds are Triton's compiler on one core.
 _CORES_PER_FILE = 2
 # No test compiles for so long.
-_STALL_S = 60.0
+STALL_S = 60.0
 _ENDED_WELL = ("passed", "skipped")
 _OPTIONS = (
     *("-c", str(Path(__file__).with_name("on_device.ini")), "-p", "tests.bench.gpu.pytest_rows"),
@@ -55,7 +57,7 @@ class KernelTests:
     fail: Callable[[str, str], None]
     log: Log
     environment: dict[str, str]
-    stall_s: float = _STALL_S
+    stall_s: float = STALL_S
 
     def run(self, ends_s: float) -> None:
         """Fails by the name of each test that fails, and of each file that does not come to its

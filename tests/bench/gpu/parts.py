@@ -3,13 +3,20 @@
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.scheduler.errors import InvalidConfig
 from tests.bench.gpu.goals import LLAMA, QWEN, SMALL, Row
-from tests.bench.gpu.kernel_tests import ALONE, FILES, TINY_FILES, KernelTests
+from tests.bench.gpu.kernel_tests import (
+    ALONE,
+    FILES,
+    RANKS_FILES,
+    STALL_S,
+    TINY_FILES,
+    KernelTests,
+)
 from tests.bench.gpu.probe import Climb
 from tests.bench.gpu.processes import Process
 from tests.bench.gpu.record import Record
@@ -96,14 +103,21 @@ def _probe(run: Run, limit_s: float) -> None:
     _wait_for_compilers(run, ahead)
 
 
-def _tests(run: Run, limit_s: float) -> None:
-    if run.kind:
-        run.run_module(limit_s)
-        return
-    files, alone = (TINY_FILES, ()) if run.tiny else (FILES, ALONE)
-    record, environment = run.record, run.way.environment
-    tests = KernelTests(files, alone, record.note, run.fail, record.log, environment)
-    tests.run(time.monotonic() + limit_s)
+def _pytest(
+    files: Sequence[str], alone: Sequence[str] = (), stall_s: float = STALL_S
+) -> Callable[[Run, float], None]:
+    """A part that runs these files of tests."""
+
+    def measure(run: Run, limit_s: float) -> None:
+        if run.kind:
+            run.run_module(limit_s)
+            return
+        of_part = (TINY_FILES, ()) if run.tiny else (files, alone)
+        record, environment = run.record, run.way.environment
+        tests = KernelTests(*of_part, record.note, run.fail, record.log, environment, stall_s)
+        tests.run(time.monotonic() + limit_s)
+
+    return measure
 
 
 def _compile(run: Run, limit_s: float) -> None:
@@ -157,7 +171,7 @@ def _http(part: str, model: str) -> Callable[[Run, float], None]:
 # First what the others depend on, then what the goals name, then the rest.
 PARTS: tuple[Part, ...] = (
     Part("probe", 60, 180, _probe),
-    Part("tests", 90, 150, _tests),
+    Part("tests", 90, 150, _pytest(FILES, ALONE)),
     Part("compile", 25, 60, _compile),
     Part("device", 12, 60, _bench("device")),
     Part("linear", 75, 120, _bench("linear-tiles")),
@@ -180,6 +194,7 @@ PARTS: tuple[Part, ...] = (
     Part("small", 15, 40, _bench("kernels", "small")),
     Part("sampling", 12, 40, _bench("kernels", "sampling")),
     Part("tables", 8, 30, _bench("kernels", "tables")),
+    Part("ranks", 90, 240, _pytest(RANKS_FILES, stall_s=120.0)),
 )
 
 

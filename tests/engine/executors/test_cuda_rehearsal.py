@@ -79,3 +79,19 @@ def test_with_adapters_a_step_without_one_is_as_before_and_others_are_graphs_too
 def test_the_rehearsal_fails_on_what_a_gpu_forbids(report: dict[str, Any]) -> None:
     assert [name for name, refusal in report["rules"].items() if not refusal] == []
     assert len(report["rules"]) == 12
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_two_compiles_nothing_and_waits_for_no_host_either(rank: int) -> None:
+    report = rehearsal("1", f"--rank={rank}")
+    check_serving(report)
+    decode = report["decode"]
+    assert decode["replays"] == decode["steps"]
+    # The embedding, both halves of two layers, and the columns of the logits: those of two ranks.
+    copies = ["copy_"] * (2 if rank == 0 else 0)
+    assert decode["operations_in_graph"] == ["all_reduce"] * 5 + ["all_gather_single", *copies]
+    layers = {"_skinny": 9, "_decode": 2}
+    assert {name: decode["launches_in_graph"][name] for name in layers} == layers
+    # Rank 0 samples after the graph, and the ids pass to the others.
+    assert decode["launches"].count("_store_sampled") == decode["steps"]
+    assert (len(decode["launches"]) > decode["steps"]) == (rank == 0)

@@ -5,84 +5,28 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+from functools import partial
 
 import httpx
 import pytest
 
-from penstock.engine.config import Device, EngineConfig
 from penstock.engine.errors import EngineFailed
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.supervisor import EndCause, EngineState
-from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.types import Request
 from tests.support.compiler import needs_compiler
-from tests.support.paths import DEMO_MODEL
-from tests.support.scheduling import make_request
+from tests.support.rank_processes import (
+    REQUESTS,
+    children,
+    config,
+    ids_of,
+    rank_of,
+    until_ended,
+)
+from tests.support.rank_processes import started as started_with
 from tests.support.serving import RunningServer
 
 pytestmark = needs_compiler
-REQUESTS = [
-    make_request("greedy", 40, max_tokens=400, temperature=0.0),
-    make_request("sampled", 9, max_tokens=300, temperature=1.0, seed=3, n=2),
-]
-
-
-def config(**changes: object) -> EngineConfig:
-    settings: dict[str, object] = {
-        "model": str(DEMO_MODEL),
-        "device": Device.CPU,
-        "tensor_parallel_size": 2,
-        "num_threads": 1,
-        "scheduler": SchedulerConfig(max_num_seqs=8),
-        "max_model_len": 1024,
-        "kv_cache_memory_bytes": 16 * 2**20,
-    }
-    return EngineConfig(**(settings | changes))  # type: ignore[arg-type]
-
-
-@asynccontextmanager
-async def started(**changes: object) -> AsyncIterator[EngineClient]:
-    client = EngineClient(config(**changes))
-    try:
-        await client.start()
-        yield client
-    finally:
-        await client.close()
-
-
-def children(pid: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def rank_of(client: EngineClient) -> int:
-    assert client.pid is not None
-    (rank,) = children(client.pid)
-    return rank
-
-
-def is_running(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-async def until_ended(*pids: int) -> None:
-    async with asyncio.timeout(30):  # a few ms, unless the machine is busy
-        while any(map(is_running, pids)):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-async def ids_of(client: EngineClient, request: Request) -> list[list[int]]:
-    ids: list[list[int]] = [[] for _ in range(request.n)]
-    async for outputs in client.submit(request):
-        for output in outputs:
-            ids[output.index] += output.token_ids
-    return ids
+started = partial(started_with, tensor_parallel_size=2)
 
 
 @pytest.mark.slow
@@ -143,7 +87,7 @@ async def test_no_rank_is_left_when_its_engine_is_killed() -> None:
 
 
 async def test_a_rank_that_cannot_start_says_why() -> None:
-    client = EngineClient(config(model="/no/such/model"))
+    client = EngineClient(config(model="/no/such/model", tensor_parallel_size=2))
     with pytest.raises(EngineFailed, match="/no/such/model"):
         await client.start()
     await client.close()

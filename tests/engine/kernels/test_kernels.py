@@ -59,6 +59,16 @@ def test_embed_gathers_rows() -> None:
     torch.testing.assert_close(residual, embedding[ids.long()])
 
 
+def test_embed_of_a_part_of_the_vocabulary_gives_zeros_for_other_ids() -> None:
+    embedding = random(10, 20)
+    ids = torch.tensor([0, 9, 10, 19, 20, 50], dtype=torch.int32, device=DEVICE)
+    residual = poisoned(6, 20)
+    embed(ids, embedding, residual, first_id=10)
+    expected = torch.zeros_like(residual)
+    expected[2:4] = embedding[[0, 9]]
+    torch.testing.assert_close(residual, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_mul_is_torchs(dtype: torch.dtype) -> None:
     gate_up, out = random(5, 2 * 1100, dtype=dtype), poisoned(5, 1100, dtype=dtype)

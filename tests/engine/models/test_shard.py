@@ -155,10 +155,19 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_sizes_that_can(
         Shard(replace(model, **changes), 0, size)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_a_feature_that_cannot_be_split_is_refused_by_name(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "features"),
+    [
+        ("qwen3_5", "attention_gates, delta_net"),
+        ("qwen3_5_moe", "attention_gates, delta_net"),
+        ("gemma4", ".*value_norm"),
+    ],
+)
+def test_a_feature_that_cannot_be_split_is_refused_by_name(
+    family: str, features: str, tmp_path: Path
+) -> None:
     saved(tmp_path, family)
-    message = "this model has attention_gates, delta_net, which cannot be split over ranks so far"
+    message = f"this model has {features}, which cannot be split over ranks so far"
     with pytest.raises(InvalidConfig, match=f"--tensor-parallel-size 2: {message}"):
         check_parallel(engine_config(tmp_path, tensor_parallel_size=2), tmp_path)
 

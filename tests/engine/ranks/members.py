@@ -7,31 +7,34 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from penstock.engine.native.library import load_ranks_library
-from penstock.engine.ranks.group import Group
+from penstock.engine.ranks.board import Board, board_memory
 from penstock.engine.ranks.shared_memory import SharedMemoryGroup, shared_memory
-from penstock.engine.ranks.torch_group import TorchGroup
+from penstock.engine.ranks.torch_group import Rendezvous, TorchGroup, rendezvous_memory
 from tests.support.paths import ROOT
 
 
 @contextmanager
 def members(
-    function: str, size: int, directory: Path, *, backend: str = "shm", timeout_s: float = 30.0
+    function: str, size: int, *, backend: str = "shm", timeout_s: float = 30.0
 ) -> Iterator[list["subprocess.Popen[str]"]]:
-    """function: MODULE:NAME, called with the group; what it returns is the process's output."""
-    descriptor = shared_memory(load_ranks_library(), size) if backend == "shm" else -1
+    """function: MODULE:NAME, called with the group; what it returns is the process's output.
+    backend: shm, or gloo."""
+    memory = [rendezvous_memory(), board_memory(size)]
+    if backend == "shm":
+        memory = [shared_memory(load_ranks_library(), size)]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.engine.ranks.members", function, backend,
-             str(descriptor), str(rank), str(size), str(timeout_s), str(directory)],
+             str(rank), str(size), str(timeout_s), *map(str, memory)],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            pass_fds=[descriptor] if descriptor >= 0 else [],
+            pass_fds=memory,
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -47,7 +50,7 @@ def members(
             process.wait()
             if process.stdout:
                 process.stdout.close()
-        if descriptor >= 0:
+        for descriptor in memory:
             os.close(descriptor)
 
 
@@ -57,17 +60,18 @@ def outputs(processes: list["subprocess.Popen[str]"]) -> list[Any]:
 
 
 def main() -> None:
-    name, backend, descriptor, rank, size, timeout_s, directory = sys.argv[1:]
+    name, backend, *numbers = sys.argv[1:]
+    rank, size, timeout_s, *memory = map(float, numbers)
     module, _, function = name.partition(":")
-    group: Group
+    group: SharedMemoryGroup | TorchGroup
     if backend == "shm":
         group = SharedMemoryGroup(
-            load_ranks_library(), int(descriptor), int(rank), int(size), timeout_s=float(timeout_s)
+            load_ranks_library(), int(memory[0]), int(rank), int(size), timeout_s=timeout_s
         )
     else:
-        group = TorchGroup(
-            backend, Path(directory), int(rank), int(size), timeout_s=float(timeout_s)
-        )
+        rendezvous, board = Rendezvous(int(memory[0]), int(size)), Board(int(memory[1]))
+        group = TorchGroup(rendezvous, int(rank), torch.device("cpu"), board, alone=False)
+        group.timeout_s = timeout_s
     made = getattr(importlib.import_module(module), function)(group)
     sys.stdout.write(msgspec.json.encode(made).decode())
 

@@ -4,7 +4,6 @@ import hashlib
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.ranks.group import Group, RankFailed
 from penstock.engine.ranks.shared_memory import SharedMemoryGroup, shared_memory
+from penstock.engine.ranks.torch_group import TorchGroup
 from tests.engine.ranks.members import members, outputs
 
 # Below, at and above what fits into a buffer at once, and not a multiple of anything.
@@ -60,15 +60,13 @@ def expected(size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_rank_has_the_bits_of_adding_in_the_order_of_the_ranks(
-    size: int, tmp_path: Path
-) -> None:
-    with members(f"{ME}:run_everything", size, tmp_path) as processes:
+def test_every_rank_has_the_bits_of_adding_in_the_order_of_the_ranks(size: int) -> None:
+    with members(f"{ME}:run_everything", size) as processes:
         assert outputs(processes) == [expected(size)] * size
 
 
-def test_gloo_gives_two_ranks_the_same(tmp_path: Path) -> None:
-    with members(f"{ME}:run_everything", 2, tmp_path, backend="gloo") as processes:
+def test_gloo_gives_two_ranks_the_same() -> None:
+    with members(f"{ME}:run_everything", 2, backend="gloo") as processes:
         first, second = outputs(processes)
     assert first == second
     # gloo rounds bfloat16 as we do where there are two to add.
@@ -93,15 +91,15 @@ def add_until_rank_1_stops(group: SharedMemoryGroup) -> tuple[str, float] | None
     return None
 
 
-def test_a_rank_that_hangs_ends_in_one_sentence_of_who_and_where(tmp_path: Path) -> None:
-    with members(f"{ME}:add_until_rank_1_stops", 2, tmp_path) as (first, _):
+def test_a_rank_that_hangs_ends_in_one_sentence_of_who_and_where() -> None:
+    with members(f"{ME}:add_until_rank_1_stops", 2) as (first, _):
         ((error, waited_s),) = outputs([first])
     assert 1.0 <= waited_s < 10.0  # 1 s, unless the machine is busy
     assert error.startswith("rank 1 did not come within 1 s while rank 0 waited for it in step 99")
     assert ", layer 3 (all_reduce, collective " in error and "its last was " in error
 
 
-def test_a_rank_that_has_ended_is_waited_for_no_longer(tmp_path: Path) -> None:
+def test_a_rank_that_has_ended_is_waited_for_no_longer() -> None:
     descriptor = shared_memory(load_ranks_library(), 2)
     group = SharedMemoryGroup(load_ranks_library(), descriptor, 0, 2, timeout_s=60.0)
     os.close(descriptor)
@@ -110,3 +108,35 @@ def test_a_rank_that_has_ended_is_waited_for_no_longer(tmp_path: Path) -> None:
         RankFailed, match="rank 1 has ended while rank 0 waited for it in its start"
     ):
         group.barrier()
+
+
+def add_until_rank_1_waits(group: TorchGroup) -> list[object]:
+    """What rank 0 has of `least`, then the error of a rank that does not come, then of its end."""
+    found: list[object] = [group.least([3 + group.rank, 9 - group.rank])]
+    group.barrier()
+    group.timeout_s = 1.0
+    if group.rank == 1:
+        group.at(7, "launching")
+        time.sleep(120)
+    group.at(8, "launched")
+    try:
+        group.all_reduce(torch.ones(4))
+    except RankFailed as error:
+        found.append(str(error))
+    group.end(1)
+    try:
+        group.all_reduce(torch.ones(4))
+    except RankFailed as error:
+        found.append(str(error))
+    return found
+
+
+def test_of_ranks_of_torch_one_that_hangs_or_has_ended_is_named_with_its_step() -> None:
+    with members(f"{ME}:add_until_rank_1_waits", 2, backend="gloo") as (first, _):
+        ((least, late, ended),) = outputs([first])
+    assert least == [3, 8]
+    assert late == (
+        "rank 1 did not come within 1 s: it is at step 7, launching, and rank 0 waits at step 8, "
+        "launched"
+    )
+    assert ended == "rank 1 has ended while rank 0 waited for it in step 8, launched"

@@ -53,7 +53,8 @@ def table_with(
 def allowed(table: GrammarTable) -> list[int]:
     table.start([1, 3])
     table.wait()
-    return table.allowed_ids(3)
+    words = table.memory[3 * table.words_per_row : 4 * table.words_per_row]
+    return [i for i in range(VOCAB_SIZE) if words[i // 32] >> i % 32 & 1]
 
 
 def advance(table: GrammarTable, slots: list[int], token_ids: list[int]) -> frozenset[int]:
@@ -70,6 +71,14 @@ def test_a_complete_grammar_allows_only_the_end(grammars: Grammars) -> None:
         assert advance(table, [1, 3], [5, single]) == frozenset()
     assert allowed(table) == sorted(EOS) and table.must_end(3)
     assert advance(table, [3], [2]) == frozenset()
+
+
+def test_an_id_is_chosen_among_those_that_the_mask_allows(grammars: Grammars) -> None:
+    table = table_with(grammars, LLMatcher.grammar_from_regex("[a-z0-9]{2,9}"))
+    ids = allowed(table)
+    assert [table.choose(3, EOS[0], n) for n in range(len(ids))] == ids
+    assert table.choose(3, EOS[0], len(ids) + 2) == ids[2]
+    assert all(table.choose(3, i, 0) == i for i in ids)
 
 
 def test_masks_from_several_threads_are_the_same(

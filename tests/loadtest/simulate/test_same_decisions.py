@@ -45,28 +45,42 @@ class TimedExecutor(ScriptedExecutor):
         self.now_s = 0.0
         self.host_s = 0.0
         self.batches: list[ScheduledBatch] = []
-        self._free_s = 0.0
+        self.free_s = [0.0] * info.pipeline_parallel_size
         self._model = known_model(runs_ahead=info.runs_ahead)
 
     def execute(self, batch: ScheduledBatch) -> "TimedStep":
         self.batches.append(batch)
         amounts = self.info.amounts(work_of(batch, self.info.windows))
         device_s, host_s = self._model.time_of(amounts)
-        self._free_s = max(self._free_s, self.now_s) + device_s
-        return TimedStep(self, super().execute(batch).wait(), self._free_s, host_s)
+        *stages, last = range(len(self.free_s))
+        end_s = self.now_s
+        for stage in stages or [last]:
+            end_s = self.free_s[stage] = max(self.free_s[stage], end_s) + device_s
+        in_last_s = device_s if stages else 0.0
+        return TimedStep(self, super().execute(batch).wait(), end_s, in_last_s, host_s)
 
 
 class TimedStep:
+    """in_last_s: what the last of several stages takes, which begins when it is waited for."""
+
     def __init__(
-        self, executor: TimedExecutor, sampled: SampledTokens, end_s: float, host_s: float
+        self,
+        executor: TimedExecutor,
+        sampled: SampledTokens,
+        end_s: float,
+        in_last_s: float,
+        host_s: float,
     ) -> None:
         self._executor, self._sampled = executor, sampled
-        self._end_s, self._host_s = end_s, host_s
+        self._end_s, self._in_last_s, self._host_s = end_s, in_last_s, host_s
 
     def wait(self) -> SampledTokens:
-        self._executor.now_s = max(self._executor.now_s, self._end_s)
-        self._executor.host_s = self._host_s
-        return self._sampled
+        executor = self._executor
+        executor.now_s = max(executor.now_s, self._end_s) + self._in_last_s
+        executor.host_s = self._host_s
+        if not self._in_last_s:
+            return self._sampled
+        return replace(self._sampled, computed_s=self._in_last_s)
 
 
 class _AllServed(Exception):
@@ -125,6 +139,7 @@ def served(
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         step_model=live,
+        num_cohorts=info.pipeline_parallel_size,
     )
     inbox = ArrivingRequests(executor, requests)
     loop = EngineLoop(scheduler, executor, inbox, send, lambda: executor.now_s, live)
@@ -191,7 +206,7 @@ def traces(draw: st.DrawFn) -> list[TimedRequest]:
 @settings(max_examples=120, deadline=None)
 @given(
     trace=traces(),
-    runs_ahead=st.booleans(),
+    device=st.sampled_from(("waits", "runs ahead", "two stages", "three stages")),
     batching=st.sampled_from(Batching),
     policy=st.sampled_from(Policy),
     itl_target_s=st.sampled_from((None, 0.0025)),
@@ -201,7 +216,7 @@ def traces(draw: st.DrawFn) -> list[TimedRequest]:
 )
 def test_every_step_of_a_simulation_is_the_one_that_would_have_been_served(
     trace: list[TimedRequest],
-    runs_ahead: bool,
+    device: str,
     batching: Batching,
     policy: Policy,
     itl_target_s: float | None,
@@ -209,7 +224,8 @@ def test_every_step_of_a_simulation_is_the_one_that_would_have_been_served(
     num_blocks: int,
     caches: bool,
 ) -> None:
-    info = make_info(num_blocks, runs_ahead=runs_ahead)
+    num_stages = {"two stages": 2, "three stages": 3}.get(device, 1)
+    info = make_info(num_blocks, runs_ahead=device == "runs ahead", num_stages=num_stages)
     config = SchedulerConfig(
         max_num_seqs=6,
         max_num_batched_tokens=budget,
@@ -224,10 +240,12 @@ def test_every_step_of_a_simulation_is_the_one_that_would_have_been_served(
     assert simulated_times == times
 
 
-def make_info(num_blocks: int, *, runs_ahead: bool) -> ModelInfo:
+def make_info(num_blocks: int, *, runs_ahead: bool, num_stages: int = 1) -> ModelInfo:
     group = AttentionGroup(window=None, kv_bytes_per_token=KV_BYTES, flops_per_pair=FLOPS_PER_PAIR)
     info = scripted_info(num_blocks=num_blocks, block_size=4, max_model_len=110)
-    return replace(info, attention=(group,), runs_ahead=runs_ahead)
+    return replace(
+        info, attention=(group,), runs_ahead=runs_ahead, pipeline_parallel_size=num_stages
+    )
 
 
 def test_the_traces_are_hard_enough_that_sequences_are_preempted() -> None:

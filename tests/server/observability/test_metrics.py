@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from penstock.engine.executor import PendingTokens
@@ -239,6 +240,15 @@ def test_idle_ratio_covers_the_last_ten_seconds_across_step_boundaries() -> None
     assert recent.idle_ratio(1016.0, is_stepping=False) == pytest.approx(1 - 2.1 / 10)
     assert recent.idle_ratio(1030.0, is_stepping=False) == 1.0
     assert recent.idle_ratio(1030.0, is_stepping=True) == 0.0
+
+
+def test_the_bubble_is_the_part_of_the_steps_time_that_stages_do_not_compute() -> None:
+    recent = RecentSteps()
+    for number, computed_s in enumerate((0.2, 0.4)):
+        report = msgspec.structs.replace(_report(1000.0 + number, 0.5), computed_s=computed_s)
+        recent.add(report, StepClass.DECODE)
+    assert recent.totals(1002.0)[StepClass.DECODE].bubble_ratio == pytest.approx(0.4)
+    assert recent.totals(1002.0)[StepClass.PREFILL].bubble_ratio == 0.0
 
 
 def test_steps_before_the_window_are_dropped() -> None:

@@ -1,0 +1,274 @@
+"""`CudaRanks`: a model that several GPUs compute together (tensor parallelism), a process for each.
+
+Rank 0 is this process, with the first GPU that it sees; rank i has the i-th. All launch the same
+steps: a step's sums over the ranks are in its graph. Rank 0 samples; the ids pass from GPU to GPU.
+"""
+
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.executors.cuda.device import CudaGpu, Gpu, Interpreter
+from penstock.engine.executors.cuda.executor import CudaExecutor, LaunchedStep
+from penstock.engine.executors.cuda.setup import build_cuda_executor
+from penstock.engine.executors.followers import Followers, Start, Step
+from penstock.engine.executors.parallel import (
+    START_TIMEOUT_S,
+    check_parallel,
+    layout_of,
+    wait_limit_s,
+    without_sampling,
+)
+from penstock.engine.log_writer import flush_all
+from penstock.engine.model_info import ModelInfo
+from penstock.engine.phases import Phases
+from penstock.engine.ranks.board import Board, board_memory
+from penstock.engine.ranks.group import RankFailed
+from penstock.engine.ranks.torch_group import Rendezvous, TorchGroup, rendezvous_memory
+from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.journal import BlockJournal
+from penstock.scheduler.types import Request, RequestId, SampledTokens, ScheduledBatch
+
+logger = logging.getLogger(__name__)
+
+# For tests: all ranks compute on one device, the first GPU or, where there is none, Triton's
+# interpreter; slowly, since each sum passes the host.
+SHARED_DEVICE = "PENSTOCK_RANKS_SHARE_DEVICE"
+_LOOK_S = 0.02
+# From the end of a connection to the news of what ended the process at its other end.
+_NEWS_S = 5.0
+# For a device to stop waiting for a rank that has ended.
+_STOP_S = 10.0
+
+
+def build_cuda_ranks(config: EngineConfig, phases: Phases) -> "CudaRanks":
+    """Starts the other ranks, and loads this one's part. Raises PenstockError."""
+    model_dir, size = Path(config.model), config.tensor_parallel_size
+    check_parallel(config, model_dir)
+    if not _shares_device():
+        check_num_gpus(size, torch.cuda.device_count())
+    with phases.timed("ranks", f"starting {size - 1} more processes"):
+        store, board = rendezvous_memory(), board_memory(size)
+        followers = Followers(config, layout_of(config), store, board)
+        try:
+            with _causes(followers):
+                group = _connected(0, size, store, board, followers)
+        except BaseException:
+            followers.close()
+            raise
+    ranks = None
+    try:
+        followers.is_waiting = True
+        with _causes(followers):
+            executor = build_cuda_executor(config, model_dir, _gpu_of(0), phases, group)
+            group.barrier()
+        followers.is_waiting = False
+        group.timeout_s = wait_limit_s(config)
+        ranks = CudaRanks(executor, followers, group)
+    finally:
+        if ranks is None:
+            _close(followers, group)
+    return ranks
+
+
+def follow_on_gpu(
+    start: Start, on_error: Callable[[BaseException], None]
+) -> Callable[[Step], None]:
+    """This rank's part of each step, where it is not rank 0; its model is loaded then. on_error:
+    called in another thread, with what its device reports of a step."""
+    config, gpu = start.config, _gpu_of(start.rank)
+    assert start.board is not None, start
+    group = _connected(start.rank, start.size, start.store, start.board)
+    executor = build_cuda_executor(config, Path(config.model), gpu, group=group)
+    group.barrier()
+    group.timeout_s = wait_limit_s(config)
+    launched: queue.SimpleQueue[LaunchedStep] = queue.SimpleQueue()
+
+    def watch() -> None:
+        # An error of a device is that of the next call that waits for it; and rank 0 sends no other
+        # step before this one has ended.
+        try:
+            if gpu.device.type == "cuda":
+                torch.cuda.set_device(gpu.device)  # a thread has the first GPU, and takes memory
+            while True:
+                launched.get().wait_for_device()
+        except BaseException as error:
+            on_error(error)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return lambda step: launched.put(executor.execute(step.batch))
+
+
+class CudaRanks:
+    """See `penstock.engine.executor.Executor`."""
+
+    def __init__(self, executor: CudaExecutor, followers: Followers, group: TorchGroup) -> None:
+        """executor: of rank 0."""
+        self._executor = executor
+        self._followers = followers
+        self._group = group
+        self._last: _Launched | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._executor.info
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._executor.runs_ahead
+
+    @property
+    def journals(self) -> Sequence[BlockJournal]:
+        return self._executor.journals
+
+    @property
+    def adapters(self) -> None:
+        return None
+
+    @property
+    def tier(self) -> None:
+        return None
+
+    @property
+    def followers(self) -> Followers:
+        """The other ranks' processes."""
+        return self._followers
+
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        return self._executor.prepare(request)
+
+    def release(self, request_id: RequestId) -> None:
+        self._executor.release(request_id)
+
+    def execute(self, batch: ScheduledBatch) -> "_Launched":
+        """Raises RankFailed: then nothing more can be computed."""
+        self._followers.is_waiting = True
+        self._followers.send(Step(without_sampling(batch), ()))
+        with _causes(self._followers):
+            self._last = _Launched(self, self._executor.execute(batch))
+        return self._last
+
+    def collect(self, step: "_Launched") -> SampledTokens:
+        with _causes(self._followers):
+            sampled = step.own.wait()
+        if step is self._last:
+            self._followers.is_waiting = False
+        return sampled
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        _close(self._followers, self._group)
+
+
+class _Launched:
+    """`PendingTokens` of a step. own: of this rank."""
+
+    def __init__(self, ranks: CudaRanks, own: LaunchedStep) -> None:
+        self._ranks = ranks
+        self.own = own
+
+    def wait(self) -> SampledTokens:
+        return self._ranks.collect(self)
+
+
+def check_num_gpus(size: int, num_gpus: int) -> None:
+    """Raises InvalidConfig where there are too few."""
+    if num_gpus < size:
+        raise InvalidConfig(
+            f"--tensor-parallel-size {size} needs {size} GPUs, one for each rank, and torch finds "
+            f"{num_gpus} here; set it to at most {num_gpus}, make more of them visible "
+            "(CUDA_VISIBLE_DEVICES, docker run --gpus), or use --device cpu"
+        )
+
+
+def _shares_device() -> bool:
+    return os.environ.get(SHARED_DEVICE) == "1"
+
+
+def _gpu_of(rank: int) -> Gpu:
+    if _shares_device():
+        return CudaGpu(torch.device("cuda", 0)) if torch.cuda.is_available() else Interpreter()
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return CudaGpu(device)
+
+
+def _connected(
+    rank: int, size: int, store: int, board: int, followers: Followers | None = None
+) -> TorchGroup:
+    """Once all ranks are there. store, board: see `Start`. followers: whose end ends the waiting of
+    rank 0."""
+    rendezvous = Rendezvous(store, size)
+    rendezvous.arrive(rank)
+    ends_s = time.monotonic() + START_TIMEOUT_S
+    while not rendezvous.all_are_here():
+        if followers is not None:
+            followers.check()
+        if time.monotonic() > ends_s:
+            raise RankFailed(f"a rank did not start within {START_TIMEOUT_S:g} s", rank=rank)
+        time.sleep(_LOOK_S)
+    alone = not _shares_device()
+    if followers is not None:
+        followers.on_end(partial(_end, None, followers))  # to connect cannot be interrupted
+    device = _gpu_of(rank).device
+    group = TorchGroup(rendezvous, rank, device, Board(board), alone=alone)
+    group.timeout_s = START_TIMEOUT_S
+    if followers is not None:
+        followers.on_end(partial(_end, group, followers))
+    return group
+
+
+def _end(group: TorchGroup | None, followers: Followers, rank: int) -> None:
+    """A rank has ended. group: None where it is not connected yet."""
+    if group is not None:
+        group.end(rank)
+    if not _shares_device():
+        threading.Thread(target=_leave, args=(group, followers), daemon=True).start()
+
+
+def _leave(group: TorchGroup | None, followers: Followers) -> None:
+    """Ends this process, unless that ends by itself, as its GPU waits no more."""
+    closed = threading.Event()
+    if group is not None:
+        group.abort()
+        closed = group.closed
+    if closed.wait(_STOP_S):
+        return
+    try:
+        followers.check()
+    except RankFailed as error:
+        logger.error("%s; this process ends too, as its GPU still waits for that rank", error)
+    flush_all()
+    os._exit(1)
+
+
+def _close(followers: Followers, group: TorchGroup) -> None:
+    followers.on_end(lambda _: None)
+    group.close()
+    followers.close()
+
+
+@contextmanager
+def _causes(followers: Followers) -> Iterator[None]:
+    """Errors that another rank's end caused become that."""
+    try:
+        yield
+    except RankFailed as error:
+        if error.rank == 0:  # only that something has ended is known
+            select.select([followers.news], [], [], _NEWS_S)
+        raise followers.explained(error) from error
+    except RuntimeError:
+        followers.check()
+        raise

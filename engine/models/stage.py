@@ -1,0 +1,162 @@
+"""`Stage`: the layers of a model that one of several stages has, one after the other: pipeline
+parallelism, as GPipe cuts a model (arXiv:1811.06965).
+
+The first has the embedding, the last the final norm and the output layer. States go from each to
+the next; nothing else does.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
+
+from torch import Tensor
+
+from penstock.engine.memory.kv_layout import GroupPool, KVLayout
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.shard import FEATURES
+from penstock.engine.models.weights import WeightSource
+from penstock.scheduler.errors import InvalidConfig
+
+_LAYER = "model.layers."
+
+
+@dataclass(frozen=True)
+class Stage:
+    """model: the whole, or a rank's shard of its layers. index: of `num_stages`."""
+
+    model: ModelConfig
+    index: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfig for a model that cannot be cut so."""
+        flag = f"--pipeline-parallel-size {self.num_stages}"
+        if unknown := self.model.features - FEATURES:
+            raise InvalidConfig(
+                f"{flag}: this model has {', '.join(sorted(unknown))}, which cannot be cut into "
+                "stages so far; use --pipeline-parallel-size 1"
+            )
+        if self.model.quantization is not None:
+            raise InvalidConfig(
+                f"{flag}: the weights are quantized ({self.model.quantization.name}), and only "
+                "float weights can be cut into stages so far; use the float32, float16 or "
+                "bfloat16 version of the model, or --pipeline-parallel-size 1"
+            )
+        if self.num_stages > self.model.num_layers:
+            raise InvalidConfig(
+                f"{flag}: this model has {self.model.num_layers} layers, and each stage needs one "
+                f"at least; use --pipeline-parallel-size {self.model.num_layers} or less"
+            )
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    @cached_property
+    def layers(self) -> range:
+        return divided(layer_weights(self.model), self.num_stages)[self.index]
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """Of its layers alone, which count from 0."""
+        model, of = self.model, slice(self.layers.start, self.layers.stop)
+        experts = model.experts
+        if experts is not None:
+            experts = replace(experts, layers=experts.layers[of])
+        return replace(
+            model,
+            num_layers=len(self.layers),
+            windows=model.windows[of],
+            layer_ropes=model.layer_ropes[of],
+            experts=experts if experts is not None and experts.num_layers else None,
+        )
+
+    def layout(self, of_model: KVLayout) -> KVLayout:
+        """Its layers in the groups that the whole model has, of which it may have none in some."""
+        assert of_model.state is None
+        return replace(of_model, group_of=of_model.group_of[self.layers.start : self.layers.stop])
+
+    def pools(self, of_model: KVLayout, block_size: int, itemsize: int) -> list[GroupPool]:
+        """What a block takes in the stage where it takes most: all have as many blocks."""
+        stages = [replace(self, index=index) for index in range(self.num_stages)]
+        of_stages = [
+            stage.layout(of_model).pools(stage.config.kv_shape, block_size, itemsize)
+            for stage in stages
+        ]
+        return [
+            max(of_group, key=lambda pool: pool.block_bytes)
+            for of_group in zip(*of_stages, strict=True)
+        ]
+
+    @property
+    def num_absent_weights(self) -> int:
+        """Of those that `config` counts, elements that this stage does not have."""
+        model = self.model
+        matrix = model.vocab_size * model.hidden_size
+        counted = matrix + model.hidden_size + (0 if model.tied_embeddings else matrix)
+        return counted - self.is_first * matrix - self.is_last * (matrix + model.hidden_size)
+
+    def of(self, weights: WeightSource) -> WeightSource:
+        """The weights, of which its layers have the names that they have in `config`."""
+        return _Renumbered(weights, self.layers.start)
+
+
+def layer_weights(model: ModelConfig) -> list[int]:
+    """What the time of a step is divided by: elements of each layer's matrices, and last those of
+    the output layer."""
+    of_layers = [
+        sum(rows * columns for rows, columns in model.linear_shapes(layer).values())
+        for layer in range(model.num_layers)
+    ]
+    return [*of_layers, model.vocab_size * model.hidden_size]
+
+
+def divided(weights: list[int], num_stages: int) -> list[range]:
+    """The layers of each stage, at least one, so that the stage with most weights has as few as can
+    be, and then the others are alike. weights: as of `layer_weights`."""
+    *layers, output = weights
+    ends = [0, *accumulate(layers)]
+
+    @cache
+    def best(first: int, num_left: int) -> tuple[int, int, tuple[int, ...]]:
+        """Of the layers from `first` on in so many stages: the most weights of a stage, the sum of
+        squares over the stages, and where each begins."""
+        if num_left == 1:
+            own = ends[-1] - ends[first] + output
+            return own, own**2, (first,)
+        options = []
+        for end in range(first + 1, len(layers) - num_left + 2):
+            own, (most, squares, starts) = ends[end] - ends[first], best(end, num_left - 1)
+            options.append((max(own, most), own**2 + squares, (first, *starts)))
+        return min(options)
+
+    *_, starts = best(0, num_stages)
+    return [range(*pair) for pair in pairwise((*starts, len(layers)))]
+
+
+class _Renumbered:
+    """Another source, whose layers count from one of its layers on."""
+
+    def __init__(self, source: WeightSource, first_layer: int) -> None:
+        self._source = source
+        self._first_layer = first_layer
+
+    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+        return self._source.read(shape, *map(self._name, names))
+
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        return self._source.table(shape, self._name(name))
+
+    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
+        return self._source.quantized(shape, bias, *map(self._name, names))
+
+    def _name(self, name: str) -> str:
+        if not name.startswith(_LAYER):
+            return name
+        index, _, rest = name.removeprefix(_LAYER).partition(".")
+        return f"{_LAYER}{int(index) + self._first_layer}.{rest}"

@@ -1,0 +1,76 @@
+"""`Pipeline`: what a rank knows of the stages of a model, where it has more than one."""
+
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from penstock.engine.ranks.group import Doing, Group
+from penstock.engine.ranks.link import Link
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """everyone: the ranks of all stages. before, after: to the rank with the same part of the
+    layers in the neighbouring stages; None in the first and in the last.
+
+    A step is computed within `in_step`; computed_s is then the time that it took in this stage and
+    in those before, without waiting for them.
+    """
+
+    stage: int
+    num_stages: int
+    everyone: Group
+    doing: Doing
+    before: Link | None
+    after: Link | None
+    computed_s: float = field(default=0.0, init=False)
+    _step: int = field(default=0, init=False)
+    _began_s: float = field(default=0.0, init=False)
+    _waited_s: float = field(default=0.0, init=False)
+
+    def in_step(self, step: int) -> "Self":
+        self._step = step
+        return self
+
+    def __enter__(self) -> None:
+        self._began_s, self._waited_s, self.computed_s = time.perf_counter(), 0.0, 0.0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType
+    ) -> None:
+        self.computed_s += self._own_s()
+
+    def receive(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
+        """The states after the stage before: (num_tokens, hidden_size), which stay until `taken`.
+        Raises RankFailed."""
+        assert self.before is not None
+        with self.doing.during(f"waiting for stage {self.stage - 1}"):
+            states = self.before.receive(self._step, (num_tokens, hidden_size), dtype)
+        self._waited_s += self.before.waited_s
+        self.computed_s = self.before.computed_s
+        return states
+
+    def taken(self) -> None:
+        """What was received has been read."""
+        assert self.before is not None
+        self.before.taken()
+
+    def room(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
+        """Where this stage's states are to be written. Raises RankFailed."""
+        assert self.after is not None
+        with self.doing.during(f"waiting for stage {self.stage + 1}"):
+            states = self.after.room((num_tokens, hidden_size), dtype)
+        self._waited_s += self.after.waited_s
+        return states
+
+    def send(self) -> None:
+        """What was written to `room`."""
+        assert self.after is not None
+        self.after.send(self._step, self.computed_s + self._own_s())
+
+    def _own_s(self) -> float:
+        return time.perf_counter() - self._began_s - self._waited_s

@@ -1,0 +1,111 @@
+"""Two ranks of the CUDA executor beside one of the CPU executor: logits within 1e-4 in float32, and
+the same greedy answers.
+
+They share a GPU, where there is one, or compute in Triton's interpreter; and have two GPUs and
+NCCL, where there are so many.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.executors.cuda.ranks import SHARED_DEVICE, CudaRanks, build_cuda_ranks
+from penstock.engine.phases import Phases
+from penstock.engine.ranks.group import RankFailed
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.types import Request, RequestId, SamplingParams
+from tests.support.parallel_answers import assert_close
+from tests.support.stepping import SteppedEngine
+from tests.support.tiny_models import engine_config, make_model, save
+
+# Each starts a process, and interprets the largest step of a model.
+pytestmark = pytest.mark.timeout(1200)
+PLACES = [
+    pytest.param(True, id="one-device"),
+    pytest.param(
+        False,
+        id="two-gpus",
+        marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    ),
+]
+# Biases that rank 0 alone adds; a tied embedding that two ranks cannot divide, and norms of heads;
+# norms over all heads; experts.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama_biases": {},
+    "qwen3": {"vocab_size": 97},
+    "olmo2": {},
+    "qwen3_moe": {},
+}
+
+
+def config_of(path: Path, **changes: object) -> EngineConfig:
+    settings: dict[str, object] = {
+        "block_size": 16,
+        "kv_cache_memory_bytes": 2**20,
+        "scheduler": SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=20),
+    }
+    return engine_config(path, **(settings | changes))
+
+
+def requests(max_tokens: int) -> list[Request]:
+    """One with logprobs of its prompt; and one whose prompt takes two steps, with more tokens than
+    the kernels of few rows take."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [tuple(torch.randint(3, 90, (n,), generator=generator).tolist()) for n in (5, 21)]
+    greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0, num_logprobs=3)
+    scored = replace(greedy, num_prompt_logprobs=2)
+    return [
+        Request(id=RequestId(str(i)), prompt_token_ids=ids, sampling=sampling, arrival_s=0.0)
+        for i, (ids, sampling) in enumerate(zip(prompts, (scored, greedy), strict=True))
+    ]
+
+
+@contextmanager
+def started(config: EngineConfig, shares_device: bool) -> Iterator[CudaRanks]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SHARED_DEVICE, "1" if shares_device else "0")
+        ranks = build_cuda_ranks(replace(config, tensor_parallel_size=2), Phases())
+        try:
+            yield ranks
+        finally:
+            ranks.close()
+
+
+@pytest.mark.parametrize("shares_device", PLACES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_answer_as_one(family: str, shares_device: bool, tmp_path: Path) -> None:
+    options = {"num_hidden_layers": 2, "max_position_embeddings": 256} | FAMILIES[family]
+    config = config_of(save(make_model(family, **options), tmp_path))
+    asked = requests(15 if family == "llama_biases" else 5)
+    alone = SteppedEngine(config)
+    expected = alone.run(asked)
+    with started(config, shares_device) as ranks:
+        answers = SteppedEngine(config, ranks).run(asked)
+        for one, other in zip(expected, answers, strict=True):
+            assert_close(one, other)
+        whole, part = alone.executor.info, ranks.info
+    assert part.tensor_parallel_size == 2 and part.vocab_size == whole.vocab_size
+    assert part.num_parameters == whole.num_parameters
+    assert 0.5 <= part.weight_bytes / whole.weight_bytes < 0.6
+    assert 2 * part.attention[0].kv_bytes_per_token == whole.attention[0].kv_bytes_per_token
+
+
+@pytest.mark.parametrize("shares_device", PLACES)
+def test_the_end_of_a_rank_is_one_sentence(shares_device: bool, tmp_path: Path) -> None:
+    path = save(make_model("llama2", max_position_embeddings=512), tmp_path)
+    config = config_of(path)
+    with started(config, shares_device) as ranks:
+        (rank_1,) = ranks.followers.pids
+        os.kill(rank_1, signal.SIGKILL)
+        with pytest.raises(RankFailed, match=r"^rank 1 was ended by signal 9[^\n]*$"):
+            SteppedEngine(config, ranks).run(requests(5))
