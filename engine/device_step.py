@@ -108,6 +108,11 @@ class Rotation:
     key_norm: (head_dim,), or None. query_factors: (max_positions,) float32, what queries are
     multiplied by, or None. rotary_dim: of a head's dimensions, those that are rotated, the first;
     None for all.
+
+    kv_parts: of keys and values, what the projection has after the queries: 2 for both; 1 where
+    values are the keys before these are normed and rotated; 0 where the layer reads those of
+    another layer. norms_values: whether values are normed too, without a weight; queries and keys
+    have a norm then.
     """
 
     cos: Tensor
@@ -117,3 +122,5 @@ class Rotation:
     eps: float
     query_factors: Tensor | None = None
     rotary_dim: int | None = None
+    kv_parts: int = 2
+    norms_values: bool = False

@@ -77,10 +77,10 @@ class Sizing:
 
     @property
     def weight_bytes(self) -> int:
-        plan = self._plan
+        plan, table_bytes = self._plan, self.model.table_bytes(self.dtype.itemsize)
         if plan:
-            return plan.weight_bytes
-        return self.model.weight_bytes(self.dtype.itemsize, self._kept.num_bytes)
+            return plan.weight_bytes + table_bytes
+        return table_bytes + self.model.weight_bytes(self.dtype.itemsize, self._kept.num_bytes)
 
     @property
     def step_weight_bytes(self) -> int:

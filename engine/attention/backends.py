@@ -1,6 +1,6 @@
 """The attention backends of a GPU that `--attention-backend` chooses from."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -15,8 +15,7 @@ from penstock.scheduler.errors import InvalidConfig
 
 def make_attention(
     config: EngineConfig,
-    shape: AttentionShape,
-    windows: Iterable[int | None],
+    windows: Mapping[AttentionShape, Collection[int | None]],
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -26,9 +25,9 @@ def make_attention(
 ) -> DeviceAttention:
     """The configured backend. Raises InvalidConfig if it is not available here.
 
-    windows: one for each layer, or those that occur. max_rows, max_tokens: of one step. has_sinks:
-    whether calls give sinks. `auto` is
-    our Triton kernels on every GPU: there is no measurement yet that compares them with flash-attn.
+    windows: as of `PagedAttention`. max_rows, max_tokens: of one step. has_sinks: whether calls
+    give sinks. `auto` is our Triton kernels on every GPU: there is no measurement yet that compares
+    them with flash-attn.
     """
     if config.attention_backend is AttentionBackend.TORCH:
         return TorchAttention()
@@ -48,8 +47,8 @@ def make_attention(
                 "--dtype is float32, which FlashAttention does not support; use --dtype bfloat16 "
                 "or float16, or --attention-backend triton"
             )
-        return FlashAttention(shape)
+        return FlashAttention(windows)
     num_sms = 1
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return PagedAttention(shape, windows, max_rows, max_tokens, num_sms, device, dtype)
+    return PagedAttention(windows, max_rows, max_tokens, num_sms, device, dtype)

@@ -9,7 +9,7 @@ Interface: flash-attn 2.8.3, flash_attn/flash_attn_interface.py, and csrc/flash_
 for what it requires of a block table.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -41,11 +41,13 @@ class FlashAttention:
     is_capturable = True
     takes_decode_lens = False
 
-    def __init__(self, shape: AttentionShape) -> None:
-        """Raises InvalidConfig where it is not installed, or cannot compute this shape."""
+    def __init__(self, shapes: Collection[AttentionShape]) -> None:
+        """shapes: of all layers. Raises InvalidConfig where it is not installed, or cannot compute
+        one of them."""
         self._decode, self._prefill = _load()
-        _check(shape)
-        self._block_size = shape.block_size
+        for shape in shapes:
+            _check(shape)
+            self._block_size = shape.block_size
         # By group of layers.
         self._decode_tables: dict[int, Tensor] = {}
         self._chunks: dict[int, _Chunks | None] = {}

@@ -76,6 +76,6 @@ class RotatingAttention(DeviceAttention, Protocol):
         out: Tensor,
         sinks: Tensor | None = None,
     ) -> None:
-        """projected: (T, (num_heads + 2 * num_kv_heads) * head_dim). Writes the step's tokens to
-        keys and values; the rest is as for a call."""
+        """projected: (T, (num_heads + kv_parts * num_kv_heads) * head_dim), see `Rotation`. Writes
+        the step's tokens to keys and values; the rest is as for a call."""
         ...

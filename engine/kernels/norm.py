@@ -16,16 +16,18 @@ def add_rms_norm(
     normed: Tensor,
     *,
     post: Tensor | None = None,
+    scalar: Tensor | None = None,
 ) -> None:
     """residual += x; normed = residual / rms(residual) * weight. All (T, hidden) but weight.
 
     weight: None leaves normed as it is. post: of a norm of x itself, before it is added; None where
-    there is none. The sum is rounded to the residual's type before the norm, as with two separate
-    operators. Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+    there is none. scalar: (1,), what the sum is multiplied by, or None. The sum is rounded to the
+    residual's type before the norm, as with separate operators.
+    Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
     num_tokens, hidden = residual.shape
     _add_rms_norm[(num_tokens,)](
-        x, residual, post, weight, normed, eps, hidden,
+        x, residual, post, scalar, weight, normed, eps, hidden,
         SIZE=next_power_of_2(hidden), num_warps=_num_warps(hidden), **overlapped(),
     )  # fmt: skip
 
@@ -72,7 +74,7 @@ def _normed(x, weight, eps, hidden):
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, post, weight, normed, eps, hidden, SIZE: tl.constexpr, PDL: tl.constexpr
+    x, residual, post, scalar, weight, normed, eps, hidden, SIZE: tl.constexpr, PDL: tl.constexpr
 ):
     wait_for_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64) * hidden
@@ -85,6 +87,8 @@ def _add_rms_norm(
         p = tl.load(post + column, mask=mask, other=0.0)
         change = _normed(change, p, eps, hidden).to(kind).to(tl.float32)
     total += change
+    if scalar is not None:
+        total = total.to(kind).to(tl.float32) * tl.load(scalar).to(tl.float32)
     total = total.to(kind)
     tl.store(residual + row + column, total, mask=mask)
     if weight is not None:

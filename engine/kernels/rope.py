@@ -33,18 +33,23 @@ def rotate_and_store(
     query: Tensor,
     query_factors: Tensor | None = None,
     rotary_dim: int | None = None,
+    *,
+    kv_parts: int = 2,
+    norms_values: bool = False,
 ) -> None:
     """Writes each token's rotated query, and its key and value to their slots in the pool.
 
-    qkv: (T, (num_heads + 2 * num_kv_heads) * head_dim). positions: (T,) int32; kv_slots: (T,)
-    int64, as in `ModelInput`. cos, sin, query_norm, key_norm, query_factors, rotary_dim: as in
-    `Rotation`. keys, values: one layer of the pool, written. query: (T, num_heads, head_dim),
-    written. Source: Su et al. 2021 (arXiv:2104.09864), in pairs (i, i + rotary_dim / 2).
+    qkv: (T, (num_heads + kv_parts * num_kv_heads) * head_dim). positions: (T,) int32; kv_slots:
+    (T,) int64, as in `ModelInput`. keys, values: one layer of the pool, written if there are
+    kv_parts. query: (T, num_heads, head_dim), written. The others: as in `Rotation`.
+    Source: Su et al. 2021 (arXiv:2104.09864), in pairs (i, i + rotary_dim / 2).
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[2]
-    grid = (num_tokens, ceil_div(num_heads + 2 * num_kv_heads, _HEADS))
-    has_norm = query_norm is not None and key_norm is not None
+    num_stored = 2 * num_kv_heads if kv_parts else 0
+    grid = (num_tokens, ceil_div(num_heads + num_stored, _HEADS))
+    has_norm = query_norm is not None
+    assert has_norm or not norms_values, "one sum of squares is for both"
     (key_codes, key_scales), (value_codes, value_scales) = pointers(keys), pointers(values)
     _rotate_and_store[grid](
         qkv,
@@ -53,7 +58,7 @@ def rotate_and_store(
         cos,
         sin,
         query_norm if has_norm else qkv,
-        key_norm if has_norm else qkv,
+        qkv if key_norm is None else key_norm,
         key_codes,
         value_codes,
         key_scales,
@@ -70,7 +75,9 @@ def rotate_and_store(
         ROTARY_DIM=rotary_dim or head_dim,
         HALF=next_power_of_2(head_dim // 2),
         HEADS=_HEADS,
-        num_warps=1,
+        KV_PARTS=kv_parts,
+        NORMS_VALUES=norms_values,
+        num_warps=1 if head_dim <= 256 else 2,
         **overlapped(),
     )
 
@@ -100,14 +107,17 @@ def _rotate_and_store(
     ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    KV_PARTS: tl.constexpr,
+    NORMS_VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_kernels_before(PDL)
+    NUM_STORED: tl.constexpr = 2 * NUM_KV_HEADS if KV_PARTS > 0 else 0
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
     is_pair = pair < HEAD_DIM // 2
-    is_there = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_pair[None, :]
+    is_there = (head < NUM_HEADS + NUM_STORED)[:, None] & is_pair[None, :]
     kind = query.dtype.element_ty
     # The dimensions of a pair. Those that are not rotated make pairs too, whose angle is 0.
     first = pair
@@ -117,7 +127,10 @@ def _rotate_and_store(
         first = tl.where(is_rotated, pair, pair + ROTARY_DIM // 2)
         second = tl.where(is_rotated, pair + ROTARY_DIM // 2, second)
 
-    source = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * HEAD_DIM
+    part = head
+    if KV_PARTS == 1:  # a value is what its key is made of
+        part = tl.where(head < NUM_HEADS + NUM_KV_HEADS, head, head - NUM_KV_HEADS)
+    source = qkv + (token * (NUM_HEADS + KV_PARTS * NUM_KV_HEADS) + part)[:, None] * HEAD_DIM
     left = tl.load(source + first[None, :], mask=is_there, other=0.0).to(tl.float32)
     right = tl.load(source + second[None, :], mask=is_there, other=0.0).to(tl.float32)
     is_query = (head < NUM_HEADS)[:, None]
@@ -129,10 +142,16 @@ def _rotate_and_store(
     if HAS_NORM:
         square = tl.sum(left * left, 1) + tl.sum(right * right, 1)
         scale = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
+        if NORMS_VALUES:
+            value_left = left * scale
+            value_right = right * scale
         q_left = tl.load(query_norm + first, mask=is_pair, other=0.0).to(tl.float32)
         q_right = tl.load(query_norm + second, mask=is_pair, other=0.0).to(tl.float32)
-        k_left = tl.load(key_norm + first, mask=is_pair, other=0.0).to(tl.float32)
-        k_right = tl.load(key_norm + second, mask=is_pair, other=0.0).to(tl.float32)
+        k_left = q_left
+        k_right = q_right
+        if KV_PARTS > 0:
+            k_left = tl.load(key_norm + first, mask=is_pair, other=0.0).to(tl.float32)
+            k_right = tl.load(key_norm + second, mask=is_pair, other=0.0).to(tl.float32)
         left = (left * scale).to(query_norm.dtype.element_ty).to(tl.float32)
         right = (right * scale).to(query_norm.dtype.element_ty).to(tl.float32)
         left = (left * tl.where(is_query, q_left[None, :], k_left[None, :])).to(kind).to(tl.float32)
@@ -159,36 +178,37 @@ def _rotate_and_store(
     target = query + (token * NUM_HEADS + head)[:, None] * HEAD_DIM
     tl.store(target + first[None, :], rotated_left, mask=is_there & is_query)
     tl.store(target + second[None, :], rotated_right, mask=is_there & is_query)
-    slot = tl.load(kv_slots + token)
-    row = slot * NUM_KV_HEADS
-    key_left = rotated_left
-    key_right = rotated_right
-    value_left = value_left.to(kind)
-    value_right = value_right.to(kind)
-    if key_scales is not None:
-        codes: tl.constexpr = keys.dtype.element_ty
-        # Of a key or a value, whichever the head is; of a query it is not used.
-        left = tl.where(is_value, value_left, rotated_left).to(tl.float32)
-        right = tl.where(is_value, value_right, rotated_right).to(tl.float32)
-        peak = tl.maximum(tl.max(tl.abs(left), 1), tl.max(tl.abs(right), 1))
-        not_finite = tl.sum(left * 0.0, 1) + tl.sum(right * 0.0, 1)
-        inverse = inverse_scale(peak, codes)[:, None]
-        key_left = encode(left, inverse, codes)
-        key_right = encode(right, inverse, codes)
-        value_left = key_left
-        value_right = key_right
-        size = scale_of(peak, not_finite, codes)
-        kv_head = head - NUM_HEADS
-        place = scale_offsets(slot, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-        of_key = (kv_head >= 0) & (kv_head < NUM_KV_HEADS)
-        tl.store(key_scales + place, size, mask=of_key)
-        kv_head = kv_head - NUM_KV_HEADS
-        place = scale_offsets(slot, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-        of_value = (kv_head >= 0) & (kv_head < NUM_KV_HEADS)
-        tl.store(value_scales + place, size, mask=of_value)
-    target = keys + (row + head - NUM_HEADS)[:, None] * HEAD_DIM
-    tl.store(target + first[None, :], key_left, mask=is_there & is_key)
-    tl.store(target + second[None, :], key_right, mask=is_there & is_key)
-    target = values + (row + head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_DIM
-    tl.store(target + first[None, :], value_left, mask=is_there & is_value)
-    tl.store(target + second[None, :], value_right, mask=is_there & is_value)
+    if KV_PARTS > 0:
+        slot = tl.load(kv_slots + token)
+        row = slot * NUM_KV_HEADS
+        key_left = rotated_left
+        key_right = rotated_right
+        value_left = value_left.to(kind)
+        value_right = value_right.to(kind)
+        if key_scales is not None:
+            codes: tl.constexpr = keys.dtype.element_ty
+            # Of a key or a value, whichever the head is; of a query it is not used.
+            left = tl.where(is_value, value_left, rotated_left).to(tl.float32)
+            right = tl.where(is_value, value_right, rotated_right).to(tl.float32)
+            peak = tl.maximum(tl.max(tl.abs(left), 1), tl.max(tl.abs(right), 1))
+            not_finite = tl.sum(left * 0.0, 1) + tl.sum(right * 0.0, 1)
+            inverse = inverse_scale(peak, codes)[:, None]
+            key_left = encode(left, inverse, codes)
+            key_right = encode(right, inverse, codes)
+            value_left = key_left
+            value_right = key_right
+            size = scale_of(peak, not_finite, codes)
+            kv_head = head - NUM_HEADS
+            place = scale_offsets(slot, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+            of_key = (kv_head >= 0) & (kv_head < NUM_KV_HEADS)
+            tl.store(key_scales + place, size, mask=of_key)
+            kv_head = kv_head - NUM_KV_HEADS
+            place = scale_offsets(slot, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+            of_value = (kv_head >= 0) & (kv_head < NUM_KV_HEADS)
+            tl.store(value_scales + place, size, mask=of_value)
+        target = keys + (row + head - NUM_HEADS)[:, None] * HEAD_DIM
+        tl.store(target + first[None, :], key_left, mask=is_there & is_key)
+        tl.store(target + second[None, :], key_right, mask=is_there & is_key)
+        target = values + (row + head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_DIM
+        tl.store(target + first[None, :], value_left, mask=is_there & is_value)
+        tl.store(target + second[None, :], value_right, mask=is_there & is_value)

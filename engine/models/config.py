@@ -163,13 +163,20 @@ class ModelConfig:
         layers, state = self.delta_net.layers, self.delta_net.state_shape
         return KVLayout.of(self.windows, max_model_len, layers, state)
 
-    def attention_shape(self, block_size: int) -> AttentionShape:
-        return AttentionShape(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            block_size=block_size,
-        )
+    def attention_windows(self, block_size: int) -> dict[AttentionShape, set[int | None]]:
+        """Those that layers of each shape have; not of layers with a recurrence."""
+        found: dict[AttentionShape, set[int | None]] = {}
+        for layer, window in enumerate(self.windows):
+            heads = self.layer_shape(layer).heads
+            if heads.num_kv_heads:
+                shape = AttentionShape(
+                    num_heads=self.num_heads,
+                    num_kv_heads=heads.num_kv_heads,
+                    head_dim=heads.head_dim,
+                    block_size=block_size,
+                )
+                found.setdefault(shape, set()).add(window)
+        return found
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """None where the layer has one MLP alone."""
@@ -286,9 +293,15 @@ class ModelConfig:
     def _num_embedding_weights(self) -> int:
         return 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
 
+    def table_bytes(self, dtype_bytes: int) -> int:
+        """Of the table of `per_layer_inputs`, which a GPU has in its memory."""
+        if self.per_layer_inputs is None:
+            return 0
+        return self.per_layer_inputs.num_table_weights(self.num_layers) * dtype_bytes
+
     def weight_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
-        """Of all weights, before any is read: what a device needs for them. The table of
-        `per_layer_inputs` stays in its file.
+        """Of all weights, before any is read: what a device needs for them, without the table of
+        `per_layer_inputs`, which stays in its file on a processor.
 
         dtype_bytes: of the type in which they are computed. kept: None where all layers stay as
         they are stored.

@@ -514,6 +514,7 @@ FAMILIES = {
         windows=gemma4.windows,
         activation="gelu_tanh",
         defaults=gemma4.DEFAULTS,
+        without_effect=gemma4.WITHOUT_EFFECT,
     ),
     "gemma4_unified_text": Family(
         architecture="Gemma4UnifiedForCausalLM",
@@ -522,6 +523,7 @@ FAMILIES = {
         windows=gemma4.windows,
         activation="gelu_tanh",
         defaults=gemma4.UNIFIED_DEFAULTS,
+        without_effect=gemma4.WITHOUT_EFFECT,
     ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",

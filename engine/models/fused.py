@@ -18,7 +18,8 @@ from torch import Tensor
 
 from penstock.engine.attention.protocol import DeviceAttention, RotatingAttention
 from penstock.engine.device_step import AdapterTiles, DeviceStep, Rotation
-from penstock.engine.kernels.activation import silu_mul
+from penstock.engine.kernels import per_layer_inputs
+from penstock.engine.kernels.activation import silu_mul, softcap
 from penstock.engine.kernels.gates import apply_gates, without_gates
 from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
@@ -40,9 +41,14 @@ FEATURES = {
     *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
     *("logit_multiplier", "experts", "attention_sinks", "clamped_swiglu"),
     *("delta_net", "attention_gates"),
+    *("full_heads", "keys_are_values", "value_norm", "num_shared_kv_layers", "wide_shared_mlps"),
+    *("layer_scalars", "per_layer_inputs", "logit_softcap"),
 }
 # Of these, those that come between the products that a step of few tokens fuses.
-_BETWEEN_PRODUCTS = {"pre_norms", "post_norms", "activation", "whole_qk_norm", "experts"}
+_BETWEEN_PRODUCTS = {
+    *("pre_norms", "post_norms", "activation", "whole_qk_norm", "experts"),
+    *("wide_shared_mlps", "layer_scalars", "per_layer_inputs"),
+}
 
 
 class _MLP(NamedTuple):
@@ -50,22 +56,28 @@ class _MLP(NamedTuple):
     down: FusedLinear
 
 
+class _PerLayerInput(NamedTuple):
+    gate: FusedLinear
+    projection: FusedLinear
+
+
 class _Linears(NamedTuple):
-    """One layer's. mlp: None where it has experts. delta_net: None where it has attention."""
+    """One layer's. mlp: None where it has experts alone. delta_net: None where it has attention."""
 
     qkv: FusedLinear
     output: FusedLinear
     mlp: _MLP | None
     experts: FusedExperts | None
+    per_layer_input: _PerLayerInput | None
     shared: FusedSharedExpert | None
     delta_net: FusedDeltaNet | None
 
 
 class _Mixed(NamedTuple):
-    """What attention gives, (T, num_heads, head_dim), and what a recurrence, (T, values); None
-    where no layer has one."""
+    """What attention gives, (T, num_heads, head_dim), by the head_dim; and what a recurrence, (T,
+    values); None where no layer has one."""
 
-    attended: Tensor
+    attended: dict[int, Tensor]
     recurred: Tensor | None
 
 
@@ -91,6 +103,9 @@ class FusedModel:
         self._adapters = adapters
         self._linears = [_linears(model.config, layer) for layer in model.layers]
         self._lm_head = FUSED_LINEARS.of(model.lm_head)
+        self._per_layer_inputs = None
+        if model.per_layer_inputs is not None:
+            self._per_layer_inputs = FUSED_LINEARS.of(model.per_layer_inputs.projection)
         self._fuses = not model.config.features & _BETWEEN_PRODUCTS
         self._multiplier = embedding_multiplier(model.config, model.embedding.dtype)
         # One buffer for the logits of all steps: a buffer for each graph would take gigabytes.
@@ -135,9 +150,10 @@ class FusedModel:
         first_id = None if model.shard is None else model.shard.first_id
         embed(step.token_ids, model.embedding, residual, self._multiplier, first_id=first_id)
         self._summed(residual)
-        fuses = self._fuses and num_tokens <= MAX_ROWS and step.adapters is None
-        run = self._fused if fuses else self._one_by_one
-        run(steps, residual, mixed)
+        if self._fuses and num_tokens <= MAX_ROWS and step.adapters is None:
+            self._fused(steps, residual, mixed)
+        else:
+            self._one_by_one(steps, residual, mixed, self._inputs(step, residual))
         return residual
 
     def logits(self, states: Tensor) -> Tensor:
@@ -174,14 +190,30 @@ class FusedModel:
         return tensor
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        multiplier = self._model.config.logit_multiplier
-        return logits if multiplier == 1 else logits.mul_(multiplier)
+        config = self._model.config
+        if config.logit_multiplier != 1:
+            logits = logits.mul_(config.logit_multiplier)
+        if config.logit_softcap is not None:
+            softcap(logits, config.logit_softcap)
+        return logits
 
     def normed(self, states: Tensor) -> Tensor:
         """After the final norm."""
         normed = torch.empty_like(states)
         rms_norm(states, self._model.norm, self._model.config.rms_norm_eps, normed)
         return normed
+
+    def _inputs(self, step: DeviceStep, embedded: Tensor) -> Tensor | None:
+        """The layers' own inputs of each token, (T, num_layers, size), where they have any."""
+        inputs, projection = self._model.per_layer_inputs, self._per_layer_inputs
+        if inputs is None or projection is None:
+            return None
+        projected = product(projection, embedded).view(len(embedded), *inputs.shape)
+        eps = self._model.config.rms_norm_eps
+        per_layer_inputs.add_table_rows(
+            projected, step.token_ids, inputs.table, inputs.norm, eps, inputs.scale
+        )
+        return projected
 
     def _mixed(self, step: DeviceStep, residual: Tensor) -> _Mixed:
         """What every layer's attention or recurrence writes to.
@@ -192,9 +224,10 @@ class FusedModel:
         """
         config, num_tokens = self._model.config, len(residual)
         make = residual.new_empty if step.decode_lens is None else residual.new_zeros
+        head_dims = {layer.shape.heads.head_dim for layer in self._model.layers}
         net = config.delta_net
         return _Mixed(
-            make((num_tokens, config.num_heads, config.head_dim)),
+            {size: make((num_tokens, config.num_heads, size)) for size in sorted(head_dims)},
             None if net is None else make((num_tokens, net.num_values)),
         )
 
@@ -222,46 +255,84 @@ class FusedModel:
             linears.mlp.down.few(active, residual, residual=before)
             self._summed(residual)
 
-    def _one_by_one(self, steps: list[DeviceStep], residual: Tensor, mixed: _Mixed) -> None:
+    def _one_by_one(
+        self, steps: list[DeviceStep], residual: Tensor, mixed: _Mixed, inputs: Tensor | None
+    ) -> None:
+        """inputs: as `_inputs` gives them."""
         model, config = self._model, self._model.config
-        eps, is_gelu = config.rms_norm_eps, config.activation == "gelu_tanh"
-        tiles = steps[0].adapters
+        eps, tiles = config.rms_norm_eps, steps[0].adapters
         # What the products read: without norms before them, the residual stream.
         normed = torch.empty_like(residual) if config.pre_norms else residual
-        active = residual.new_empty(len(residual), config.intermediate_size)
         if (first := model.layers[0].input_norm) is not None:
             rms_norm(residual, first, eps, normed)
         for index, (layer, linears) in enumerate(zip(model.layers, self._linears, strict=True)):
-            projected = self._product(index, Stack.QKV, linears.qkv, normed, tiles)
+            projected = self._adapted(index, Stack.QKV, linears.qkv, normed, tiles)
             if (net := linears.delta_net) is not None:
                 gates = product(net.gates, normed)
                 flat = self._recur(index, net, projected, gates, steps, mixed)
             else:
                 flat = self._attend(index, layer, projected, steps, mixed)
-            change = self._product(index, Stack.OUTPUT, linears.output, flat, tiles)
+            change = self._adapted(index, Stack.OUTPUT, linears.output, flat, tiles)
             self._summed(change)
             post = layer.attended_norm
             add_rms_norm(change, residual, layer.mlp_norm, eps, normed, post=post)
-            if linears.experts is not None:
-                change = linears.experts(normed)
-                if linears.shared is not None:
-                    linears.shared.add(normed, change)
-            else:
-                assert linears.mlp is not None
-                both = self._product(index, Stack.GATE_UP, linears.mlp.gate_up, normed, tiles)
-                silu_mul(both, active, is_gelu=is_gelu)
-                change = self._product(index, Stack.DOWN, linears.mlp.down, active, tiles)
+            change = self._through_mlp(index, layer, linears, residual, normed, tiles)
             self._summed(change)
             post = layer.active_norm
-            if index + 1 < len(model.layers):
-                following = model.layers[index + 1].input_norm
-                add_rms_norm(change, residual, following, eps, normed, post=post)
-            elif post is not None:
+            if inputs is not None:
                 add_rms_norm(change, residual, None, eps, normed, post=post)
-            else:
+                change, post = self._of_input(index, layer, linears, residual, inputs)
+            is_last = index + 1 == len(model.layers)
+            following = None if is_last else model.layers[index + 1].input_norm
+            if following is None and post is None and layer.scalar is None:
                 residual += change
+            else:
+                add_rms_norm(
+                    change, residual, following, eps, normed, post=post, scalar=layer.scalar
+                )
 
-    def _product(
+    def _through_mlp(
+        self,
+        index: int,
+        layer: Layer,
+        linears: _Linears,
+        residual: Tensor,
+        normed: Tensor,
+        tiles: AdapterTiles | None,
+    ) -> Tensor:
+        """What the MLP, the experts, or both make of a layer's states. normed: after their norm."""
+        experts = linears.experts
+        if linears.mlp is None:
+            assert experts is not None
+            change = experts(normed)
+            if linears.shared is not None:
+                linears.shared.add(normed, change)
+            return change
+        is_gelu, eps = self._model.config.activation == "gelu_tanh", self._model.config.rms_norm_eps
+        both = self._adapted(index, Stack.GATE_UP, linears.mlp.gate_up, normed, tiles)
+        active = both.new_empty(len(both), both.shape[1] // 2)
+        silu_mul(both, active, is_gelu=is_gelu)
+        change = self._adapted(index, Stack.DOWN, linears.mlp.down, active, tiles)
+        beside = layer.beside
+        if beside is None or experts is None:
+            return change
+        routed, x = torch.empty_like(residual), torch.empty_like(residual)
+        rms_norm(residual, beside.router_norm, eps, routed)
+        rms_norm(residual, beside.input_norm, eps, x)
+        rms_norm(change, beside.mlp_norm, eps, change)
+        add_rms_norm(experts(x, routed), change, None, eps, x, post=beside.output_norm)
+        return change
+
+    def _of_input(
+        self, index: int, layer: Layer, linears: _Linears, residual: Tensor, inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What a layer makes of its own input of each token, and the norm of that."""
+        assert linears.per_layer_input is not None and layer.per_layer_input is not None
+        gate = product(linears.per_layer_input.gate, residual)
+        per_layer_inputs.gate_input(gate, inputs, index)
+        return product(linears.per_layer_input.projection, gate), layer.per_layer_input.norm
+
+    def _adapted(
         self, index: int, stack: Stack, linear: FusedLinear, x: Tensor, tiles: AdapterTiles | None
     ) -> Tensor:
         """Of a linear layer, with what the adapters of the tokens add. index: of its layer."""
@@ -289,9 +360,10 @@ class FusedModel:
     def _attend(
         self, index: int, layer: Layer, projected: Tensor, steps: list[DeviceStep], mixed: _Mixed
     ) -> Tensor:
-        """What the output layer reads, (T, num_heads * head_dim). steps: the step, as each group of
-        layers sees it."""
-        out, config = mixed.attended, self._model.config
+        """What the output layer reads, (T, num_heads * head_dim), in the layer's buffer. steps: the
+        step, as each group of layers sees it."""
+        config = self._model.config
+        out = mixed.attended[layer.shape.heads.head_dim]
         if not config.attention_gates:
             self._attend_ungated(index, layer, projected, steps, out)
             return out.flatten(1)
@@ -327,6 +399,8 @@ class FusedModel:
             eps=config.rms_norm_eps,
             query_factors=angles.query_factors,
             rotary_dim=angles.rotary_dim,
+            kv_parts=len(layer.shape.qkv) - 1,
+            norms_values=config.value_norm,
         )
         if step.chunk_starts is None and isinstance(self._attention, RotatingAttention):
             self._attention.rotated(
@@ -348,6 +422,8 @@ class FusedModel:
             query,
             rotation.query_factors,
             rotation.rotary_dim,
+            kv_parts=rotation.kv_parts,
+            norms_values=rotation.norms_values,
         )
         self._attention(query, keys, values, step, layer.window, mixed, layer.sinks)
 
@@ -355,15 +431,22 @@ class FusedModel:
 def _linears(config: ModelConfig, layer: Layer) -> _Linears:
     """Raises UnsupportedWeightFormat."""
     of = FUSED_LINEARS.of
-    mlp = experts = shared = delta_net = None
+    mlp = experts = own = shared = delta_net = None
     if layer.router is None:
         mlp = _MLP(of(layer.gate_up), of(layer.down))
     else:
         assert config.experts is not None
         linears = (layer.router, layer.gate_up, layer.down)
         experts = FusedExperts(config.experts, *linears, config.clamped_swiglu)
+    if (beside := layer.beside) is not None:
+        linears = (beside.router, beside.gate_up, beside.down)
+        is_gelu = config.activation == "gelu_tanh"
+        experts = FusedExperts(beside.experts, *linears, is_gelu=is_gelu, factors=beside.factors)
+    if layer.per_layer_input is not None:
+        gate, projection = layer.per_layer_input.gate, layer.per_layer_input.projection
+        own = _PerLayerInput(of(gate), of(projection))
     if layer.shared is not None:
         shared = FusedSharedExpert(layer.shared)
     if layer.delta_net is not None:
         delta_net = FusedDeltaNet(layer.delta_net)
-    return _Linears(of(layer.qkv), of(layer.output), mlp, experts, shared, delta_net)
+    return _Linears(of(layer.qkv), of(layer.output), mlp, experts, own, shared, delta_net)

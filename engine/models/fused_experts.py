@@ -26,23 +26,32 @@ class FusedExperts:
         gate_up: Linear,
         down: Linear,
         clamp: tuple[float, float] | None = None,
+        *,
+        is_gelu: bool = False,
+        factors: Tensor | None = None,
     ) -> None:
         """gate_up, down: see `penstock.engine.models.llama.Layer`. clamp: see
-        `ModelConfig.clamped_swiglu`. Raises UnsupportedWeightFormat."""
+        `ModelConfig.clamped_swiglu`. is_gelu: as of `gate_up`. factors: as of `route`. Raises
+        UnsupportedWeightFormat."""
         self._experts = experts
         self._clamp = clamp
+        self._is_gelu = is_gelu
+        self._factors = factors
         self._router = FUSED_LINEARS.of(router)
         self._gate_up, self._down = plain(gate_up), plain(down)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """What the experts of each token make of it: (T, hidden_size)."""
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """What the experts of each token make of it: (T, hidden_size). routed: what the router
+        reads, where that is not x."""
         experts = self._experts
-        logits = product(self._router, x)
-        routes = route(logits, experts.num_per_token, is_normed=experts.is_normed)
+        logits = product(self._router, x if routed is None else routed)
+        routes = route(
+            logits, experts.num_per_token, is_normed=experts.is_normed, factors=self._factors
+        )
         tiles = tiles_of(routes.experts, experts.num_experts)
         active = x.new_empty(len(tiles.order), experts.intermediate_size)
         each, weight, bias = experts.num_per_token, self._gate_up.weight, self._gate_up.bias
-        gate_up(x, weight, bias, tiles, each, active, self._clamp)
+        gate_up(x, weight, bias, tiles, each, active, self._clamp, is_gelu=self._is_gelu)
         out = x.new_empty(x.shape)
         down(active, self._down.weight, self._down.bias, routes.weights, tiles, out)
         return out

@@ -37,6 +37,10 @@ DEFAULTS: Mapping[str, Any] = {
     "vocab_size_per_layer_input": 262_144,
     "hidden_size_per_layer_input": 256,
 }
+# How the layers that differ are written, and read in Python.
+WITHOUT_EFFECT = frozenset(
+    {"serialize_explicit_per_layer_config", "allow_global_per_layer_attribute_access"}
+)
 _FULL_HEAD_DIM = 512
 _PATTERN = 6
 _ROPES = {
@@ -155,12 +159,14 @@ def _by_layer(fields: Fields, num_layers: int, default: KVHeads) -> KVHeads:
                 "per_layer_config", f"by layer, {' and '.join(sorted(_KEYS_OF_LAYERS))}", of_layer
             )
         own = Fields(f"{fields.path}: per_layer_config.{name}", of_layer)
-        found[name] = KVHeads(
+        heads = KVHeads(
             own.count("num_key_value_heads", default=default.num_kv_heads, most=_MAX_HEADS),
             own.count("head_dim", default=default.head_dim, most=_MAX_HEAD_DIM),
         )
+        if heads != default:  # some files list all layers
+            found[name] = heads
     kinds = set(found.values())
-    if not kinds or kinds == {default}:
+    if not kinds:
         return default
     if len(kinds) > 1 or {int(n) if n.isdecimal() else -1 for n in found} != expected:
         raise InvalidModel(

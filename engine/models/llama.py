@@ -152,6 +152,7 @@ class LlamaModel:
         shard: Shard | None = None,
         group: Group | None = None,
         recurrence: Recurrence = torch_recurrence,
+        maps_tables: bool = True,
         stage: Stage | None = None,
         pipeline: Pipeline | None = None,
         dtype: torch.dtype | None = None,
@@ -159,7 +160,8 @@ class LlamaModel:
         """config: of the shard, where this rank has one, and of its stage. group: of the ranks with
         the others. stage, pipeline: both where there are several; all but the first stage have no
         embedding, and all but the last no output layer, or one without rows. dtype: of the states
-        where there are several stages, and else that of the embedding."""
+        where there are several stages, and else that of the embedding. maps_tables: as of
+        `PerLayerInputs`."""
         self.config = config
         self.shard, self.group, self.pipeline = shard, group, pipeline
         self.first_layer = 0 if stage is None else stage.layers.start
@@ -181,7 +183,9 @@ class LlamaModel:
         self.norm = torch.empty(0, dtype=dtype, device=device)
         if is_last:
             self.norm = read_norm(config, weights, hidden, "model.norm.weight")
-        self.per_layer_inputs = PerLayerInputs.read(config, weights, make_linear)
+        self.per_layer_inputs = PerLayerInputs.read(
+            config, weights, make_linear, maps_table=maps_tables
+        )
         # An output layer that is packed and tied to the embedding is in memory twice: the gather of
         # input rows needs the plain matrix.
         self.lm_head: Linear

@@ -28,8 +28,8 @@ class Routing {
 
     float *logits(int64_t token) { return logits_.data() + token * experts_; }
 
-    // From the token's logits. The last token to choose sorts the rows.
-    void choose(int64_t token, bool is_normed) {
+    // From the token's logits. factors: of each expert's weight, or null. The last token to choose sorts the rows.
+    void choose(int64_t token, bool is_normed, const float *factors) {
         const float *logits = this->logits(token);
         int64_t *chosen = chosen_.data() + token * each_, count = 0;
         for (int64_t expert = 0; expert < experts_; ++expert) {
@@ -47,6 +47,7 @@ class Routing {
         else
             for (int64_t expert = 0; expert < experts_; ++expert) sum += std::exp(logits[expert] - peak);
         for (int64_t i = 0; i < each_; ++i) weights[i] /= sum;
+        for (int64_t i = 0; factors && i < each_; ++i) weights[i] *= factors[chosen[i]];
         if (num_chosen_.fetch_add(1, std::memory_order_acq_rel) + 1 < tokens_) return;
         num_chosen_.store(0, std::memory_order_relaxed);  // for the next layer
         sort();

@@ -3,13 +3,14 @@
 import ctypes
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import POINTER, Structure, c_char_p, c_double, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int64, c_void_p, pointer
 
 import torch
 from torch import Tensor
 
 from penstock.engine.memory.kv_codes import Codes, KVPages
 from penstock.engine.memory.kv_pool import LayerPools
+from penstock.engine.memory.kv_shape import KVHeads
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature
@@ -33,6 +34,8 @@ FEATURES = {
     *("pre_norms", "post_norms", "wide_norms", "norm_offset", "activation", "layer_ropes"),
     *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
     *("logit_multiplier", "experts", "attention_sinks", "clamped_swiglu"),
+    *("full_heads", "keys_are_values", "value_norm", "num_shared_kv_layers", "wide_shared_mlps"),
+    *("layer_scalars", "per_layer_inputs", "logit_softcap"),
 }
 _ACTIVATIONS = ("silu", "gelu_tanh")
 # structs.h has room for so many layers that are stacked.
@@ -43,6 +46,25 @@ _MAX_CODED_HEAD_DIM = 1024
 
 class _Expert(Structure):
     _fields_ = (("gate", NativeLinear), ("up", NativeLinear), ("down", NativeLinear))
+
+
+class _Beside(Structure):
+    _fields_ = (
+        ("router_norm", c_void_p),
+        ("input_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("output_norm", c_void_p),
+        ("factors", c_void_p),
+    )
+
+
+class _Heads(Structure):
+    _fields_ = (
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("rotary_dim", c_int64),
+        ("query_factors", c_void_p),
+    )
 
 
 class _Layer(Structure):
@@ -70,6 +92,14 @@ class _Layer(Structure):
         ("sin", c_void_p),
         ("angles_step", c_int64),
         ("group", c_int64),
+        ("heads", c_int64),
+        ("kv_parts", c_int64),
+        ("mlp", c_int64),
+        ("beside", POINTER(_Beside)),
+        ("input_gate", NativeLinear),
+        ("input_projection", NativeLinear),
+        ("input_change_norm", c_void_p),
+        ("scalar", c_double),
     )
 
 
@@ -78,23 +108,27 @@ class _Model(Structure):
         ("num_layers", c_int64),
         ("hidden", c_int64),
         ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
         ("mlp", c_int64),
         ("block_size", c_int64),
+        ("kinds", POINTER(_Heads)),
+        ("num_kinds", c_int64),
         ("eps", c_double),
         ("layers", POINTER(_Layer)),
         ("embedding", c_void_p),
         ("norm", c_void_p),
         ("embedding_in_bands", c_int64),
         ("lm_head", NativeLinear),
-        ("rotary_dim", c_int64),
-        ("query_factors", c_void_p),
         ("whole_qk_norm", c_int64),
         ("has_post_norms", c_int64),
         ("is_gelu", c_int64),
         ("embedding_multiplier", c_double),
         ("logit_multiplier", c_double),
+        ("logit_softcap", c_double),
+        ("norms_values", c_int64),
+        ("inputs", NativeLinear),
+        ("inputs_norm", c_void_p),
+        ("input_size", c_int64),
+        ("input_scale", c_double),
         ("experts", c_int64),
         ("experts_each", c_int64),
         ("expert_mlp", c_int64),
@@ -126,6 +160,7 @@ class _Step(Structure):
         ("num_runs", c_int64),
         ("width", c_int64),
         ("timeout_ns", c_int64),
+        ("input_rows", c_void_p),
         ("received", c_void_p),
         ("sent", c_void_p),
     )
@@ -151,10 +186,23 @@ class NativeModel:
         check_features(config, self._dtype)
         check_format(model.lm_head)
         for layer in model.layers:
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            linears = [layer.qkv, layer.output, layer.gate_up, layer.down]
+            if layer.beside is not None:
+                linears += [layer.beside.gate_up, layer.beside.down]
+            if layer.per_layer_input is not None:
+                linears += [layer.per_layer_input.gate, layer.per_layer_input.projection]
+            for linear in linears:
                 check_format(linear)
         packer = Packer(library)
-        mlp, mixture = config.intermediate_size, config.experts
+        mixture, inputs = config.experts, model.per_layer_inputs
+        if inputs is not None:
+            check_format(inputs.projection)
+        tables = model.rotary.layers
+        # The first layer of each kind of heads.
+        firsts: dict[KVHeads, int] = {}
+        for index, layer in enumerate(model.layers):
+            firsts.setdefault(layer.shape.heads, index)
+        kinds = list(firsts)
 
         def pack(linear: Linear, *rows: int) -> list[NativeLinear]:
             packed = packer.packed(parts(linear, self._dtype, *rows))
@@ -194,18 +242,35 @@ class NativeModel:
                 sin=packer.address(angles.sin[:num_rows]),
                 angles_step=angles.cos.stride(0),
                 group=pool.group_of(index),
+                heads=kinds.index(layer.shape.heads),
+                kv_parts=len(layer.shape.qkv) - 1,
+                mlp=layer.shape.intermediate_size,
+                scalar=1.0 if layer.scalar is None else float(layer.scalar),
             )
-            if layer.router is None or mixture is None:
-                native.gate, native.up = pack(layer.gate_up, mlp, mlp)
-                [native.down] = pack(layer.down)
+            own, beside = layer.per_layer_input, layer.beside
+            if own is not None:
+                [native.input_gate] = pack(own.gate)
+                [native.input_projection] = pack(own.projection)
+                native.input_change_norm = norm(own.norm)
+            if layer.router is not None:
+                add_experts(native, layer.router, layer.gate_up, layer.down)
                 return native
-            [native.router] = pack(layer.router)
-            num, size = mixture.num_experts, mixture.intermediate_size
-            gate_up = pack(layer.gate_up, *[size] * (2 * num))
-            down = pack(layer.down, *[config.hidden_size] * num)
-            experts = zip(gate_up[::2], gate_up[1::2], down, strict=True)
-            native.experts = (_Expert * num)(*(_Expert(*expert) for expert in experts))
+            native.gate, native.up = pack(layer.gate_up, native.mlp, native.mlp)
+            [native.down] = pack(layer.down)
+            if beside is not None:
+                add_experts(native, beside.router, beside.gate_up, beside.down)
+                norms = (beside.router_norm, beside.input_norm, beside.mlp_norm, beside.output_norm)
+                native.beside = pointer(_Beside(*map(norm, norms), norm(beside.factors)))
             return native
+
+        def add_experts(native: _Layer, router: Linear, gate_up: Linear, down: Linear) -> None:
+            assert mixture is not None
+            [native.router] = pack(router)
+            num, size = mixture.num_experts, mixture.intermediate_size
+            of_gates = pack(gate_up, *[size] * (2 * num))
+            of_downs = pack(down, *[config.hidden_size] * num)
+            experts = zip(of_gates[::2], of_gates[1::2], of_downs, strict=True)
+            native.experts = (_Expert * num)(*(_Expert(*expert) for expert in experts))
 
         [head] = parts(model.lm_head, self._dtype)
         # Without one, of another stage, its size still says which ids this rank embeds.
@@ -225,23 +290,33 @@ class NativeModel:
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            mlp=mlp,
+            mlp=max(*(layer.mlp for layer in layers), inputs.shape[1] if inputs else 0),
             block_size=pool.layer(0)[0].shape[1],
+            kinds=(_Heads * len(kinds))(
+                *(
+                    _Heads(
+                        kv_heads=heads.num_kv_heads,
+                        head_dim=heads.head_dim,
+                        rotary_dim=tables[first].rotary_dim,
+                        query_factors=packer.address(tables[first].query_factors),
+                    )
+                    for heads, first in firsts.items()
+                )
+            ),
+            num_kinds=len(kinds),
             eps=config.rms_norm_eps,
             layers=layers,
             embedding=packer.address(embedding),
             norm=norm(model.norm),
             embedding_in_bands=in_bands,
             lm_head=packed_head,
-            rotary_dim=config.rotary_dim or config.head_dim,
-            query_factors=packer.address(model.rotary.layers[0].query_factors),
             whole_qk_norm=config.whole_qk_norm,
             has_post_norms=config.post_norms,
             is_gelu=_ACTIVATIONS.index(config.activation),
             embedding_multiplier=embedding_multiplier(config, self._dtype),
             logit_multiplier=config.logit_multiplier,
+            logit_softcap=config.logit_softcap or 0.0,
+            norms_values=config.value_norm,
             experts=mixture.num_experts if mixture else 0,
             experts_each=mixture.num_per_token if mixture else 0,
             expert_mlp=mixture.intermediate_size if mixture else 0,
@@ -249,6 +324,11 @@ class NativeModel:
             swiglu_alpha=alpha,
             swiglu_limit=limit,
         )
+        self._inputs = inputs
+        if inputs is not None:
+            [self._model.inputs] = pack(inputs.projection)
+            self._model.inputs_norm = norm(inputs.norm)
+            self._model.input_size, self._model.input_scale = inputs.shape[1], inputs.scale
         if self._group is not None and model.shard is not None:
             self._model.ranks, self._model.all_reduce = self._group.all_reduce_lane
             self._model.num_ranks, self._model.first_id = self._group.size, model.shard.first_id
@@ -256,13 +336,13 @@ class NativeModel:
             {
                 Stack.QKV: [linear.rows for linear in layer.qkv if linear.rows],
                 Stack.OUTPUT: [layer.output.rows],
-                Stack.GATE_UP: [mlp, mlp],
+                Stack.GATE_UP: [layer.mlp, layer.mlp],
                 Stack.DOWN: [layer.down.rows],
             }
             for layer in layers
         ]
         # What the pointers above point into.
-        self._kept = (packer, pool, [layer.experts for layer in layers])
+        self._kept = (packer, pool, [(layer.experts, layer.beside) for layer in layers])
         # Reused: page faults of new memory take longer than what is written to it.
         self._logits = torch.empty(0, self._vocab_size)
         library.penstock_make.restype = c_void_p
@@ -330,6 +410,7 @@ class NativeModel:
     ) -> None:
         query_starts = torch.tensor(step.query_starts, dtype=torch.int32)
         runs = native_runs(step.adapters)
+        input_rows = None if self._inputs is None else self._inputs.rows(step.token_ids)
         pipeline, states_shape = self._pipeline, (len(step.token_ids), self._model.hidden)
         received = sent = None
         if pipeline is not None and pipeline.before is not None:
@@ -353,6 +434,7 @@ class NativeModel:
             num_runs=len(runs),
             width=max((run.weights.width for run in step.adapters), default=0),
             timeout_ns=self._group.timeout_ns if self._group else 0,
+            input_rows=_address(input_rows),
             received=_address(received),
             sent=_address(sent),
         )
@@ -381,17 +463,20 @@ def check_features(config: ModelConfig, dtype: torch.dtype) -> None:
     names = ("hidden_size", "intermediate_size")
     odd = [f"an odd {name}" for name in names if getattr(config, name) % 2]
     if config.experts is not None:
-        if config.post_norms:
+        if config.post_norms and not config.experts.is_beside_mlp:
             raise UnsupportedFeature(["experts with post_norms"], PATH)
         if config.experts.intermediate_size % 2:
             odd.append("experts of an odd size")
+    if config.per_layer_inputs is not None and config.per_layer_inputs.size % 2:
+        odd.append("per-layer inputs of an odd size")
     if odd and dtype is torch.bfloat16:
         raise UnsupportedFeature(odd, PATH)
 
 
 def may_code_kv(config: ModelConfig) -> bool:
     """Whether keys and values of this model may be codes of 8 bits: see coded_runs.h."""
-    return config.head_dim % 4 == 0 and config.head_dim <= _MAX_CODED_HEAD_DIM
+    head_dims = {heads.head_dim for heads in config.kv_shape.heads}
+    return all(size % 4 == 0 and size <= _MAX_CODED_HEAD_DIM for size in head_dims)
 
 
 def _products(library: ctypes.CDLL) -> str:

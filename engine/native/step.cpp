@@ -79,7 +79,7 @@ template <class T> struct Runner {
     using Stored = typename Runs::KV::Stored;
     struct Own {  // of one thread
         int thread;
-        Attention<Runs> attention;
+        std::vector<Attention<Runs>> attention;  // of each kind of heads
         Buffer<X> normalised, gathered;
         Buffer<unsigned char> coded, gathered_codes;
         Buffer<float> adapted;  // what adapters read of some tokens
@@ -91,18 +91,25 @@ template <class T> struct Runner {
     };
 
     Runner(const Model &of, int64_t threads) : model(of), team(int(threads)) {
-        const int64_t group = model.heads / model.kv_heads;
-        for (int64_t i = 0; i < threads; ++i)
-            own.push_back({int(i), Attention<Runs>(std::max(group, kQueries), model.head_dim), {}, {}, {}, {}, {},
+        int64_t widest = 0;
+        for (int64_t i = 0; i < model.num_kinds; ++i) widest = std::max(widest, model.kinds[i].head_dim);
+        for (int64_t i = 0; i < threads; ++i) {
+            std::vector<Attention<Runs>> attention;
+            for (int64_t j = 0; j < model.num_kinds; ++j) {
+                const Heads &heads = model.kinds[j];
+                attention.emplace_back(std::max(model.heads / heads.kv_heads, kQueries), heads.head_dim);
+            }
+            own.push_back({int(i), std::move(attention), {}, {}, {}, {}, {},
                            std::unique_ptr<float[]>(new float[model.hidden]),
-                           std::unique_ptr<float[]>(new float[model.head_dim]),
-                           std::unique_ptr<Stored[]>(new Stored[2 * model.head_dim]),
+                           std::unique_ptr<float[]>(new float[widest]),
+                           std::unique_ptr<Stored[]>(new Stored[2 * widest]),
                            std::unique_ptr<T[]>(new T[model.hidden])});
+        }
     }
 
     const Model &model;
     std::vector<Own> own;
-    Buffer<float> residual, change, wide, parts, mixed, active, low, squares;
+    Buffer<float> residual, change, wide, parts, mixed, active, low, squares, inputs, beside;
     Buffer<X> x, mlp;
     Buffer<unsigned char> coded;
     Routing routing;
@@ -120,13 +127,15 @@ template <class T> class Run : public Job {
   public:
     Run(Runner<T> &runner, const Step &step, bool only_head)
         : runner_(runner), m_(runner.model), s_(step), only_head_(only_head),
-          group_(m_.heads / m_.kv_heads), attended_(m_.heads * m_.head_dim),
-          qkv_(attended_ + 2 * m_.kv_heads * m_.head_dim),
-          places_{m_.block_size, m_.kv_heads, m_.head_dim}, x_step_(padded<X>(widest())),
+          kinds_(m_.kinds, m_.kinds + m_.num_kinds), qkv_(most([&](const Kind &kind) {
+              return attended(kind) + 2 * kind.kv_heads * kind.head_dim;
+          })),
+          attended_(most([&](const Kind &kind) { return attended(kind); })),
+          x_step_(padded<X>(std::max(m_.hidden, attended_))),
           mlp_step_(padded<X>(m_.mlp)), expert_step_(padded<X>(m_.expert_mlp)),
-          expert_rows_(s_.tokens * m_.experts_each),
-          part_floats_(Gathered::floats(group_, banded_rows(m_.head_dim))),
-          phases_((13 + (m_.experts ? 3 : 0) + (s_.num_runs ? 4 : 0) + (m_.ranks ? 4 : 0)) * m_.num_layers + 5,
+          expert_rows_(s_.tokens * m_.experts_each), inputs_step_(m_.num_layers * m_.input_size),
+          phases_((13 + (m_.experts ? 12 : 0) + (m_.input_size ? 6 : 0) + (s_.num_runs ? 4 : 0) +
+                   (m_.ranks ? 4 : 0)) * m_.num_layers + 8,
                   runner.team.size()) {
         const int64_t rows = std::max(s_.tokens, s_.samples) + kSpare;
         residual_ = runner.residual.reserve(s_.tokens * m_.hidden);
@@ -135,6 +144,8 @@ template <class T> class Run : public Job {
         wide_ = runner.wide.reserve(s_.tokens * qkv_);
         x_ = runner.x.reserve(rows * x_step_);
         mlp_ = runner.mlp.reserve(std::max(rows * mlp_step_, (expert_rows_ + kSpare) * expert_step_));
+        if (m_.input_size) inputs_ = runner.inputs.reserve(s_.tokens * inputs_step_);
+        if (are_beside()) beside_ = runner.beside.reserve(s_.tokens * m_.hidden);
         if (m_.experts) runner.routing.reserve(s_.tokens, m_.experts, m_.experts_each, kChunk);
         reserve_codes();
         for (Own &own : runner.own) own.normalised.reserve((kFew / m_.hidden + kSpare) * x_step_);
@@ -150,6 +161,7 @@ template <class T> class Run : public Job {
         phase++->run(own.thread, s_.tokens, [&](int64_t t) { begin(t); });
         if (!s_.received)
             all_reduce(phase, own, -1, residual_, s_.tokens * m_.hidden, [](int64_t, int64_t) {});
+        if (m_.input_size) make_inputs(phase, own);
         for (int64_t l = 0; l < m_.num_layers; ++l) {
             const Layer &layer = m_.layers[l];
             if (s_.num_runs) shrink(*phase++, own, l, kQkv, m_.hidden, [&](int64_t t, float *out) {
@@ -162,19 +174,21 @@ template <class T> class Run : public Job {
                        });
             });
             if (m_.whole_qk_norm && m_.ranks) {
-                phase++->run(own.thread, s_.tokens, [&](int64_t t) { measure_heads(t); });
+                phase++->run(own.thread, s_.tokens, [&](int64_t t) { measure_heads(kinds_[layer.heads], t); });
                 all_reduce(phase, own, l, squares_, s_.tokens * 2, [](int64_t, int64_t) {});
             }
             if (m_.whole_qk_norm)
                 phase++->run(own.thread, s_.tokens, [&](int64_t t) { normalise_heads(layer, t); });
-            if (keys_first_)
+            const Kind &kind = kinds_[layer.heads];
+            const int64_t width = attended(kind);
+            if (kind.keys_first && layer.kv_parts)
                 phase++->run(own.thread, s_.tokens, [&](int64_t t) {
-                    for (int64_t h = 0; h < m_.kv_heads; ++h) store_keys(own, layer, t, h);
+                    for (int64_t h = 0; h < kind.kv_heads; ++h) store_keys(own, layer, kind, t, h);
                 });
-            const int64_t units = int64_t(units_.size()) * m_.kv_heads / heads_each_;
+            const int64_t units = int64_t(kind.units.size()) * kind.kv_heads / kind.heads_each;
             phase++->run(own.thread, units, [&](int64_t unit) {
-                const int64_t first = unit * heads_each_;
-                for (int64_t i = first; i < first + heads_each_; ++i) attend(own, layer, i);
+                const int64_t first = unit * kind.heads_each;
+                for (int64_t i = first; i < first + kind.heads_each; ++i) attend(own, layer, kind, i);
             });
             const auto add = [&](int64_t t, int64_t n, const float *y, int64_t count) {
                 if (change_) {
@@ -184,16 +198,16 @@ template <class T> class Run : public Job {
                 float *to = residual_ + t * m_.hidden + n;
                 for (int64_t i = 0; i < count; ++i) to[i] += y[i];
             };
-            const auto attended = [&](int64_t t) { return mixed_ + t * attended_; };
-            if (s_.num_runs) shrink(*phase++, own, l, kOutput, attended_, [&](int64_t t, float *out) {
-                if (is_coded(layer.output)) return widen_row(attended(t), attended_, out);
-                widen_row(x_ + t * x_step_, attended_, out);
+            const auto mixed = [&](int64_t t) { return mixed_ + t * attended_; };
+            if (s_.num_runs) shrink(*phase++, own, l, kOutput, width, [&](int64_t t, float *out) {
+                if (is_coded(layer.output)) return widen_row(mixed(t), width, out);
+                widen_row(x_ + t * x_step_, width, out);
             });
-            with_rows(phase, own, layer.output, {x_, x_step_}, attended, [&](Source source) {
+            with_rows(phase, own, layer.output, {x_, x_step_}, mixed, [&](Source source) {
                 linear(*phase++, own, &layer.output, 1, source, s_.tokens, {l, kOutput}, add);
             });
             add_change(phase, own, l, layer.attended_norm);
-            if (layer.experts) {  // which no adapter changes
+            if (layer.experts && !layer.beside) {  // which no adapter changes
                 mixture(phase, own, layer);
                 add_change(phase, own, l, layer.active_norm);
                 continue;
@@ -203,14 +217,23 @@ template <class T> class Run : public Job {
             });
             gated_linear(phase, own, l);
             const auto active = [&](int64_t t) { return active_ + t * m_.mlp; };
-            if (s_.num_runs) shrink(*phase++, own, l, kDown, m_.mlp, [&](int64_t t, float *out) {
-                if (is_coded(layer.down)) return widen_row(active(t), m_.mlp, out);
-                widen_row(mlp_ + t * mlp_step_, m_.mlp, out);
+            if (s_.num_runs) shrink(*phase++, own, l, kDown, layer.mlp, [&](int64_t t, float *out) {
+                if (is_coded(layer.down)) return widen_row(active(t), layer.mlp, out);
+                widen_row(mlp_ + t * mlp_step_, layer.mlp, out);
             });
             with_rows(phase, own, layer.down, {mlp_, mlp_step_}, active, [&](Source source) {
                 linear(*phase++, own, &layer.down, 1, source, s_.tokens, {l, kDown}, add);
             });
-            add_change(phase, own, l, layer.active_norm);
+            if (layer.beside) mixture_beside(phase, own, layer);
+            const float scalar = float(layer.scalar);
+            const bool has_input = layer.input_gate.rows != 0;
+            add_change(phase, own, l, layer.active_norm, has_input ? 1.0f : scalar);
+            if (!has_input) continue;
+            gate_input(phase, own, l);
+            with_rows(phase, own, layer.input_projection, {mlp_, mlp_step_}, active, [&](Source source) {
+                linear(*phase++, own, &layer.input_projection, 1, source, s_.tokens, {l, kNoStack}, add);
+            });
+            add_change(phase, own, l, layer.input_change_norm, scalar);
         }
         if (s_.sent) {  // the next stage computes on
             phase->run(own.thread, s_.tokens, [&](int64_t t) {
@@ -233,6 +256,24 @@ template <class T> class Run : public Job {
         int64_t sequence, first, tokens, piece, pieces, part;
     };
     static constexpr int64_t kAll = -1;
+    struct Kind : Heads {  // with what layers of such heads do in this step
+        explicit Kind(const Heads &heads) : Heads(heads) {}
+
+        int64_t heads_each = 1;   // KV heads of a unit of work
+        bool keys_first = false;  // a sequence has several tiles, which read each other's keys
+        std::vector<Unit> units;
+    };
+    template <class Of> int64_t most(Of of) const {
+        int64_t found = 0;
+        for (const Kind &kind : kinds_) found = std::max(found, of(kind));
+        return found;
+    }
+    int64_t group(const Kind &kind) const { return m_.heads / kind.kv_heads; }  // heads of a KV head
+    int64_t attended(const Kind &kind) const { return m_.heads * kind.head_dim; }  // numbers of all heads
+    int64_t part_floats(const Kind &kind) const {
+        return Gathered::floats(group(kind), banded_rows(kind.head_dim));
+    }
+    bool are_beside() const { return m_.experts && m_.layers[0].beside; }
 
     void reserve_codes() {
         int64_t bytes = 0;
@@ -242,9 +283,11 @@ template <class T> class Run : public Job {
                                             CodedRows::bytes(linear.columns, linear.group));
         };
         count(m_.lm_head, s_.samples);
+        count(m_.inputs, s_.tokens);
         for (int64_t l = 0; l < m_.num_layers; ++l) {
             const Layer &layer = m_.layers[l];
-            for (const Linear &linear : {layer.qkv[0], layer.output, layer.gate, layer.down})
+            for (const Linear &linear : {layer.qkv[0], layer.output, layer.gate, layer.down,
+                                         layer.input_gate, layer.input_projection})
                 count(linear, s_.tokens);
             if (!layer.experts) continue;
             count(layer.experts->gate, s_.tokens);
@@ -277,7 +320,6 @@ template <class T> class Run : public Job {
         Input (*call_)(const void *);
     };
 
-    int64_t widest() const { return std::max(m_.hidden, attended_); }
     float *residual(int64_t t) { return residual_ + t * m_.hidden; }
 
     // ---- Rows ------------------------------------------------------------------------------------
@@ -340,23 +382,24 @@ template <class T> class Run : public Job {
 
     // The queries and keys of a token, each over all heads, those of other ranks too.
     void normalise_heads(const Layer &layer, int64_t t) {
-        float *query = wide_ + t * qkv_, *key = query + attended_;
-        const int64_t keys = m_.kv_heads * m_.head_dim;
+        const Kind &kind = kinds_[layer.heads];
+        const int64_t queries = attended(kind), keys = kind.kv_heads * kind.head_dim;
+        float *query = wide_ + t * qkv_, *key = query + queries;
         if (m_.ranks) {
             const float ranks = float(m_.num_ranks);
-            multiply_by(query, layer.query_norm, attended_, squares_[2 * t] / ranks, query);
+            multiply_by(query, layer.query_norm, queries, squares_[2 * t] / ranks, query);
             multiply_by(key, layer.key_norm, keys, squares_[2 * t + 1] / ranks, key);
             return;
         }
-        normalise(query, layer.query_norm, attended_, query);
+        normalise(query, layer.query_norm, queries, query);
         normalise(key, layer.key_norm, keys, key);
     }
     // What the other ranks need to know for that. Each has as many heads; one that several have counts equally
     // often as another.
-    void measure_heads(int64_t t) {
+    void measure_heads(const Kind &kind, int64_t t) {
         const float *query = wide_ + t * qkv_;
-        squares_[2 * t] = mean_square(query, attended_);
-        squares_[2 * t + 1] = mean_square(query + attended_, m_.kv_heads * m_.head_dim);
+        squares_[2 * t] = mean_square(query, attended(kind));
+        squares_[2 * t + 1] = mean_square(query + attended(kind), kind.kv_heads * kind.head_dim);
     }
 
     // The sum over all ranks, and what use(first, end) does with the numbers between them. How many units of
@@ -378,8 +421,8 @@ template <class T> class Run : public Job {
     }
 
     // Where something comes between a product and the residual stream: adds what that makes of the product, of
-    // all ranks' products together.
-    void add_change(Phase *&phase, Own &own, int64_t layer, const float *norm) {
+    // all ranks' products together. scalar: what the sum is multiplied by, after a norm.
+    void add_change(Phase *&phase, Own &own, int64_t layer, const float *norm, float scalar = 1.0f) {
         if (!change_) return;
         all_reduce(phase, own, layer, change_, s_.tokens * m_.hidden, [&](int64_t first, int64_t end) {
             if (norm) return;
@@ -389,7 +432,7 @@ template <class T> class Run : public Job {
         phase++->run(own.thread, s_.tokens, [&](int64_t t) {
             float *change = change_ + t * m_.hidden, *to = residual(t);
             normalise(change, norm, change);
-            for (int64_t i = 0; i < m_.hidden; ++i) to[i] += change[i];
+            for (int64_t i = 0; i < m_.hidden; ++i) to[i] = (to[i] + change[i]) * scalar;
         });
     }
 
@@ -406,10 +449,11 @@ template <class T> class Run : public Job {
     template <class Out>
     KEEP_APART void rotate(Own &own, const Layer &layer, const float *head, const float *norm,
                            float factor, int64_t t, Out *out) {
-        const int64_t half = m_.rotary_dim / 2, angles = s_.positions[t] * layer.angles_step;
+        const Kind &kind = kinds_[layer.heads];
+        const int64_t half = kind.rotary_dim / 2, angles = s_.positions[t] * layer.angles_step;
         const float *cos = layer.cos + angles, *sin = layer.sin + angles;
         if (norm && !m_.whole_qk_norm) {
-            normalise(head, norm, m_.head_dim, own.head.get());
+            normalise(head, norm, kind.head_dim, own.head.get());
             head = own.head.get();
         }
         int64_t i = 0;
@@ -424,7 +468,7 @@ template <class T> class Run : public Job {
             store(out + i, (left * cos[i] - right * sin[i]) * factor);
             store(out + i + half, (right * cos[i] + left * sin[i]) * factor);
         }
-        for (i = 2 * half; i < m_.head_dim; ++i) store(out + i, head[i] * factor);
+        for (i = 2 * half; i < kind.head_dim; ++i) store(out + i, head[i] * factor);
     }
 
     // ---- Linear layers ---------------------------------------------------------------------------
@@ -587,7 +631,7 @@ template <class T> class Run : public Job {
     void gated_linear(Phase *&phase, Own &own, int64_t index) {
         const Layer &layer = m_.layers[index];
         with_normalised(phase, own, layer.mlp_norm, layer.gate, [&](Source source) {
-            const int64_t bands = banded_rows(m_.mlp) / kBand;
+            const int64_t bands = banded_rows(layer.mlp) / kBand;
             for_bands(*phase++, own, bands, s_.tokens, [&](int64_t first, int64_t count, int64_t band) {
                 const Input in = source();
                 float *gate = own.products.get(), *up = gate + kChunk * kBand;
@@ -597,7 +641,7 @@ template <class T> class Run : public Job {
                     add_adapters({index, kGateUp}, 0, band, first, count, gate);
                     add_adapters({index, kGateUp}, 1, band, first, count, up);
                 }
-                const int64_t columns = std::min(kBand, m_.mlp - band * kBand);
+                const int64_t columns = std::min(kBand, layer.mlp - band * kBand);
                 for (int64_t t = 0; t < count; ++t) {
                     const float *g = gate + t * kBand, *u = up + t * kBand;
                     const int64_t token = first + t, n = band * kBand;
@@ -622,23 +666,80 @@ template <class T> class Run : public Job {
         return x / (1.0f + exp(-y));
     }
 
+    // ---- The layers' own inputs ------------------------------------------------------------------
+
+    // Of the embedded tokens, which are not normalised for it.
+    KEEP_APART void make_inputs(Phase *&phase, Own &own) {
+        with_normalised(phase, own, nullptr, m_.inputs, [&](Source source) {
+            linear(*phase++, own, &m_.inputs, 1, source, s_.tokens, {0, kNoStack},
+                   [&](int64_t t, int64_t n, const float *y, int64_t count) {
+                       float *to = inputs_ + t * inputs_step_ + n;
+                       for (int64_t i = 0; i < count; ++i) to[i] = y[i] * float(m_.input_scale);
+                   });
+        });
+        phase++->run(own.thread, s_.tokens, [&](int64_t t) {
+            const float *rows = s_.input_rows + t * inputs_step_;
+            for (int64_t l = 0; l < m_.num_layers; ++l) {
+                float *input = inputs_ + t * inputs_step_ + l * m_.input_size;
+                normalise(input, m_.inputs_norm, m_.input_size, input);
+            }
+            float *inputs = inputs_ + t * inputs_step_;
+            for (int64_t i = 0; i < inputs_step_; ++i) inputs[i] = (inputs[i] + rows[i]) * std::sqrt(0.5f);
+        });
+    }
+
+    // activation(gate) * input, of the residual stream's gate.
+    KEEP_APART void gate_input(Phase *&phase, Own &own, int64_t index) {
+        const Layer &layer = m_.layers[index];
+        with_normalised(phase, own, nullptr, layer.input_gate, [&](Source source) {
+            linear(*phase++, own, &layer.input_gate, 1, source, s_.tokens, {index, kNoStack},
+                   [&](int64_t t, int64_t n, const float *y, int64_t count) {
+                       const float *input = inputs_ + t * inputs_step_ + index * m_.input_size + n;
+                       if (is_coded(layer.input_projection))
+                           put_active(y, input, count, active_ + t * m_.mlp + n);
+                       else
+                           put_active(y, input, count, mlp_ + t * mlp_step_ + n);
+                   });
+        });
+    }
+
     // ---- Mixtures of experts ---------------------------------------------------------------------
+
+    // What the MLP has made is in change_; adds what the experts make of the residual stream.
+    KEEP_APART void mixture_beside(Phase *&phase, Own &own, const Layer &layer) {
+        const Beside &beside = *layer.beside;
+        phase++->run(own.thread, s_.tokens, [&](int64_t t) {
+            normalise(change_ + t * m_.hidden, beside.mlp_norm, beside_ + t * m_.hidden);
+        });
+        mixture(phase, own, layer);
+        phase++->run(own.thread, s_.tokens, [&](int64_t t) {
+            float *change = change_ + t * m_.hidden;
+            const float *of_mlp = beside_ + t * m_.hidden;
+            normalise(change, beside.output_norm, change);
+            for (int64_t i = 0; i < m_.hidden; ++i) change[i] += of_mlp[i];
+        });
+    }
 
     // Adds what each token's experts make of its normalised residual stream to that.
     KEEP_APART void mixture(Phase *&phase, Own &own, const Layer &layer) {
         Routing &routing = runner_.routing;
         const Linear &gate = layer.experts->gate, &down = layer.experts->down;
-        with_normalised(phase, own, layer.mlp_norm, layer.router, [&](Source source) {
+        const Beside *beside = layer.beside;
+        const float *input_norm = beside ? beside->input_norm : layer.mlp_norm;
+        const float *router_norm = beside ? beside->router_norm : layer.mlp_norm;
+        const float *factors = beside ? beside->factors : nullptr;
+        const bool is_apart = is_coded(gate) || beside;
+        with_normalised(phase, own, router_norm, layer.router, [&](Source source) {
             linear(*phase++, own, &layer.router, 1, source, s_.tokens, {0, kNoStack},
                    [&](int64_t t, int64_t n, const float *y, int64_t count) {
                        std::copy_n(y, count, routing.logits(t) + n);
                    });
             phase++->run(own.thread, s_.tokens,
-                         [&](int64_t t) { routing.choose(t, m_.are_weights_normed); });
-            if (!is_coded(gate)) gate_experts(*phase++, own, layer, source);
+                         [&](int64_t t) { routing.choose(t, m_.are_weights_normed, factors); });
+            if (!is_apart) gate_experts(*phase++, own, layer, source);
         });
-        if (is_coded(gate))
-            with_normalised(phase, own, layer.mlp_norm, gate, [&](Source source) {
+        if (is_apart)
+            with_normalised(phase, own, input_norm, gate, [&](Source source) {
                 gate_experts(*phase++, own, layer, source);
             });
         const auto add = [&](Source source) { add_experts(*phase++, own, layer, source); };
@@ -751,8 +852,9 @@ template <class T> class Run : public Job {
         };
         const auto put = [&](int64_t t, int64_t n, const float *y, int64_t count) {
             float *to = s_.logits + t * m_.lm_head.rows + n;
-            const float multiplier = float(m_.logit_multiplier);
+            const float multiplier = float(m_.logit_multiplier), softcap = float(m_.logit_softcap);
             for (int64_t i = 0; i < count; ++i) to[i] = y[i] * multiplier;
+            for (int64_t i = 0; softcap && i < count; ++i) to[i] = std::tanh(to[i] / softcap) * softcap;
         };
         const auto of = [&](Source source) {
             linear(*phase++, own, &m_.lm_head, 1, source, s_.samples, {0, kNoStack}, put);
@@ -849,109 +951,125 @@ template <class T> class Run : public Job {
     // ---- Attention -------------------------------------------------------------------------------
 
     void plan_attention() {
-        const int64_t tile = std::max<int64_t>(1, kQueries / group_);
+        int64_t floats = 0, counters = 0;
+        for (Kind &kind : kinds_) {
+            const int64_t parts = plan_attention(kind) * kind.kv_heads;
+            floats = std::max(floats, parts * part_floats(kind));
+            counters = std::max(counters, parts);
+        }
+        parts_ = runner_.parts.reserve(floats);
+        if (counters) arrived_.reset(new std::atomic<int32_t>[counters]());
+    }
+    // The number of parts that the units give.
+    int64_t plan_attention(Kind &kind) {
+        const int64_t tile = std::max<int64_t>(1, kQueries / group(kind));
         int64_t parts = 0;
         for (int64_t i = 0; i < s_.sequences; ++i) {
             const int64_t first = s_.query_starts[i], end = s_.query_starts[i + 1];
-            keys_first_ |= end - first > tile;
+            kind.keys_first |= end - first > tile;
             const int64_t pieces = end == first ? 0 : s_.positions[end - 1] / kPiece + 1;
             if (end - first == 1 && pieces > 1) {
                 for (int64_t piece = 0; piece < pieces; ++piece)
-                    units_.push_back({i, first, 1, piece, pieces, parts});
+                    kind.units.push_back({i, first, 1, piece, pieces, parts});
                 parts += pieces;
                 continue;
             }
             // The last attend to most.
             for (int64_t t = first + (end - first - 1) / tile * tile; t >= first; t -= tile)
-                units_.push_back({i, t, std::min(tile, end - t), kAll, 1, 0});
+                kind.units.push_back({i, t, std::min(tile, end - t), kAll, 1, 0});
         }
         // All heads of a position lie side by side in memory.
-        if (int64_t(units_.size()) >= 8 * runner_.team.size()) heads_each_ = m_.kv_heads;
-        parts_ = runner_.parts.reserve(parts * m_.kv_heads * part_floats_);
-        if (parts) arrived_.reset(new std::atomic<int32_t>[parts * m_.kv_heads]());
+        if (int64_t(kind.units.size()) >= 8 * runner_.team.size()) kind.heads_each = kind.kv_heads;
+        return parts;
     }
 
-    KEEP_APART void store_keys(Own &own, const Layer &layer, int64_t t, int64_t kv_head) {
-        const int64_t d = m_.head_dim;
-        const float *key = wide_ + t * qkv_ + attended_ + kv_head * d;
-        const float *value = key + m_.kv_heads * d;
+    KEEP_APART void store_keys(Own &own, const Layer &layer, const Kind &kind, int64_t t, int64_t kv_head) {
+        const int64_t d = kind.head_dim;
+        const float *key = wide_ + t * qkv_ + attended(kind) + kv_head * d;
+        const float *value = key + (layer.kv_parts - 1) * kind.kv_heads * d;
         auto *to = own.key_value.get();
         rotate(own, layer, key, layer.key_norm, 1.0f, t, to);
+        float factor = 1.0f;
+        if (m_.norms_values) factor = 1.0f / std::sqrt(mean_square(value, d) + float(m_.eps));
         int64_t i = 0;
-        for (; i + kLanes <= d; i += kLanes) store(to + d + i, load(value + i));
-        for (; i < d; ++i) store(to + d + i, value[i]);
-        typename Runs::KV(layer, places_).put(s_.kv_slots[layer.group * s_.tokens + t], kv_head, to, to + d);
+        for (; i + kLanes <= d; i += kLanes) store(to + d + i, load(value + i) * factor);
+        for (; i < d; ++i) store(to + d + i, value[i] * factor);
+        typename Runs::KV(layer, places(kind)).put(s_.kv_slots[layer.group * s_.tokens + t], kv_head, to, to + d);
     }
 
-    typename Attending::Keys keys_of(const Layer &layer, const Unit &unit, int64_t kv_head) {
+    KVPlaces places(const Kind &kind) const { return {m_.block_size, kind.kv_heads, kind.head_dim}; }
+    typename Attending::Keys keys_of(const Layer &layer, const Kind &kind, const Unit &unit,
+                                     int64_t kv_head) {
         const int64_t row = layer.group * s_.sequences + unit.sequence;
-        return {{layer, places_}, kv_head, s_.block_tables + row * s_.max_blocks};
+        return {{layer, places(kind)}, kv_head, s_.block_tables + row * s_.max_blocks};
     }
-    typename Attending::Rows rows_of(const Layer &layer, const Unit &unit) {
-        return {s_.positions[unit.first], unit.tokens, group_, layer.window};
+    typename Attending::Rows rows_of(const Layer &layer, const Kind &kind, const Unit &unit) {
+        return {s_.positions[unit.first], unit.tokens, group(kind), layer.window};
     }
 
     // The positions that a head of a unit attends to first; none behind the last unit.
-    typename Attending::Positions first_positions(const Layer &layer, int64_t index) {
-        const bool is_one = index < int64_t(units_.size()) * m_.kv_heads;
-        const Unit &unit = units_[is_one ? index / m_.kv_heads : 0];
-        const typename Attending::Keys keys = keys_of(layer, unit, index % m_.kv_heads);
+    typename Attending::Positions first_positions(const Layer &layer, const Kind &kind, int64_t index) {
+        const bool is_one = index < int64_t(kind.units.size()) * kind.kv_heads;
+        const Unit &unit = kind.units[is_one ? index / kind.kv_heads : 0];
+        const typename Attending::Keys keys = keys_of(layer, kind, unit, index % kind.kv_heads);
         if (!is_one) return {keys, 0, 0};
-        return Attending::first_of(keys, rows_of(layer, unit), std::max<int64_t>(unit.piece, 0));
+        const typename Attending::Rows rows = rows_of(layer, kind, unit);
+        return Attending::first_of(keys, rows, std::max<int64_t>(unit.piece, 0));
     }
 
-    KEEP_APART void attend(Own &own, const Layer &layer, int64_t index) {
-        const Unit &unit = units_[index / m_.kv_heads];
-        const int64_t kv_head = index % m_.kv_heads;
-        const typename Attending::Positions next = first_positions(layer, index + 1);
-        Attending &attention = own.attention;
-        const int64_t d = m_.head_dim;
-        const typename Attending::Keys keys = keys_of(layer, unit, kv_head);
-        const typename Attending::Rows rows = rows_of(layer, unit);
+    KEEP_APART void attend(Own &own, const Layer &layer, const Kind &kind, int64_t index) {
+        const Unit &unit = kind.units[index / kind.kv_heads];
+        const int64_t kv_head = index % kind.kv_heads, group = this->group(kind);
+        const typename Attending::Positions next = first_positions(layer, kind, index + 1);
+        Attending &attention = own.attention[layer.heads];
+        const int64_t d = kind.head_dim;
+        const typename Attending::Keys keys = keys_of(layer, kind, unit, kv_head);
+        const typename Attending::Rows rows = rows_of(layer, kind, unit);
         const bool is_last = unit.piece == kAll || unit.piece == unit.pieces - 1;
         for (int64_t t = 0; t < unit.tokens; ++t) {
             const int64_t position = s_.positions[unit.first + t];
-            const float factor = m_.query_factors ? m_.query_factors[position] : 1.0f;
-            if (!keys_first_ && is_last) store_keys(own, layer, unit.first + t, kv_head);
-            for (int64_t g = 0; g < group_; ++g)
-                rotate(own, layer, wide_ + (unit.first + t) * qkv_ + (kv_head * group_ + g) * d,
+            const float factor = kind.query_factors ? kind.query_factors[position] : 1.0f;
+            if (!kind.keys_first && is_last && layer.kv_parts)
+                store_keys(own, layer, kind, unit.first + t, kv_head);
+            for (int64_t g = 0; g < group; ++g)
+                rotate(own, layer, wide_ + (unit.first + t) * qkv_ + (kv_head * group + g) * d,
                        layer.query_norm, factor, unit.first + t,
-                       attention.queries() + (t * group_ + g) * d);
+                       attention.queries() + (t * group + g) * d);
         }
         attention.take(rows.count());
         if (unit.piece == kAll) {
             attention.attend(keys, rows, next);
-            put_attended(attention.gathered(), unit, kv_head, layer);
+            put_attended(attention.gathered(), unit, kv_head, layer, kind);
             return;
         }
-        const int64_t step = attention.step(), first = unit.part * m_.kv_heads + kv_head;
+        const int64_t step = attention.step(), first = unit.part * kind.kv_heads + kv_head;
         const auto part = [&](int64_t piece) {
-            float *memory = parts_ + (first + piece * m_.kv_heads) * part_floats_;
-            return Gathered::at(memory, group_, step);
+            float *memory = parts_ + (first + piece * kind.kv_heads) * part_floats(kind);
+            return Gathered::at(memory, group, step);
         };
         attention.attend_piece(keys, rows, unit.piece, next);
         const Gathered own_part = part(unit.piece);
-        own_part.clear(group_, step);
-        merge(own_part, attention.piece(), group_, step);
+        own_part.clear(group, step);
+        merge(own_part, attention.piece(), group, step);
         if (arrived_[first].fetch_add(1, std::memory_order_acq_rel) + 1 < unit.pieces) return;
         arrived_[first].store(0, std::memory_order_relaxed);  // for the next layer
-        attention.gathered().clear(group_, step);
+        attention.gathered().clear(group, step);
         for (int64_t piece = 0; piece < unit.pieces; ++piece)
-            merge(attention.gathered(), part(piece), group_, step);
-        put_attended(attention.gathered(), unit, kv_head, layer);
+            merge(attention.gathered(), part(piece), group, step);
+        put_attended(attention.gathered(), unit, kv_head, layer, kind);
     }
 
-    void put_attended(const Gathered &all_rows, const Unit &unit, int64_t kv_head,
-                      const Layer &layer) {
-        const int64_t d = m_.head_dim, step = banded_rows(d);
-        for (int64_t row = 0; row < unit.tokens * group_; ++row) {
-            const int64_t token = unit.first + row / group_;
-            const int64_t column = (kv_head * group_ + row % group_) * d;
+    void put_attended(const Gathered &all_rows, const Unit &unit, int64_t kv_head, const Layer &layer,
+                      const Kind &kind) {
+        const int64_t d = kind.head_dim, step = banded_rows(d), group = this->group(kind);
+        for (int64_t row = 0; row < unit.tokens * group; ++row) {
+            const int64_t token = unit.first + row / group;
+            const int64_t column = (kv_head * group + row % group) * d;
             const float *mixed = all_rows.mixed + row * step;
             float weight = all_rows.weight[row];
             // A sink is one score more, whose value is 0: once, after all pieces.
             if (layer.sinks)
-                weight += std::exp(layer.sinks[kv_head * group_ + row % group_] - all_rows.peak[row]);
+                weight += std::exp(layer.sinks[kv_head * group + row % group] - all_rows.peak[row]);
             if (is_coded(layer.output))
                 divide(mixed, weight, d, mixed_ + token * attended_ + column);
             else
@@ -969,15 +1087,14 @@ template <class T> class Run : public Job {
     const Model &m_;
     const Step s_;
     const bool only_head_;
-    const int64_t group_, attended_, qkv_;  // heads of a KV head; numbers of all heads; of q, k and v
-    const KVPlaces places_;
-    const int64_t x_step_, mlp_step_, expert_step_, expert_rows_, part_floats_;
-    int64_t heads_each_ = 1;    // KV heads of a unit of work
-    bool keys_first_ = false;  // a sequence has several tiles, which read each other's keys
-    std::vector<Unit> units_;
+    std::vector<Kind> kinds_;
+    const int64_t qkv_, attended_;  // between tokens: of queries, keys and values; of all heads
+    const int64_t x_step_, mlp_step_, expert_step_, expert_rows_, inputs_step_;
     std::unique_ptr<std::atomic<int32_t>[]> arrived_;
     Phases phases_;
     float *residual_, *wide_, *change_ = nullptr, *parts_ = nullptr, *squares_ = nullptr;
+    float *inputs_ = nullptr;  // the layers' own, of each token
+    float *beside_ = nullptr;  // what the MLP gives that experts are beside of
     X *x_;    // normalised, then what the heads have attended to
     X *mlp_;  // activation(gate) * up
     // Where products read codes: what the heads have attended to, activation(gate) * up, and codes.

@@ -24,12 +24,27 @@ struct Expert {
     Linear gate, up, down;
 };
 
+// Of experts that compute besides a layer's one MLP: what router and experts read is normalised apart, and so
+// is what the MLP and what the experts give, before both are added.
+struct Beside {
+    const float *router_norm, *input_norm, *mlp_norm, *output_norm;
+    const float *factors;  // (experts): of the weights of a token's experts
+};
+
+// What layers have whose heads are alike.
+struct Heads {
+    int64_t kv_heads, head_dim;
+    int64_t rotary_dim;          // of a head's dimensions, those that are rotated: the first
+    const float *query_factors;  // (positions) or null: what queries are multiplied by
+};
+
 struct Layer {
     // Null where there is none; those of queries and keys are of a head, or of all with whole_qk_norm.
     const float *input_norm, *query_norm, *key_norm, *attended_norm, *mlp_norm, *active_norm;
     Linear qkv[3];  // one or several that are stacked; then without rows
     Linear output, gate, up, down;
-    // Null where the layer has the one MLP above. All experts have the same format and groups of codes.
+    // Null where the layer has the one MLP above, unless these are beside it. All experts have the same format
+    // and groups of codes.
     const Expert *experts;
     Linear router;  // of plain weights
     // As many numbers as (num_blocks, block_size, num_kv_heads, head_dim), as runs.h or coded_runs.h has them.
@@ -40,20 +55,37 @@ struct Layer {
     const float *cos, *sin;  // (positions, head_dim / 2), or one row for all
     int64_t angles_step;     // the distance between rows; 0 for one row
     int64_t group;           // whose slots and block tables it has
+    int64_t heads;           // which of the model's it has
+    // What qkv gives after queries: 2 for keys and values; 1 where values are what keys are made of; 0 where the
+    // layer reads those of another.
+    int64_t kv_parts;
+    int64_t mlp;
+    const Beside *beside;    // null where experts are not beside the MLP
+    Linear input_gate, input_projection;  // of the layer's own input of each token; without rows: there is none
+    const float *input_change_norm;       // of what that gives
+    double scalar;           // what the layer's states are multiplied by
 };
 
 struct Model {
-    int64_t num_layers, hidden, heads, kv_heads, head_dim, mlp, block_size;
+    int64_t num_layers, hidden, heads, mlp, block_size;  // mlp: of the layer that has the most
+    const Heads *kinds;
+    int64_t num_kinds;
     double eps;
     const Layer *layers;
     const void *embedding;
     const float *norm;
     int64_t embedding_in_bands;  // 1 where the output layer shares it, else 0: row by row
     Linear lm_head;
-    int64_t rotary_dim;          // of a head's dimensions, those that are rotated: the first
-    const float *query_factors;  // (positions) or null: what queries are multiplied by
     int64_t whole_qk_norm, has_post_norms, is_gelu;
     double embedding_multiplier, logit_multiplier;
+    double logit_softcap;   // logits are softcap * tanh(logit / softcap); 0: they are not
+    int64_t norms_values;   // without a weight
+    // What makes the layers' own inputs of the embedded tokens: (num_layers * input_size) of each, times
+    // input_scale, and normalised by layer. input_size: 0 where there are none.
+    Linear inputs;
+    const float *inputs_norm;
+    int64_t input_size;
+    double input_scale;
     // Of layers with experts: how many they have, how many compute a token, and the size of each. 0 where
     // no layer has any. are_weights_normed: whether those of a token's experts add up to 1.
     int64_t experts, experts_each, expert_mlp, are_weights_normed;
@@ -93,6 +125,7 @@ struct Step {
     const AdapterRun *runs;  // in the order of the tokens
     int64_t num_runs, width;  // width: the most that the ranks of a stack in one of them add up to
     int64_t timeout_ns;       // for how long another rank is waited for
+    const float *input_rows;  // (tokens, num_layers * input_size), added to the layers' own inputs
     // (tokens, hidden), the residual stream: of the stage before, and to the stage after. Null in the first stage,
     // which embeds, and in the last, which writes states or logits.
     const float *received;

@@ -22,9 +22,9 @@ from tests.support.rank_processes import (
     started,
     until_ended,
 )
-from tests.support.tiny_models import FAMILIES, MORE_FAMILIES, ON_TORCH_ALONE, make_model, save
+from tests.support.tiny_models import FAMILIES, MORE_FAMILIES, ON_ONE_RANK, make_model, save
 
-ALL = [each for each in (*FAMILIES, *MORE_FAMILIES) if each not in ON_TORCH_ALONE]
+ALL = [each for each in (*FAMILIES, *MORE_FAMILIES) if each not in ON_ONE_RANK]
 
 
 @pytest.mark.parametrize("family", ALL)

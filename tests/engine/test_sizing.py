@@ -189,8 +189,11 @@ def test_keys_and_values_that_layers_share_are_held_once_and_read_by_each(tmp_pa
     assert sizing.read_bytes(8_192) == 28 * 512 * sliding + 7 * 8_192 * full
     window = KVGroup(0, 512).most_blocks(64_000, 64)
     assert sizing.bytes_of_one(64_000) == 64 * window * 12 * sliding + 64_000 * 3 * full
-    # The table of per-layer inputs stays in its file.
-    assert sizing.weight_bytes == 2 * (sizing.model.num_parameters - 262_144 * 35 * 256)
+    # A GPU has the table of per-layer inputs in its memory; of it, a step reads next to nothing.
+    assert sizing.weight_bytes == 2 * sizing.model.num_parameters
+    rows = 2 * 262_144 * 35 * 256
+    assert sizing.step_weight_bytes == sizing.weight_bytes - rows
+    assert sizing.model.weight_bytes(2) == sizing.weight_bytes - rows  # of a processor
     info = planned_model(sizing, SchedulerConfig()).info
     assert [group.kv_bytes_per_token for group in info.attention] == [7 * full, 28 * sliding]
     assert info.kv_bytes_per_token == sizing.token_bytes

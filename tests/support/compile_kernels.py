@@ -347,10 +347,8 @@ class MetaModel:
         layout = config.kv_layout(8192)
         num_blocks = [100] * len(layout.pools(config.kv_shape, block_size, 1))
         pool = KVPools(config.kv_shape, layout, num_blocks, block_size, kv_dtype or dtype, META)
-        shape = config.attention_shape(block_size)
-        attention = PagedAttention(
-            shape, config.windows, max_rows, max_tokens, num_sms, META, dtype
-        )
+        windows = config.attention_windows(block_size)
+        attention = PagedAttention(windows, max_rows, max_tokens, num_sms, META, dtype)
         slots = AdapterSlots(config, MAX_LORAS, MAX_LORA_RANK, dtype, META)
         self.model = FusedModel(llama, pool, attention, max_rows, slots)
         self._pool, self._max_rows, self._block_size = pool, max_rows, block_size

@@ -76,6 +76,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
     },
+    "gemma4": {  # as E2B: two shapes of heads, shared keys and values, inputs of each layer
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "rope_scaling": None,
+        "rope_theta": None,
+        "hidden_act": None,
+        "num_hidden_layers": 6,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+        "global_head_dim": 32,
+        "sliding_window": 64,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 8192,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
     # Weights in codes.
     "codes-int4": {"num_hidden_layers": 2, "quantization_config": FORMATS["awq"].settings},
     "codes-fp8": {

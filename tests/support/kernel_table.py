@@ -33,6 +33,8 @@ _PRODUCTS = {
 }
 # Programs that must fit a multiprocessor at once, for as many bytes in flight as the memory needs.
 _LEAST_PROGRAMS = {"_decode": 3, "_skinny": 2, "_prefill": 1}
+# Of the decodes of larger heads, whose tiles have twice as many bytes.
+_WIDE_HEAD, _LEAST_WIDE = 128, 2
 
 
 def programs_that_fit(entry: Entry) -> int:
@@ -61,10 +63,9 @@ def faults(entry: Entry) -> list[str]:
         found.append("no copies run ahead")
     if name in _PRODUCTS and _PRODUCTS[name] not in instructions:
         found.append(f"no {_PRODUCTS[name]}")
-    # Two with heads of 256 have more bytes in flight than three with heads of 128.
     least = _LEAST_PROGRAMS.get(name, 1)
-    if entry["constants"].get("HEAD_DIM", 0) > 128:
-        least = min(2, least)
+    if entry["constants"].get("HEAD_DIM", 0) > _WIDE_HEAD:
+        least = min(least, _LEAST_WIDE)
     if programs_that_fit(entry) < least:
         found.append(f"{programs_that_fit(entry)} programs fit a multiprocessor")
     return found

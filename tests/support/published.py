@@ -62,6 +62,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "use_double_wide_mlp": True,
         },
     },
+    "gemma-4-E4B-it": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "audio_config": {"model_type": "gemma4_audio"},
+        "model_type": "gemma4",
+        "text_config": {
+            "final_logit_softcapping": 30.0,
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
+            "num_hidden_layers": 42,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18,
+        },
+    },
     "gemma-3-4b-it": {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "boi_token_index": 255999,

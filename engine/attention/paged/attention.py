@@ -1,6 +1,7 @@
 """`PagedAttention`: decodes first, then chunks."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,16 +13,28 @@ from penstock.engine.device_step import DeviceStep, Rotation
 from penstock.engine.memory.kv_codes import KVPages
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Of the layers whose heads are alike. windows: those that they have."""
+
+    windows: Collection[int | None]
+    decode: PagedDecode
+    prefill: PagedPrefill
+
+
 class PagedAttention:
-    """`DeviceAttention` by the kernels of this package: decodes first, then chunks."""
+    """`DeviceAttention` by the kernels of this package: decodes first, then chunks.
+
+    Layers whose heads differ have work lists of their own, as the size of a piece depends on the
+    heads.
+    """
 
     is_capturable = True
     takes_decode_lens = True
 
     def __init__(
         self,
-        shape: AttentionShape,
-        windows: Iterable[int | None],
+        windows: Mapping[AttentionShape, Collection[int | None]],
         max_rows: int,
         max_tokens: int,
         num_sms: int,
@@ -30,20 +43,27 @@ class PagedAttention:
         *,
         decodes_per_sm: int = DECODES_PER_SM,
     ) -> None:
-        """windows: all that the model's layers have. max_rows, max_tokens: of one step. dtype: of
-        queries; keys and values have it too, or are codes."""
-        self._windows = set(windows)
-        self._decode = PagedDecode(shape, max_rows, num_sms, device, per_sm=decodes_per_sm)
-        self._prefill = PagedPrefill(shape, max_rows, max_tokens, num_sms, device, dtype)
+        """windows: all that the model's layers have, by the shape of these. max_rows, max_tokens:
+        of one step. dtype: of queries; keys and values have it too, or are codes."""
+        self._kinds = {
+            (shape.num_kv_heads, shape.head_dim): _Kind(
+                of_shape,
+                PagedDecode(shape, max_rows, num_sms, device, per_sm=decodes_per_sm),
+                PagedPrefill(shape, max_rows, max_tokens, num_sms, device, dtype),
+            )
+            for shape, of_shape in windows.items()
+        }
 
     def plan(self, step: DeviceStep) -> None:
         if step.group:
             return  # lengths are those of the first group, and tables are read by each layer
-        if step.num_decodes:
-            for window in self._windows:
-                self._decode.plan(step.lens_of_decodes, step.slots[: step.num_decodes], window)
-        if step.chunk_starts is not None:
-            self._prefill.plan(step.chunk_starts)
+        for kind in self._kinds.values():
+            if step.num_decodes:
+                slots = step.slots[: step.num_decodes]
+                for window in kind.windows:
+                    kind.decode.plan(step.lens_of_decodes, slots, window)
+            if step.chunk_starts is not None:
+                kind.prefill.plan(step.chunk_starts)
 
     def __call__(
         self,
@@ -56,11 +76,11 @@ class PagedAttention:
         sinks: Tensor | None = None,
     ) -> None:
         num, first, tables = step.num_decodes, step.first_chunk, step.block_tables
-        slots, lens = step.slots, step.context_lens
+        slots, lens, kind = step.slots, step.context_lens, self._kind(keys)
         if num:
-            self._decode(query[:num], keys, values, tables, window, out[:num], sinks=sinks)
+            kind.decode(query[:num], keys, values, tables, window, out[:num], sinks=sinks)
         if step.chunk_starts is not None:
-            self._prefill(
+            kind.prefill(
                 query[first:],
                 keys,
                 values,
@@ -86,4 +106,8 @@ class PagedAttention:
     ) -> None:
         """See `RotatingAttention`."""
         tables, kv_slots = step.block_tables, step.kv_slots
-        self._decode(projected, keys, values, tables, window, out, rotation, kv_slots, sinks=sinks)
+        decode = self._kind(keys).decode
+        decode(projected, keys, values, tables, window, out, rotation, kv_slots, sinks=sinks)
+
+    def _kind(self, keys: KVPages) -> _Kind:
+        return self._kinds[keys.shape[2], keys.shape[3]]

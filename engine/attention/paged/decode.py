@@ -27,8 +27,8 @@ DECODES_PER_SM = 3
 _LONG_PIECE = 512
 # Pieces per multiprocessor, of all KV heads, at the most.
 _PIECES_PER_SM = 8
-# The pieces of a row that are combined at a time.
-_COMBINED = 8
+# The pieces of a row that are combined at a time; fewer where these would have more numbers.
+_COMBINED, _MOST_COMBINED = 8, 8192
 
 
 class PagedDecode:
@@ -102,13 +102,15 @@ class PagedDecode:
         """Writes out, (B, num_heads, head_dim), of the rows that were planned.
 
         query: like out. keys, values: one layer of the pool. block_tables: (num_slots, max_blocks)
-        int32. rotation: if given, query is the projection instead, (B, (num_heads + 2 *
+        int32. rotation: if given, query is the projection instead, (B, (num_heads + kv_parts *
         num_kv_heads) * head_dim), and its keys and values are written to kv_slots, (B,) int64.
         sinks: see `Attention`.
         """
         shape, work, num_rows = self._shape, self._lists[window], len(out)
         (key_codes, key_scales), (value_codes, value_scales) = pointers(keys), pointers(values)
         is_wide = query.dtype is torch.float32 and shape.head_dim > SMALL_HEAD
+        group_size = next_power_of_2(shape.group)
+        each = group_size * next_power_of_2(shape.head_dim)
         most = (self._num_pieces + num_rows) * shape.num_kv_heads
         has_norm = rotation is not None and rotation.query_norm is not None
         _decode[(min(self._num_programs, most),)](
@@ -129,7 +131,7 @@ class PagedDecode:
             self._lse if rotation is None else rotation.cos,
             self._lse if rotation is None else rotation.sin,
             rotation.query_norm if rotation is not None and has_norm else query,
-            rotation.key_norm if rotation is not None and has_norm else query,
+            query if rotation is None or rotation.key_norm is None else rotation.key_norm,
             None if rotation is None else rotation.query_factors,
             sinks,
             0.0 if rotation is None else rotation.eps,
@@ -142,12 +144,12 @@ class PagedDecode:
             ROTATES=rotation is not None,
             HAS_NORM=has_norm,
             ROTARY_DIM=(rotation and rotation.rotary_dim) or shape.head_dim,
+            KV_PARTS=2 if rotation is None else rotation.kv_parts,
+            NORMS_VALUES=rotation is not None and rotation.norms_values,
             GROUP_ROWS=max(16, next_power_of_2(shape.group)),
-            GROUP_SIZE=next_power_of_2(shape.group),
-            COMBINED=_COMBINED,
-            # In float32, two tiles of 64 would not fit, and their products would spill registers;
-            # so would the numbers that codes are converted to.
-            TILE=_TILE // 2 if is_wide or key_scales is not None else _TILE,
+            GROUP_SIZE=group_size,
+            COMBINED=max(1, min(_COMBINED, _MOST_COMBINED // each)),
+            TILE=_tile(shape, is_wide=is_wide, is_coded=key_scales is not None),
             num_warps=4,
             # The block table's indirection takes half of the stages: with five, two tiles are in
             # flight, 64 KiB of them at head size 128, and three programs fit a multiprocessor.
@@ -168,3 +170,9 @@ class PagedDecode:
             torch.zeros(max_items, ITEM, dtype=torch.int32, device=self._device),
             torch.zeros(self._max_rows + 1, dtype=torch.int32, device=self._device),
         )
+
+
+def _tile(shape: AttentionShape, *, is_wide: bool, is_coded: bool) -> int:
+    """Keys in a tile. In float32, two tiles of 64 would not fit, and their products would spill
+    registers; so would the numbers that codes are converted to, and heads of 512 dimensions."""
+    return _TILE >> (is_wide or is_coded) >> (shape.head_dim > 256)

@@ -116,6 +116,15 @@ def _rotated(
 
 
 @triton.jit
+def _unit(x, eps, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr):
+    """Heads, (heads, DIMS), normed without a weight: to the bit as `_rotate_and_store` does."""
+    wide = x.to(tl.float32)
+    left = tl.where(tl.arange(0, DIMS)[None, :] < HEAD_DIM // 2, wide, 0.0)
+    square = tl.sum(left * left, 1) + tl.sum((wide - left) * (wide - left), 1)
+    return (wide * tl.rsqrt(square / HEAD_DIM + eps)[:, None]).to(x.dtype)
+
+
+@triton.jit
 def _coded(x, kind: tl.constexpr):
     """Codes of heads, (heads, DIMS), and their scales: as `_rotate_and_store` makes them."""
     x = x.to(tl.float32)
@@ -204,6 +213,8 @@ def _decode(
     ROTATES: tl.constexpr,
     HAS_NORM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
+    KV_PARTS: tl.constexpr,
+    NORMS_VALUES: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     COMBINED: tl.constexpr,
@@ -213,7 +224,7 @@ def _decode(
     """Pieces of rows, for all query heads of one KV head each, one after the other."""
     wait_for_kernels_before(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    QUERY_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS if ROTATES else NUM_HEADS
+    QUERY_HEADS: tl.constexpr = NUM_HEADS + KV_PARTS * NUM_KV_HEADS if ROTATES else NUM_HEADS
     member = tl.arange(0, GROUP_ROWS)
     dim = tl.arange(0, DIMS)
     is_there = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -242,29 +253,33 @@ def _decode(
                 source, head * HEAD_DIM, query_norm, cos + angle, sin + angle, factor, eps,
                 is_there, HAS_NORM, HEAD_DIM, ROTARY_DIM, DIMS,
             )  # fmt: skip
-            # The row's last piece has the token whose key and value are not in the pool yet.
-            is_new = (dim < tl.where(end == context_len, HEAD_DIM, 0))[None, :]
-            new = tl.zeros((1,), tl.int32) + (NUM_HEADS + kv_head) * HEAD_DIM
-            key = _rotated(
-                source, new, key_norm, cos + angle, sin + angle, None, eps, is_new,
-                HAS_NORM, HEAD_DIM, ROTARY_DIM, DIMS,
-            )  # fmt: skip
-            of_value = source + (new + NUM_KV_HEADS * HEAD_DIM)[:, None]
-            value = tl.load(of_value + dim[None, :], mask=is_new, other=0.0)
-            kv_slot = tl.load(kv_slots + row)
-            if key_scales is not None:
-                # One scale: `new` is one head.
-                at = scale_offsets(kv_slot + new * 0, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-                is_last = new < tl.where(end == context_len, new + 1, 0)
-                key, of_key = _coded(key, keys.dtype.element_ty)
-                value, of_value = _coded(value, values.dtype.element_ty)
-                tl.store(key_scales + at, of_key, mask=is_last)
-                tl.store(value_scales + at, of_value, mask=is_last)
-            place = (kv_slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
-            tl.store(keys + place, key, mask=is_new)
-            tl.store(values + place, value, mask=is_new)
-            # All threads of this program see them; no other program reads them in this launch.
-            tl.debug_barrier()
+            if KV_PARTS > 0:
+                # The row's last piece has the token whose key and value are not in the pool yet.
+                is_new = (dim < tl.where(end == context_len, HEAD_DIM, 0))[None, :]
+                new = tl.zeros((1,), tl.int32) + (NUM_HEADS + kv_head) * HEAD_DIM
+                key = _rotated(
+                    source, new, key_norm, cos + angle, sin + angle, None, eps, is_new,
+                    HAS_NORM, HEAD_DIM, ROTARY_DIM, DIMS,
+                )  # fmt: skip
+                of_value = source + (new + (KV_PARTS - 1) * NUM_KV_HEADS * HEAD_DIM)[:, None]
+                value = tl.load(of_value + dim[None, :], mask=is_new, other=0.0)
+                if NORMS_VALUES:
+                    value = _unit(value, eps, HEAD_DIM, DIMS)
+                kv_slot = tl.load(kv_slots + row)
+                if key_scales is not None:
+                    # One scale: `new` is one head.
+                    at = scale_offsets(kv_slot + new * 0, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+                    is_last = new < tl.where(end == context_len, new + 1, 0)
+                    key, of_key = _coded(key, keys.dtype.element_ty)
+                    value, of_value = _coded(value, values.dtype.element_ty)
+                    tl.store(key_scales + at, of_key, mask=is_last)
+                    tl.store(value_scales + at, of_value, mask=is_last)
+                place = (kv_slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
+                tl.store(keys + place, key, mask=is_new)
+                tl.store(values + place, value, mask=is_new)
+                # All threads of this program see them; no other program reads them in this
+                # launch.
+                tl.debug_barrier()
         else:
             q = tl.load(source + offset, mask=is_there, other=0.0)
         query_position = tl.zeros((GROUP_ROWS,), tl.int32) + context_len - 1

@@ -42,7 +42,11 @@ class PrefillTile:
         According to Triton's compiler. The largest tile spills some 100 bytes on sm_80, 89 and 120.
         """
         if dtype is torch.float32 and head_dim > SMALL_HEAD:  # exact, so without matrix units
+            if head_dim > 256:
+                return cls(rows=16, keys=16, num_warps=8, num_stages=1)
             return cls(rows=16, keys=32, num_warps=8, num_stages=2)
+        if head_dim > 256:
+            return cls(rows=64, keys=16, num_warps=8, num_stages=2)
         if head_dim > 128:
             return cls(rows=64, keys=32, num_warps=8, num_stages=2)
         return cls(rows=128, keys=64, num_warps=8 if head_dim > 64 else 4, num_stages=3)

@@ -183,7 +183,7 @@ class _Setup:
             self._dtype,
             kept=self._kept,
             plan=self._plan,
-        )
+        ) + self._model.table_bytes(self._dtype.itemsize)
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         self._kv_dtype = kv_dtype(config.kv_cache_dtype, self._dtype)
         self._max_len = resolve_max_model_len(config.max_model_len, self._model.max_model_len)
@@ -308,6 +308,7 @@ class _Setup:
             max_model_len=self._max_len,
             device=self._gpu.device,
             num_load_threads=config.num_threads or min(_MAX_LOAD_THREADS, num_cores()),
+            maps_tables=False,  # in a file, the kernels could not read it
             shard=self._shard,
             group=self._group,
         )
@@ -391,8 +392,7 @@ class _Setup:
         pool = KVPools(shape, self._layout, padded, block_size, self._kv_dtype, device)
         attention = make_attention(
             self._config,
-            self._model.attention_shape(block_size),
-            self._model.windows,
+            self._model.attention_windows(block_size),
             dtype=self._dtype,
             device=device,
             max_rows=scheduler.max_num_seqs,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.activation import silu
+from penstock.engine.kernels.activation import gelu, silu
 from penstock.engine.kernels.experts.routing import FEW_ROWS, Tiles
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
@@ -26,12 +26,14 @@ def gate_up(
     num_per_token: int,
     out: Tensor,
     clamp: tuple[float, float] | None = None,
+    *,
+    is_gelu: bool = False,
 ) -> None:
     """out = silu(gate) * up of each row, in the order of the tiles: (T * num_per_token, size).
 
     x: (T, columns). weight: (experts * 2 * size, columns), of each expert the gate's rows first.
     bias: one for each row of weight. clamp: (alpha, limit), if the activation is that of
-    `clamped_swiglu`. Sums are float32.
+    `clamped_swiglu`. is_gelu: GELU by tanh in place of SiLU. Sums are float32.
     """
     size, columns = out.shape[1], x.shape[1]
     outputs, chunk = _sizes(tiles, columns)
@@ -47,6 +49,7 @@ def gate_up(
         EACH=num_per_token,
         HAS_BIAS=bias is not None,
         IS_CLAMPED=clamp is not None,
+        IS_GELU=is_gelu,
         ROWS=tiles.rows,
         OUTPUTS=outputs,
         CHUNK=chunk,
@@ -119,6 +122,7 @@ def _gate_up(
     EACH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_CLAMPED: tl.constexpr,
+    IS_GELU: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -159,6 +163,8 @@ def _gate_up(
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         active = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    elif IS_GELU:
+        active = gelu(gate) * up
     else:
         active = silu(gate) * up
     target = out + place.to(tl.int64)[:, None] * size + output[None, :]

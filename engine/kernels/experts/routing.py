@@ -41,13 +41,16 @@ class Tiles(NamedTuple):
     counts: Tensor
 
 
-def route(logits: Tensor, num_per_token: int, *, is_normed: bool) -> Routes:
+def route(
+    logits: Tensor, num_per_token: int, *, is_normed: bool, factors: Tensor | None = None
+) -> Routes:
     """As `penstock.engine.models.layers.experts.routes`. logits: (T, num_experts)."""
     num_tokens, num_experts = logits.shape
     experts = torch.empty(num_tokens, num_per_token, dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(experts, dtype=torch.float32)
     _route[(num_tokens,)](
         logits,
+        factors,
         experts,
         weights,
         num_experts,
@@ -87,6 +90,7 @@ def tiles_of(experts: Tensor, num_experts: int) -> Tiles:
 @triton.jit
 def _route(
     logits,
+    factors,
     experts,
     weights,
     num_experts,
@@ -119,4 +123,7 @@ def _route(
         total = tl.sum(weight, 0)
     mask = slot < EACH
     tl.store(experts + token * EACH + slot, chosen, mask=mask)
-    tl.store(weights + token * EACH + slot, weight / total, mask=mask)
+    weight = weight / total
+    if factors is not None:
+        weight *= tl.load(factors + chosen, mask=mask, other=0.0)
+    tl.store(weights + token * EACH + slot, weight, mask=mask)

@@ -129,7 +129,10 @@ class PerLayerInput:
 
 
 class PerLayerInputs:
-    """Of all layers. The table stays in its file: a step reads one row of it for each token."""
+    """Of all layers. A step reads one row of the table for each token.
+
+    shape: the number of layers, and the size of an input. scale: of what the projection gives.
+    """
 
     def __init__(
         self,
@@ -137,29 +140,42 @@ class PerLayerInputs:
         inputs: PerLayerInputsConfig,
         weights: WeightSource,
         make_linear: MakeLinear,
+        *,
+        maps_table: bool,
     ) -> None:
-        self._shape = (config.num_layers, inputs.size)
+        self.shape = (config.num_layers, inputs.size)
         self._eps = config.rms_norm_eps
-        self._scale = config.hidden_size**-0.5
-        self._table = weights.table(inputs.table_shape(config.num_layers), f"{TABLE}.weight")
+        self.scale = config.hidden_size**-0.5
+        read = weights.table if maps_table else weights.read
+        self.table = read(inputs.table_shape(config.num_layers), f"{TABLE}.weight")
         shape = inputs.projection_shape(config.num_layers, config.hidden_size)
-        self._projection = read_linear(weights, make_linear, *shape, PROJECTION)
-        self._norm = weights.read((inputs.size,), f"{NORM}.weight").float()
-        self.num_bytes = self._projection.num_bytes + self._norm.nbytes
+        self.projection = read_linear(weights, make_linear, *shape, PROJECTION)
+        self.norm = weights.read((inputs.size,), f"{NORM}.weight").float()
+        self.num_bytes = self.projection.num_bytes + self.norm.nbytes
 
     @classmethod
     def read(
-        cls, config: ModelConfig, weights: WeightSource, make_linear: MakeLinear
+        cls,
+        config: ModelConfig,
+        weights: WeightSource,
+        make_linear: MakeLinear,
+        *,
+        maps_table: bool,
     ) -> "PerLayerInputs | None":
-        """None where the model has none."""
+        """None where the model has none. maps_table: it stays in its file, where there is one,
+        rather than in the memory of the other weights."""
         if config.per_layer_inputs is None:
             return None
-        return cls(config, config.per_layer_inputs, weights, make_linear)
+        return cls(config, config.per_layer_inputs, weights, make_linear, maps_table=maps_table)
 
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> Sequence[Tensor]:
         """For each layer (T, size). embedded: the states before the first, (T, hidden_size)."""
-        rows = functional.embedding(token_ids, self._table).to(embedded.dtype)
-        rows = rows.view(-1, *self._shape) * math.sqrt(self._shape[1])
-        projected = (self._projection(embedded) * self._scale).view(-1, *self._shape)
-        inputs = (rms_norm(projected, self._norm, self._eps) + rows) * math.sqrt(0.5)
+        rows = functional.embedding(token_ids.to(self.table.device), self.table).to(embedded)
+        rows = rows.view(-1, *self.shape) * math.sqrt(self.shape[1])
+        projected = (self.projection(embedded) * self.scale).view(-1, *self.shape)
+        inputs = (rms_norm(projected, self.norm, self._eps) + rows) * math.sqrt(0.5)
         return inputs.unbind(1)
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """What the table adds to the inputs of all layers: (T, num_layers * size) float32."""
+        return functional.embedding(token_ids, self.table).float() * math.sqrt(self.shape[1])

@@ -153,12 +153,12 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, first_position: int) ->
 
 def _case(bench: Bench, model: str, lengths: Lengths, at: dict[str, object], kernel: str) -> Case:
     config = model_config(model, bench.tiny)
-    shape = config.attention_shape(_TINY_BLOCK_SIZE if bench.tiny else _BLOCK_SIZE)
+    (shape,) = config.attention_windows(_TINY_BLOCK_SIZE if bench.tiny else _BLOCK_SIZE)
     inputs = Inputs(bench, shape, lengths)
     rows, tokens, sms = len(lengths.contexts), len(inputs.out), 1
     if bench.device.type == "cuda":
         sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
-    ours = partial(PagedAttention, shape, [None], rows, tokens, sms, bench.device, bench.dtype)
+    ours = partial(PagedAttention, {shape: [None]}, rows, tokens, sms, bench.device, bench.dtype)
     calls = inputs.calls(ours)
     makers = _rivals(bench, shape)
     if lengths.is_decode and not bench.tiny:  # decides DECODES_PER_SM

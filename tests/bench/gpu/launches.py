@@ -195,8 +195,8 @@ class Model:
             )  # fmt: skip
             pool = KVPool(config.kv_shape, 100, BLOCK_SIZE, dtype, META)
             attention = PagedAttention(
-                config.attention_shape(BLOCK_SIZE), config.windows, self._max_rows,
-                self._max_tokens, NUM_SMS, _CPU, dtype,
+                config.attention_windows(BLOCK_SIZE), self._max_rows, self._max_tokens, NUM_SMS,
+                _CPU, dtype,
             )  # fmt: skip
             self._built[count] = FusedModel(llama, pool, attention, self._max_rows)
         return self._built[count]

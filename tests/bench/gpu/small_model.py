@@ -134,8 +134,7 @@ class SmallModel:
         if device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         attention = PagedAttention(
-            self.config.attention_shape(sizes.block_size),
-            self.config.windows,
+            self.config.attention_windows(sizes.block_size),
             rows,
             sizes.max_batched_tokens,
             multiprocessors,

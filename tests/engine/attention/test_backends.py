@@ -41,10 +41,10 @@ CPU = torch.device("cpu")
 _FLASH_FUNCTIONS = ("flash_attn_with_kvcache", "flash_attn_varlen_func")
 MAKERS: dict[str, Callable[[], DeviceAttention]] = {
     "triton": lambda: PagedAttention(
-        SHAPE, WINDOWS, 8, 600, num_sms=2, device=DEVICE, dtype=torch.float32
+        {SHAPE: WINDOWS}, 8, 600, num_sms=2, device=DEVICE, dtype=torch.float32
     ),
     "torch": TorchAttention,
-    "flash_attn": lambda: FlashAttention(SHAPE),
+    "flash_attn": lambda: FlashAttention([SHAPE]),
 }
 
 
@@ -136,7 +136,7 @@ def test_the_error_for_a_missing_flash_attn_names_the_extra() -> None:
     if importlib.util.find_spec("flash_attn"):
         pytest.skip("flash-attn is installed")
     with pytest.raises(InvalidConfig, match=re.escape("pip install 'penstock[flash]'")):
-        FlashAttention(SHAPE)
+        FlashAttention([SHAPE])
 
 
 def test_the_error_for_a_library_that_cannot_be_loaded_has_its_reason(
@@ -146,7 +146,7 @@ def test_the_error_for_a_library_that_cannot_be_loaded_has_its_reason(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     with pytest.raises(InvalidConfig, match="undefined symbol: _ZN3c10"):
-        FlashAttention(SHAPE)
+        FlashAttention([SHAPE])
 
 
 def _make(
@@ -162,8 +162,7 @@ def _make(
         EngineConfig(
             model=str(DEMO_MODEL), attention_backend=backend, kv_cache_dtype=kv_cache_dtype
         ),
-        model.attention_shape(block_size),
-        model.windows,
+        model.attention_windows(block_size),
         device=CPU,
         max_rows=4,
         max_tokens=64,

@@ -186,9 +186,26 @@ def test_rows_of_length_0_have_no_work_and_change_nothing() -> None:
 def test_a_decode_that_rotates_gives_the_bits_of_a_rotation_and_a_decode(
     shape: AttentionShape, has_norm: bool, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
+    check_bits(shape, has_norm, dtype, kv_dtype)
+
+
+@pytest.mark.parametrize("kv_parts", [0, 1, pytest.param(2, marks=SLOW)])
+def test_so_does_one_of_values_that_are_normed_or_of_another_layers_keys(kv_parts: int) -> None:
+    check_bits(SHAPES[0], True, torch.float32, None, kv_parts=kv_parts, norms_values=True)
+
+
+def check_bits(
+    shape: AttentionShape,
+    has_norm: bool,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    *,
+    kv_parts: int = 2,
+    norms_values: bool = False,
+) -> None:
     lengths, dim = [1, 64, 65, 700], shape.head_dim
     rows = Rows(shape, lengths, [1] * len(lengths), dtype, kv_dtype)
-    heads = shape.num_heads + 2 * shape.num_kv_heads
+    heads = shape.num_heads + kv_parts * shape.num_kv_heads
     projected = random(len(lengths), heads * dim, dtype=dtype)
     angles = random(1000, dim // 2, seed=3)
     rotation = Rotation(
@@ -197,6 +214,8 @@ def test_a_decode_that_rotates_gives_the_bits_of_a_rotation_and_a_decode(
         query_norm=random(dim, dtype=dtype, seed=1) if has_norm else None,
         key_norm=random(dim, dtype=dtype, seed=2) if has_norm else None,
         eps=1e-5,
+        kv_parts=kv_parts,
+        norms_values=norms_values,
     )
     positions = rows.lengths - 1
     blocks = rows.tables[rows.slots.long()].gather(1, (positions // shape.block_size)[:, None])
@@ -206,7 +225,8 @@ def test_a_decode_that_rotates_gives_the_bits_of_a_rotation_and_a_decode(
     decode.plan(rows.lengths, rows.slots, None)
     rotate_and_store(
         projected, positions, kv_slots, rotation.cos, rotation.sin, rotation.query_norm,
-        rotation.key_norm, rotation.eps, *pool, rows.query,
+        rotation.key_norm, rotation.eps, *pool, rows.query, kv_parts=kv_parts,
+        norms_values=norms_values,
     )  # fmt: skip
     decode(rows.query, *pool, rows.tables, None, rows.out)
     out = poisoned(*rows.out.shape, dtype=dtype)

@@ -83,10 +83,8 @@ def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
         torch.float32,
         DEVICE,
     )
-    shape = config.attention_shape(BLOCK_SIZE)
-    attention = PagedAttention(
-        shape, config.windows, MAX_SEQS, 32, num_sms=1, device=DEVICE, dtype=torch.float32
-    )
+    windows = config.attention_windows(BLOCK_SIZE)
+    attention = PagedAttention(windows, MAX_SEQS, 32, num_sms=1, device=DEVICE, dtype=torch.float32)
     grammars = Grammars.of_model(STORIES, config.vocab_size, config.eos_token_ids)
     return CudaExecutor(
         FusedModel(llama, pool, attention, MAX_SEQS),

@@ -97,10 +97,8 @@ def _executor(
         )
     padded = [num + 1 for num in size.of_groups]
     pool = KVPools(config.kv_shape, layout, padded, BLOCK_SIZE, dtype, DEVICE)
-    shape = config.attention_shape(BLOCK_SIZE)
-    attention = PagedAttention(
-        shape, config.windows, MAX_SEQS, budget, num_sms=1, device=DEVICE, dtype=dtype
-    )
+    windows = config.attention_windows(BLOCK_SIZE)
+    attention = PagedAttention(windows, MAX_SEQS, budget, num_sms=1, device=DEVICE, dtype=dtype)
     info = describe(
         config,
         dtype,

@@ -49,6 +49,19 @@ def test_a_chunk_graph_fills_its_padding_once_and_not_in_every_layer(
     assert [graph["fill_"] + graph["new_zeros"] for graph in graphs] == [2] * 6
 
 
+def test_a_step_of_gemma_4s_decodes_is_one_graph_too() -> None:
+    """Of layers with heads of two shapes, the last of which read the keys of others."""
+    report = rehearsal("1", "gemma4")
+    check_serving(report)
+    decode = report["decode"]
+    assert decode["launches"] == [] and decode["operations_in_graph"] == []
+    assert decode["replays"] == decode["steps"]
+    # A work list for each shape.
+    names = {"_decode": 6, "_plan_decode": 2, "_gate_input": 6, "_add_table_rows": 1, "_softcap": 1}
+    assert {name: decode["launches_in_graph"][name] for name in names} == names
+    assert "_rotate_and_store" not in decode["launches_in_graph"]
+
+
 def test_with_adapters_a_step_without_one_is_as_before_and_others_are_graphs_too() -> None:
     report = rehearsal("1", "--enable-lora")
     check_serving(report)

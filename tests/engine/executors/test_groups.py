@@ -27,7 +27,7 @@ ON_GPU = torch.cuda.is_available()
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 160, 320
 FAMILIES = ("gemma3", "olmo3", "mistral_window")
 # Mixtures of experts, two shapes of heads, and keys and values that layers share.
-MORE = ("gpt_oss", "qwen3_moe", "gemma4_small_wrapped")
+MORE = ("gpt_oss", "qwen3_moe", "gemma4_moe", "gemma4_small_wrapped")
 CONFIG = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=50)
 
 

@@ -85,6 +85,22 @@ def test_experts_give_what_torch_gives(
     assert error(found, expected) < 5 * TOLERANCE[dtype]
 
 
+@torch.inference_mode()
+def test_experts_may_have_gelu_and_factors_and_a_router_that_reads_something_else() -> None:
+    def linear(rows: int, columns: int) -> PlainLinear:
+        return PlainLinear(random(rows, columns) / columns**0.5, None)
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return functional.gelu(gate, approximate="tanh") * up
+
+    router, gate_up = linear(5, HIDDEN), linear(5 * 2 * SIZE, HIDDEN)
+    down, factors = linear(5 * HIDDEN, SIZE), random(5, seed=7)
+    x, routed = random(12, HIDDEN), random(12, HIDDEN, seed=8)
+    experts = FusedExperts(EXPERTS, router, gate_up, down, is_gelu=True, factors=factors)
+    expected = mixed(EXPERTS, x, router(routed), gate_up, down, gated, factors)
+    assert error(experts(x, routed), expected) < 5 * TOLERANCE[torch.float32]
+
+
 def test_a_gpu_keeps_no_codes_of_a_mixture() -> None:
     mixture = ModelConfig.from_dir(MODEL_CONFIGS / "Qwen3-30B-A3B")
     dense = ModelConfig.from_dir(MODEL_CONFIGS / "Qwen3-8B")

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.kernels.activation import silu_mul
+from penstock.engine.kernels.activation import silu_mul, softcap
 from penstock.engine.kernels.linear import (
     MAX_ROWS,
     NARROW,
@@ -19,6 +19,7 @@ from penstock.engine.kernels.linear import (
     tile_of,
 )
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
+from penstock.engine.kernels.per_layer_inputs import add_table_rows, gate_input
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.kernels.tables import (
     gather_chunks,
@@ -28,6 +29,7 @@ from penstock.engine.kernels.tables import (
     update_block_tables,
 )
 from penstock.engine.memory.kv_codes import LIMITS, store
+from penstock.engine.models.layers.norm import unit_norm
 from penstock.engine.models.layers.rotary import rotate
 from tests.support.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, coded, error, poisoned, random
 
@@ -106,6 +108,72 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
     assert error(query, rotate(q, cos, sin)) < TOLERANCE[dtype]
     assert error(keys, expected_keys) < TOLERANCE[dtype]
     assert error(values, expected_values) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kv_parts", [0, 1, 2])
+def test_values_are_normed_or_are_keys_or_are_another_layers(kv_parts: int) -> None:
+    num_tokens, heads, kv_heads, head_dim = 5, 3, 2, 24
+    shape = (4, 4, kv_heads, head_dim)
+    qkv = random(num_tokens, (heads + kv_parts * kv_heads) * head_dim)
+    positions = torch.arange(num_tokens, dtype=torch.int32, device=DEVICE)
+    kv_slots = torch.randperm(16)[:num_tokens].to(DEVICE)
+    angles = random(50, head_dim // 2)
+    query_norm, key_norm = random(head_dim, seed=1), random(head_dim, seed=2)
+    keys, values = (torch.zeros(shape, device=DEVICE) for _ in "kv")
+    query = poisoned(num_tokens, heads, head_dim)
+    rotate_and_store(
+        qkv, positions, kv_slots, angles.cos(), angles.sin(), query_norm,
+        key_norm if kv_parts else None, EPS, keys, values, query, kv_parts=kv_parts,
+        norms_values=True,
+    )  # fmt: skip
+    cos, sin = (f(angles[positions.long()]).unsqueeze(1) for f in (torch.cos, torch.sin))
+    q, *stored = torch.split(qkv.view(num_tokens, -1, head_dim), [heads] + kv_parts * [kv_heads], 1)
+    expected = rotate(functional.rms_norm(q, (head_dim,), query_norm, EPS), cos, sin)
+    assert error(query, expected) < TOLERANCE[torch.float32]
+    expected_keys, expected_values = torch.zeros(2, *shape, device=DEVICE)
+    if stored:
+        normed = functional.rms_norm(stored[0], (head_dim,), key_norm, EPS)
+        expected_keys.flatten(0, 1)[kv_slots] = rotate(normed, cos, sin)
+        expected_values.flatten(0, 1)[kv_slots] = unit_norm(stored[-1], EPS)
+    torch.testing.assert_close(keys, expected_keys)
+    torch.testing.assert_close(values, expected_values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_softcap_is_torchs(dtype: torch.dtype) -> None:
+    logits = 100 * random(3, 1100, dtype=dtype)
+    expected = torch.tanh(logits.float() / 30) * 30
+    softcap(logits, 30.0)
+    assert error(logits, expected) < 30 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_is_scaled_before_its_norm(dtype: torch.dtype) -> None:
+    x, residual = random(3, 70, dtype=dtype), random(3, 70, dtype=dtype, seed=1)
+    post, weight = random(70, seed=2), random(70, seed=3)
+    scalar, normed = torch.tensor([0.7], dtype=dtype, device=DEVICE), poisoned(3, 70, dtype=dtype)
+    total = (residual + functional.rms_norm(x.float(), (70,), post, EPS).to(dtype)) * scalar
+    add_rms_norm(x, residual, weight, EPS, normed, post=post, scalar=scalar)
+    assert error(residual, total) < TOLERANCE[dtype]
+    expected = functional.rms_norm(total.float(), (70,), weight, EPS)
+    assert error(normed, expected) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_have_inputs_of_their_own_as_torch_makes_them(dtype: torch.dtype) -> None:
+    """The table may have another type."""
+    num_tokens, num_layers, size = 4, 3, 20
+    projected = random(num_tokens, num_layers, size, dtype=dtype)
+    table, norm = random(9, num_layers * size, seed=1), random(size, seed=2)
+    ids = torch.tensor([8, 0, 3, 8], dtype=torch.int32, device=DEVICE)
+    rows = table[ids.long()].view(num_tokens, num_layers, size) * size**0.5
+    normed = functional.rms_norm(projected.float() * 0.3, (size,), norm, EPS)
+    add_table_rows(projected, ids, table, norm, EPS, 0.3)
+    assert error(projected, (normed + rows) * 0.5**0.5) < 4 * TOLERANCE[dtype]
+    gate = random(num_tokens, size, dtype=dtype, seed=3)
+    expected = functional.gelu(gate.float(), approximate="tanh") * projected[:, 1].float()
+    gate_input(gate, projected, 1)
+    assert error(gate, expected) < 4 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("kv_dtype", LIMITS)

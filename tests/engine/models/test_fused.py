@@ -27,7 +27,6 @@ from tests.support.tiny_models import (
     FAMILIES,
     MAX_LEN,
     MORE_FAMILIES,
-    ON_TORCH_ALONE,
     make_model,
     save,
 )
@@ -43,7 +42,7 @@ NUM_BLOCKS, NUM_SLOTS = 40, 6
 # The interpreter takes seconds per family; together these have every feature of the others.
 SOME = ("llama_biases", "mistral_window", "qwen3")
 # One of each kind of layer.
-SOME_MORE = ("phi4_mini", "gemma3")
+SOME_MORE = ("phi4_mini", "gemma3", "gemma4_small_wrapped")
 # In float32 only the order of summation differs; torch does not use TF32 by default.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
 MORE_TOLERANCE = 1e-4  # of logits up to 10
@@ -72,11 +71,9 @@ class Model:
             max_model_len=MAX_LEN,
             device=DEVICE,
         )
-        shape = config.attention_shape(BLOCK_SIZE)
+        windows = config.attention_windows(BLOCK_SIZE)
         pool = KVPool(config.kv_shape, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, DEVICE)
-        attention = PagedAttention(
-            shape, config.windows, NUM_SLOTS, 64, num_sms=1, device=DEVICE, dtype=dtype
-        )
+        attention = PagedAttention(windows, NUM_SLOTS, 64, num_sms=1, device=DEVICE, dtype=dtype)
         self.model = FusedModel(llama, pool, attention, max_rows=2)
         generator = torch.Generator().manual_seed(1)
         blocks = torch.randperm(NUM_BLOCKS, generator=generator).to(torch.int32)
@@ -148,7 +145,7 @@ def test_prefill_chunks_and_decodes_agree_with_transformers(
     [
         name if ON_GPU or name in SOME_MORE else pytest.param(name, marks=pytest.mark.slow)
         for name in MORE_FAMILIES
-        if not name.endswith(("_wrapped", "_no_window")) and name not in ON_TORCH_ALONE
+        if not name.endswith(("_wrapped", "_no_window")) or name.startswith("gemma4")
     ],
 )
 @torch.inference_mode()

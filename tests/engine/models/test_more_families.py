@@ -13,18 +13,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engine.executors.cuda.device import Interpreter
-from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.executors.loading import log_text_only
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.families import FAMILIES as ROWS
-from penstock.engine.native.model import check_features
 from tests.support.compiler import HAS_COMPILER
 from tests.support.published import PUBLISHED
 from tests.support.tiny_models import (
     MORE_FAMILIES,
-    ON_TORCH_ALONE,
     Harness,
     engine_config,
     made_config,
@@ -44,9 +39,7 @@ def made(name: str, directory: Path) -> tuple[Path, Tensor, Tensor]:
         return save(model, directory), model(prompts).logits, prompts
 
 
-@pytest.fixture(
-    params=[name for name in MORE_FAMILIES if name not in ON_TORCH_ALONE], scope="module"
-)
+@pytest.fixture(params=MORE_FAMILIES, scope="module")
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(a directory with the model, transformers' logits of two prompts, the prompts)"""
     return made(request.param, tmp_path_factory.mktemp("model"))
@@ -78,23 +71,6 @@ def test_in_chunks_and_in_company_the_logits_are_those_of_transformers(
     family: Any, native: bool
 ) -> None:
     path, expected, prompts = family
-    check_logits(path, expected, prompts, native)
-
-
-@pytest.mark.parametrize("name", sorted(ON_TORCH_ALONE))
-def test_a_family_that_torch_alone_computes_has_the_logits_of_transformers(
-    name: str, tmp_path: Path
-) -> None:
-    path, expected, prompts = made(name, tmp_path)
-    check_logits(path, expected, prompts, native=False)
-    with pytest.raises(UnsupportedFeature, match="which the compiled"):
-        check_features(ModelConfig.from_dir(path), torch.float32)
-    (path / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedFeature, match=r"value_norm.* \(--device cpu\)"):
-        build_cuda_executor(engine_config(path), path, Interpreter())
-
-
-def check_logits(path: Path, expected: Tensor, prompts: Tensor, native: bool) -> None:
     found = in_chunks(harness(path, prompts, native=native))
     torch.testing.assert_close(found, expected[0], atol=TOLERANCE, rtol=0)
     whole = harness(path, prompts, native=native).run([(0, 0, PROMPT_LEN), (1, 0, 20)])
@@ -122,6 +98,34 @@ def test_a_familys_defaults_are_those_of_transformers(name: str) -> None:
             assert ropes.get("full_attention", ropes)["rope_theta"] == value
         else:
             assert getattr(theirs, key) == value, key
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("gemma-4")])
+def test_gemma_4s_matrices_have_the_shapes_that_transformers_gives_them(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    ours = ModelConfig.from_dir(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model: Any = transformers.Gemma4ForCausalLM(config.get_text_config())
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    expected = {
+        f"model.layers.{index}.{matrix}.weight": shape
+        for index in range(ours.num_layers)
+        for matrix, shape in ours.linear_shapes(index).items()
+        if ".experts." not in f".{matrix}"  # which it has in one tensor
+    }
+    assert {name: shapes.get(name) for name in expected} == expected
+    scalars = sum(name.endswith("layer_scalar") for name in shapes)
+    assert ours.num_parameters == sum(p.numel() for p in model.parameters()) + scalars
+    # As a newer transformers writes it, with the layers that differ, or with all.
+    for is_explicit in (False, True):
+        config.get_text_config().serialize_explicit_per_layer_config = is_explicit
+        config.save_pretrained(tmp_path)
+        written = config.to_dict()["text_config"]["per_layer_config"]
+        assert (len(written) == ours.num_layers) is is_explicit
+        assert ModelConfig.from_dir(tmp_path) == ours
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

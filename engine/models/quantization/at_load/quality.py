@@ -86,7 +86,7 @@ def compare(
     inputs = [
         per_layer(step.token_ids, before) if per_layer else [None] * model.num_layers
         for weights, before in zip(sides, states, strict=True)
-        for per_layer in [PerLayerInputs.read(model, weights, PlainLinear)]
+        for per_layer in [PerLayerInputs.read(model, weights, PlainLinear, maps_table=True)]
     ]
     pools = [_OneByOne(model.kv_shape, len(token_ids), device) for _ in sides]
     for index in range(model.num_layers):
