@@ -130,6 +130,7 @@ def test_the_step_agrees_with_torchs(
         torch.testing.assert_close(ours, torchs, atol=tolerance, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "group", "has_zeros"), [(8, 32, False), (8, 64, True), (4, 16, True), (4, 32, False)]
 )
@@ -238,6 +239,7 @@ def test_the_step_agrees_with_torchs_where_weights_are_in_blocks(
         assert error < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "block_size"), [("qwen3", 4), ("llama_biases", 16)])
 def test_the_step_agrees_with_torchs_where_keys_and_values_are_codes(
     processor: str, family: str, block_size: int, tmp_path: Path
