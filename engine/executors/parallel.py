@@ -10,16 +10,14 @@ import os
 import subprocess
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from penstock.engine.config import EngineConfig, LoadFormat
 from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers, Step
 from penstock.engine.gguf.file import is_gguf
-from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.shard import Shard
 from penstock.engine.models.stage import Stage
@@ -31,9 +29,7 @@ from penstock.engine.ranks.link import LinkSize
 from penstock.engine.ranks.membership import Membership, membership_bytes
 from penstock.engine.ranks.shared_memory import MAX_RANKS, memory_of
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.types import (
-    Request,
     RequestId,
     SampledTokens,
     SamplingParams,
@@ -148,51 +144,22 @@ def _flags(layout: RankLayout) -> str:
     return " with ".join(flags)
 
 
-class ParallelExecutor:
+class ParallelExecutor(FirstRank[CpuExecutor]):
     """See `penstock.engine.executor.Executor`."""
 
     def __init__(self, executor: CpuExecutor, followers: Followers, num_stages: int = 1) -> None:
         """executor: of rank 0."""
-        self._executor = executor
-        self._followers = followers
+        super().__init__(executor, followers)
         self._has_stages = num_stages > 1
         self._launched: deque[_Launched] = deque()
         # Of the steps since the last message to the other ranks.
         self._sampled: list[Sequence[int]] = []
 
-    @property
-    def info(self) -> ModelInfo:
-        return self._executor.info
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._executor.runs_ahead
-
-    @property
-    def journals(self) -> Sequence[BlockJournal]:
-        return self._executor.journals
-
-    @property
-    def adapters(self) -> None:
-        return None
-
-    @property
-    def tier(self) -> None:
-        return None
-
-    @property
-    def followers(self) -> Followers:
-        """The other ranks' processes."""
-        return self._followers
-
-    def prepare(self, request: Request) -> "Future[Any] | None":
-        return self._executor.prepare(request)
-
     def release(self, request_id: RequestId) -> None:
         if self._launched:  # steps that rank 0 has yet to compute may have a row of it
             self._launched[-1].released.append(request_id)
         else:
-            self._executor.release(request_id)
+            super().release(request_id)
 
     def execute(self, batch: ScheduledBatch) -> "_Launched":
         """Raises RankFailed: then nothing more can be computed."""

@@ -10,12 +10,10 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,6 +21,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.executors.cuda.device import CudaGpu, Gpu, Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor, LaunchedStep
 from penstock.engine.executors.cuda.setup import build_cuda_executor
+from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers, Start, Step
 from penstock.engine.executors.parallel import (
     START_TIMEOUT_S,
@@ -32,14 +31,12 @@ from penstock.engine.executors.parallel import (
     without_sampling,
 )
 from penstock.engine.log_writer import flush_all
-from penstock.engine.model_info import ModelInfo
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.board import Board, board_memory
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.torch_group import Rendezvous, TorchGroup, rendezvous_memory
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.journal import BlockJournal
-from penstock.scheduler.types import Request, RequestId, SampledTokens, ScheduledBatch
+from penstock.scheduler.types import SampledTokens, ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
@@ -111,46 +108,14 @@ def follow_on_gpu(
     return lambda step: launched.put(executor.execute(step.batch))
 
 
-class CudaRanks:
+class CudaRanks(FirstRank[CudaExecutor]):
     """See `penstock.engine.executor.Executor`."""
 
     def __init__(self, executor: CudaExecutor, followers: Followers, group: TorchGroup) -> None:
         """executor: of rank 0."""
-        self._executor = executor
-        self._followers = followers
+        super().__init__(executor, followers)
         self._group = group
         self._last: _Launched | None = None
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._executor.info
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._executor.runs_ahead
-
-    @property
-    def journals(self) -> Sequence[BlockJournal]:
-        return self._executor.journals
-
-    @property
-    def adapters(self) -> None:
-        return None
-
-    @property
-    def tier(self) -> None:
-        return None
-
-    @property
-    def followers(self) -> Followers:
-        """The other ranks' processes."""
-        return self._followers
-
-    def prepare(self, request: Request) -> "Future[Any] | None":
-        return self._executor.prepare(request)
-
-    def release(self, request_id: RequestId) -> None:
-        self._executor.release(request_id)
 
     def execute(self, batch: ScheduledBatch) -> "_Launched":
         """Raises RankFailed: then nothing more can be computed."""
