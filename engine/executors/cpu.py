@@ -317,6 +317,8 @@ class CpuExecutor:
         # Where the ids of each step belong that this rank has not learned from rank 0 yet.
         self._sampled_at: deque[list[tuple[int, int]]] = deque()
         grammars = Grammars.of_model(model_dir, vocab_size, eos_token_ids, config.load_format)
+        if not self._is_follower:
+            grammars.load_tokenizer()
         self._grammars = GrammarTable(grammars, max_num_seqs, vocab_size)
         self._sampler = Sampler(max_num_seqs, vocab_size, _CPU, self._grammars, argmax_of)
         self._prompts = PromptReader(vocab_size, self._model.logits)

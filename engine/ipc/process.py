@@ -121,6 +121,7 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
         grammars = Grammars.of_model(
             Path(config.model), info.vocab_size, info.eos_token_ids, config.load_format
         )
+        grammars.load_tokenizer()
         table = GrammarTable(grammars, config.scheduler.max_num_seqs, info.vocab_size)
         identity = identity_of(Path(config.model), info.block_size)
         files = block_files(config, identity)

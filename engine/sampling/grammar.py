@@ -111,11 +111,13 @@ class Grammars:
         eos_token_ids: tuple[int, ...],
         load_format: LoadFormat = LoadFormat.AUTO,
     ) -> "Grammars":
-        """See `GrammarCompiler`. The tokenizer is loaded now: no other thread runs meanwhile."""
-        compiler = GrammarCompiler(directory, vocab_size, eos_token_ids, load_format)
+        """See `GrammarCompiler`."""
+        return cls(GrammarCompiler(directory, vocab_size, eos_token_ids, load_format))
+
+    def load_tokenizer(self) -> None:
+        """Before there are streams: no other thread runs meanwhile."""
         with contextlib.suppress(BadGrammar):  # then each grammar gets the same error
-            compiler.compile('start: "a"')
-        return cls(compiler)
+            self._compiler.compile('start: "a"')
 
     @property
     def num_cached(self) -> int:

@@ -199,6 +199,8 @@ class _Setup:
         grammars = Grammars.of_model(
             model_dir, vocab_size, self._model.eos_token_ids, config.load_format
         )
+        if group is None or group.rank == 0:
+            grammars.load_tokenizer()
         self._grammars = GrammarTable(grammars, config.scheduler.max_num_seqs, vocab_size)
         self._slots: AdapterSlots | None = None
         self._slot_bytes = most_adapter_bytes(config.lora, self._model, self._dtype) or 0

@@ -1,5 +1,6 @@
 """Grammars in the engine: compiled while steps run, and enforced id by id."""
 
+import shutil
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -242,3 +243,11 @@ def test_a_request_can_be_aborted_while_its_grammar_compiles() -> None:
     bench.executor.future.set_result(None)
     bench.loop.step()
     assert bench.finishes() == {"slow": FinishReason.ABORT}
+
+
+def test_a_tokenizer_that_is_loaded_is_not_read_for_the_first_grammar(tmp_path: Path) -> None:
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    grammars = Grammars.of_model(tmp_path, VOCAB_SIZE, EOS)
+    grammars.load_tokenizer()
+    (tmp_path / "tokenizer.json").unlink()
+    assert not grammars.compile(LLMatcher.grammar_from_regex("a")).result().is_error()
