@@ -12,13 +12,6 @@ from penstock.engine.kernels.sizes import next_power_of_2
 from penstock.engine.memory.state_shape import StateShape
 
 
-class LayerStates(NamedTuple):
-    """One layer's of the pool, see `StatePool`."""
-
-    matrices: Tensor
-    inputs: Tensor
-
-
 class Gates(NamedTuple):
     """values: (T, 2 * num_value_heads), those of beta first. decay, bias: as in `DeltaNet`."""
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from penstock.scheduler.prompt_logprobs import PackedLogprobs, PromptLogprobs
+from penstock.server.api.openai.writer import LongLists
 from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.output.logprobs import EchoedTokens
 from tests.support.paths import ROOT
@@ -276,3 +277,11 @@ def test_unsupported_prompt_outputs_are_refused_by_name(
 def test_a_chat_needs_room_for_a_token_of_its_answer(server: RunningServer) -> None:
     error = server.chat(max_tokens=0).json()["error"]
     assert error["param"] == "max_tokens"
+
+
+def test_long_lists_are_sent_in_the_pieces_in_which_they_were_encoded() -> None:
+    lists = LongLists()
+    value = {"a": lists.add([b"[1,2]", b"[]", b"[3]"]), "b": [lists.add([])], "c": "\0"}
+    pieces = lists.encoded(value)
+    assert json.loads(b"".join(pieces)) == {"a": [1, 2, 3], "b": [[]], "c": "\0"}
+    assert b"[1,2" in pieces and b",3" in pieces
