@@ -39,14 +39,18 @@ _NEWS_S = 5.0
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """To a rank, first: what it is. store: the descriptor that the ranks meet in. board: of
-    `penstock.engine.ranks.board`, where each has a GPU; None on a CPU."""
+    """To a rank, first: what it is. store: the descriptor that the ranks meet in, in the process
+    that has it. board: of `penstock.engine.ranks.board`, where each has a GPU; None on a CPU."""
 
     config: EngineConfig
     rank: int
     size: int
     store: int
     board: int | None = None
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.store] if self.board is None else [self.store, self.board]
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -80,6 +84,18 @@ class Channel:
         data = self._encoder.encode(message)
         self._stream.sendall(_LENGTH.pack(len(data)) + data)
 
+    def send_start(self, start: Start) -> None:
+        """With its descriptors. Raises OSError."""
+        self.send(start)
+        socket.send_fds(self._stream, [b"."], start.descriptors)
+
+    def receive_start(self) -> Start:
+        """With this process's own descriptors. Raises EOFError."""
+        start = self.receive()
+        assert isinstance(start, Start), start
+        _, (store, *board), _, _ = socket.recv_fds(self._stream, 1, len(start.descriptors))
+        return msgspec.structs.replace(start, store=store, board=board[0] if board else None)
+
     def receive(self) -> Any:
         """Raises EOFError when the other side has ended."""
         (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
@@ -106,26 +122,30 @@ class Channel:
 
 
 class _Follower:
-    def __init__(self, rank: int, channel: Channel, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.channel = channel
-        self.process = process
-        self.pidfd = os.pidfd_open(process.pid)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        self.channel = Channel(ours, LastWords)
+        self.pidfd = os.pidfd_open(self.process.pid)
         self.stopped_s = 0.0
 
 
 class Followers:
-    """Ranks 1 and up. All but the watching is done in one thread."""
+    """Ranks 1 and up. All but the watching is done in one thread.
 
-    def __init__(
-        self, config: EngineConfig, layout: RankLayout, store: int, board: int | None = None
-    ) -> None:
-        """store, board: see `Start`; they inherit them."""
+    Their processes import torch, which takes seconds, until `begin` says what they are: so rank 0
+    starts them before it imports torch itself.
+    """
+
+    def __init__(self, layout: RankLayout) -> None:
         self._layout = layout
-        self._followers = [
-            self._start(Start(config, rank, layout.size, store, board))
-            for rank in range(1, layout.size)
-        ]
+        self._followers = [_Follower(rank) for rank in range(1, layout.size)]
         self._failed: RankFailed | None = None
         self._has_failed = threading.Event()
         self._on_end: Callable[[int], None] = lambda _: None
@@ -138,6 +158,12 @@ class Followers:
     @property
     def pids(self) -> list[int]:
         return [each.process.pid for each in self._followers]
+
+    def begin(self, config: EngineConfig, store: int, board: int | None = None) -> None:
+        """Once, before anything is sent. store, board: see `Start`. Raises RankFailed."""
+        for each in self._followers:
+            with contextlib.suppress(OSError):  # one that has ended is noticed by whoever waits
+                each.channel.send_start(Start(config, each.rank, self._layout.size, store, board))
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         """Calls back in another thread, with the rank, when one has failed."""
@@ -175,20 +201,6 @@ class Followers:
         for each in self._followers:
             each.process.wait()
             each.channel.close()
-
-    @staticmethod
-    def _start(start: Start) -> _Follower:
-        inherited = [start.store] if start.board is None else [start.store, start.board]
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *inherited),
-            )
-        channel = Channel(ours, LastWords)
-        channel.send(start)
-        return _Follower(start.rank, channel, process)
 
     def _watch(self) -> None:
         poll = select.poll()

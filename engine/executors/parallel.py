@@ -24,10 +24,10 @@ from penstock.engine.models.stage import Stage
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.group import RankFailed
-from penstock.engine.ranks.layout import RankLayout
+from penstock.engine.ranks.layout import MAX_RANKS, RankLayout
 from penstock.engine.ranks.link import LinkSize
 from penstock.engine.ranks.membership import Membership, membership_bytes
-from penstock.engine.ranks.shared_memory import MAX_RANKS, memory_of
+from penstock.engine.ranks.shared_memory import memory_of
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import (
     RequestId,
@@ -41,12 +41,12 @@ START_TIMEOUT_S = 3600.0
 _NOT_SAMPLED = SamplingParams(max_tokens=1)
 
 
-def build_parallel_executor(config: EngineConfig, phases: Phases) -> "ParallelExecutor":
-    """Starts the other ranks, and loads this one's part. Raises PenstockError."""
-    model_dir = Path(config.model)
-    check_parallel(config, model_dir)
+def build_parallel_executor(
+    config: EngineConfig, phases: Phases, followers: Followers
+) -> "ParallelExecutor":
+    """Tells the other ranks to begin, and loads this one's part. Raises PenstockError."""
     layout = layout_of(config)
-    with phases.timed("ranks", f"starting {layout.size - 1} more processes"):
+    with phases.timed("ranks", f"meeting {layout.size - 1} more processes"):
         try:
             library = load_ranks_library()
         except (OSError, subprocess.SubprocessError) as error:
@@ -55,13 +55,15 @@ def build_parallel_executor(config: EngineConfig, phases: Phases) -> "ParallelEx
                 f"({getattr(error, 'stderr', None) or error})"
             ) from error
         memory = memory_of(membership_bytes(library, layout, link_size(config)))
-        followers = Followers(config, layout, memory)
+        followers.begin(config, memory)
         membership = join(config, memory, 0)
         os.close(memory)
         followers.on_end(membership.end)
     followers.is_waiting = True
     try:
-        executor = CpuExecutor(config, model_dir, phases, membership.tensor, membership.pipeline)
+        executor = CpuExecutor(
+            config, Path(config.model), phases, membership.tensor, membership.pipeline
+        )
         membership.everyone.barrier()
     except RankFailed as error:
         raise followers.explained(error) from error

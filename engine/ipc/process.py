@@ -26,6 +26,7 @@ from penstock.engine import logs
 from penstock.engine.adapter_commands import load_first
 from penstock.engine.config import EngineConfig
 from penstock.engine.executor import Executor
+from penstock.engine.executors.followers import Followers
 from penstock.engine.ipc.kv_events import KVEventPublisher
 from penstock.engine.log_writer import flush_all
 from penstock.engine.loop import EngineLoop
@@ -34,6 +35,7 @@ from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.fallback.source import TransformersClass
 from penstock.engine.parent_process import die_with_parent
 from penstock.engine.phases import Phases
+from penstock.engine.ranks.layout import MAX_RANKS, RankLayout
 from penstock.engine.step_times import first_step_model
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 from penstock.scheduler.forecast import prefill_s
@@ -135,6 +137,19 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
             kept=kept,
             make_tier=partial(disk_tier, files) if files else None,
         )
+    layout = RankLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
+    if not 1 < layout.size <= MAX_RANKS:
+        return _build_executor(config, phases, None)
+    followers = Followers(layout)
+    try:
+        return _build_executor(config, phases, followers)
+    except BaseException:
+        followers.close()
+        raise
+
+
+def _build_executor(config: EngineConfig, phases: Phases, followers: Followers | None) -> Executor:
+    """followers: those of further ranks, where there are any, and not too many."""
     with phases.timed("import", "importing torch"):
         from penstock.engine.executors.loading import choose_device
         from penstock.engine.models.implementation import find_implementation
@@ -153,20 +168,21 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
                 f"{flag}: stages on several GPUs are not supported yet; use --device cpu, or one "
                 "stage"
             )
-    if config.tensor_parallel_size > 1:
-        if isinstance(implementation, TransformersClass):
-            raise InvalidConfig(
-                f"--tensor-parallel-size {config.tensor_parallel_size}: a model that transformers' "
-                "class computes cannot be split; use --tensor-parallel-size 1, or another model"
-            )
+    if config.tensor_parallel_size > 1 and isinstance(implementation, TransformersClass):
+        raise InvalidConfig(
+            f"--tensor-parallel-size {config.tensor_parallel_size}: a model that transformers' "
+            "class computes cannot be split; use --tensor-parallel-size 1, or another model"
+        )
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        from penstock.engine.executors.parallel import build_parallel_executor, check_parallel
+
+        check_parallel(config, Path(config.model))
+        assert followers is not None
         if device.type == "cuda":
             from penstock.engine.executors.cuda.ranks import build_cuda_ranks
 
-            return build_cuda_ranks(config, phases)
-    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
-        from penstock.engine.executors.parallel import build_parallel_executor
-
-        return build_parallel_executor(config, phases)
+            return build_cuda_ranks(config, phases, followers)
+        return build_parallel_executor(config, phases, followers)
     if isinstance(implementation, TransformersClass):
         from penstock.engine.executors.transformers import TransformersExecutor
 

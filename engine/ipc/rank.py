@@ -42,8 +42,9 @@ def main() -> None:
 
 def _follow(channel: Channel) -> None:
     """Until rank 0 ends. Raises EOFError then."""
-    start = channel.receive()
-    assert isinstance(start, Start), start
+    import torch  # noqa: F401  (which takes a second, while rank 0 does the same)
+
+    start = channel.receive_start()
     config = start.config
     logs.configure(config.log_level, config.log_format)
     if config.log_level != "debug":  # rank 0 says the same

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.scheduler.errors import PenstockError
+
+if TYPE_CHECKING:  # rank 0 starts the others before it imports torch
+    from torch import Tensor
 
 
 class RankFailed(PenstockError):
@@ -39,16 +40,16 @@ class Group(Protocol):
         """What this rank does, for the message of a failure."""
         ...
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: "Tensor") -> None:
         """The sum of all ranks' tensors, in place: on each rank the same bits, and those that
         adding in the order of the ranks in float32 gives."""
         ...
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: "Tensor") -> None:
         """That of rank 0, in place."""
         ...
 
-    def gather(self, tensor: Tensor) -> Tensor | None:
+    def gather(self, tensor: "Tensor") -> "Tensor | None":
         """On rank 0 (size, *shape), of all ranks; on others None."""
         ...
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+MAX_RANKS = 16  # see native/ranks.cpp
+
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:

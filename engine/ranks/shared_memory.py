@@ -17,7 +17,6 @@ _DONE, _ENDED = 0, 1  # see Outcome in ranks.cpp
 _ALL_REDUCE = {torch.float32: "float", torch.bfloat16: "bf16"}
 _NS = 10**9
 _PAGE = mmap.ALLOCATIONGRANULARITY
-MAX_RANKS = 16  # see ranks.cpp
 
 
 def shared_memory(library: ctypes.CDLL, size: int) -> int:

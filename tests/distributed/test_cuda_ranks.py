@@ -20,8 +20,10 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.executors.cuda.ranks import SHARED_DEVICE, CudaRanks, build_cuda_ranks
+from penstock.engine.executors.followers import Followers
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.group import RankFailed
+from penstock.engine.ranks.layout import RankLayout
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.support.parallel_answers import assert_close
@@ -74,11 +76,16 @@ def requests(max_tokens: int) -> list[Request]:
 def started(config: EngineConfig, shares_device: bool) -> Iterator[CudaRanks]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SHARED_DEVICE, "1" if shares_device else "0")
-        ranks = build_cuda_ranks(replace(config, tensor_parallel_size=2), Phases())
+        followers = Followers(RankLayout(tensor_size=2))
         try:
-            yield ranks
+            config = replace(config, tensor_parallel_size=2)
+            ranks = build_cuda_ranks(config, Phases(), followers)
+            try:
+                yield ranks
+            finally:
+                ranks.close()
         finally:
-            ranks.close()
+            followers.close()
 
 
 @pytest.mark.parametrize("shares_device", PLACES)

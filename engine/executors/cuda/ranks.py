@@ -25,8 +25,6 @@ from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers, Start, Step
 from penstock.engine.executors.parallel import (
     START_TIMEOUT_S,
-    check_parallel,
-    layout_of,
     wait_limit_s,
     without_sampling,
 )
@@ -50,21 +48,16 @@ _NEWS_S = 5.0
 _STOP_S = 10.0
 
 
-def build_cuda_ranks(config: EngineConfig, phases: Phases) -> "CudaRanks":
-    """Starts the other ranks, and loads this one's part. Raises PenstockError."""
+def build_cuda_ranks(config: EngineConfig, phases: Phases, followers: Followers) -> "CudaRanks":
+    """Tells the other ranks to begin, and loads this one's part. Raises PenstockError."""
     model_dir, size = Path(config.model), config.tensor_parallel_size
-    check_parallel(config, model_dir)
     if not _shares_device():
         check_num_gpus(size, torch.cuda.device_count())
-    with phases.timed("ranks", f"starting {size - 1} more processes"):
+    with phases.timed("ranks", f"meeting {size - 1} more processes"):
         store, board = rendezvous_memory(), board_memory(size)
-        followers = Followers(config, layout_of(config), store, board)
-        try:
-            with _causes(followers):
-                group = _connected(0, size, store, board, followers)
-        except BaseException:
-            followers.close()
-            raise
+        followers.begin(config, store, board)
+        with _causes(followers):
+            group = _connected(0, size, store, board, followers)
     ranks = None
     try:
         followers.is_waiting = True
