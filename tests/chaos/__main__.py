@@ -21,7 +21,7 @@ from tests.chaos.disconnects import leave_early
 from tests.chaos.every_step import kill_at_every_step
 from tests.chaos.kills import Outcome, kill_under_load
 from tests.chaos.memory_limit import without_memory
-from tests.chaos.pause import pauses_s, shown
+from tests.chaos.pause import pauses_s, rank_pauses_s, shown
 from tests.chaos.poison import poison_among_others
 from tests.chaos.server import running
 from tests.chaos.soak import soak
@@ -182,6 +182,23 @@ async def pause(size: Sizes, seed: int) -> list[Row]:
     return rows
 
 
+async def ranks(size: Sizes, seed: int) -> list[Row]:
+    rows = []
+    for tensor, pipeline in ((2, 1), (1, 2), (2, 2)):
+        pauses = await rank_pauses_s(
+            num_kills=size.pauses,
+            num_streams=16,
+            num_prompt_tokens=100,
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=pipeline,
+        )
+        how = f"TP {tensor} x PP {pipeline}"
+        say(f"pauses, {how}: {[round(p, 2) for p in pauses]}")
+        what = f"pause of 16 streams after kill -9 of one rank after the other, {how}"
+        rows.append(Row(what, shown(pauses), True))
+    return rows
+
+
 async def tier(size: Sizes, seed: int) -> list[Row]:
     outcome = await asyncio.to_thread(damage_files, size.faults, seed=seed, say=say)
     what = f"{outcome.num_faults} files of --kv-offload-dir cut off, changed, exchanged or removed"
@@ -195,6 +212,7 @@ async def tier(size: Sizes, seed: int) -> list[Row]:
 
 PARTS: dict[str, Callable[[Sizes, int], Awaitable[list[Row]]]] = {
     "pause": pause,
+    "ranks": ranks,
     "every-step": every_step,
     "stops": stops,
     "memory": memory,

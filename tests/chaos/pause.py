@@ -1,17 +1,20 @@
-"""How long streams with long prompts pause when their engine is killed, with and without the keys
-and values that outlive it."""
+"""How long streams pause when their engine is killed, with and without the keys and values that
+outlive it, or one of its ranks."""
 
 import asyncio
 import os
 import signal
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from penstock.engine.client import StepReport
 from penstock.engine.ipc import client as engine_client
 from tests.chaos.server import Running, running
+from tests.support.rank_processes import ranks_of
 from tests.support.serving import MODEL
 
 
@@ -32,8 +35,35 @@ async def pauses_s(
             ]
 
 
-async def pause_s(server: Running, number: int, num_streams: int, num_prompt_tokens: int) -> float:
-    """number: prompts of another one have nothing in common."""
+async def rank_pauses_s(
+    *, num_kills: int, num_streams: int, num_prompt_tokens: int, **settings: object
+) -> list[float]:
+    """The same where one rank after the other is killed, of a model that several compute together.
+
+    settings: of `EngineConfig`.
+    """
+    async with running("penstock.engine.ipc.process", **settings) as server:
+
+        def rank(number: int) -> int:
+            assert server.engine.pid is not None
+            ranks = [server.engine.pid, *ranks_of(server.engine)]
+            return ranks[number % len(ranks)]
+
+        return [
+            await pause_s(server, number, num_streams, num_prompt_tokens, partial(rank, number))
+            for number in range(num_kills)
+        ]
+
+
+async def pause_s(
+    server: Running,
+    number: int,
+    num_streams: int,
+    num_prompt_tokens: int,
+    victim: Callable[[], int] | None = None,
+) -> float:
+    """number: prompts of another one have nothing in common. victim: what is killed; None: the
+    engine."""
     first_id = 100 * number
     bodies = [
         {
@@ -59,7 +89,7 @@ async def pause_s(server: Running, number: int, num_streams: int, num_prompt_tok
             if len(begun) == num_streams and server.engine.pid is not None:
                 waiting.update(begun)
                 killed_at_s = time.monotonic()
-                os.kill(server.engine.pid, signal.SIGKILL)
+                os.kill(victim() if victim else server.engine.pid, signal.SIGKILL)
         elif server.engine.pid is not None and waiting:
             waiting.difference_update(names)
             if not waiting:
