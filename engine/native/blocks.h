@@ -228,12 +228,7 @@ inline void multiply_blocks_rows(int rows, const CodedRows &x, int64_t row, cons
     kTiles[rows - 1](x, row, w, numbers, band, first, last, c, c_step);
 }
 
-// As multiply_grouped: by vectors here, and in codes.cpp for those that call it.
-inline void multiply_blocks(const CodedRows &x, int64_t row, int64_t rows, const Blocks &w,
-                            int64_t band, float *c, int64_t c_step);
-void multiply_codes(const CodedRows &x, int64_t row, int64_t rows, const Blocks &w, int64_t band,
-                    float *c, int64_t c_step);
-
+// As multiply_grouped.
 inline void multiply_blocks(const CodedRows &x, int64_t row, int64_t rows, const Blocks &w,
                             int64_t band, float *c, int64_t c_step) {
     for (int64_t i = 0; i < rows; ++i) std::fill_n(c + i * c_step, kBand, 0.0f);
@@ -247,20 +242,18 @@ inline void multiply_blocks(const CodedRows &x, int64_t row, int64_t rows, const
         for (int64_t tile = 0; tile < tiles; ++tile) {
             const int64_t first = tile * rows / tiles;
             const int count = int((tile + 1) * rows / tiles - first);
-            auto multiply = [&]<int kFormat, int kBits, bool kTable, bool kMinima>() {
-                if constexpr (PENSTOCK_FORMATS >> kFormat & 1)
-                    multiply_blocks_rows<kBits, kTable, kMinima>(
-                        count, x, row + first, w, numbers, band, g, last, c + first * c_step,
-                        c_step, kRows);
+            auto multiply = [&]<int kBits, bool kTable, bool kMinima>() {
+                multiply_blocks_rows<kBits, kTable, kMinima>(count, x, row + first, w, numbers, band, g, last,
+                                                             c + first * c_step, c_step, kRows);
             };
             if (w.bits == 6)
-                multiply.operator()<9, 6, false, false>();
+                multiply.operator()<6, false, false>();
             else if (w.bits == 5)
-                w.has_minima ? multiply.operator()<8, 5, false, true>()
-                             : multiply.operator()<7, 5, false, false>();
+                w.has_minima ? multiply.operator()<5, false, true>()
+                             : multiply.operator()<5, false, false>();
             else
-                w.has_minima ? multiply.operator()<6, 4, false, true>()
-                             : multiply.operator()<5, 4, true, false>();
+                w.has_minima ? multiply.operator()<4, false, true>()
+                             : multiply.operator()<4, true, false>();
         }
     }
 }

@@ -1,9 +1,25 @@
-// Which formats of codes are compiled: each takes seconds. A bit for each, as library.py counts them.
+// Which formats of codes a library multiplies: each family is a source, which enters here what it has when the
+// library is loaded. So no other source depends on which there are.
 #pragma once
+#include <cstdint>
+#include <string>
 
-#ifndef PENSTOCK_FORMATS
-#define PENSTOCK_FORMATS 0
-#endif
-// Those of grouped.h and blocks.h, which read activations of 8 bits, and that of fp8.h, which does not.
-#define PENSTOCK_INTEGER_FORMATS (PENSTOCK_FORMATS & 0x3ff)
-#define PENSTOCK_FP8 (PENSTOCK_FORMATS >> 10 & 1)
+#include "structs.h"
+
+struct CodedRows;
+
+// c[i][0..32) = x_i . w, for some rows and one band of w, in one of two ways.
+struct Format {
+    // Of grouped.h and blocks.h, which read activations of 8 bits: rows from `row` on.
+    void (*multiply_codes)(const CodedRows &x, int64_t row, int64_t rows, const Linear &w, int64_t band,
+                           float *c, int64_t c_step);
+    std::string (*products)();  // what computes that, for people to read
+    // Of fp8.h, which reads rows of X, x_step bytes apart.
+    void (*multiply_rows)(const void *x, int64_t x_step, int64_t rows, const Linear &w, int64_t band,
+                          float *c, int64_t c_step);
+};
+
+// In the order of library.py: see Linear::format.
+enum Formats { kPlain, kGrouped, kBlocks, kFp8, kNumFormats };
+
+bool enter_formats(Formats formats, const Format &format);

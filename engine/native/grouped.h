@@ -16,7 +16,6 @@
 #include <string>
 #include <vector>
 
-#include "formats.h"
 #include "products.h"
 #include "vectors.h"
 
@@ -413,15 +412,8 @@ inline void multiply_grouped_rows(int rows, const CodedRows &x, int64_t row, con
     kTiles[rows - 1](x, row, w, band, first, last, c, c_step);
 }
 
-// c[i][0..32) = x_i . w, for `rows` rows of x from `row` on, and a band of w: by vectors here, and in codes.cpp by
-// the best that there is. For that x has room for whole tiles of 16 rows.
-inline void multiply_grouped(const CodedRows &x, int64_t row, int64_t rows, const Grouped &w,
-                             int64_t band, float *c, int64_t c_step);
-void multiply_codes(const CodedRows &x, int64_t row, int64_t rows, const Grouped &w, int64_t band,
-                    float *c, int64_t c_step);
-// What computes the latter, for people to read.
-std::string code_products();
-
+// c[i][0..32) = x_i . w, for `rows` rows of x from `row` on, and a band of w, by vectors. grouped_tiles.h has the
+// same by the best that there is.
 inline void multiply_grouped(const CodedRows &x, int64_t row, int64_t rows, const Grouped &w,
                              int64_t band, float *c, int64_t c_step) {
     for (int64_t i = 0; i < rows; ++i) std::fill_n(c + i * c_step, kBand, 0.0f);
@@ -434,9 +426,8 @@ inline void multiply_grouped(const CodedRows &x, int64_t row, int64_t rows, cons
             const int64_t first = tile * rows / tiles;
             const int count = int((tile + 1) * rows / tiles - first);
             auto multiply = [&]<Kind kKind, bool kZeros>() {
-                if constexpr (PENSTOCK_FORMATS >> (2 * kKind + kZeros) & 1)
-                    multiply_grouped_rows<kKind, kZeros>(count, x, row + first, w, band, g, last,
-                                                         c + first * c_step, c_step, kRows);
+                multiply_grouped_rows<kKind, kZeros>(count, x, row + first, w, band, g, last,
+                                                     c + first * c_step, c_step, kRows);
             };
             if (w.bits == 8)
                 w.zeros ? multiply.operator()<kBytes, true>()

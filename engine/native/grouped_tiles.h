@@ -3,6 +3,8 @@
 // A group's products are whole numbers, and their sums are added to a result as grouped.h does: so the bits are
 // the same as those of vectors, and few rows may go there and many here.
 #pragma once
+#include <string>
+
 #include "grouped.h"
 #include "tiles.h"
 
@@ -135,3 +137,20 @@ inline void multiply_grouped_by_tiles(const CodedRows &x, int64_t row, int64_t r
 }
 
 #endif
+
+// By the best that this processor has. x has room for whole tiles of 16 rows.
+inline void multiply_codes(const CodedRows &x, int64_t row, int64_t rows, const Grouped &w, int64_t band,
+                           float *c, int64_t c_step) {
+#if defined(PENSTOCK_TILES)
+    if (may_multiply_by_tiles(rows, w))
+        return multiply_grouped_by_tiles(x, row, rows, w, band, c, c_step);
+#endif
+    multiply_grouped(x, row, rows, w, band, c, c_step);
+}
+// What computes that, for people to read.
+inline std::string grouped_products() {
+#if defined(PENSTOCK_TILES)
+    if (may_use_tiles()) return "AMX tiles of bytes, or " + code_instructions();
+#endif
+    return code_instructions();
+}

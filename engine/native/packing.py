@@ -15,7 +15,7 @@ from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import BlockParts, GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear, LinearProducts, PlainLinear
-from penstock.engine.native.library import CODE_FORMATS, formats_mask
+from penstock.engine.native.library import CODE_FORMATS, format_number
 
 PATH = "the compiled CPU step"
 # products.h packs so many rows of a weight together.
@@ -46,11 +46,10 @@ class NativeLinear(Structure):
         ("scales", c_void_p),
         ("zeros", c_void_p),
         ("table", c_void_p),
-        ("is_blocks", c_int64),
         ("has_minima", c_int64),
         ("factors", c_void_p),
-        ("is_fp8", c_int64),
         ("is_by_band", c_int64),
+        ("format", c_int64),
     )
 
 
@@ -76,9 +75,8 @@ class Packer:
     def _packed(self, layer: Packable) -> NativeLinear:
         if isinstance(layer, PlainLinear):
             return self._plain(layer)
-        assert self._library.penstock_formats() & formats_mask([layer.weight_format]), (
-            layer.weight_format
-        )
+        number = format_number(layer.weight_format)
+        assert self._library.penstock_formats() >> number & 1, layer.weight_format
         return self._codes(layer) if isinstance(layer, GroupedLinear) else self._fp8(layer)
 
     def _plain(self, layer: PlainLinear) -> NativeLinear:
@@ -121,8 +119,8 @@ class Packer:
             columns=columns,
             group=width,
             scales=self.address((scales * _FP8_SCALE).contiguous()),
-            is_fp8=True,
             is_by_band=is_by_band,
+            format=format_number(layer.weight_format),
         )
 
     def _codes(self, layer: GroupedLinear) -> NativeLinear:
@@ -137,6 +135,7 @@ class Packer:
             bits=layer.bits,
             group=layer.group_size,
             offset=1 << (layer.bits - 1),
+            format=format_number(layer.weight_format),
         )
         if layer.levels is not None:
             native.offset = -int(layer.levels.min())
@@ -173,7 +172,6 @@ class Packer:
             c_void_p(None if blocks.high is None else blocks.high.data_ptr()),
             *map(c_int64, (native.rows, native.columns, layer.bits)),
         )
-        native.is_blocks = True
         native.has_minima = blocks.minima is not None
         native.scales = self.address(_of_bands(layer.scales, blocks.minima))
         if blocks.factors is not None:

@@ -17,6 +17,8 @@
 #include "vectors.h"
 
 constexpr int64_t kBand = 32;
+// Rows that products may read and write beyond those they are asked for.
+constexpr int64_t kSpare = 32;
 // What is read of x in one go, and of the band, stays in the caches nearest to the arithmetic.
 constexpr int64_t kBlock = 1024;
 constexpr std::size_t kPrefetchBytes = 8192;

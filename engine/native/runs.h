@@ -5,32 +5,16 @@
 #include <memory>
 #include <type_traits>
 
+#include "attention.h"
 #include "products.h"
 #include "structs.h"
 
-constexpr int64_t kKeys = 64;  // positions that are taken together
-constexpr int64_t kRun = 16;   // positions that are packed together: the lanes of the widest vectors
 constexpr int64_t kRuns = kKeys / kRun;
-
-// Rows that products may read and write beyond those they are asked for.
-constexpr int64_t kSpare = 32;
 
 // Into the second cache: a core of a Zen 4 has twice as many lines on their way there as to the first, and reads
 // pieces of 2 KiB at 18 GB/s instead of 9.
 inline void prefetch_line(const void *at) { __builtin_prefetch(at, 0, 2); }
 constexpr int kLineVectors = 64 / sizeof(Words);
-
-// Where a run, or a position, of a head begins in a pool: runs are packed together where blocks are whole
-// runs, and other positions lie row by row.
-struct KVPlaces {
-    int64_t block_size, kv_heads, head_dim;
-
-    bool is_packed() const { return block_size % kRun == 0; }
-    int64_t start(int64_t slot, int64_t head) const {
-        if (is_packed()) return (slot / kRun * kv_heads + head) * kRun * head_dim;
-        return (slot * kv_heads + head) * head_dim;
-    }
-};
 
 // One layer's pool of T, whose keys are packed as [head_dim / group][16][group], so that lanes are positions,
 // and values as [16 / group][head_dim][group], so that lanes are the head's numbers.

@@ -5,9 +5,9 @@
 // layers run in one job of a team of threads (team.h), in five phases a layer while tokens are few.
 //
 // The arithmetic is that of engine/models/llama.py, which runs where this cannot be compiled, and
-// which this is tested against. Here the residual stream and all sums are float32; T, float, bfloat16
-// or float16, is the type of weights, keys and values; activations are of T only where the processor
-// multiplies those.
+// which this is tested against. Here the residual stream and all sums are float32. What depends on the types
+// of weights, keys and values, and on the formats of codes, is in other sources (weights.h, formats.h): so this
+// one, which takes the compiler longest, is compiled once, whatever models are served.
 
 #include <algorithm>
 #include <atomic>
@@ -17,12 +17,12 @@
 #include <new>
 #include <vector>
 
-#include "blocks.h"
 #include "experts.h"
 #include "formats.h"
 #include "grouped.h"
 #include "inputs.h"
 #include "low_rank.h"
+#include "rows.h"
 #include "structs.h"
 #include "team.h"
 #include "vectors.h"
@@ -37,8 +37,6 @@ namespace {
 constexpr int64_t kChunk = 192;
 // Queries that attend together.
 constexpr int64_t kQueries = 96;
-// Whether weights may be codes that are integers.
-constexpr bool kCodes = PENSTOCK_INTEGER_FORMATS;
 // Activations so few that every thread normalises them itself, which takes less time than to wait for
 // another.
 constexpr int64_t kFew = 8192;
@@ -68,25 +66,27 @@ template <class X> class Buffer {
     int64_t size_ = 0;
 };
 
-// The distance between rows of activations. Rows a multiple of 4 KiB apart would share few cache lines.
-template <class X> int64_t padded(int64_t columns) {
-    return (columns + 31) / 32 * 32 + 64 / int64_t(sizeof(X));
-}
+using Bytes = Buffer<unsigned char>;
+
+// Before any of them enters, which is when the library is loaded.
+constinit Format formats[kNumFormats] = {};
+
+// The distance between rows of X, in bytes. Rows a multiple of 4 KiB apart would share few cache lines.
+int64_t padded(int64_t columns) { return (columns + 31) / 32 * 32 * kActivationBytes + 64; }
+
+// Whether it reads activations of 8 bits.
+bool is_coded(const Linear &linear) { return linear.bits; }
 
 // What lasts from step to step.
-template <class T> struct Runner {
-    using X = typename Operands<T>::X;
-    using Stored = typename Runs::KV::Stored;
+struct Runner {
     struct Own {  // of one thread
         int thread;
-        std::vector<Attention<Runs>> attention;  // of each kind of heads
-        Buffer<X> normalised, gathered;
-        Buffer<unsigned char> coded, gathered_codes;
+        std::vector<std::unique_ptr<Attention>> attention;  // of each kind of heads
+        Bytes normalised, gathered, coded;
         Buffer<float> adapted;  // what adapters read of some tokens
         std::unique_ptr<float[]> row;  // of x, before it is coded
         std::unique_ptr<float[]> head;
-        std::unique_ptr<Stored[]> key_value;  // of one head
-        std::unique_ptr<T[]> state;
+        std::unique_ptr<unsigned char[]> state;
         std::unique_ptr<float[]> products{new float[2 * kChunk * kBand]};
     };
 
@@ -94,24 +94,24 @@ template <class T> struct Runner {
         int64_t widest = 0;
         for (int64_t i = 0; i < model.num_kinds; ++i) widest = std::max(widest, model.kinds[i].head_dim);
         for (int64_t i = 0; i < threads; ++i) {
-            std::vector<Attention<Runs>> attention;
+            std::vector<std::unique_ptr<Attention>> attention;
             for (int64_t j = 0; j < model.num_kinds; ++j) {
                 const Heads &heads = model.kinds[j];
-                attention.emplace_back(std::max(model.heads / heads.kv_heads, kQueries), heads.head_dim);
+                const int64_t rows = std::max(model.heads / heads.kv_heads, kQueries);
+                attention.push_back(make_attention(rows, heads.head_dim));
             }
-            own.push_back({int(i), std::move(attention), {}, {}, {}, {}, {},
+            const int64_t state_bytes = model.hidden * kWeightBytes;
+            own.push_back({int(i), std::move(attention), {}, {}, {}, {},
                            std::unique_ptr<float[]>(new float[model.hidden]),
                            std::unique_ptr<float[]>(new float[widest]),
-                           std::unique_ptr<Stored[]>(new Stored[2 * widest]),
-                           std::unique_ptr<T[]>(new T[model.hidden])});
+                           std::unique_ptr<unsigned char[]>(new unsigned char[state_bytes])});
         }
     }
 
     const Model &model;
     std::vector<Own> own;
     Buffer<float> residual, change, wide, parts, mixed, active, low, squares, inputs, beside;
-    Buffer<X> x, mlp;
-    Buffer<unsigned char> coded;
+    Bytes x, mlp, coded;
     Routing routing;
     // Of the last step: 0, or 256 times (1 + the layer) where a sum over all ranks failed, plus its outcome. The
     // step then goes on with numbers that mean nothing.
@@ -119,20 +119,18 @@ template <class T> struct Runner {
     Team team;  // the last: its threads end before the rest does
 };
 
-template <class T> class Run : public Job {
-    using X = typename Operands<T>::X;
-    using Own = typename Runner<T>::Own;
-    using Attending = Attention<Runs>;
+class Run : public Job {
+    using Own = Runner::Own;
 
   public:
-    Run(Runner<T> &runner, const Step &step, bool only_head)
+    Run(Runner &runner, const Step &step, bool only_head)
         : runner_(runner), m_(runner.model), s_(step), only_head_(only_head),
           kinds_(m_.kinds, m_.kinds + m_.num_kinds), qkv_(most([&](const Kind &kind) {
               return attended(kind) + 2 * kind.kv_heads * kind.head_dim;
           })),
           attended_(most([&](const Kind &kind) { return attended(kind); })),
-          x_step_(padded<X>(std::max(m_.hidden, attended_))),
-          mlp_step_(padded<X>(m_.mlp)), expert_step_(padded<X>(m_.expert_mlp)),
+          x_step_(padded(std::max(m_.hidden, attended_))), mlp_step_(padded(m_.mlp)),
+          expert_step_(padded(m_.expert_mlp)),
           expert_rows_(s_.tokens * m_.experts_each), inputs_step_(m_.num_layers * m_.input_size),
           phases_((13 + (m_.experts ? 12 : 0) + (m_.input_size ? 6 : 0) + (s_.num_runs ? 4 : 0) +
                    (m_.ranks ? 4 : 0)) * m_.num_layers + 8,
@@ -200,8 +198,8 @@ template <class T> class Run : public Job {
             };
             const auto mixed = [&](int64_t t) { return mixed_ + t * attended_; };
             if (s_.num_runs) shrink(*phase++, own, l, kOutput, width, [&](int64_t t, float *out) {
-                if (is_coded(layer.output)) return widen_row(mixed(t), width, out);
-                widen_row(x_ + t * x_step_, width, out);
+                if (is_coded(layer.output)) return void(std::copy_n(mixed(t), width, out));
+                widen_x(x_ + t * x_step_, width, out);
             });
             with_rows(phase, own, layer.output, {x_, x_step_}, mixed, [&](Source source) {
                 linear(*phase++, own, &layer.output, 1, source, s_.tokens, {l, kOutput}, add);
@@ -218,8 +216,8 @@ template <class T> class Run : public Job {
             gated_linear(phase, own, l);
             const auto active = [&](int64_t t) { return active_ + t * m_.mlp; };
             if (s_.num_runs) shrink(*phase++, own, l, kDown, layer.mlp, [&](int64_t t, float *out) {
-                if (is_coded(layer.down)) return widen_row(active(t), layer.mlp, out);
-                widen_row(mlp_ + t * mlp_step_, layer.mlp, out);
+                if (is_coded(layer.down)) return void(std::copy_n(active(t), layer.mlp, out));
+                widen_x(mlp_ + t * mlp_step_, layer.mlp, out);
             });
             with_rows(phase, own, layer.down, {mlp_, mlp_step_}, active, [&](Source source) {
                 linear(*phase++, own, &layer.down, 1, source, s_.tokens, {l, kDown}, add);
@@ -242,9 +240,8 @@ template <class T> class Run : public Job {
             return;
         }
         if (s_.states) {
-            T *states = static_cast<T *>(s_.states);
             phase->run(own.thread, s_.samples, [&](int64_t i) {
-                normalise(residual(s_.sample_rows[i]), m_.norm, states + i * m_.hidden);
+                normalise_to_state(residual(s_.sample_rows[i]), m_.norm, m_.hidden, float(m_.eps), state(i));
             });
             return;
         }
@@ -300,8 +297,8 @@ template <class T> class Run : public Job {
     }
 
     struct Input {  // what a product reads: rows of x, or codes of them
-        const X *x;
-        int64_t step;
+        const unsigned char *x;
+        int64_t step;  // in bytes
         CodedRows coded = {};
     };
     // Gives it when it is first needed. It refers to what it is made from, and hides its type, so that the
@@ -321,6 +318,9 @@ template <class T> class Run : public Job {
     };
 
     float *residual(int64_t t) { return residual_ + t * m_.hidden; }
+    unsigned char *state(int64_t i) const {
+        return static_cast<unsigned char *>(s_.states) + i * m_.hidden * kWeightBytes;
+    }
 
     // ---- Rows ------------------------------------------------------------------------------------
 
@@ -331,53 +331,17 @@ template <class T> class Run : public Job {
     }
     KEEP_APART void embed(int64_t t) {
         const int64_t id = s_.token_ids[t] - m_.first_id;
-        const T *table = static_cast<const T *>(m_.embedding);
         float *out = residual(t);
         if (m_.ranks && (id < 0 || id >= m_.lm_head.rows)) {  // another rank has it
             std::fill_n(out, m_.hidden, 0.0f);
             return;
         }
-        const float multiplier = float(m_.embedding_multiplier);
-        if (!m_.embedding_in_bands) {
-            const T *row = table + id * m_.hidden;
-            for (int64_t i = 0; i < m_.hidden; ++i) out[i] = widen(row[i]) * multiplier;
-            return;
-        }
-        constexpr int64_t group = Operands<T>::group;
-        const T *row = row_in_band(table, id, m_.hidden);
-        for (int64_t i = 0; i < m_.hidden; i += group, row += kBand * group)
-            for (int64_t j = 0; j < group; ++j) out[i + j] = widen(row[j]) * multiplier;
+        embed_row(m_.embedding, id, m_.hidden, m_.embedding_in_bands, float(m_.embedding_multiplier), out);
     }
 
-    template <class Out> void normalise(const float *in, const float *weight, Out *out) {
-        normalise(in, weight, m_.hidden, out);
-    }
-    // scale: null where there is no norm. out may be in.
-    template <class Out>
-    KEEP_APART void normalise(const float *in, const float *scale, int64_t size, Out *out) {
-        int64_t i = 0;
-        if (!scale) {
-            for (; i + kLanes <= size; i += kLanes) store(out + i, load(in + i));
-            for (; i < size; ++i) store(out + i, in[i]);
-            return;
-        }
-        multiply_by(in, scale, size, mean_square(in, size), out);
-    }
-    static float mean_square(const float *in, int64_t size) {
-        Floats squares = {};
-        int64_t i = 0;
-        for (; i + kLanes <= size; i += kLanes) squares = fused(load(in + i), load(in + i), squares);
-        float total = sum(squares);
-        for (; i < size; ++i) total += in[i] * in[i];
-        return total / size;
-    }
-    template <class Out>
-    void multiply_by(const float *in, const float *scale, int64_t size, float square, Out *out) {
-        const float factor = 1.0f / std::sqrt(square + float(m_.eps));
-        int64_t i = 0;
-        for (; i + kLanes <= size; i += kLanes)
-            store(out + i, load(in + i) * factor * load(scale + i));
-        for (; i < size; ++i) store(out + i, in[i] * factor * scale[i]);
+    void normalise(const float *in, const float *scale, float *out) { normalise(in, scale, m_.hidden, out); }
+    KEEP_APART void normalise(const float *in, const float *scale, int64_t size, float *out) {
+        ::normalise(in, scale, size, float(m_.eps), out);
     }
 
     // The queries and keys of a token, each over all heads, those of other ranks too.
@@ -387,8 +351,8 @@ template <class T> class Run : public Job {
         float *query = wide_ + t * qkv_, *key = query + queries;
         if (m_.ranks) {
             const float ranks = float(m_.num_ranks);
-            multiply_by(query, layer.query_norm, queries, squares_[2 * t] / ranks, query);
-            multiply_by(key, layer.key_norm, keys, squares_[2 * t + 1] / ranks, key);
+            multiply_by(query, layer.query_norm, queries, squares_[2 * t] / ranks, float(m_.eps), query);
+            multiply_by(key, layer.key_norm, keys, squares_[2 * t + 1] / ranks, float(m_.eps), key);
             return;
         }
         normalise(query, layer.query_norm, queries, query);
@@ -436,39 +400,15 @@ template <class T> class Run : public Job {
         });
     }
 
-    // Through T, also where X is wider, so that the logits are the same if Python has the states between.
-    template <class Out> void copy_state(const T *state, Out *out) {
-        for (int64_t i = 0; i < m_.hidden; ++i)
-            if constexpr (std::is_same_v<Out, T>)
-                out[i] = state[i];
-            else
-                out[i] = widen(state[i]);
+    // A head as it is rotated: normalised before if the model does so.
+    const float *normed(Own &own, const Kind &kind, const float *head, const float *norm) {
+        if (!norm || m_.whole_qk_norm) return head;
+        normalise(head, norm, kind.head_dim, own.head.get());
+        return own.head.get();
     }
-
-    // Rotary embedding of one head times a factor, normalised before if the model does so.
-    template <class Out>
-    KEEP_APART void rotate(Own &own, const Layer &layer, const float *head, const float *norm,
-                           float factor, int64_t t, Out *out) {
-        const Kind &kind = kinds_[layer.heads];
-        const int64_t half = kind.rotary_dim / 2, angles = s_.positions[t] * layer.angles_step;
-        const float *cos = layer.cos + angles, *sin = layer.sin + angles;
-        if (norm && !m_.whole_qk_norm) {
-            normalise(head, norm, kind.head_dim, own.head.get());
-            head = own.head.get();
-        }
-        int64_t i = 0;
-        for (; i + kLanes <= half; i += kLanes) {
-            const Floats left = load(head + i), right = load(head + i + half);
-            const Floats c = load(cos + i), s = load(sin + i);
-            store(out + i, (left * c - right * s) * factor);
-            store(out + i + half, (right * c + left * s) * factor);
-        }
-        for (; i < half; ++i) {
-            const float left = head[i], right = head[i + half];
-            store(out + i, (left * cos[i] - right * sin[i]) * factor);
-            store(out + i + half, (right * cos[i] + left * sin[i]) * factor);
-        }
-        for (i = 2 * half; i < kind.head_dim; ++i) store(out + i, head[i] * factor);
+    Rotation rotation(const Layer &layer, const Kind &kind, int64_t t, float factor) const {
+        const int64_t angles = s_.positions[t] * layer.angles_step;
+        return {layer.cos + angles, layer.sin + angles, kind.rotary_dim / 2, factor};
     }
 
     // ---- Linear layers ---------------------------------------------------------------------------
@@ -491,56 +431,15 @@ template <class T> class Run : public Job {
     // c = x W^T + b for one band, and some tokens.
     KEEP_APART void multiply(const Linear &linear, const Input &in, int64_t first, int64_t tokens,
                   int64_t band, float *c) {
-        if (is_coded(linear)) {
-            if constexpr (kCodes) {
-                if (linear.is_blocks)
-                    multiply_codes(in.coded, first, tokens, blocks(linear), band, c, kBand);
-                else
-                    multiply_codes(in.coded, first, tokens, grouped(linear), band, c, kBand);
-            }
-        } else if (linear.is_fp8) {
-            multiply_floats(in.x + first * in.step, in.step, tokens, fp8(linear), band, c, kBand);
-        } else {
-            const T *weight = static_cast<const T *>(linear.weight) + band * kBand * linear.columns;
-            multiply_plain(in.x + first * in.step, in.step, tokens, weight, linear.columns, c, kBand);
-        }
-        if (!linear.bias) return;
-        const T *bias = static_cast<const T *>(linear.bias) + band * kBand;
-        const int64_t count = std::min(kBand, linear.rows - band * kBand);
-        for (int64_t t = 0; t < tokens; ++t)
-            for (int64_t n = 0; n < count; ++n) c[t * kBand + n] += widen(bias[n]);
-    }
-
-    // Whether it reads activations of 8 bits.
-    static bool is_coded(const Linear &linear) { return kCodes && linear.bits; }
-    static Grouped grouped(const Linear &linear) {
-        return {static_cast<const unsigned char *>(linear.weight),
-                linear.scales,
-                static_cast<const unsigned char *>(linear.zeros),
-                static_cast<const unsigned char *>(linear.table),
-                linear.bits,
-                linear.group,
-                (linear.columns + linear.group - 1) / linear.group,
-                linear.offset,
-                linear.has_half_scales != 0};
-    }
-
-    static Blocks blocks(const Linear &linear) {
-        return {static_cast<const unsigned char *>(linear.weight),
-                linear.scales,
-                static_cast<const f16 *>(linear.factors),
-                static_cast<const unsigned char *>(linear.table),
-                linear.bits,
-                linear.group,
-                linear.columns / linear.group,
-                linear.offset,
-                linear.has_minima != 0};
-    }
-
-    static Fp8 fp8(const Linear &linear) {
-        return {static_cast<const unsigned char *>(linear.weight),
-                static_cast<const float *>(linear.scales), linear.columns, linear.group,
-                linear.is_by_band != 0};
+        const unsigned char *x = in.x + first * in.step;
+        if (is_coded(linear))
+            formats[linear.format].multiply_codes(in.coded, first, tokens, linear, band, c, kBand);
+        else if (linear.format)
+            formats[linear.format].multiply_rows(x, in.step, tokens, linear, band, c, kBand);
+        else
+            multiply_plain(x, in.step, tokens, linear.weight, band, linear.columns, c, kBand);
+        if (linear.bias)
+            add_bias(linear.bias, band, std::min(kBand, linear.rows - band * kBand), tokens, c, kBand);
     }
 
     struct Place {  // of a stack of linear layers
@@ -614,17 +513,18 @@ template <class T> class Run : public Job {
         if (s_.tokens * m_.hidden <= kFew) {
             bool is_done = false;
             use([&] {
-                X *x = own.normalised.reserve(0);
-                for (int64_t t = 0; t < s_.tokens && !is_done; ++t)
-                    normalise(residual(t), norm, x + t * x_step_);
+                unsigned char *x = own.normalised.reserve(0);
+                for (int64_t t = 0; t < s_.tokens && !is_done; ++t) normalise_to(x, t, norm);
                 is_done = true;
                 return Input{x, x_step_};
             });
             return;
         }
-        phase++->run(own.thread, s_.tokens,
-                     [&](int64_t t) { normalise(residual(t), norm, x_ + t * x_step_); });
+        phase++->run(own.thread, s_.tokens, [&](int64_t t) { normalise_to(x_, t, norm); });
         use([&] { return Input{x_, x_step_}; });
+    }
+    void normalise_to(unsigned char *x, int64_t t, const float *norm) {
+        normalise_to_x(residual(t), norm, m_.hidden, float(m_.eps), x + t * x_step_);
     }
 
     // activation(gate) * up, by the thread that computed both.
@@ -642,28 +542,18 @@ template <class T> class Run : public Job {
                     add_adapters({index, kGateUp}, 1, band, first, count, up);
                 }
                 const int64_t columns = std::min(kBand, layer.mlp - band * kBand);
-                for (int64_t t = 0; t < count; ++t) {
-                    const float *g = gate + t * kBand, *u = up + t * kBand;
-                    const int64_t token = first + t, n = band * kBand;
-                    if (is_coded(layer.down))
-                        put_active(g, u, columns, active_ + token * m_.mlp + n);
-                    else
-                        put_active(g, u, columns, mlp_ + token * mlp_step_ + n);
-                }
+                put_active(layer.down, gate, up, kBand, count, columns, first, band * kBand);
             });
         });
     }
-    template <class Out>
-    KEEP_APART void put_active(const float *gate, const float *up, int64_t columns, Out *out) {
-        int64_t n = 0;
-        for (; n + kLanes <= columns; n += kLanes)
-            store(out + n, activation(load(gate + n)) * load(up + n));
-        for (; n < columns; ++n) store(out + n, activation(all(gate[n]))[0] * up[n]);
-    }
-    // SiLU, or GELU by tanh, which is x times a sigmoid too: (1 + tanh(y / 2)) / 2 = 1 / (1 + exp(-y)).
-    Floats activation(Floats x) const {
-        const Floats y = m_.is_gelu ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
-        return x / (1.0f + exp(-y));
+    // Where `next` reads it: some columns of tokens, from n and t on.
+    KEEP_APART void put_active(const Linear &next, const float *gate, const float *up, int64_t in_step,
+                               int64_t tokens, int64_t columns, int64_t t, int64_t n) {
+        if (is_coded(next))
+            activate(activation_, gate, up, in_step, tokens, columns, active_ + t * m_.mlp + n, m_.mlp);
+        else
+            activate_to_x(activation_, gate, up, in_step, tokens, columns,
+                          mlp_ + t * mlp_step_ + n * kActivationBytes, mlp_step_);
     }
 
     // ---- The layers' own inputs ------------------------------------------------------------------
@@ -695,10 +585,7 @@ template <class T> class Run : public Job {
             linear(*phase++, own, &layer.input_gate, 1, source, s_.tokens, {index, kNoStack},
                    [&](int64_t t, int64_t n, const float *y, int64_t count) {
                        const float *input = inputs_ + t * inputs_step_ + index * m_.input_size + n;
-                       if (is_coded(layer.input_projection))
-                           put_active(y, input, count, active_ + t * m_.mlp + n);
-                       else
-                           put_active(y, input, count, mlp_ + t * mlp_step_ + n);
+                       put_active(layer.input_projection, y, input, 0, 1, count, t, n);
                    });
         });
     }
@@ -769,29 +656,16 @@ template <class T> class Run : public Job {
                 float *gate = own.products.get(), *up = gate + kChunk * kBand;
                 multiply(expert.gate, in, 0, segment.count, band, gate);
                 multiply(expert.up, in, 0, segment.count, band, up);
-                for (int64_t i = 0; i < segment.count; ++i) {
-                    const float *g = gate + i * kBand, *u = up + i * kBand;
-                    const int64_t row = segment.first + i, n = band * kBand;
-                    if (is_coded(expert.down))
-                        put_gated(g, u, columns, active_ + row * m_.expert_mlp + n);
-                    else
-                        put_gated(g, u, columns, mlp_ + row * expert_step_ + n);
-                }
+                const int64_t row = segment.first, n = band * kBand;
+                if (is_coded(expert.down))
+                    activate(of_experts_, gate, up, kBand, segment.count, columns,
+                             active_ + row * m_.expert_mlp + n, m_.expert_mlp);
+                else
+                    activate_to_x(of_experts_, gate, up, kBand, segment.count, columns,
+                                  mlp_ + row * expert_step_ + n * kActivationBytes, expert_step_);
             }
         });
     }
-    template <class Out>
-    void put_gated(const float *gate, const float *up, int64_t columns, Out *out) {
-        if (!m_.swiglu_limit) return put_active(gate, up, columns, out);
-        const float alpha = float(m_.swiglu_alpha), limit = float(m_.swiglu_limit);
-        for (int64_t n = 0; n < columns; ++n) {
-            // In this order, what is NaN stays NaN.
-            const float g = gate[n] > limit ? limit : gate[n];
-            const float u = up[n] > limit ? limit : up[n] < -limit ? -limit : up[n];
-            store(out + n, g / (1.0f + std::exp(-alpha * g)) * (u + 1.0f));
-        }
-    }
-
     // What the products of a segment read: its tokens' rows, one after the other.
     Input rows_of_segment(Own &own, const Input &all, const Segment &segment) {
         const Routing &routing = runner_.routing;
@@ -802,13 +676,13 @@ template <class T> class Run : public Job {
             return {nullptr, 0, {codes.memory + t * codes.step, codes.step, codes.columns, codes.groups}};
         }
         if (all.x) {
-            X *to = own.gathered.reserve((kChunk + kSpare) * all.step);
+            unsigned char *to = own.gathered.reserve((kChunk + kSpare) * all.step);
             for (int64_t i = 0; i < segment.count; ++i)
-                std::copy_n(all.x + routing.token_of(segment.first + i) * all.step, m_.hidden,
-                            to + i * all.step);
+                std::copy_n(all.x + routing.token_of(segment.first + i) * all.step,
+                            m_.hidden * kActivationBytes, to + i * all.step);
             return {to, all.step};
         }
-        unsigned char *to = own.gathered_codes.reserve((kChunk + kSpare) * codes.step);
+        unsigned char *to = own.gathered.reserve((kChunk + kSpare) * codes.step);
         for (int64_t i = 0; i < segment.count; ++i)
             std::copy_n(codes.memory + routing.token_of(segment.first + i) * codes.step, codes.step,
                         to + i * codes.step);
@@ -845,9 +719,11 @@ template <class T> class Run : public Job {
     }
 
     void logits(Phase *&phase, Own &own) {
-        const auto state = [&](int64_t i) -> const T * {
-            if (only_head_) return static_cast<const T *>(s_.states) + i * m_.hidden;
-            normalise(residual(s_.sample_rows[i]), m_.norm, own.state.get());
+        // As states, also where X is wider, so that the logits are the same if Python has those between.
+        const auto of_row = [&](int64_t i) -> const unsigned char * {
+            if (only_head_) return state(i);
+            normalise_to_state(residual(s_.sample_rows[i]), m_.norm, m_.hidden, float(m_.eps),
+                               own.state.get());
             return own.state.get();
         };
         const auto put = [&](int64_t t, int64_t n, const float *y, int64_t count) {
@@ -861,12 +737,13 @@ template <class T> class Run : public Job {
         };
         if (is_coded(m_.lm_head)) {
             const auto value = [&](int64_t i) {
-                copy_state(state(i), own.row.get());
+                widen_state(of_row(i), m_.hidden, own.row.get());
                 return own.row.get();
             };
             return with_codes(phase, own, m_.lm_head, s_.samples, value, of);
         }
-        phase++->run(own.thread, s_.samples, [&](int64_t i) { copy_state(state(i), x_ + i * x_step_); });
+        phase++->run(own.thread, s_.samples,
+                     [&](int64_t i) { copy_state(of_row(i), m_.hidden, x_ + i * x_step_); });
         of([&] { return Input{x_, x_step_}; });
     }
 
@@ -901,8 +778,8 @@ template <class T> class Run : public Job {
                 const int64_t to = std::min(packed_rows(begin + each - at), change.rank);
                 if (from < to) {
                     if (!rows) rows = adapter_input(own, tile, columns, step, read);
-                    shrink_rows(rows, tile.tokens, static_cast<const T *>(change.down), from, to, step,
-                                low_ + tile.first * s_.width + at, s_.width);
+                    shrink_by(rows, tile.tokens, change.down, from, to, step,
+                              low_ + tile.first * s_.width + at, s_.width);
                 }
                 at += change.rank;
             }
@@ -920,9 +797,6 @@ template <class T> class Run : public Job {
         }
         return rows;
     }
-    template <class In> static void widen_row(const In *in, int64_t size, float *out) {
-        for (int64_t i = 0; i < size; ++i) out[i] = widen(in[i]);
-    }
 
     // c, of one band of a stack's layer `linear` and some tokens, += what their adapters add.
     KEEP_APART void add_adapters(Place place, int64_t linear, int64_t band, int64_t first,
@@ -938,10 +812,9 @@ template <class T> class Run : public Job {
                 const LowRank &change = run.layers[place.layer].changes[j];
                 const int64_t own_band = band - change.first;
                 if (change.linear == linear && own_band >= 0 && own_band < change.bands) {
-                    const T *up = static_cast<const T *>(change.up) + own_band * change.rank * kBand;
                     for (int64_t t = from; t < to; ++t)
-                        add_low_rank(low_ + t * s_.width + at, up, change.rank, float(change.scale),
-                                     c + (t - first) * kBand);
+                        add_low_rank_band(low_ + t * s_.width + at, change.up, own_band, change.rank,
+                                          float(change.scale), c + (t - first) * kBand);
                 }
                 at += change.rank;
             }
@@ -987,54 +860,52 @@ template <class T> class Run : public Job {
         const int64_t d = kind.head_dim;
         const float *key = wide_ + t * qkv_ + attended(kind) + kv_head * d;
         const float *value = key + (layer.kv_parts - 1) * kind.kv_heads * d;
-        auto *to = own.key_value.get();
-        rotate(own, layer, key, layer.key_norm, 1.0f, t, to);
         float factor = 1.0f;
         if (m_.norms_values) factor = 1.0f / std::sqrt(mean_square(value, d) + float(m_.eps));
-        int64_t i = 0;
-        for (; i + kLanes <= d; i += kLanes) store(to + d + i, load(value + i) * factor);
-        for (; i < d; ++i) store(to + d + i, value[i] * factor);
-        typename Runs::KV(layer, places(kind)).put(s_.kv_slots[layer.group * s_.tokens + t], kv_head, to, to + d);
+        const HeadKeys to = {&layer, places(kind), kv_head, nullptr};
+        own.attention[layer.heads]->put(to, s_.kv_slots[layer.group * s_.tokens + t],
+                                        normed(own, kind, key, layer.key_norm),
+                                        rotation(layer, kind, t, 1.0f), value, factor);
     }
 
     KVPlaces places(const Kind &kind) const { return {m_.block_size, kind.kv_heads, kind.head_dim}; }
-    typename Attending::Keys keys_of(const Layer &layer, const Kind &kind, const Unit &unit,
-                                     int64_t kv_head) {
+    HeadKeys keys_of(const Layer &layer, const Kind &kind, const Unit &unit, int64_t kv_head) {
         const int64_t row = layer.group * s_.sequences + unit.sequence;
-        return {{layer, places(kind)}, kv_head, s_.block_tables + row * s_.max_blocks};
+        return {&layer, places(kind), kv_head, s_.block_tables + row * s_.max_blocks};
     }
-    typename Attending::Rows rows_of(const Layer &layer, const Kind &kind, const Unit &unit) {
+    Rows rows_of(const Layer &layer, const Kind &kind, const Unit &unit) {
         return {s_.positions[unit.first], unit.tokens, group(kind), layer.window};
     }
 
     // The positions that a head of a unit attends to first; none behind the last unit.
-    typename Attending::Positions first_positions(const Layer &layer, const Kind &kind, int64_t index) {
+    Positions first_positions(const Layer &layer, const Kind &kind, int64_t index) {
         const bool is_one = index < int64_t(kind.units.size()) * kind.kv_heads;
         const Unit &unit = kind.units[is_one ? index / kind.kv_heads : 0];
-        const typename Attending::Keys keys = keys_of(layer, kind, unit, index % kind.kv_heads);
+        const HeadKeys keys = keys_of(layer, kind, unit, index % kind.kv_heads);
         if (!is_one) return {keys, 0, 0};
-        const typename Attending::Rows rows = rows_of(layer, kind, unit);
-        return Attending::first_of(keys, rows, std::max<int64_t>(unit.piece, 0));
+        const Rows rows = rows_of(layer, kind, unit);
+        return first_of(keys, rows, std::max<int64_t>(unit.piece, 0));
     }
 
     KEEP_APART void attend(Own &own, const Layer &layer, const Kind &kind, int64_t index) {
         const Unit &unit = kind.units[index / kind.kv_heads];
         const int64_t kv_head = index % kind.kv_heads, group = this->group(kind);
-        const typename Attending::Positions next = first_positions(layer, kind, index + 1);
-        Attending &attention = own.attention[layer.heads];
+        const Positions next = first_positions(layer, kind, index + 1);
+        Attention &attention = *own.attention[layer.heads];
         const int64_t d = kind.head_dim;
-        const typename Attending::Keys keys = keys_of(layer, kind, unit, kv_head);
-        const typename Attending::Rows rows = rows_of(layer, kind, unit);
+        const HeadKeys keys = keys_of(layer, kind, unit, kv_head);
+        const Rows rows = rows_of(layer, kind, unit);
         const bool is_last = unit.piece == kAll || unit.piece == unit.pieces - 1;
         for (int64_t t = 0; t < unit.tokens; ++t) {
             const int64_t position = s_.positions[unit.first + t];
             const float factor = kind.query_factors ? kind.query_factors[position] : 1.0f;
             if (!kind.keys_first && is_last && layer.kv_parts)
                 store_keys(own, layer, kind, unit.first + t, kv_head);
-            for (int64_t g = 0; g < group; ++g)
-                rotate(own, layer, wide_ + (unit.first + t) * qkv_ + (kv_head * group + g) * d,
-                       layer.query_norm, factor, unit.first + t,
-                       attention.queries() + (t * group + g) * d);
+            const Rotation by = rotation(layer, kind, unit.first + t, factor);
+            for (int64_t g = 0; g < group; ++g) {
+                const float *query = wide_ + (unit.first + t) * qkv_ + (kv_head * group + g) * d;
+                attention.put_query(t * group + g, normed(own, kind, query, layer.query_norm), by);
+            }
         }
         attention.take(rows.count());
         if (unit.piece == kAll) {
@@ -1073,20 +944,16 @@ template <class T> class Run : public Job {
             if (is_coded(layer.output))
                 divide(mixed, weight, d, mixed_ + token * attended_ + column);
             else
-                divide(mixed, weight, d, x_ + token * x_step_ + column);
+                divide_to_x(mixed, weight, d, x_ + token * x_step_ + column * kActivationBytes);
         }
     }
-    template <class Out>
-    KEEP_APART static void divide(const float *in, float by, int64_t count, Out *out) {
-        int64_t i = 0;
-        for (; i + kLanes <= count; i += kLanes) store(out + i, load(in + i) / by);
-        for (; i < count; ++i) store(out + i, in[i] / by);
-    }
 
-    Runner<T> &runner_;
+    Runner &runner_;
     const Model &m_;
     const Step s_;
     const bool only_head_;
+    const Activation activation_{m_.is_gelu != 0, 0, 0};
+    const Activation of_experts_{m_.is_gelu != 0, float(m_.swiglu_alpha), float(m_.swiglu_limit)};
     std::vector<Kind> kinds_;
     const int64_t qkv_, attended_;  // between tokens: of queries, keys and values; of all heads
     const int64_t x_step_, mlp_step_, expert_step_, expert_rows_, inputs_step_;
@@ -1095,8 +962,8 @@ template <class T> class Run : public Job {
     float *residual_, *wide_, *change_ = nullptr, *parts_ = nullptr, *squares_ = nullptr;
     float *inputs_ = nullptr;  // the layers' own, of each token
     float *beside_ = nullptr;  // what the MLP gives that experts are beside of
-    X *x_;    // normalised, then what the heads have attended to
-    X *mlp_;  // activation(gate) * up
+    unsigned char *x_;    // of X: normalised, then what the heads have attended to
+    unsigned char *mlp_;  // of X: activation(gate) * up
     // Where products read codes: what the heads have attended to, activation(gate) * up, and codes.
     float *mixed_ = nullptr, *active_ = nullptr;
     unsigned char *coded_ = nullptr;
@@ -1121,38 +988,48 @@ class Likeliest : public Job {
     Phases phase_;
 };
 
-template <class T> void run(void *runner, const Step *step, bool only_head) {
-    auto &made = *static_cast<Runner<T> *>(runner);
+void run(void *runner, const Step *step, bool only_head) {
+    auto &made = *static_cast<Runner *>(runner);
     made.failed.store(0, std::memory_order_relaxed);
-    made.team.run(std::make_shared<Run<T>>(made, *step, only_head));
+    made.team.run(std::make_shared<Run>(made, *step, only_head));
 }
 
 }  // namespace
 
-// The formats of codes that are compiled: see formats.h.
-extern "C" int64_t penstock_formats() { return PENSTOCK_FORMATS; }
+bool enter_formats(Formats number, const Format &format) {
+    formats[number] = format;
+    return true;
+}
+
+// A bit for each of Formats that has entered.
+extern "C" int64_t penstock_formats() {
+    int64_t mask = 0;
+    for (int64_t i = 0; i < kNumFormats; ++i)
+        if (formats[i].multiply_codes || formats[i].multiply_rows) mask |= int64_t(1) << i;
+    return mask;
+}
 
 // What runs the steps of a model, to be freed by penstock_free. The model must outlive it.
 extern "C" void *penstock_make(const Model *model, int64_t threads) {
-    return new Runner<Weights>(*model, threads);
+    return new Runner(*model, threads);
 }
-extern "C" void penstock_free(void *runner) { delete static_cast<Runner<Weights> *>(runner); }
+extern "C" void penstock_free(void *runner) { delete static_cast<Runner *>(runner); }
 
 // A whole step. If `states` is given, writes the last layer's normalised states and no logits. Returns how many
 // experts it has read, over all layers.
 extern "C" int64_t penstock_step(void *runner, const Step *step) {
-    run<Weights>(runner, step, false);
-    return static_cast<Runner<Weights> *>(runner)->routing.num_read();
+    run(runner, step, false);
+    return static_cast<Runner *>(runner)->routing.num_read();
 }
 
 // Of the last step: see Runner.
 extern "C" int64_t penstock_failed(void *runner) {
-    return static_cast<Runner<Weights> *>(runner)->failed.load(std::memory_order_acquire);
+    return static_cast<Runner *>(runner)->failed.load(std::memory_order_acquire);
 }
 
 // Only the output layer: the logits of `samples` rows of `states`, in a step without tokens.
 extern "C" void penstock_logits(void *runner, const Step *step) {
-    run<Weights>(runner, step, true);
+    run(runner, step, true);
 }
 
 // What a step reads of the executor's tables.
@@ -1161,7 +1038,7 @@ extern "C" void penstock_gather(const Gather *wanted) { gather(*wanted); }
 // The likeliest id of each row of logits. A few rows are not worth waking a thread for.
 extern "C" void penstock_likeliest(void *runner, const float *logits, int64_t rows, int64_t size,
                                    int64_t *ids) {
-    Team &team = static_cast<Runner<Weights> *>(runner)->team;
+    Team &team = static_cast<Runner *>(runner)->team;
     const auto job = std::make_shared<Likeliest>(logits, rows, size, ids, team.size());
     if (rows < 4) return job->run(0);
     team.run(job);
@@ -1173,13 +1050,10 @@ extern "C" const char *penstock_products() {
     return made.c_str();
 }
 extern "C" const char *penstock_code_products() {
-#if PENSTOCK_INTEGER_FORMATS
-    static const std::string made = code_products();
-    return made.c_str();
-#elif defined(PENSTOCK_CODED_KV)
-    static const std::string made = code_instructions();
-    return made.c_str();
-#else
-    return nullptr;
-#endif
+    static const std::string made = [] {
+        for (const Format &format : formats)
+            if (format.products) return format.products();
+        return kv_products();
+    }();
+    return made.empty() ? nullptr : made.c_str();
 }

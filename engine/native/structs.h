@@ -15,9 +15,10 @@ struct Linear {
     int64_t bits;  // of a code that is an integer, or 0
     int64_t group, offset, has_half_scales;
     const void *scales, *zeros, *table;  // see Grouped
-    int64_t is_blocks, has_minima;       // see Blocks, and for the factors
+    int64_t has_minima;  // see Blocks, and for the factors
     const void *factors;
-    int64_t is_fp8, is_by_band;  // see Fp8
+    int64_t is_by_band;  // see Fp8
+    int64_t format;      // a number of Formats
 };
 
 struct Expert {

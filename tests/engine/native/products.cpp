@@ -7,7 +7,7 @@
 
 #include "blocks.h"
 #include "fp8.h"
-#include "grouped.h"
+#include "grouped_tiles.h"
 #include "products.h"
 
 namespace {
@@ -186,9 +186,9 @@ bool blocks_are_right(const Format &of, int64_t rows, int64_t columns, int64_t l
     }
     const CodedRows coded = CodedRows::at(memory.data(), length, of.group);
     for (int64_t band = 0; band < padded / kBand; ++band) {
-        multiply_codes(coded, 0, rows, w, band, together.data(), kBand);
+        multiply_blocks(coded, 0, rows, w, band, together.data(), kBand);
         for (int64_t row = 0; row < rows; ++row) {
-            multiply_codes(coded, row, 1, w, band, alone.data(), kBand);
+            multiply_blocks(coded, row, 1, w, band, alone.data(), kBand);
             for (int64_t n = band * kBand; n < std::min(columns, band * kBand + kBand); ++n) {
                 double expected = 0, size = 0;
                 for (int64_t k = 0; k < length; ++k) {
@@ -294,6 +294,6 @@ int main() {
     const bool right = all_right<float>("float32") && all_right<f16>("float16") &&
                        all_right<bf16>("bfloat16") && all_codes_are_right() &&
                        all_blocks_are_right() && all_fp8_is_right();
-    std::printf("%s; codes: %s\n", products<bf16>().c_str(), code_products().c_str());
+    std::printf("%s; codes: %s\n", products<bf16>().c_str(), grouped_products().c_str());
     return right ? 0 : 1;
 }

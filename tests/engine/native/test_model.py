@@ -3,7 +3,10 @@
 import logging
 import os
 import re
+import subprocess
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,19 +33,34 @@ def test_without_a_compiler_a_warning_is_logged_and_nothing_fails(
     assert "install g++" in caplog.text
 
 
+_QUICK_COMPILER = """#!/bin/sh
+for last; do :; done
+case "$last" in *.o) sleep 0.1; basename "$last" >> "$0.log";; esac
+cp "{library}" "$last"
+"""
+
+
 @pytest.fixture
-def _quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It copies what was compiled before."""
+def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """It copies what was compiled before. Returns the sources that it has been given, each time."""
     library = load_library(torch.float32)
     assert library
     compiler = tmp_path / "quick-c++"
-    compiler.write_text(f'#!/bin/sh\nfor last; do :; done\ncp "{library._name}" "$last"\n')
+    compiler.write_text(_QUICK_COMPILER.format(library=library._name))
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
+    log = Path(f"{compiler}.log")
+
+    def taken() -> list[str]:
+        names = [line.partition("-")[0] for line in log.read_text().splitlines()]
+        log.unlink()
+        return sorted(names)
+
+    return taken
 
 
 @needs_compiler
-@pytest.mark.usefixtures("_quick_compiler")
+@pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("cache", ["a file", None])
 def test_without_a_cache_directory_the_library_is_compiled_for_this_start_alone(
     cache: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -64,11 +82,11 @@ def test_without_a_cache_directory_the_library_is_compiled_for_this_start_alone(
 
 
 @needs_compiler
-@pytest.mark.usefixtures("_quick_compiler")
+@pytest.mark.usefixtures("quick_compiler")
 def test_what_a_killed_compilation_left_is_removed_by_a_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = tmp_path / "penstock"
+    cache = tmp_path / "penstock" / "native"
     left, running = cache / "compiling-left", cache / "compiling-running"
     for directory in (left, running):
         directory.mkdir(parents=True)
@@ -78,6 +96,46 @@ def test_what_a_killed_compilation_left_is_removed_by_a_later_one(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert load_library.__wrapped__(torch.float32)
     assert not left.exists() and running.exists()
+
+
+@needs_compiler
+def test_another_model_compiles_only_what_none_before_has_used(
+    quick_compiler: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_library.__wrapped__(torch.float32)
+    assert quick_compiler() == ["attention", "plain", "step"]
+    assert load_library.__wrapped__(torch.bfloat16, frozenset({"int8", "fp8"}))
+    assert quick_compiler() == ["attention", "fp8", "grouped", "plain"]
+    assert load_library.__wrapped__(
+        torch.bfloat16, frozenset({"int4 asymmetric"}), has_coded_kv=True
+    )
+    assert quick_compiler() == ["attention"]
+    in_blocks = frozenset({"blocks of int6"})
+    assert load_library.__wrapped__(torch.float32, in_blocks, has_coded_kv=True)
+    assert quick_compiler() == ["blocks"]
+
+
+@needs_compiler
+def test_starts_at_the_same_time_compile_each_source_once(
+    quick_compiler: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with ThreadPoolExecutor(3) as starts:  # for which locks are as for processes
+        made = list(starts.map(load_library.__wrapped__, [torch.float32] * 3))
+    assert all(made) and quick_compiler() == ["attention", "plain", "step"]
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+@needs_compiler
+def test_libraries_of_one_process_share_nothing() -> None:
+    library = load_library(torch.bfloat16, frozenset({"int8"}))
+    assert library
+    command = ["nm", "--dynamic", "--defined-only", library._name]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1] for line in listed.splitlines()}
+    assert "penstock_step" in names
+    assert all(name.startswith("penstock_") for name in names)
 
 
 @pytest.mark.slow
