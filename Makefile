@@ -26,7 +26,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 test: .venv/installed-dev
 	$(PYTEST) -m "not slow"
 
-# The rest: kernels in Triton's interpreter, and steps compiled for other processors; ten minutes.
+# The rest: kernels in Triton's interpreter, and steps compiled for other processors; 17 minutes on two
+# cores.
 test-slow: .venv/installed-dev
 	$(PYTEST) -m slow
 

@@ -217,16 +217,16 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(server: Running
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_an_invalid_body_is_a_bad_request(server: RunningServer, path: str, body: bytes) -> None:
-    error_of(httpx.post(server.url + path, content=body), 400)
+    error_of(server.request("POST", path, content=body), 400)
 
 
 def test_a_body_that_is_too_large_is_refused_with_and_without_a_length(
     server: RunningServer,
 ) -> None:
     body = json.dumps({"model": MODEL, "prompt": "x" * 300_000}).encode()
-    error_of(httpx.post(server.url + COMPLETIONS, content=body), 413)
+    error_of(server.request("POST", COMPLETIONS, content=body), 413)
     chunks = (body[i : i + 50_000] for i in range(0, len(body), 50_000))
-    error_of(httpx.post(server.url + COMPLETIONS, content=chunks), 413)
+    error_of(server.request("POST", COMPLETIONS, content=chunks), 413)
 
 
 def test_an_unknown_path_and_a_wrong_method_have_the_same_format(server: RunningServer) -> None:

@@ -24,10 +24,9 @@ COMPLETIONS = "/v1/completions"
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 50_000, "seed": 1}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
+@pytest.fixture
+def server(scripted_server: RunningServer) -> RunningServer:
+    return scripted_server
 
 
 def test_the_port_answers_503_while_the_model_loads() -> None:
@@ -88,7 +87,7 @@ def test_a_stop_string_also_ends_the_work_of_the_engine(server: RunningServer) -
 def draining() -> Iterator[RunningServer]:
     """A server in its drain, with a stream that then ends as if nothing had happened."""
     with running_server() as server:
-        body = LONG | {"max_tokens": 20_000, "stream": True}
+        body = LONG | {"max_tokens": 10_000, "stream": True}
         with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as response:
             parts = response.iter_text()
             next(parts)

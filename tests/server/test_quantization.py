@@ -1,11 +1,11 @@
 """`penstock serve --quantization`: its flags, and what a client sees of it."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from penstock.engine.config import Quantization
+from penstock.engine.native import library
 from penstock.server.cli import main
 from penstock.server.config import ServeConfig
 from tests.support.serving import RunningServer
@@ -17,8 +17,9 @@ pytestmark = pytest.mark.slow
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     cache = tmp_path_factory.mktemp("cache")
     (cache / "penstock").mkdir()
-    for library in (Path.home() / ".cache" / "penstock").glob("native-*.so"):
-        (cache / "penstock" / library.name).symlink_to(library)  # to compile it takes seconds
+    compiled = library._cache()
+    compiled.mkdir(parents=True, exist_ok=True)
+    (cache / "penstock" / "native").symlink_to(compiled)  # to compile it takes seconds
     running = RunningServer(
         *("--device", "cpu", "--quantization", "int8", "--quantization-report"),
         env={"XDG_CACHE_HOME": str(cache)},

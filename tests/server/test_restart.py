@@ -13,7 +13,7 @@ from tests.server.test_life import engine_pid
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
 
 COMPLETIONS = "/v1/completions"
-BODY: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 20_000, "seed": 1}
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 10_000, "seed": 1}
 
 
 @pytest.fixture(scope="module")

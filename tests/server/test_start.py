@@ -158,7 +158,7 @@ def test_json_logs_stay_json_on_a_terminal(endless: dict[str, str]) -> None:
 
 def test_a_drain_says_for_whom_and_how_long_and_counts_those_that_ended() -> None:
     with running_server("--shutdown-timeout", "25") as server:
-        body = _LONG | {"max_tokens": 30_000}
+        body = _LONG | {"max_tokens": 10_000}
         with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as stream:
             parts = stream.iter_raw()
             next(parts)

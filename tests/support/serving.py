@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from tests.support.paths import ROOT
 MODEL, ALIAS = "penstock-demo", "demo"
 # Allows streams of seconds: the scripted executor makes about ten thousand tokens a second.
 MAX_MODEL_LEN = 60_000
+# Else each request reads all certificates that the system trusts, and takes ten times as long.
+_NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _START_TIMEOUT_S = 120.0  # the first start compiles engine/native, on a busy machine slowly
 
 
@@ -45,11 +48,15 @@ class RunningServer:
             stderr=self._errors,
         )
 
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        defaults = {"timeout": 60, "verify": _NO_CERTIFICATES}
+        return httpx.request(method, self.url + path, **{**defaults, **options})
+
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, **{"timeout": 60, **options})
+        return self.request("GET", path, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **options)
+        return self.request("POST", path, json=body, **options)
 
     def complete(self, **fields: Any) -> httpx.Response:
         """`POST /v1/completions` with a prompt and a seed unless others are given."""
@@ -74,7 +81,7 @@ class RunningServer:
         while time.monotonic() < deadline_s and self.process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
                 return self.get("/v1/models")
-            time.sleep(0.005)
+            time.sleep(0.02)
         raise AssertionError(f"the server never answered; exit code {self.process.poll()}")
 
     def wait_until_ready(self) -> None:

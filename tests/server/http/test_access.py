@@ -41,7 +41,7 @@ def test_each_key_of_the_flags_and_of_the_file_opens(server: RunningServer, key:
 
 def test_a_key_beyond_ascii_opens_as_curl_sends_it(server: RunningServer) -> None:
     headers = [(b"Authorization", "Bearer sch\u00f6n".encode())]
-    assert httpx.get(server.url + "/v1/models", headers=headers).status_code == 200
+    assert server.request("GET", "/v1/models", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("key", ["x", "firs", "firstt", "# ours", "schl\u00fcssel"])
@@ -50,7 +50,7 @@ def test_any_other_key_gets_a_401_that_explains_how_to_send_one(
 ) -> None:
     headers = [(b"Authorization", f"Bearer {key}".encode("latin-1"))]
     for path in ("/v1/models", "/tokenize", "/metrics", "/version", "/docs", "/nothing"):
-        response = httpx.get(server.url + path, headers=headers)
+        response = server.request("GET", path, headers=headers)
         assert response.status_code == 401
         error = response.json()["error"]
         assert error["code"] == "invalid_api_key"
@@ -83,8 +83,9 @@ def test_a_prefix_may_be_there_or_taken_off(server: RunningServer) -> None:
 
 
 def test_a_page_of_an_allowed_origin_may_ask_and_read_the_answer(server: RunningServer) -> None:
-    preflight = httpx.options(
-        server.url + "/v1/chat/completions",
+    preflight = server.request(
+        "OPTIONS",
+        "/v1/chat/completions",
         headers={
             "Origin": ORIGIN,
             "Access-Control-Request-Method": "POST",

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.neighbour import streaming
@@ -182,7 +181,7 @@ def test_bad_input_is_answered_in_time_and_stalls_no_stream(
     path, body, limit_s, status = CASES[name]
     with streaming(server) as longest_gap_s:
         started_s = time.monotonic()
-        response = httpx.post(server.url + path, content=body, timeout=60)
+        response = server.request("POST", path, content=body, timeout=60)
         took_s = time.monotonic() - started_s
         time.sleep(0.05)
     assert response.status_code == (status or response.status_code) < 500, response.text[:300]

@@ -62,10 +62,10 @@ def test_an_api_that_is_not_served_is_a_404_that_says_so(server: RunningServer, 
 
 def test_a_preflight_without_cors_names_the_flag(server: RunningServer) -> None:
     headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    answer = httpx.options(server.url + COMPLETIONS, headers=headers)
+    answer = server.request("OPTIONS", COMPLETIONS, headers=headers)
     assert answer.status_code == 405
     assert "--allowed-origins" in answer.json()["error"]["message"]
-    assert "--allowed" not in httpx.options(server.url + COMPLETIONS).text
+    assert "--allowed" not in server.request("OPTIONS", COMPLETIONS).text
 
 
 def test_the_paths_of_llama_cpp_and_of_sagemaker_are_served(server: RunningServer) -> None:
@@ -84,9 +84,9 @@ def test_the_paths_of_llama_cpp_and_of_sagemaker_are_served(server: RunningServe
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics"])
 def test_head_is_get_without_the_body(server: RunningServer, path: str) -> None:
-    answer = httpx.head(server.url + path)
+    answer = server.request("HEAD", path)
     assert answer.status_code == 200 and answer.content == b""
-    assert httpx.head(server.url + COMPLETIONS).status_code == 405
+    assert server.request("HEAD", COMPLETIONS).status_code == 405
 
 
 @pytest.mark.parametrize("name", [NAME_WITH_SLASHES, NAME_WITH_SLASHES.replace("/", "%2F")])
@@ -98,7 +98,7 @@ def test_a_model_whose_name_has_slashes_is_found(server: RunningServer, name: st
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate"])
 def test_a_compressed_body_is_a_415_that_says_so(server: RunningServer, encoding: str) -> None:
     headers = {"content-encoding": encoding}
-    answer = httpx.post(server.url + COMPLETIONS, content=gzip.compress(BODY), headers=headers)
+    answer = server.request("POST", COMPLETIONS, content=gzip.compress(BODY), headers=headers)
     assert answer.status_code == 415
     assert answer.json()["error"]["code"] == "unsupported_content_encoding"
     assert encoding in answer.json()["error"]["message"]
@@ -116,7 +116,7 @@ def test_a_compressed_body_is_a_415_that_says_so(server: RunningServer, encoding
 )
 def test_what_is_called_json_or_nothing_at_all_is_read(server: RunningServer, kind: str) -> None:
     headers = {"content-type": kind} if kind else {}
-    answer = httpx.post(server.url + COMPLETIONS, content=BODY, headers=headers)
+    answer = server.request("POST", COMPLETIONS, content=BODY, headers=headers)
     assert answer.status_code == 200
 
 
@@ -135,19 +135,19 @@ def test_a_body_that_is_not_called_json_is_a_415_that_says_what_to_send(
     server: RunningServer, path: str, kind: str
 ) -> None:
     """Without an option, curl sends a form."""
-    answer = httpx.post(server.url + path, content=BODY, headers={"content-type": kind})
+    answer = server.request("POST", path, content=BODY, headers={"content-type": kind})
     assert answer.status_code == 415
     assert "-H 'Content-Type: application/json'" in answer.json()["error"]["message"]
 
 
 def test_a_byte_order_mark_is_passed_over(server: RunningServer) -> None:
-    answer = httpx.post(server.url + COMPLETIONS, content=b"\xef\xbb\xbf" + BODY)
+    answer = server.request("POST", COMPLETIONS, content=b"\xef\xbb\xbf" + BODY)
     assert answer.status_code == 200
 
 
 def test_of_a_key_that_comes_twice_the_last_counts(server: RunningServer) -> None:
     body = BODY[:-1] + b', "max_tokens": 5}'
-    answer = httpx.post(server.url + COMPLETIONS, content=body)
+    answer = server.request("POST", COMPLETIONS, content=body)
     assert answer.json()["usage"]["completion_tokens"] == 5
 
 
@@ -191,7 +191,7 @@ def test_headers_without_end_are_not_kept(server: RunningServer) -> None:
 def test_an_error_that_a_retry_would_repeat_tells_clients_not_to_retry(
     server: RunningServer, path: str, content: bytes, status: int
 ) -> None:
-    answer = httpx.post(server.url + path, content=content, headers={"x-request-id": "mine"})
+    answer = server.request("POST", path, content=content, headers={"x-request-id": "mine"})
     assert (answer.status_code, answer.headers["x-should-retry"]) == (status, "false")
     assert answer.headers["x-request-id"] == "mine"
     assert answer.headers["openai-processing-ms"].isdecimal()

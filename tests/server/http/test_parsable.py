@@ -28,7 +28,7 @@ def server(scripted_server: RunningServer) -> RunningServer:
 
 
 def post(server: RunningServer, body: bytes) -> httpx.Response:
-    return httpx.post(server.url + "/v1/completions", content=body, timeout=60)
+    return server.request("POST", "/v1/completions", content=body, timeout=60)
 
 
 def num_signs(value: Any) -> dict[bytes, int]:

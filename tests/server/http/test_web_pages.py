@@ -28,7 +28,7 @@ def server() -> Iterator[RunningServer]:
 
 def post(server: RunningServer, **headers: str) -> httpx.Response:
     given = {name.replace("_", "-"): value for name, value in headers.items()}
-    return httpx.post(server.url + COMPLETIONS, content=BODY, headers=given, timeout=30)
+    return server.request("POST", COMPLETIONS, content=BODY, headers=given, timeout=30)
 
 
 @pytest.mark.parametrize(

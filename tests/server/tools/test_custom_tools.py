@@ -193,7 +193,7 @@ def server(request: pytest.FixtureRequest) -> RunningServer:
     return running
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
         base_url=f"{server.url}/v1",
