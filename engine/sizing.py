@@ -10,7 +10,7 @@ import argparse
 import bisect
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,12 +31,15 @@ from penstock.engine.models.layers.kept import Kept
 from penstock.engine.models.lora.adapter import max_adapter_bytes
 from penstock.engine.models.quantization.at_load.plan import Plan
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan
+from penstock.engine.models.shard import Shard
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 GB = 10**9
 # An estimate for the largest step's activations, the CUDA graphs, and CUDA itself.
 OTHER_BYTES = 3 * GB
+# The same for what a rank has besides: NCCL's buffers, and the logits that rank 0 gathers.
+RANK_BYTES = GB
 CONTEXTS = (2_048, 8_192, 32_768)
 # Nominal memory; the devices have a few percent more.
 DEVICES = (("H100", 80), ("H200", 141))
@@ -66,6 +69,18 @@ class Sizing:
     quantization: Quantization | None = None
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     lora: LoraConfig | None = None
+
+    def of_rank(self, num_ranks: int) -> "Sizing":
+        """Of what one of so many ranks has on its device (tensor parallelism). Raises InvalidConfig
+        for a model that cannot be split so."""
+        if num_ranks == 1:
+            return self
+        other_bytes = self.machine.other_bytes + RANK_BYTES
+        return replace(
+            self,
+            model=Shard(self.model, 0, num_ranks).config,
+            machine=replace(self.machine, other_bytes=other_bytes),
+        )
 
     @property
     def adapter_bytes(self) -> int:

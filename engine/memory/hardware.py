@@ -6,10 +6,12 @@ import tomllib
 from collections.abc import Callable
 from importlib import resources
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from penstock.engine.memory.host import zeros_on_touch
+from penstock.scheduler.step_model.exchange import Link
 
 
 def computes_bfloat16(device: torch.device) -> bool:
@@ -23,7 +25,7 @@ def computes_bfloat16(device: torch.device) -> bool:
 
 def peak_bandwidth(device_name: str) -> float | None:
     """Bytes per second by the datasheet, or None for a device that configs/ does not list."""
-    return _datasheet(device_name).get("bandwidth_bytes_per_s")
+    return _peak(device_name, "bandwidth_bytes_per_s")
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
@@ -33,10 +35,36 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     multiplied depends on torch's settings.
     """
     is_short = dtype in (torch.bfloat16, torch.float16)
-    return _datasheet(device_name).get("bf16_flops") if is_short else None
+    return _peak(device_name, "bf16_flops") if is_short else None
 
 
-def _datasheet(device_name: str) -> dict[str, float]:
+def link_of(device_name: str) -> Link | None:
+    """By which devices of this name reach each other. None if it is not listed."""
+    listed = _listed()
+    name = _device(listed, device_name).get("link")
+    for entry in listed.get("link", ()):
+        if entry["name"] == name:
+            return Link(
+                name=name,
+                latency_s=float(entry["latency_s"]),
+                bus_bytes_per_s=float(entry["bus_bytes_per_s"]),
+            )
+    return None
+
+
+def _peak(device_name: str, key: str) -> float | None:
+    value = _device(_listed(), device_name).get(key)
+    return None if value is None else float(value)
+
+
+def _device(listed: dict[str, Any], device_name: str) -> dict[str, Any]:
+    """Empty for a device that is not listed."""
+    entries: list[dict[str, Any]] = listed.get("device", [])
+    return next((entry for entry in entries if entry["name"] in device_name), {})
+
+
+def _listed() -> dict[str, Any]:
+    """Of configs/hardware.toml; empty where there is none."""
     try:
         text = (
             resources.files("penstock.configs")
@@ -45,10 +73,7 @@ def _datasheet(device_name: str) -> dict[str, float]:
         )
     except (ModuleNotFoundError, FileNotFoundError):
         return {}
-    for entry in tomllib.loads(text)["device"]:
-        if entry["name"] in device_name:
-            return {key: float(value) for key, value in entry.items() if key != "name"}
-    return {}
+    return tomllib.loads(text)
 
 
 def read_bandwidth(num_bytes: int, repeats: int = 3) -> float:

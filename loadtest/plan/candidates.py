@@ -1,11 +1,12 @@
-"""`Candidate`: one device with one set of flags, which replicas repeat."""
+"""`Candidate`: a server with its flags, on one or several devices, which replicas repeat."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
 from penstock.loadtest.simulate.replica import SimulatedServer
-from penstock.loadtest.simulate.server import calibrated_server, planned_server
+from penstock.loadtest.simulate.server import Named, calibrated_server, planned_server
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
@@ -14,7 +15,7 @@ NO_QUANTIZATION = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """price: of the device, an hour, in whatever currency; None where none was given.
+    """price: of one device, an hour, in whatever currency; None where none was given.
     quantization: of the weights; None as they are."""
 
     device: str
@@ -28,19 +29,39 @@ class Candidate:
         config = self.server.scheduler
         return config.max_num_seqs, config.max_num_batched_tokens
 
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """TP and PP."""
+        info = self.server.info
+        return info.tensor_parallel_size, info.pipeline_parallel_size
+
+    @property
+    def num_devices(self) -> int:
+        """Of one replica. On a processor, all ranks are on one machine."""
+        tensor_size, num_stages = self.ranks
+        return 1 if self.server.info.computed_by else tensor_size * num_stages
+
+    @property
+    def replica_price(self) -> float | None:
+        """Of one replica, an hour."""
+        return None if self.price is None else self.price * self.num_devices
+
     def __str__(self) -> str:
-        seqs, tokens = self.limits
+        (seqs, tokens), (tensor_size, num_stages) = self.limits, self.ranks
         weights = self.quantization or self.server.info.dtype
-        return f"{self.device}, {weights} weights, {seqs} sequences, {tokens} tokens a step"
+        return (
+            f"{self.device}, TP {tensor_size} x PP {num_stages}, {weights} weights, {seqs} "
+            f"sequences, {tokens} tokens a step"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """name: of the model. note: how far its step times can be trusted. left_out: what cannot run,
+    """name: of the model. notes: how far its step times can be trusted. left_out: what cannot run,
     and why."""
 
     name: str
-    note: str
+    notes: list[str]
     all: list[Candidate]
     left_out: list[str]
 
@@ -80,25 +101,50 @@ def _calibrated(args: argparse.Namespace, price: float | None) -> Candidates:
     for flag, value in (("--device", args.devices), ("--quantization", args.quantization)):
         if value is not None:
             raise InvalidConfig(f"{flag} is that of --calibration; remove it")
-    made, left_out = [], []
+    found = _Found()
     args.device = None
-    for seqs, tokens in product(args.seqs or (None,), args.tokens or (None,)):
-        args.max_num_seqs, args.max_num_batched_tokens = seqs, tokens
+    values = (args.sizes, args.seqs, args.tokens)
+    for chosen in product(*(each or (None,) for each in values)):
+        args.tensor_parallel_size, args.max_num_seqs, args.max_num_batched_tokens = chosen
         try:
             named = calibrated_server(args)
         except InvalidConfig as error:
-            if (args.seqs, args.tokens) == (None, None):
+            if values == (None, None, None):
                 raise
-            left_out.append(str(error))
+            found.left_out[str(error)] = None
             continue
         info = named.server.info
         quantization = info.quantization.method if info.quantization else None
-        made.append(
-            Candidate(
-                device=info.device, price=price, quantization=quantization, server=named.server
-            )
+        found.add(named, info.device, price, quantization)
+    return found.candidates()
+
+
+class _Found:
+    """Candidates, as they are found."""
+
+    def __init__(self) -> None:
+        self.left_out: dict[str, None] = {}
+        self._name = ""
+        self._made: list[Candidate] = []
+        self._notes: dict[str, None] = {}
+
+    def add(self, named: Named, device: str, price: float | None, quantization: str | None) -> None:
+        self._name = named.name
+        self._notes[named.note] = None
+        self._made.append(
+            Candidate(device=device, price=price, quantization=quantization, server=named.server)
         )
-    return _checked(made, left_out, named.name if made else "", named.note if made else "")
+
+    def candidates(self) -> Candidates:
+        """Raises InvalidConfig where there is none."""
+        if not self._made:
+            raise InvalidConfig(f"no candidate can run: {next(iter(self.left_out))}")
+        return Candidates(
+            name=self._name,
+            notes=list(self._notes),
+            all=self._made,
+            left_out=list(self.left_out),
+        )
 
 
 # Those that differ enough to matter for a GPU, and not so many that a plan takes an hour.
@@ -109,34 +155,61 @@ _WEIGHTS = (NO_QUANTIZATION, "int8")
 def _planned(args: argparse.Namespace, prices: list[float | None]) -> Candidates:
     if not args.devices:
         raise InvalidConfig("give the --device on which the model would run, such as H200")
-    made, left_out, named = [], dict[str, None](), None
-    for (device, price), weights, seqs, tokens in product(
-        zip(args.devices, prices, strict=True),
-        args.quantization or _WEIGHTS,
-        args.seqs or _SEQS,
-        args.tokens or _TOKENS,
+    found = _Found()
+    for (device, price), weights in product(
+        zip(args.devices, prices, strict=True), args.quantization or _WEIGHTS
     ):
         quantization = None if weights == NO_QUANTIZATION else weights
+        for size in args.sizes or _sizes_that_fit(args, device, quantization):
+            for limits in _limits(args):
+                try:
+                    named = _server(args, device, quantization, size, limits)
+                except PenstockError as error:
+                    what = f"{device}, TP {size}, {weights} weights, {limits[0]} sequences"
+                    found.left_out[f"{what}: {error}"] = None
+                    continue
+                found.add(named, device, price, quantization)
+    return found.candidates()
+
+
+def _limits(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """--max-num-seqs and --max-num-batched-tokens."""
+    return product(args.seqs or _SEQS, args.tokens or _TOKENS)
+
+
+def _sizes_that_fit(
+    args: argparse.Namespace, device: str, quantization: str | None
+) -> tuple[int, ...]:
+    """1 where one device is enough; else also the fewest that are, and twice as many, which may be
+    faster by more than they cost. 1 stays, so that it is said why it is not enough."""
+    # Not at the top: it imports torch, and a calibrated server does not need it.
+    from penstock.engine.planned_model import MACHINE_SIZES
+
+    for size in MACHINE_SIZES:
         try:
-            scheduler = SchedulerConfig(
-                max_num_seqs=seqs,
-                max_num_batched_tokens=tokens,
-                enable_prefix_caching=args.enable_prefix_caching is not False,
-            )
-            named = planned_server(args, device, args.memory_gb, quantization, scheduler)
-        except PenstockError as error:
-            left_out[f"{device}, {weights} weights, {seqs} sequences: {error}"] = None
+            _server(args, device, quantization, size, next(_limits(args)))
+        except PenstockError:
             continue
-        made.append(
-            Candidate(device=device, price=price, quantization=quantization, server=named.server)
-        )
-    return _checked(made, list(left_out), named.name if named else "", named.note if named else "")
+        if size > 1:
+            return (1, *(each for each in (size, 2 * size) if each in MACHINE_SIZES))
+        break
+    return (1,)
 
 
-def _checked(made: list[Candidate], left_out: list[str], name: str, note: str) -> Candidates:
-    if not made:
-        raise InvalidConfig(
-            f"no candidate can run: {left_out[0]}; a plan has replicas of one device each, without "
-            "tensor or pipeline parallelism"
-        )
-    return Candidates(name=name, note=note, all=made, left_out=left_out)
+def _server(
+    args: argparse.Namespace,
+    device: str,
+    quantization: str | None,
+    size: int,
+    limits: tuple[int, int],
+) -> Named:
+    """Raises PenstockError."""
+    seqs, tokens = limits
+    scheduler = SchedulerConfig(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        enable_prefix_caching=args.enable_prefix_caching is not False,
+    )
+    return planned_server(
+        args, device, args.memory_gb, quantization, scheduler, tensor_parallel_size=size
+    )

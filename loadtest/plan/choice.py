@@ -19,14 +19,19 @@ _MAX_MORE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
-    """A candidate for the whole load. num_devices: what the limit of one replica says."""
+    """A candidate for the whole load. num_replicas: what the limit of one says."""
 
     searched: Searched
-    num_devices: int
+    num_replicas: int
 
     @property
     def candidate(self) -> Candidate:
         return self.searched.candidate
+
+    @property
+    def num_devices(self) -> int:
+        """Of all replicas."""
+        return self.num_replicas * self.candidate.num_devices
 
     @property
     def price(self) -> float | None:
@@ -41,7 +46,7 @@ class Sized:
             cost,
             self.num_devices,
             self.candidate.quantization is not None,
-            -(self.searched.limit or 0.0),
+            -(self.searched.limit or 0.0) * self.num_replicas,
         )
 
 
@@ -50,13 +55,23 @@ class Choice:
     """point: all replicas under the whole load. is_confirmed: whether it met the targets there."""
 
     sized: Sized
-    num_devices: int
+    num_replicas: int
     point: Point
     is_confirmed: bool
 
+    @property
+    def num_devices(self) -> int:
+        return self.num_replicas * self.sized.candidate.num_devices
+
+    @property
+    def price(self) -> float | None:
+        """Of all devices, an hour."""
+        each = self.sized.candidate.price
+        return None if each is None else each * self.num_devices
+
 
 def sized(searched: Iterable[Searched], rate: float | None) -> list[Sized]:
-    """Those that meet the targets at some rate, the best first. rate: None for what one device
+    """Those that meet the targets at some rate, the best first. rate: None for what one replica
     carries."""
     able = [each for each in searched if each.limit]
     return sorted(
@@ -64,7 +79,7 @@ def sized(searched: Iterable[Searched], rate: float | None) -> list[Sized]:
             Sized(
                 searched=each,
                 # A limit that is just missed by rounding is not missed.
-                num_devices=1 if rate is None else math.ceil(rate / (each.limit or 1.0) - 1e-9),
+                num_replicas=1 if rate is None else math.ceil(rate / (each.limit or 1.0) - 1e-9),
             )
             for each in able
         ),
@@ -77,20 +92,21 @@ def _rank(rate: float | None) -> Callable[[Sized], tuple[float, ...]]:
 
     def per_request(each: Sized) -> tuple[float, ...]:
         limit = each.searched.limit or 1e-9
-        return ((each.candidate.price or 1.0) / limit, each.candidate.quantization is not None)
+        cost = (each.candidate.price or 1.0) * each.candidate.num_devices
+        return (cost / limit, each.candidate.quantization is not None)
 
     return per_request if rate is None else lambda each: each.rank
 
 
 def choose(best: Sized, load: Load, targets: Targets, rate: float) -> Choice:
     """Simulates the whole, behind a router, with more replicas while the targets are missed."""
-    num = best.num_devices
+    candidate, num = best.candidate, best.num_replicas
     while True:
         seconds = max(min(_LEAST_S, load.seconds), load.seconds * min(1.0, _MAX_WHOLE / num))
         requests = load.at(rate, seconds)
-        point = probe(best.candidate.server, requests, rate, targets, num_replicas=num)
-        if point.is_met or num >= best.num_devices + _MAX_MORE:
-            return Choice(sized=best, num_devices=num, point=point, is_confirmed=point.is_met)
+        point = probe(candidate, requests, rate, targets, num_replicas=num)
+        if point.is_met or num >= best.num_replicas + _MAX_MORE:
+            return Choice(sized=best, num_replicas=num, point=point, is_confirmed=point.is_met)
         num += 1
 
 

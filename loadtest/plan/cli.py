@@ -27,7 +27,7 @@ from penstock.loadtest.plan.candidates import (
     make_candidates,
 )
 from penstock.loadtest.plan.choice import choose, front, sized
-from penstock.loadtest.plan.document import ONE_DEVICE, Made, as_csv, document
+from penstock.loadtest.plan.document import NO_STAGES, Made, as_csv, document
 from penstock.loadtest.plan.load import Load
 from penstock.loadtest.plan.page import plan_page
 from penstock.loadtest.plan.refutation import (
@@ -88,6 +88,9 @@ def _add_servers(parser: BenchParser) -> None:
     add("--memory-gb", type=float, metavar="GB", help="default: of an H100 80, of an H200 141")
     add("--quantization", nargs="+", choices=[NO_QUANTIZATION, *Quantization],
         help="of weights, as penstock serve; none: as they are; default: none int8")  # fmt: skip
+    add("--tensor-parallel-size", "-tp", dest="sizes", type=int, nargs="+", metavar="N",
+        help="GPUs of each replica, as penstock serve; default: 1, or where the model does not "
+        "fit one, the fewest of 2, 4 and 8, and twice as many; or as calibrated")  # fmt: skip
     add("--max-num-seqs", dest="seqs", type=int, nargs="+", metavar="N",
         help="as penstock serve; default: 128 256 512, or the calibrated value")  # fmt: skip
     add("--max-num-batched-tokens", dest="tokens", type=int, nargs="+", metavar="TOKENS",
@@ -100,7 +103,7 @@ def _add_servers(parser: BenchParser) -> None:
 def _add_load(parser: BenchParser) -> None:
     add = parser.add_argument_group("load and targets").add_argument
     add("--request-rate", type=float, metavar="R", default=math.inf,
-        help="requests per second to carry; inf is what one device carries, or a trace's own "
+        help="requests per second to carry; inf is what one replica carries, or a trace's own "
         "rate")  # fmt: skip
     add("--burstiness", type=float, metavar="B", default=1.0,
         help="1 is a Poisson process, less comes in bursts, more comes evenly")  # fmt: skip
@@ -147,7 +150,7 @@ def _plan(argv: list[str]) -> int:
     own_rate = load.own_rate() if load.follows_trace else 1.0
     if load.follows_trace:
         rate = own_rate
-    for line in (candidates.note, *candidates.left_out):
+    for line in (*candidates.notes, *candidates.left_out):
         _say(line)
     if args.seed is None:
         _say(f"seed {workload.seed}; --seed with it makes the same plan again")
@@ -155,7 +158,7 @@ def _plan(argv: list[str]) -> int:
     made = _made(parser, args, candidates, searched, task, load, rate, own_rate)
     text = render_plan(made)
     show_text(msgspec.json.encode(document(made)).decode() if args.json else text)
-    for line in made.notes[1:]:
+    for line in made.notes[len(candidates.notes) + len(candidates.left_out) :]:
         _say(line)
     _write(args, made, text)
     return 0 if made.choice and made.choice.is_confirmed else 1
@@ -224,12 +227,14 @@ def _made(
     ranked = sized(searched, rate)
     choice = expected = None
     serve = bench = ""
-    notes = [candidates.note, ONE_DEVICE, *candidates.left_out]
+    notes = [*candidates.notes, *candidates.left_out]
+    if args.calibration is None:
+        notes.append(NO_STAGES)
     if ranked:
         best = ranked[0]
         assert best.searched.limit is not None
         choice = choose(best, load, task.targets, best.searched.limit if rate is None else rate)
-        share = choice.point.rate / choice.num_devices
+        share = choice.point.rate / choice.num_replicas
         config = check_config(task.workload, share, args.check_seconds, own_rate)
         config = replace(config, max_model_len=None)
         count = tokenizer_counter(args.tokenizer) if args.tokenizer else estimate_tokens
@@ -242,10 +247,10 @@ def _made(
                 f"{unchecked:.0%} of the steps are outside of what the calibration saw; calibrate "
                 "with a load like this one"
             )
-        if choice.num_devices != best.num_devices:
+        if choice.num_replicas != best.num_replicas:
             notes.append(
-                f"behind a router {choice.num_devices} replicas are needed, where the highest rate "
-                f"of one says {best.num_devices}"
+                f"behind a router {choice.num_replicas} replicas are needed, where the highest "
+                f"rate of one says {best.num_replicas}"
             )
         if best.candidate.quantization and args.calibration is None:
             plain = next((each for each in ranked if each.candidate.quantization is None), None)

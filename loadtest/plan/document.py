@@ -14,17 +14,17 @@ from penstock.loadtest.plan.search import Searched
 from penstock.loadtest.plan.targets import Targets
 
 FORMAT = 1
-# A model on several GPUs has not been measured; a plan does not recommend what nothing predicts.
-PARALLELISM = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-ONE_DEVICE = (
-    "A plan has a model on one GPU (TP 1, PP 1), since several are not measured yet: more of them "
-    "are more replicas, behind a router of your own"
+# Of a plan from a datasheet; a calibration has the stages that were measured.
+NO_STAGES = (
+    "PP stays at 1: how long states take from the GPUs of a stage to those of the next is not in "
+    "the step model, and a plan does not recommend what it cannot predict. More devices than a "
+    "replica has are more replicas, behind a router of your own"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """rate: requests per second to carry; None for what one device carries. front: see `front`.
+    """rate: requests per second to carry; None for what one replica carries. front: see `front`.
     choice, expectation, serve, bench: None and empty where no candidate meets the targets. notes:
     what to know before it is believed."""
 
@@ -46,10 +46,7 @@ class Made:
     def cost(self) -> Cost | None:
         if self.choice is None:
             return None
-        price = self.choice.sized.candidate.price
-        return cost_of(
-            None if price is None else price * self.choice.num_devices, self.choice.point
-        )
+        return cost_of(self.choice.price, self.choice.point)
 
 
 def document(made: Made) -> dict[str, Any]:
@@ -64,15 +61,12 @@ def document(made: Made) -> dict[str, Any]:
         "plan": None
         if choice is None
         else _flags(choice.sized.candidate)
-        | PARALLELISM
         | {
-            "num_replicas": choice.num_devices,
+            "num_replicas": choice.num_replicas,
             "num_devices": choice.num_devices,
-            "price_per_hour": None
-            if choice.sized.candidate.price is None
-            else choice.sized.candidate.price * choice.num_devices,
+            "price_per_hour": choice.price,
             "is_confirmed": choice.is_confirmed,
-            "max_request_rate_per_device": choice.sized.searched.limit,
+            "max_request_rate_per_replica": choice.sized.searched.limit,
             "figures": asdict(choice.point),
             "cost_per_million_tokens": None if made.cost is None else asdict(made.cost),
         },
@@ -92,20 +86,32 @@ def document(made: Made) -> dict[str, Any]:
 
 
 def _flags(candidate: Candidate) -> dict[str, Any]:
-    seqs, tokens = candidate.limits
+    (seqs, tokens), (tensor_size, num_stages) = candidate.limits, candidate.ranks
     return {
         "device": candidate.device,
+        "tensor_parallel_size": tensor_size,
+        "pipeline_parallel_size": num_stages,
         "quantization": candidate.quantization,
         "max_num_seqs": seqs,
         "max_num_batched_tokens": tokens,
+        "step_time_bias": step_time_bias(candidate),
     }
+
+
+def step_time_bias(candidate: Candidate) -> float:
+    """How far off its steps may be, of any class: what the error bars assume."""
+    errors = candidate.server.step_model.errors.values()
+    return max((error.bias for error in errors), default=0.0)
 
 
 _COLUMNS = (
     "device",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
     "quantization",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "step_time_bias",
     "request_rate",
     "meets_targets",
     "on_front",
@@ -135,7 +141,7 @@ def _rows(searched: Iterable[Searched], on_front: set[int]) -> Iterator[list[obj
         candidate = each.candidate
         for point in each.points:
             if point.is_whole:
-                cost = cost_of(candidate.price, point)
+                cost = cost_of(candidate.replica_price, point)
                 yield [
                     *_flags(candidate).values(),
                     point.rate,

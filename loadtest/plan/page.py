@@ -32,9 +32,13 @@ def _cards(made: Made) -> list[tuple[str, str]]:
     if choice is None:
         return [("candidates that meet the targets", "0")]
     candidate, point = choice.sized.candidate, choice.point
-    cards = [(candidate.device, f"{choice.num_devices} x")]
-    if candidate.price is not None:
-        cards.append(("price per hour", f"{candidate.price * choice.num_devices:,.2f}"))
+    tensor_size, num_stages = candidate.ranks
+    cards = [
+        (candidate.device, f"{choice.num_devices} x"),
+        ("TP x PP x replicas", f"{tensor_size} x {num_stages} x {choice.num_replicas}"),
+    ]
+    if choice.price is not None:
+        cards.append(("price per hour", f"{choice.price:,.2f}"))
     if (cost := made.cost) is not None:
         cards += [
             ("per million input tokens", f"{cost.input:,.3f}"),
@@ -103,7 +107,8 @@ def _against_rate(made: Made, metric: str) -> Lines:
         weights = each.candidate.quantization or "as is"
         series.append(
             Series(
-                name=f"{each.candidate.device}, {weights}, {seqs}/{tokens}",
+                name=f"{each.candidate.device}, TP {each.candidate.ranks[0]}, {weights}, "
+                f"{seqs}/{tokens}",
                 xs=[point.rate for point in points],
                 ys=[getattr(point, f"{metric}_p99_ms") for point in points],
                 has_marks=True,
@@ -111,7 +116,7 @@ def _against_rate(made: Made, metric: str) -> Lines:
         )
     return Lines(
         slug=f"{metric}-against-rate",
-        title=f"{metric.upper()} p99 of one device against its rate",
+        title=f"{metric.upper()} p99 of one replica against its rate",
         x_label="requests/s",
         y_label=f"{metric.upper()} p99, ms",
         series=series,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from statistics import fmean
 
+from penstock.loadtest.plan.candidates import Candidate
 from penstock.loadtest.plan.targets import TargetJudge, Targets, mean_tpot_s
 from penstock.loadtest.report.report import is_good
 from penstock.loadtest.simulate.outcome import run_class
@@ -15,8 +16,8 @@ from penstock.scheduler.stats import AttentionWork, StepWork
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """rate: requests per second of all replicas together. is_met: whether all targets are. The
-    figures of a probe that was ended early, as it had missed them, are None. All rates, of tokens
-    and of good requests, are of all replicas together.
+    figures of a probe that was ended early, as it had missed them, are None. num_devices, and all
+    rates, of tokens and of good requests, are of all replicas together.
 
     user_tokens_per_s: of one stream, from its mean TPOT. input_share: of the time in which a
     device computes, what it takes to compute prompts. unchecked_step_ratio: of the steps, those
@@ -25,6 +26,7 @@ class Point:
 
     rate: float
     num_replicas: int
+    num_devices: int
     is_met: bool
     num_requests: int
     num_steps: int
@@ -51,11 +53,11 @@ class Point:
     @property
     def device_tokens_per_s(self) -> float:
         """Output tokens of each device."""
-        return (self.output_tokens_per_s or 0.0) / self.num_replicas
+        return (self.output_tokens_per_s or 0.0) / self.num_devices
 
 
 def probe(
-    server: SimulatedServer,
+    candidate: Candidate,
     requests: list[TimedRequest],
     rate: float,
     targets: Targets,
@@ -64,16 +66,19 @@ def probe(
     seed: int = 0,
 ) -> Point:
     """requests: those of the rate. Ended early where the targets cannot be met any more."""
-    plan = Plan(server=server, num_replicas=num_replicas, seed=seed)
+    plan = Plan(server=candidate.server, num_replicas=num_replicas, seed=seed)
     simulated = simulate(plan, requests, judge=TargetJudge(targets, len(requests)))
-    return point_of(plan, simulated, rate, targets)
+    return _point_of(plan, simulated, rate, targets, num_replicas * candidate.num_devices)
 
 
-def point_of(plan: Plan, simulated: Simulated, rate: float, targets: Targets) -> Point:
+def _point_of(
+    plan: Plan, simulated: Simulated, rate: float, targets: Targets, num_devices: int
+) -> Point:
     observed = simulated.observed
     point = {
         "rate": rate,
         "num_replicas": plan.num_replicas,
+        "num_devices": num_devices,
         "num_requests": len(observed.results),
         "num_steps": simulated.num_steps,
         "cpu_s": simulated.cpu_s,

@@ -85,6 +85,10 @@ def serve_command(candidate: Candidate, args: argparse.Namespace, name: str) -> 
         *("--max-num-seqs", str(config.max_num_seqs)),
         *("--max-num-batched-tokens", str(config.max_num_batched_tokens)),
     ]
+    ranks = ("--tensor-parallel-size", "--pipeline-parallel-size")
+    for flag, size in zip(ranks, candidate.ranks, strict=True):
+        if size > 1:
+            words += [flag, str(size)]
     if args.calibration is None and candidate.quantization:
         words += ["--quantization", candidate.quantization]
     if not config.enable_prefix_caching:

@@ -90,10 +90,9 @@ def search(
     on_point: Callable[[Point], None] = lambda point: None,
 ) -> Searched:
     """has_front: whether to probe at SHARES of the limit too. on_point: called after each probe."""
-    server = candidate.server
 
     def measure(rate: float) -> Point:
-        point = probe(server, load.at(rate), rate, targets)
+        point = probe(candidate, load.at(rate), rate, targets)
         on_point(point)
         return point
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from penstock.loadtest.plan.choice import cost_of
-from penstock.loadtest.plan.document import Made
+from penstock.loadtest.plan.document import Made, step_time_bias
 
 _WIDTH = 100
 # More rows hide what matters; all of them are in the JSON and the CSV.
@@ -32,7 +32,7 @@ def targets_text(made: Made) -> str:
 
 def load_text(made: Made) -> str:
     return (
-        "as many requests/s as a device carries"
+        "as many requests/s as a replica carries"
         if made.rate is None
         else f"{made.rate:g} requests/s"
     )
@@ -45,17 +45,20 @@ def _headline(made: Made) -> list[str]:
         return [f"{label:<36}{value}" for label, value in rows]
     choice, point, candidate = made.choice, made.choice.point, made.choice.sized.candidate
     seqs, tokens = candidate.limits
-    num = choice.num_devices
+    tensor_size, num_stages = candidate.ranks
+    num = choice.num_replicas
+    ranks = f"TP {tensor_size} x PP {num_stages} x {num} replica{'s'[: num != 1]}"
     rows += [
-        ("Devices:", f"{num} x {candidate.device} (TP 1 x PP 1 x {num} replicas)"),
+        ("Devices:", f"{choice.num_devices} x {candidate.device} ({ranks})"),
         ("Weights:", candidate.quantization or f"as they are ({candidate.server.info.dtype})"),
         ("--max-num-seqs:", str(seqs)),
         ("--max-num-batched-tokens:", str(tokens)),
         ("Meets the targets, simulated whole:", "yes" if choice.is_confirmed else "NO"),
-        ("Highest rate of one device:", f"{choice.sized.searched.limit:.2f} requests/s"),
+        ("Steps may be longer or shorter by:", f"{step_time_bias(candidate):.0%}"),
+        ("Highest rate of one replica:", f"{choice.sized.searched.limit:.2f} requests/s"),
     ]
-    if candidate.price is not None:
-        rows.append(("Price per hour:", f"{candidate.price * num:.2f}"))
+    if choice.price is not None:
+        rows.append(("Price per hour:", f"{choice.price:.2f}"))
     if (cost := made.cost) is not None:
         rows.append(("Cost per million input tokens:", f"{cost.input:.4f}"))
         rows.append(("Cost per million output tokens:", f"{cost.output:.4f}"))
@@ -71,16 +74,17 @@ def _headline(made: Made) -> list[str]:
 
 
 def _candidates(made: Made) -> list[str]:
-    head = ("device", "weights", "seqs", "tokens", "req/s each", "devices", "price/h", "in/M",
+    head = ("device", "weights", "TP", "seqs", "tokens", "req/s", "devices", "price/h", "in/M",
             "out/M", "tok/s each", "TTFT p99", "TPOT p99")  # fmt: skip
     rows = []
     for each in made.ranked[:_MAX_ROWS]:
         candidate, best = each.candidate, each.searched.best
-        cost = cost_of(candidate.price, best) if best else None
+        cost = cost_of(candidate.replica_price, best) if best else None
         rows.append(
             (
                 candidate.device,
                 candidate.quantization or "as is",
+                str(candidate.ranks[0]),
                 *map(str, candidate.limits),
                 _number(each.searched.limit),
                 str(each.num_devices),
@@ -98,17 +102,20 @@ def _candidates(made: Made) -> list[str]:
     num_unable = len(made.searched) - len(made.ranked)
     if num_unable:
         lines.append(f"{num_unable} more meet the targets at no rate")
-    lines.append("each row: one device at the highest rate that meets the targets")
+    lines.append(
+        "each row: one replica at the highest rate that meets the targets; tok/s each: of a device"
+    )
     return lines
 
 
 def _front(made: Made) -> list[str]:
-    head = ("device", "weights", "seqs", "tokens", "req/s", "tok/s each", "tok/s user", "TTFT p99",
-            "TPOT p99")  # fmt: skip
+    head = ("device", "weights", "TP", "seqs", "tokens", "req/s", "tok/s each", "tok/s user",
+            "TTFT p99", "TPOT p99")  # fmt: skip
     rows = [
         (
             candidate.device,
             candidate.quantization or "as is",
+            str(candidate.ranks[0]),
             *map(str, candidate.limits),
             _number(point.rate),
             _number(point.device_tokens_per_s, 0),

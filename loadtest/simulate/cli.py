@@ -62,6 +62,8 @@ def make_parser() -> BenchParser:
     add("--calibration", type=Path, metavar="FILE", help="of penstock calibrate, in place of it")
     add("--device", metavar="NAME", help="as in configs/hardware.toml, such as H200")
     add("--memory-gb", type=float, metavar="GB", help="default: of an H100 80, of an H200 141")
+    add("--tensor-parallel-size", "-tp", type=int, metavar="N",
+        help="as penstock serve: GPUs of each replica; default: 1, or as calibrated")  # fmt: skip
     add("--replicas", type=int, default=1, metavar="N", help="servers behind one router")
     add("--router", choices=[*RouterPolicy], default=RouterPolicy.LEAST_LOADED,
         help="which replica gets a request")  # fmt: skip

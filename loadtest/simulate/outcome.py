@@ -66,6 +66,8 @@ def summary_of(plan: Plan, simulated: Simulated, report: ReportConfig) -> Summar
     return summarize(simulated.observed, report) | {
         "run_class": run_class(simulated),
         "num_replicas": plan.num_replicas,
+        "tensor_parallel_size": info.tensor_parallel_size,
+        "pipeline_parallel_size": info.pipeline_parallel_size,
         "router": plan.router,
         "kv_peak": max((step.kv_usage for step in steps), default=0.0),
         "preemptions": sum(each.preemptions_total for each in stats),
@@ -109,6 +111,8 @@ def render_outcome(summary: Summary) -> str:
             f"{'Simulation':-^50}",
             f"{'Run class:':<40} {summary['run_class']}",
             f"{'Replicas, router:':<40} {summary['num_replicas']}, {summary['router']}",
+            f"{'Ranks of each, TP x PP:':<40} {summary['tensor_parallel_size']} x "
+            f"{summary['pipeline_parallel_size']}",
             share("KV blocks used at most (%):", "kv_peak"),
             f"{'Preemptions:':<40} {summary['preemptions']}",
             share("Prompt tokens from the prefix cache (%):", "prefix_hit_ratio"),

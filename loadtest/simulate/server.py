@@ -45,6 +45,13 @@ def calibrated_server(args: argparse.Namespace) -> Named:
         raise InvalidConfig("--dtype and --kv-cache-dtype are those of --calibration; remove them")
     read = Calibration.read(args.calibration)
     scheduler, info = scheduler_config(args, read.scheduler), read.model
+    size = args.tensor_parallel_size
+    if size not in (None, info.tensor_parallel_size):
+        raise InvalidConfig(
+            f"--tensor-parallel-size is {size}, and --calibration was measured with "
+            f"{info.tensor_parallel_size}, which says nothing of the sums of other ranks; remove "
+            "it, or calibrate a server that has it"
+        )
     if args.block_size is not None:
         raise InvalidConfig("--block-size is that of --calibration; remove it")
     longest = info.max_model_len if args.max_model_len is None else args.max_model_len
@@ -67,7 +74,15 @@ def _planned(args: argparse.Namespace) -> Named:
     if args.device is None:
         raise InvalidConfig("give the --device on which the model would run, such as H200")
     scheduler = scheduler_config(args, SchedulerConfig())
-    return planned_server(args, args.device, args.memory_gb, None, scheduler)
+    size = args.tensor_parallel_size
+    return planned_server(
+        args,
+        args.device,
+        args.memory_gb,
+        None,
+        scheduler,
+        tensor_parallel_size=1 if size is None else size,
+    )
 
 
 def planned_server(
@@ -76,11 +91,15 @@ def planned_server(
     memory_gb: float | None,
     quantization: str | None,
     scheduler: SchedulerConfig,
+    *,
+    tensor_parallel_size: int = 1,
 ) -> Named:
-    """args.model_dir on one device, by its datasheet. quantization: as the server's flag. Raises
-    InvalidConfig, and InvalidModel for a directory that is none."""
+    """args.model_dir on so many devices of a kind, by its datasheet. quantization: as the server's
+    flag. Raises InvalidConfig, also for what a server refuses to split, and InvalidModel for a
+    directory that is none."""
     # Not at the top: they import torch, and a calibrated server does not need it.
-    from penstock.engine.config import Dtype, KVCacheDtype, Quantization
+    from penstock.engine.config import Dtype, EngineConfig, KVCacheDtype, Quantization
+    from penstock.engine.executors.parallel import check_parallel
     from penstock.engine.memory.dtypes import TORCH_DTYPES
     from penstock.engine.models.config import ModelConfig
     from penstock.engine.planned_model import planned_model
@@ -89,17 +108,26 @@ def planned_server(
     memory_gb = memory_gb or dict(DEVICES).get(device)
     if memory_gb is None or memory_gb <= 0:
         raise InvalidConfig(f"give --memory-gb, the memory of a {device}, in GB")
+    of_weights = None if quantization is None else Quantization(quantization)
+    config = EngineConfig(
+        model=str(args.model_dir),
+        quantization=of_weights,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+    if tensor_parallel_size > 1:
+        check_parallel(config, Path(args.model_dir))
     dtype = Dtype.BFLOAT16 if args.dtype == Dtype.AUTO else Dtype(args.dtype)
     sizing = Sizing(
         ModelConfig.from_dir(args.model_dir),
         Machine(name=device, memory_bytes=int(memory_gb * GB)),
         TORCH_DTYPES[dtype],
-        None if quantization is None else Quantization(quantization),
+        of_weights,
         KVCacheDtype(args.kv_cache_dtype),
     )
     planned = planned_model(
         sizing,
         scheduler,
+        tensor_parallel_size=tensor_parallel_size,
         max_model_len=args.max_model_len,
         block_size=args.block_size,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
@@ -107,9 +135,16 @@ def planned_server(
     server = SimulatedServer(
         planned.info, planned.step_model, scheduler, NO_FRONT_END, args.max_num_queued_reqs
     )
+    source = "step times come from the datasheet"
+    if tensor_parallel_size > 1:
+        source = (
+            "step times of several GPUs come from the datasheet and from what others measured of "
+            "NCCL over such a link"
+        )
+    bias = max(error.bias for error in planned.step_model.errors.values())
     note = (
-        "step times come from the datasheet, and no measurement has confirmed them; the error bars "
-        "assume 20 %. The front end is not in the TTFT"
+        f"{source}, and no measurement has confirmed them; the error bars assume "
+        f"{bias * 100:.0f} %. The front end is not in the TTFT"
     )
     return Named(Path(args.model_dir).resolve().name, server, note)
 

@@ -21,6 +21,7 @@ from penstock.engine.sizing import (
     main,
 )
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams
@@ -29,6 +30,7 @@ from tests.support.published import PUBLISHED
 
 LLAMA = ROOT / "configs" / "models" / "Llama-3.1-8B"
 H100 = Machine(name="H100", memory_bytes=80 * GB)
+SCHEDULER = SchedulerConfig(max_num_seqs=128, max_num_batched_tokens=2048)
 
 
 @pytest.fixture
@@ -204,6 +206,69 @@ def test_a_model_of_windows_alone_holds_any_length_in_one_window(sizing: Sizing)
     assert windowed.num_sequences(2_048) == sizing.kv_bytes // 131_072 // 64 // 32
     assert windowed.num_sequences(131_072) == windowed.num_sequences(32_768) > 90
     assert windowed.bytes_of_one(131_072) == (4_096 // 64 + 1) * 64 * 131_072
+
+
+LLAMA_70B = replace(
+    ModelConfig.from_dir(LLAMA),
+    hidden_size=8_192,
+    intermediate_size=28_672,
+    num_layers=80,
+    num_heads=64,
+    windows=(None,) * 80,
+)
+
+
+def test_a_rank_has_its_share_of_the_weights_and_all_norms() -> None:
+    rank = Sizing(LLAMA_70B, H100).of_rank(4)
+    attention = 8_192 * (2 * 64 + 2 * 8) * 128 // 4
+    of_layer = attention + 3 * 8_192 * 28_672 // 4 + 2 * 8_192
+    tables = 2 * 128_256 // 4 * 8_192
+    assert rank.weight_bytes == 2 * (80 * of_layer + tables + 8_192)
+    assert rank.token_bytes == 80 * 2 * (8 // 4) * 128 * 2
+    assert rank.machine.other_bytes > OTHER_BYTES
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_no_more_ranks_have_more_each_and_together_they_have_all(size: int) -> None:
+    whole = Sizing(LLAMA_70B, H100)
+    half, rank = whole.of_rank(size // 2), whole.of_rank(size)
+    assert whole.weight_bytes / size <= rank.weight_bytes < half.weight_bytes
+    assert whole.token_bytes == size * rank.token_bytes
+    assert rank.kv_tokens >= half.kv_tokens
+
+
+def test_ranks_beyond_the_heads_of_keys_and_values_hold_them_again() -> None:
+    """Of 8 heads, 16 ranks have one each."""
+    whole = Sizing(LLAMA_70B, H100)
+    assert whole.of_rank(16).token_bytes == whole.of_rank(8).token_bytes
+
+
+def test_what_does_not_fit_is_told_with_how_many_ranks_it_would() -> None:
+    for size, of_rank in ((1, ""), (2, " of each rank")):
+        with pytest.raises(
+            InvalidConfig, match=f"GB{of_rank}, which leaves no room .*use --tensor-parallel-size 4"
+        ):
+            planned_model(Sizing(LLAMA_70B, H100), SCHEDULER, tensor_parallel_size=size)
+    fitting = planned_model(Sizing(LLAMA_70B, H100), SCHEDULER, tensor_parallel_size=4).info
+    assert fitting.max_model_len == 131_072
+    assert (fitting.tensor_parallel_size, fitting.pipeline_parallel_size) == (4, 1)
+    assert (fitting.vocab_size, fitting.num_parameters) == (128_256, LLAMA_70B.num_parameters)
+    held = fitting.num_blocks * fitting.block_size * fitting.kv_bytes_per_token
+    assert 0.9 * 80 * GB - held > Sizing(LLAMA_70B, H100).of_rank(4).weight_bytes
+
+
+def test_ranks_are_no_advice_where_they_would_not_help() -> None:
+    joined, alone = H100, Machine(name="GH200", memory_bytes=80 * GB)
+    for machine, limit in ((joined, 10**6), (alone, None)):
+        with pytest.raises(InvalidConfig) as raised:
+            planned_model(Sizing(LLAMA_70B, machine), SCHEDULER, kv_cache_memory_bytes=limit)
+        assert "--tensor-parallel-size" not in str(raised.value)
+
+
+def test_ranks_need_to_know_how_their_devices_are_joined() -> None:
+    machine = Machine(name="GH200", memory_bytes=141 * GB)
+    with pytest.raises(InvalidConfig, match="no link between two --device GH200"):
+        planned_model(Sizing(LLAMA_70B, machine), SCHEDULER, tensor_parallel_size=2)
 
 
 def test_an_unknown_device_has_no_least_time() -> None:

@@ -4,16 +4,23 @@ What others measured with vLLM, and what our step model says of the same load on
 before any step of ours has run there. The model assumes the shares of the peaks that our kernels
 are to reach (`scheduler/step_model/analytic.py`), so a deviation has two parts: how far we hope to
 be from vLLM, and how wrong the model is. Only a measurement of ours on a GPU tells them apart.
-Takes half a minute of a core, and prints Markdown.
+Takes a minute of a core, and prints Markdown.
 
 Source of the rows: github.com/tgarg01/silybench-data of 2026-09-24, vLLM 0.30.0, Qwen3-8B in
-bfloat16 on one H100 SXM with 80 GB; the last one vLLM's own nightly benchmark of 2024 (build 9515),
-Llama-3.1-8B in bfloat16 on an H200.
+bfloat16 on one H100 SXM with 80 GB; and vLLM's own nightly benchmark of 2024 (build 9515), Llama in
+bfloat16 on H200s.
+
+Of several GPUs, with weights of 16 bits: LMDeploy 0.1.0a1 on A100s (docs/en/benchmark/a100_fp16.md
+in its repository), TensorRT-LLM by NeMo on H100s (docs.nvidia.com/nemo-framework, Llama-2 results),
+vLLM on A100s before its own all-reduce (vllm, pull 2192, of 2023), and vLLM on B200s (vllm, pull
+20759, of 2025; one request a second, which keeps two or three open). Each has the same engine on
+one GPU beside it where that was published: so what ranks add is told from what the engine adds.
 """
 
 import sys
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any
 
 from penstock.engine.config import Dtype, KVCacheDtype
 from penstock.engine.memory.dtypes import TORCH_DTYPES
@@ -32,8 +39,17 @@ from tests.support.paths import ROOT
 LIMITS = SchedulerConfig(
     max_num_seqs=1024, max_num_batched_tokens=8192, enable_prefix_caching=False
 )
-_MEMORY_GB = {"H100": 80, "H200": 141}
+_MEMORY_GB = {"H100": 80, "H200": 141, "A100-SXM4-80GB": 80, "B200": 180}
 ITL, THROUGHPUT, TTFT = "ITL median, ms", "output tokens/s", "TTFT p95, ms"
+LATENCY = "latency mean, ms"
+# Of models of which configs/models has none: what they have that Llama-3.1-8B has not.
+_SHAPES: dict[str, dict[str, Any]] = {
+    "Llama-2-7B": {"vocab_size": 32_000, "intermediate_size": 11_008, "num_kv_heads": 32},
+    "Llama-2-70B": {"vocab_size": 32_000, "intermediate_size": 28_672, "num_layers": 80,
+                    "hidden_size": 8_192, "num_heads": 64, "windows": (None,) * 80},
+    "Llama-3.1-70B": {"intermediate_size": 28_672, "num_layers": 80, "hidden_size": 8_192,
+                      "num_heads": 64, "windows": (None,) * 80},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +63,7 @@ class Published:
     value: float
     model: str = "Qwen3-8B"
     device: str = "H100"
+    num_devices: int = 1
 
 
 ROWS = [
@@ -74,18 +91,43 @@ ROWS = [
         for input_len, value in ((128, 14.0), (1024, 34.0), (2048, 61.0))
     ),
     Published(32, 128, 8, ITL, 6.5, "Llama-3.1-8B", "H200"),
+    Published(32, 128, 8, ITL, 16.2, "Llama-3.1-70B", "H200", 4),
+    *(
+        Published(128, 2048, concurrency, THROUGHPUT, value, "Llama-2-7B", "A100-SXM4-80GB")
+        for concurrency, value in ((1, 98.92), (16, 1010.62), (32, 1462.12))
+    ),
+    *(
+        Published(128, 2048, concurrency, THROUGHPUT, value, "Llama-2-70B", "A100-SXM4-80GB", 4)
+        for concurrency, value in ((1, 32.38), (16, 482.99), (32, 853.56), (64, 1391.8))
+    ),
+    Published(2048, 2048, 64, THROUGHPUT, 930.46, "Llama-2-70B", "A100-SXM4-80GB", 4),
+    *(
+        Published(128, 20, concurrency, LATENCY, value, "Llama-2-7B", "H100", num_devices)
+        for concurrency, values in ((1, (153.8, 128.6, 107.4, 97.6)),
+                                    (8, (199.2, 151.2, 134.6, 129.1)))
+        for num_devices, value in zip((1, 2, 4, 8), values, strict=True)
+    ),
+    Published(256, 256, 64, LATENCY, 16370, "Llama-2-70B", "A100-SXM4-80GB", 4),
+    Published(550, 150, 2, ITL, 12.87, "Llama-3.1-70B", "B200", 4),
 ]  # fmt: skip
+
+
+def model_of(name: str) -> ModelConfig:
+    configs = ROOT / "configs" / "models"
+    if name not in _SHAPES:
+        return ModelConfig.from_dir(configs / name)
+    return replace(ModelConfig.from_dir(configs / "Llama-3.1-8B"), **_SHAPES[name])
 
 
 def server_of(row: Published) -> SimulatedServer:
     sizing = Sizing(
-        ModelConfig.from_dir(ROOT / "configs" / "models" / row.model),
+        model_of(row.model),
         Machine(name=row.device, memory_bytes=_MEMORY_GB[row.device] * GB),
         TORCH_DTYPES[Dtype.BFLOAT16],
         None,
         KVCacheDtype.AUTO,
     )
-    made = planned_model(sizing, LIMITS, max_model_len=16384)
+    made = planned_model(sizing, LIMITS, tensor_parallel_size=row.num_devices, max_model_len=16384)
     return SimulatedServer(made.info, made.step_model, LIMITS)
 
 
@@ -107,6 +149,8 @@ def figure_of(replay: Replay, figure: str) -> float:
         return sum(each.num_output_tokens for each in replay.completed) / replay.duration_s
     if figure == TTFT:
         return percentile(sorted(each.ttft_s for each in replay.completed), 95) * 1e3
+    if figure == LATENCY:
+        return fmean(each.latency_s for each in replay.completed) * 1e3
     return median(gap for each in replay.completed for gap in each.itls_s) * 1e3
 
 
@@ -115,16 +159,18 @@ def _short(value: float) -> str:
 
 
 def main() -> int:
-    print("| model, device | in/out | concurrency | figure | vLLM | datasheet model | deviation |")
+    print("| model, device | in/out | concurrency | figure | theirs | datasheet | deviation |")
     print("|---|---|---:|---|---:|---:|---:|")
     replays: dict[tuple[object, ...], Replay] = {}
     for row in ROWS:
-        key = (row.model, row.device, row.input_len, row.output_len, row.concurrency)
+        key = (row.model, row.device, row.num_devices, row.input_len, row.output_len,
+               row.concurrency)  # fmt: skip
         if key not in replays:
             replays[key] = observed(row)
         ours = figure_of(replays[key], row.figure)
+        device = row.device if row.num_devices == 1 else f"{row.num_devices} x {row.device}"
         print(
-            f"| {row.model}, {row.device} | {row.input_len:,}/{row.output_len:,} | "
+            f"| {row.model}, {device} | {row.input_len:,}/{row.output_len:,} | "
             f"{row.concurrency} | {row.figure} | {row.value:,g} | {_short(ours)} | "
             f"{ours / row.value - 1:+.0%} |",
             flush=True,

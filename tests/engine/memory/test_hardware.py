@@ -10,6 +10,7 @@ from penstock.engine.executors.scripted import scripted_info
 from penstock.engine.memory.hardware import (
     copy_bandwidth,
     gpu_matmul_flops,
+    link_of,
     matmul_flops,
     peak_bandwidth,
     peak_flops,
@@ -20,6 +21,26 @@ from penstock.server.observability.metrics import Metrics
 from tests.support.kernels import DEVICE, ON_GPU
 
 BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "link"),
+    [
+        ("NVIDIA H100 80GB HBM3", "NVLink 4"),
+        ("NVIDIA H100 PCIe", "PCIe 5"),
+        ("NVIDIA A100-SXM4-80GB", "NVLink 3"),
+        ("NVIDIA A100-PCIE-40GB", "PCIe 4"),
+        ("NVIDIA B200", "NVLink 5"),
+        ("NVIDIA GeForce RTX 4090", "PCIe 4"),
+        ("NVIDIA GH200 480GB", None),
+        ("abacus", None),
+    ],
+)
+def test_a_device_s_link_is_that_of_its_board(name: str, link: str | None) -> None:
+    found = link_of(name)
+    assert (found and found.name) == link
+    if found is not None:
+        assert 1e-6 < found.latency_s < 1e-4 and 1e10 < found.bus_bytes_per_s < 1e12
 
 
 @pytest.mark.parametrize(

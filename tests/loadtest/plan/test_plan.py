@@ -16,10 +16,12 @@ from penstock.loadtest.bench.config import bench_config
 from penstock.loadtest.bench.flags import make_parser as make_bench_parser
 from penstock.loadtest.calibrate.calibration import Calibration
 from penstock.loadtest.calibrate.front_end import FrontEnd
+from penstock.loadtest.plan.candidates import make_candidates
 from penstock.loadtest.plan.choice import cost_of, front, sized
-from penstock.loadtest.plan.cli import main
+from penstock.loadtest.plan.cli import main, make_parser
 from penstock.loadtest.plan.load import Load
 from penstock.loadtest.plan.probe import Point, probe
+from penstock.loadtest.plan.refutation import serve_command
 from penstock.loadtest.plan.search import Searched
 from penstock.loadtest.plan.targets import Targets
 from penstock.loadtest.simulate.replica import SimulatedServer
@@ -38,9 +40,9 @@ LLAMA = str(ROOT / "configs" / "models" / "Llama-3.1-8B")
 
 def point(rate: float, device: float, user: float, *, is_met: bool = True) -> Point:
     return Point(
-        rate=rate, num_replicas=1, is_met=is_met, num_requests=1, num_steps=1, cpu_s=0.0,
-        input_tokens_per_s=4 * device, output_tokens_per_s=device, user_tokens_per_s=user,
-        input_share=0.25,
+        rate=rate, num_replicas=1, num_devices=1, is_met=is_met, num_requests=1, num_steps=1,
+        cpu_s=0.0, input_tokens_per_s=4 * device, output_tokens_per_s=device,
+        user_tokens_per_s=user, input_share=0.25,
     )  # fmt: skip
 
 
@@ -60,6 +62,37 @@ def test_the_cheapest_candidate_that_carries_the_load_is_first() -> None:
     assert (other.num_devices, other.price) == (4, 8.0)
     assert sized([large, small], 6.0)[0].searched is small
     assert sized([searched(None)], 1.0) == []
+
+
+def on_ranks(limit: float, num_ranks: int, *points: Point) -> Searched:
+    server = one_at_a_time()
+    info = replace(server.info, tensor_parallel_size=num_ranks)
+    made = replace(candidate_of(server._replace(info=info)), price=2.0)
+    return Searched(candidate=made, points=list(points), limit=limit)
+
+
+def test_all_devices_of_a_replica_are_paid_for() -> None:
+    one, four = on_ranks(3.0, 1), on_ranks(11.0, 4)
+    best, other = sized([four, one], 10.0)
+    assert (best.searched, best.num_devices, best.price) == (one, 4, 8.0)
+    assert (other.num_replicas, other.num_devices, other.price) == (1, 4, 8.0)
+    assert sized([four, one], 9.0)[0].num_devices == 3
+    assert sized([four, one], None)[0].searched is one
+
+
+def test_the_ranks_of_a_processor_are_one_device() -> None:
+    server = one_at_a_time()
+    info = replace(server.info, tensor_parallel_size=2, computed_by="2 threads")
+    made = replace(candidate_of(server._replace(info=info)), price=2.0)
+    assert (made.num_devices, made.replica_price) == (1, 2.0)
+
+
+def test_the_front_counts_the_tokens_of_each_device() -> None:
+    four = replace(point(1.0, 120.0, 40.0), num_devices=4)
+    assert four.device_tokens_per_s == 30.0
+    alone = point(1.0, 50.0, 20.0)
+    made = front([on_ranks(1.0, 4, four), on_ranks(1.0, 1, alone)])
+    assert [each for _, each in made] == [alone, four]
 
 
 def test_weights_are_rounded_only_where_that_saves_a_device() -> None:
@@ -101,11 +134,11 @@ def known_server() -> SimulatedServer:
 
 def test_input_takes_the_share_of_the_time_that_prompts_are_computed() -> None:
     """Known coefficients, so that a load of prompts alone and one of answers alone are clear."""
-    server, targets = known_server(), Targets({"ttft": 1e6})
+    candidate, targets = candidate_of(known_server()), Targets({"ttft": 1e6})
     shares = {}
     for name, input_len, output_len in (("prompts", 60, 1), ("answers", 2, 90)):
         config = WorkloadConfig(seed=1, input_len=input_len, output_len=output_len)
-        shares[name] = probe(server, Load(config, 2.0).at(30.0), 30.0, targets).input_share
+        shares[name] = probe(candidate, Load(config, 2.0).at(30.0), 30.0, targets).input_share
     assert shares["prompts"] is not None and shares["answers"] is not None
     assert shares["prompts"] > 0.1 > shares["answers"]
 
@@ -145,7 +178,7 @@ def test_a_plan_is_a_table_json_csv_and_a_page(
     plan = made["plan"]
     assert (plan["tensor_parallel_size"], plan["pipeline_parallel_size"]) == (1, 1)
     assert plan["is_confirmed"] and plan["price_per_hour"] == 3 * plan["num_devices"]
-    assert plan["num_devices"] * plan["max_request_rate_per_device"] >= 400 * 0.9
+    assert plan["num_replicas"] * plan["max_request_rate_per_replica"] >= 400 * 0.9
     assert plan["max_num_seqs"] == 8  # two at a time carry less
     assert 0 < plan["figures"]["goodput"] <= 1.2 * 400
     rows = list(csv.DictReader(files["plan.csv"].read_text().splitlines()))
@@ -235,6 +268,83 @@ def test_rounded_weights_are_an_answer_and_what_does_not_fit_is_named(
     assert "--load-format dummy" in made["serve"] and "--quantization int8" in made["serve"]
 
 
+@pytest.fixture
+def llama_70b(tmp_path: Path) -> str:
+    """A directory with its config.json."""
+    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    shape |= {"num_attention_heads": 64}
+    config = json.loads((Path(LLAMA) / "config.json").read_text())
+    directory = tmp_path / "Llama-3.1-70B"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config | shape))
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("device", "weights", "sizes"),
+    [("H100", "none", {4, 8}), ("H200", "none", {2, 4}), ("H200", "int8", {1})],
+)
+def test_a_model_that_does_not_fit_one_device_is_planned_on_the_fewest_and_twice_as_many(
+    llama_70b: str, device: str, weights: str, sizes: set[int]
+) -> None:
+    flags = [llama_70b, "--device", device, "--quantization", weights, "--goodput", "tpot:50",
+             "--max-num-seqs", "64", "--max-num-batched-tokens", "2048"]  # fmt: skip
+    made = make_candidates(make_parser().parse_args(flags))
+    assert {each.ranks for each in made.all} == {(size, 1) for size in sizes}
+    left_out = [each for each in made.left_out if each.startswith(f"{device}, TP 1, ")]
+    assert bool(left_out) == (1 not in sizes)
+    assert all(f"use --tensor-parallel-size {min(sizes)}" in each for each in left_out)
+
+
+def test_a_plan_of_70b_on_h100s_has_as_many_as_it_needs_and_pays_for_all(
+    llama_70b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, rows = tmp_path / "plan.json", tmp_path / "plan.csv"
+    flags = [llama_70b, "--device", "H100", "--price-per-gpu-hour", "2.5", "--max-model-len",
+             "2048", "--tensor-parallel-size", "2", "4", "8", "--quantization", "none", "int8",
+             "--goodput", "tpot:50", "--seconds", "1", "--check-seconds", "1", "--seed", "1",
+             "--max-num-seqs", "8", "--max-num-batched-tokens", "512", "--precision", "0.9",
+             "--random-input-len", "16", "--random-output-len", "4", "--jobs", "1",
+             "--output", str(output), "--csv", str(rows)]  # fmt: skip
+    assert main(flags) == 0
+    shown, made = capsys.readouterr(), json.loads(output.read_text())
+    plan = made["plan"]
+    size = plan["tensor_parallel_size"]
+    assert size in (4, 8) and plan["pipeline_parallel_size"] == 1
+    assert plan["num_devices"] == size * plan["num_replicas"] == plan["figures"]["num_devices"]
+    assert plan["price_per_hour"] == 2.5 * plan["num_devices"]
+    assert f"{size} x H100 (TP {size} x PP 1 x 1 replica)" in shown.out
+    assert f"--tensor-parallel-size {size}" in made["serve"]
+    notes = "\n".join(made["notes"])
+    for words in ("use --tensor-parallel-size 4", "PP stays at 1", "the error bars assume 35 %",
+                  "cannot be combined with --quantization int8"):  # fmt: skip
+        assert words in notes and words in shown.err
+    assert plan["step_time_bias"] == 0.35 and "35%" in shown.out
+    made_rows = list(csv.DictReader(rows.read_text().splitlines()))
+    assert {row["tensor_parallel_size"] for row in made_rows} == {"4", "8"}
+
+
+@pytest.mark.parametrize("flags", [[], ["--tensor-parallel-size", "2"]])
+def test_a_calibration_of_two_gpus_is_planned_for_on_two(
+    calibration: Path, flags: list[str]
+) -> None:
+    read = Calibration.read(calibration)
+    replace(read, model=replace(read.model, tensor_parallel_size=2)).write(calibration)
+    typed = ["--calibration", str(calibration), "--goodput", "tpot:20", *flags]
+    args = make_parser().parse_args(typed)
+    (made,) = make_candidates(args).all
+    assert (made.ranks, made.num_devices) == ((2, 1), 2)
+    assert "--tensor-parallel-size 2" in serve_command(made, args, "tiny")
+
+
+def test_a_calibration_says_nothing_of_other_ranks(
+    calibration: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*FLAGS, "--calibration", str(calibration), "--tensor-parallel-size", "2"]
+    assert main(flags) == 2
+    assert "--calibration was measured with 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
@@ -242,7 +352,7 @@ def test_rounded_weights_are_an_answer_and_what_does_not_fit_is_named(
         ([LLAMA], "give the --device on which the model would run"),
         ([LLAMA, "--device", "H200", "H100"], "give --price-per-gpu-hour, one for each"),
         ([LLAMA, "--device", "H200", "--price-per-gpu-hour", "0"], "must have 1 positive number,"),
-        ([LLAMA, "--device", "H200", "--memory-gb", "9"], "tensor or pipeline parallelism"),
+        ([LLAMA, "--device", "H200", "--memory-gb", "4"], "which leaves no room"),
         (["--calibration", "x", "--device", "H200"], "--device is that of --calibration"),
         (["--calibration", "/nowhere"], "--calibration /nowhere cannot be read"),
         (["--calibration", "x", "--seconds", "0"], "--seconds is 0"),

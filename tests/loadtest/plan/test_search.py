@@ -44,7 +44,10 @@ def candidate_of(server: SimulatedServer) -> Candidate:
 
 
 def made_up_point(rate: float, *, is_met: bool) -> Point:
-    return Point(rate=rate, num_replicas=1, is_met=is_met, num_requests=1, num_steps=1, cpu_s=0.0)
+    return Point(
+        rate=rate, num_replicas=1, num_devices=1, is_met=is_met, num_requests=1, num_steps=1,
+        cpu_s=0.0,
+    )  # fmt: skip
 
 
 def test_the_formula_agrees_with_the_mean_wait_that_everybody_knows() -> None:
@@ -106,9 +109,9 @@ def test_targets_below_the_time_of_service_are_met_at_no_rate() -> None:
 
 
 def test_a_probe_that_cannot_meet_the_targets_is_ended_early() -> None:
-    server, targets = one_at_a_time(), Targets({"ttft": 500.0})
+    targets = Targets({"ttft": 500.0})
     requests = Load(WORKLOAD, 500.0).at(20.0)
-    point = probe(server, requests, 20.0, targets)
+    point = probe(candidate_of(one_at_a_time()), requests, 20.0, targets)
     assert not point.is_met and not point.is_whole
     assert point.num_steps < 0.1 * len(requests)
 
@@ -118,7 +121,7 @@ def test_ending_early_never_changes_the_verdict(rate: float) -> None:
     server, targets = one_at_a_time(), Targets({"ttft": 700.0, "e2el": 700.0})
     requests = Load(WORKLOAD, 120.0).at(rate)
     whole = simulate(Plan(server=server, seed=0), requests).observed
-    assert probe(server, requests, rate, targets).is_met == targets.are_met(whole)
+    assert probe(candidate_of(server), requests, rate, targets).is_met == targets.are_met(whole)
 
 
 def test_points_below_the_limit_are_for_the_front() -> None:
