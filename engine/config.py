@@ -149,8 +149,10 @@ class EngineConfig:
     stall_timeout_s: see `penstock.engine.ipc.stall`.
     kv_memory: the descriptor of memory for keys and values that outlives the engine process; the
     server sets it (see `penstock.engine.memory.kept`).
-    kv_offload_dir: where blocks of keys and values are written that no sequence uses, and
-    kv_offload_bytes the most that all files there may take, None for 10 GiB; None for nowhere.
+    kv_offload_bytes: on a GPU, of the host's memory for blocks of keys and values that no sequence
+    uses; None for none, unless there is kv_offload_dir, the directory where they are written.
+    kv_offload_disk_bytes: the most that all files there may take, None for 10 GiB; on a CPU
+    kv_offload_bytes is the same.
     kv_events: None where no events of blocks are sent.
     scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),
     at most one step every scripted_step_s. lora: None where no adapters can be loaded.
@@ -181,6 +183,7 @@ class EngineConfig:
     kv_memory: int | None = None
     kv_offload_dir: str | None = None
     kv_offload_bytes: int | None = None
+    kv_offload_disk_bytes: int | None = None
     kv_events: KVEventsConfig | None = None
     scripted: bool = False
     scripted_step_s: float = 0.0
@@ -222,20 +225,21 @@ class EngineConfig:
                 "--kv-events-config cannot be combined with --no-enable-prefix-caching, without "
                 "which there are no events; leave one of them out"
             )
-        if self.kv_offload_dir is None:
-            if self.kv_offload_bytes is not None:
-                raise InvalidConfig(
-                    "--kv-offload-gb is the limit of a directory: name it with --kv-offload-dir, "
-                    "or leave the flag out"
-                )
+        if self.kv_offload_dir is None and self.kv_offload_disk_bytes is not None:
+            raise InvalidConfig(
+                "--kv-offload-disk-gb is the limit of a directory: name it with --kv-offload-dir, "
+                "or leave the flag out"
+            )
+        if self.kv_offload_dir is None and self.kv_offload_bytes is None:
             return
+        flag = "--kv-offload-gb" if self.kv_offload_dir is None else "--kv-offload-dir"
         if not self.scheduler.enable_prefix_caching:
             raise InvalidConfig(
-                "--kv-offload-dir cannot be combined with --no-enable-prefix-caching, without "
-                "which no block is found again; leave one of them out"
+                f"{flag} cannot be combined with --no-enable-prefix-caching, without which no "
+                "block is found again; leave one of them out"
             )
         if self.scheduler.batching is not Batching.CONTINUOUS:
             raise InvalidConfig(
-                f"--kv-offload-dir cannot be combined with --batching {self.scheduler.batching}: a "
-                "prompt whose blocks are being read would miss its batch; leave one of them out"
+                f"{flag} cannot be combined with --batching {self.scheduler.batching}: a prompt "
+                "whose blocks are being read would miss its batch; leave one of them out"
             )

@@ -5,7 +5,7 @@ none, but `prefix.py` can still find it by its content) or *free*. Every operati
 block.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 
@@ -49,6 +49,14 @@ class BlockAllocator:
         self._ref_counts[block_id] = 1
         return block_id
 
+    def take_up_to(self, num: int) -> list[int]:
+        """As many free blocks, or all there are, as `take` would give one after the other."""
+        taken = self._free[: -num - 1 : -1]
+        del self._free[len(self._free) - len(taken) :]
+        for block_id in taken:
+            self._ref_counts[block_id] = 1
+        return taken
+
     def share(self, block_id: int) -> None:
         """Adds a reference to a used or an evictable block; the caller says that the latter is no
         longer evictable."""
@@ -65,6 +73,21 @@ class BlockAllocator:
         """Returns a block without references to the free list."""
         assert self._ref_counts[block_id] == 0, f"block {block_id} is freed but used"
         self._free.append(block_id)
+
+    def release_all(self, block_ids: Iterable[int]) -> list[int]:
+        """Releases each; returns those that have no reference any more."""
+        counts, unused = self._ref_counts, []
+        for block_id in block_ids:
+            count = counts[block_id] = counts[block_id] - 1
+            assert count >= 0, f"block {block_id} is released but not used"
+            if not count:
+                unused.append(block_id)
+        return unused
+
+    def free_all(self, block_ids: Iterable[int]) -> None:
+        """Frees each, in this order."""
+        for block_id in block_ids:
+            self.free(block_id)
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]

@@ -7,6 +7,7 @@ all tokens up to its end, so a group that keeps something else of them than thei
 such as a recurrent state after some of the blocks, can answer by the same digests.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -57,7 +58,10 @@ class GroupCache(BlockPool):
         self._journal = journal
         self._tier = tier
         self._number = number
-        self._unstored: list[tuple[bytes, int]] = []  # given back since the last completed step
+        # Blocks that were given back since the last call of `record`, and not evicted; and before,
+        # each with the step that was launched last by then, which may have written to them.
+        self._released: dict[int, bytes] = {}
+        self._unstored: deque[tuple[int, dict[int, bytes]]] = deque()
         survivors = journal.survivors() if journal else ()
         self._unverified = {block.block_id for block in survivors}
         self._unrecorded: list[StoredBlock] = []  # of the step that runs
@@ -155,7 +159,9 @@ class GroupCache(BlockPool):
         table.block_ids = [*(0,) * share.first, *share.blocks]
         table.num_cached = len(table.block_ids)
         table.num_released = share.first
-        for _ in range(share.num_new):
+        taken = self._allocator.take_up_to(share.num_new)
+        table.block_ids += taken
+        for _ in range(share.num_new - len(taken)):
             self.append(table)
 
     def append(self, table: BlockTable) -> int:
@@ -196,9 +202,9 @@ class GroupCache(BlockPool):
     def slide(self, table: BlockTable, position: int) -> None:
         """Gives back the blocks that neither the token at `position` nor a later one reads."""
         first = min(self.group.first_read(position) // self._block_size, len(table.block_ids))
-        for i in range(table.num_released, first):
-            self._release(table.block_ids[i])
-            table.num_released = i + 1
+        if first > table.num_released:
+            self._release(table.block_ids[table.num_released : first])
+            table.num_released = first
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:
         """Frees the blocks at its end that hold none of the first num_tokens."""
@@ -211,8 +217,7 @@ class GroupCache(BlockPool):
 
     def release(self, table: BlockTable) -> None:
         """Releases all its blocks, the last first. Cached ones become evictable, others free."""
-        for i in range(len(table.block_ids) - 1, table.num_released - 1, -1):
-            self._release(table.block_ids[i])
+        self._release(table.block_ids[table.num_released :][::-1])
         table.block_ids = []
         table.num_cached = table.num_released = 0
 
@@ -224,12 +229,14 @@ class GroupCache(BlockPool):
                 self._unrecorded.append(StoredBlock(table.block_ids[i], digests[i], parent))
         table.num_cached = len(digests)
 
-    def record(self) -> None:
+    def record(self, completed: int, launched: int) -> None:
         """See `KVCache.record`."""
-        if self._unstored:
+        if self._released:
+            self._unstored.append((launched, self._released))
+            self._released = {}
+        while self._unstored and self._unstored[0][0] <= completed:
             assert self._tier
-            unstored, self._unstored = self._unstored, []
-            for digest, block_id in unstored:
+            for block_id, digest in self._unstored.popleft()[1].items():
                 if self._index.find(digest) == block_id:
                     self._tier.store(TierBlock(self._number, digest), block_id)
         if self._unrecorded:
@@ -274,15 +281,15 @@ class GroupCache(BlockPool):
     def _is_in_tier(self, digest: bytes) -> bool:
         return self._tier is not None and TierBlock(self._number, digest) in self._tier
 
-    def _release(self, block_id: int) -> None:
+    def _release(self, block_ids: Sequence[int]) -> None:
+        """In this order."""
         # Not only its last user: what is used all the time shall not be lost with this process.
-        if self._tier and (digest := self._index.digest_of(block_id)) is not None:
-            self._unstored.append((digest, block_id))
-        if self._allocator.release(block_id):
-            if self._index.is_cached(block_id):
-                self._index.make_evictable(block_id)
-            else:
-                self._allocator.free(block_id)
+        if self._tier:
+            for block_id in block_ids:
+                if (digest := self._index.digest_of(block_id)) is not None:
+                    self._released[block_id] = digest
+        unused = self._allocator.release_all(block_ids)
+        self._allocator.free_all(self._index.retire(unused))
 
     def _forget(self, block_id: int) -> None:
         if self._index.is_evictable(block_id):
@@ -297,4 +304,7 @@ class GroupCache(BlockPool):
             self._unverified.discard(block_id)
             self._journal.erase(block_id)
         if self._tier:
+            # It may become findable by the same digest while a later step is still to write it.
+            for released in (self._released, *(blocks for _, blocks in self._unstored)):
+                released.pop(block_id, None)
             self._tier.withdraw(self._number, block_id)

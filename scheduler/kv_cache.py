@@ -12,7 +12,7 @@ from penstock.scheduler.group_cache import GroupCache, Share
 from penstock.scheduler.groups import KVGroup, StateGroup
 from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.kv_events import KVEvents
-from penstock.scheduler.prefix import PROCESS_KEY, block_digest, root_digest
+from penstock.scheduler.prefix import PROCESS_KEY, block_digests, root_digest
 from penstock.scheduler.sequence import Sequence, Status
 from penstock.scheduler.state_cache import OPENING, StateCache
 from penstock.scheduler.stats import GroupBlocks
@@ -245,11 +245,12 @@ class KVCache:
         if self._events is not None:
             self._tell(self._events, sequence, start, num_full)
 
-    def record(self) -> None:
-        """The step that was launched last has completed, so its findable blocks may outlive this
-        engine. Those of sequences that failed are forgotten by now."""
+    def record(self, completed: int, launched: int) -> None:
+        """The step `completed` has, and `launched` is the last one that was launched. Findable
+        blocks that only steps up to the first wrote to may outlive this engine; those of sequences
+        that failed in them are forgotten by now."""
         for each in self.groups:
-            each.record()
+            each.record(completed, launched)
 
     def forget(self, sequence: Sequence) -> None:
         """Makes its blocks unfindable, those too that it gave back, or had before it was preempted:
@@ -298,10 +299,10 @@ class KVCache:
     def _digests(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """The digests of its first blocks, each computed once in the sequence's life."""
         digests, size = sequence.block_digests, self.block_size
-        for i in range(len(digests), num_blocks):
+        if len(digests) < num_blocks:
             parent = digests[-1] if digests else self._root(sequence)
-            token_ids = sequence.token_ids[i * size : (i + 1) * size]
-            digests.append(block_digest(parent, token_ids, self._key))
+            token_ids = sequence.token_ids[len(digests) * size : num_blocks * size]
+            digests += block_digests(parent, token_ids, size, self._key)
         return digests[:num_blocks]
 
     def _tell(self, events: KVEvents, sequence: Sequence, start: int, end: int) -> None:

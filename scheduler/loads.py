@@ -8,7 +8,6 @@ The blocks of one sequence's load become findable together when the last of them
 on they are evictable, so that prompts that wait hold nothing that running sequences need.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -160,12 +159,12 @@ class Loads:
     def _pays(self, start: int, end: int, blocks: list[TierBlock]) -> bool:
         """Whether loading is expected to be quicker than computing."""
         compute_s = self._compute_s(start, end)
-        return compute_s is None or self._tier.load_s(_by_group(blocks)) < compute_s
+        return compute_s is None or self._tier.load_s(blocks) < compute_s
 
     def _start(self, admission: Admission, blocks: list[TierBlock], now: float) -> _Load:
         # Room for the blocks must not be made by evicting those that they follow.
         self._kv.refresh(admission)
-        expected_s = self._tier.load_s(_by_group(blocks))
+        expected_s = self._tier.load_s(blocks)
         deadline_s = now + max(_LATE_S, _LATE_FACTOR * expected_s)
         load = _Load(deadline_s, {}, set(blocks))
         self._open[load] = None
@@ -173,8 +172,7 @@ class Loads:
             load.block_ids[block] = self._kv.take(block.group)
             self._load_of[block] = load
         # The first is marked as used last: without it, the others are of no use.
-        for block in reversed(blocks):
-            self._tier.load(block, load.block_ids[block])
+        self._tier.load({block: load.block_ids[block] for block in reversed(blocks)})
         return load
 
     def _give_up(self, load: _Load, now: float) -> None:
@@ -214,7 +212,3 @@ class Loads:
         self._counts = counts._replace(
             **{name: getattr(counts, name) + num for name, num in more.items()}
         )
-
-
-def _by_group(blocks: list[TierBlock]) -> Counter[int]:
-    return Counter(block.group for block in blocks)

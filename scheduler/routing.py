@@ -10,7 +10,7 @@ from enum import StrEnum
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
-from penstock.scheduler.prefix import block_digest, root_digest
+from penstock.scheduler.prefix import block_digests, root_digest
 
 # Prompts are compared in pieces of so many tokens.
 _PIECE = 64
@@ -39,12 +39,7 @@ class RouterPolicy(StrEnum):
 def prefix_digests(prompt: Sequence[int], salt: str = "") -> list[bytes]:
     """Of each beginning of the prompt that is whole pieces, the shortest first. salt: replicas
     share nothing between different ones."""
-    digest = root_digest(salt, None)
-    digests = []
-    for start in range(0, len(prompt) - _PIECE + 1, _PIECE):
-        digest = block_digest(digest, list(prompt[start : start + _PIECE]))
-        digests.append(digest)
-    return digests
+    return block_digests(root_digest(salt, None), prompt, _PIECE)
 
 
 class Router(Protocol[Name]):

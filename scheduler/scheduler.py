@@ -257,7 +257,7 @@ class Scheduler:
             outputs += self._end_prompt_only(sequence, reason)
         if batch.with_prompt_output:
             outputs = with_prompts(outputs, batch.with_prompt_output, sampled.prompts)
-        self._kv.record()
+        self._kv.record(step, self._step)
         return outputs
 
     # State to be read between the verbs.

@@ -169,7 +169,7 @@ class StateCache(BlockPool):
             if (state := self._index.find(digest)) is not None:
                 self._forget(state)
 
-    def record(self) -> None:
+    def record(self, completed: int, launched: int) -> None:
         """States do not outlive the engine."""
 
     def _take(self) -> int | None:

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 
 class GroupBlocks(NamedTuple):
@@ -23,19 +23,19 @@ class GroupBlocks(NamedTuple):
         return self.num_used / num_blocks if num_blocks else 0.0
 
 
-class TierStats(NamedTuple):
-    """A tier below the pool. Gauges are current values; counters count since the start.
+class PlaceStats(NamedTuple):
+    """Where a tier keeps blocks: memory, or a disk. Gauges are current values; counters count since
+    the start.
 
     num_blocks: that can be found there; num_bytes: what is used of its space, by others too.
-    Blocks: unwritten_blocks_total were evicted before they were copied, removed_blocks_total made
-    room for others, damaged_blocks_total were found missing, cut off or changed. Tokens of prompts:
-    query_tokens_total were looked up, hit_tokens_total were loaded. Prompts, by why not all of what
-    was looked up was loaded: absent_total, slower_total (than computing), unreadable_total (blocks
-    were damaged), late_total (a load took too long, or one did shortly before).
+    Blocks: hit_blocks_total were loaded for a prompt, unwritten_blocks_total were evicted before
+    they were copied, removed_blocks_total made room for others, damaged_blocks_total were found
+    missing, cut off or changed.
     """
 
     num_blocks: int = 0
     num_bytes: int = 0
+    hit_blocks_total: int = 0
     read_bytes_total: int = 0
     written_bytes_total: int = 0
     read_s_total: float = 0.0
@@ -44,6 +44,26 @@ class TierStats(NamedTuple):
     removed_blocks_total: int = 0
     damaged_blocks_total: int = 0
     failed_writes_total: int = 0
+
+    def plus(self, **more: float) -> Self:
+        return self._replace(**{name: getattr(self, name) + num for name, num in more.items()})
+
+    def plus_counters(self, earlier: Self) -> Self:
+        """See `SchedulerStats`."""
+        return self.plus(**_counters(earlier))
+
+
+class TierStats(NamedTuple):
+    """A tier below the pool. memory, disk: None where it has no such place.
+
+    Tokens of prompts: query_tokens_total were looked up, hit_tokens_total were loaded. Prompts, by
+    why not all of what was looked up was loaded: absent_total, slower_total (than computing),
+    unreadable_total (blocks were damaged), late_total (a load took too long, or one did shortly
+    before).
+    """
+
+    memory: PlaceStats | None = None
+    disk: PlaceStats | None = None
     query_tokens_total: int = 0
     hit_tokens_total: int = 0
     absent_total: int = 0
@@ -53,10 +73,16 @@ class TierStats(NamedTuple):
 
     def plus_counters(self, earlier: Self) -> Self:
         """See `SchedulerStats`."""
-        names = [name for name in self._fields if name.endswith("_total")]
-        return self._replace(
-            **{name: getattr(self, name) + getattr(earlier, name) for name in names}
-        )
+        more = {name: getattr(self, name) + num for name, num in _counters(earlier).items()}
+        for name in ("memory", "disk"):
+            place, before = getattr(self, name), getattr(earlier, name)
+            if before is not None:
+                more[name] = (place or PlaceStats()).plus_counters(before)
+        return self._replace(**more)
+
+
+def _counters(stats: PlaceStats | TierStats) -> dict[str, Any]:
+    return {name: getattr(stats, name) for name in stats._fields if name.endswith("_total")}
 
 
 class SchedulerStats(NamedTuple):
@@ -92,6 +118,8 @@ class SchedulerStats(NamedTuple):
         first = GroupBlocks(
             None, self.num_used_blocks, self.num_evictable_blocks, self.num_free_blocks
         )
+        if not self.more_groups:
+            return first.usage
         return max(group.usage for group in (first, *self.more_groups))
 
     def plus_counters(self, earlier: Self) -> Self:
@@ -199,27 +227,27 @@ def work_of(
 ) -> StepWork:
     """windows: those that the model's layers have, each once; None for a layer without one."""
     num_decodes = batch.num_decodes
+    num_rows = len(batch.slots)
     num_decode_tokens = sum(batch.num_tokens[:num_decodes])
     num_drafts = num_decode_tokens - num_decodes
     # Rows of one token, which nearly all decodes are, need no arithmetic of their own.
     num_short = 0 if num_drafts else num_decodes
-    short = batch.starts[:num_short]
-    long = list(zip(batch.starts[num_short:], batch.num_tokens[num_short:], strict=True))
+    short, long, num_prefill_tokens = batch.starts, [], 0
+    if num_short < num_rows:
+        short = batch.starts[:num_short]
+        long = list(zip(batch.starts[num_short:], batch.num_tokens[num_short:], strict=True))
+        num_prefill_tokens = sum(batch.num_tokens[num_decodes:])
     num_long_decodes = num_decodes - num_short
-    num_prefill_tokens = sum(batch.num_tokens[num_decodes:])
+    num_tokens = num_prefill_tokens + num_decode_tokens
     return StepWork(
-        num_prefill_tokens=num_prefill_tokens,
-        num_decode_tokens=num_decode_tokens,
-        num_sequences=len(batch.slots),
-        num_sampled=sum(batch.samples) + num_drafts,
-        num_scored=batch.num_scored,
-        attention=tuple(
-            _attention_work(short, long, num_long_decodes, window) for window in windows
-        ),
-        num_padding=graph_sizes.padding(
-            num_prefill_tokens + num_decode_tokens, has_chunks=len(batch.slots) > num_decodes
-        ),
-        num_chunks=len(batch.slots) - num_decodes,
+        num_prefill_tokens,
+        num_decode_tokens,
+        num_rows,
+        sum(batch.samples) + num_drafts,
+        batch.num_scored,
+        tuple([_attention_work(short, long, num_long_decodes, window) for window in windows]),
+        num_padding=graph_sizes.padding(num_tokens, has_chunks=num_rows > num_decodes),
+        num_chunks=num_rows - num_decodes,
     )
 
 
@@ -234,6 +262,8 @@ def _attention_work(
     row's keys begin with those of its first query."""
     if window is None:
         keys = sum(decodes) + len(decodes)
+        if not rows:
+            return AttentionWork(keys, keys, keys)
         contexts = [start + n for start, n in rows]
         return AttentionWork(
             context_tokens=keys + sum(contexts),

@@ -88,7 +88,8 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
             num_threads=options.num_threads,
             kv_offload_dir=str(options.kv_offload_dir) if options.kv_offload_dir else None,
             kv_events=options.kv_events_config,
-            kv_offload_bytes=_gib(options.kv_offload_gb),
+            kv_offload_bytes=_gib("--kv-offload-gb", options.kv_offload_gb),
+            kv_offload_disk_bytes=_gib("--kv-offload-disk-gb", options.kv_offload_disk_gb),
             tensor_parallel_size=options.tensor_parallel_size,
             pipeline_parallel_size=options.pipeline_parallel_size,
             calibration=str(options.calibration) if options.calibration else None,
@@ -126,10 +127,10 @@ def _served_name(model: str) -> str:
     return model_name(Path(model)) if model.endswith(".gguf") else model
 
 
-def _gib(count: float | None) -> int | None:
+def _gib(flag: str, count: float | None) -> int | None:
     """Bytes. Raises InvalidConfig."""
     if count is not None and not 0 < count < math.inf:
-        raise InvalidConfig(f"--kv-offload-gb is {count:g}; it must be more than 0, and finite")
+        raise InvalidConfig(f"{flag} is {count:g}; it must be more than 0, and finite")
     return None if count is None else int(count * 2**30)
 
 

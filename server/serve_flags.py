@@ -243,7 +243,7 @@ def _add_model_flags(group: "argparse._ArgumentGroup") -> None:
         metavar="N",
         default=1,
         help="cut the layers into N stages, each in processes of its own that compute different "
-        "steps at the same time, on a CPU so far (default: %(default)s)",
+        "steps at the same time, on GPUs of their own or on a CPU (default: %(default)s)",
     )
 
 
@@ -365,9 +365,18 @@ def _add_memory_flags(group: "argparse._ArgumentGroup") -> None:
         "--kv-offload-gb",
         type=float,
         metavar="GIB",
+        help="on a GPU: GiB of this machine's memory, pinned, to which KV blocks go when no "
+        "sequence uses them any more, before they go to --kv-offload-dir, and from which they come "
+        "back. On a CPU, whose memory --kv-cache-memory-bytes limits: the same as "
+        "--kv-offload-disk-gb (default: none; with --kv-offload-dir 10, or a quarter of what is "
+        "free)",
+    )
+    flag(
+        "--kv-offload-disk-gb",
+        type=float,
+        metavar="GIB",
         help="most GiB that all files in --kv-offload-dir may take, of every server and model "
-        "that uses it; those that were used least recently are removed. Memory is limited by "
-        "--kv-cache-memory-bytes alone (default: 10)",
+        "that uses it; those that were used least recently are removed (default: 10)",
     )
 
 

@@ -6,7 +6,6 @@ step reads them.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +21,7 @@ from torch import Tensor
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import AttentionBackend, Dtype, EngineConfig, KVCacheDtype
 from penstock.engine.executor import device_copies
+from penstock.engine.executors.awaited_ids import AwaitedIds
 from penstock.engine.executors.loading import (
     Ledger,
     check_dtype,
@@ -314,8 +314,7 @@ class CpuExecutor:
         self._group_tables = tables.unbind()
         self._block_tables = tables if num_groups > 1 else tables[0]
         self._prompt_lengths = [0] * max_num_seqs
-        # Where the ids of each step belong that this rank has not learned from rank 0 yet.
-        self._sampled_at: deque[list[tuple[int, int]]] = deque()
+        self._awaited = AwaitedIds()  # where this rank is not rank 0
         grammars = Grammars.of_model(model_dir, vocab_size, eos_token_ids, config.load_format)
         if not self._is_follower:
             grammars.load_tokenizer()
@@ -364,18 +363,13 @@ class CpuExecutor:
         """This rank's part of a step, where it is not rank 0, which samples. sampled: of the steps
         that rank 0 has completed since the last call, in their order."""
         with torch.inference_mode(), self._in_step(batch):
-            for token_ids in sampled:
-                for (slot, position), token_id in zip(
-                    self._sampled_at.popleft(), token_ids, strict=True
-                ):
-                    self._tokens[slot, position] = token_id
+            for slot, position, token_id in self._awaited.told(sampled):
+                self._tokens[slot, position] = token_id
+            self._awaited.assigned(batch)
             self._apply(batch)
             if batch.slots:
                 self._compute(batch)
-            rows = zip(batch.slots, batch.starts, batch.num_tokens, batch.samples, strict=True)
-            self._sampled_at.append(
-                [(slot, at + num) for slot, at, num, samples in rows if samples]
-            )
+            self._awaited.launched(batch)
 
     @property
     def _is_follower(self) -> bool:

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 # Of the ledger in the log.
 _LINES = (
-    *("weights", "adapters", "kv_pool", "activations", "graphs"),
+    *("weights", "adapters", "kv_pool", "activations", "graphs", "staging"),
     *("others", "free", "total"),
 )
 _ADAPTERS = "--max-loras of them, of --max-lora-rank"
@@ -54,7 +54,8 @@ class Ledger:
 
     others: in use before the start. adapters: of the most LoRA adapters of the highest rank; a GPU
     has it from the start, and a processor takes it as they are loaded. activations: the most that a
-    step needs besides the rest. None: not measured on this device, or not a part of it.
+    step needs besides the rest. staging: of blocks on their way to the host's memory and back.
+    None: not measured on this device, or not a part of it.
     """
 
     total: int
@@ -64,11 +65,12 @@ class Ledger:
     adapters: int | None = None
     activations: int | None = None
     graphs: int | None = None
+    staging: int | None = None
 
     @property
     def free(self) -> int:
         parts = (self.others, self.weights, self.kv_pool, self.adapters, self.activations)
-        return self.total - sum(part or 0 for part in (*parts, self.graphs))
+        return self.total - sum(part or 0 for part in (*parts, self.graphs, self.staging))
 
     def log(self, size: PoolSize, pools: Sequence[GroupPool]) -> None:
         notes = {"kv_pool": "; ".join(_pool_notes(size, pools)), "adapters": _ADAPTERS}

@@ -18,6 +18,7 @@ from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers, Step
 from penstock.engine.gguf.file import is_gguf
+from penstock.engine.memory.offload import offload_flag
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.shard import Shard
 from penstock.engine.models.stage import Stage
@@ -51,7 +52,7 @@ def build_parallel_executor(
             library = load_ranks_library()
         except (OSError, subprocess.SubprocessError) as error:
             raise InvalidConfig(
-                f"{_flags(layout)} needs a C++ compiler for what the ranks exchange; install g++ "
+                f"{flags_of(layout)} needs a C++ compiler for what the ranks exchange; install g++ "
                 f"({getattr(error, 'stderr', None) or error})"
             ) from error
         memory = memory_of(membership_bytes(library, layout, link_size(config)))
@@ -105,7 +106,7 @@ def wait_limit_s(config: EngineConfig) -> float:
 def check_parallel(config: EngineConfig, model_dir: Path) -> None:
     """Raises InvalidConfig for what several ranks do not compute."""
     layout = layout_of(config)
-    flag = _flags(layout)
+    flag = flags_of(layout)
     if layout.size > MAX_RANKS:
         raise InvalidConfig(
             f"{flag}: at most {MAX_RANKS} ranks are supported, and these are {layout.size}"
@@ -120,9 +121,10 @@ def check_parallel(config: EngineConfig, model_dir: Path) -> None:
             f"{flag} cannot be combined with --quantization {config.quantization} so far; leave "
             "one of the two out"
         )
-    if config.kv_offload_dir is not None:
+    if offload := offload_flag(config):
         raise InvalidConfig(
-            f"{flag} cannot be combined with --kv-offload-dir so far; leave one of the two out"
+            f"{flag} cannot be combined with {offload} so far, as each rank would have to move its "
+            "share of every block at the same step; leave one of the two out"
         )
     if is_gguf(model_dir) and config.load_format is not LoadFormat.DUMMY:
         raise InvalidConfig(
@@ -136,7 +138,7 @@ def check_parallel(config: EngineConfig, model_dir: Path) -> None:
         Stage(model, 0, layout.num_stages)
 
 
-def _flags(layout: RankLayout) -> str:
+def flags_of(layout: RankLayout) -> str:
     """That ask for so many ranks, for messages."""
     flags = []
     if layout.tensor_size > 1:

@@ -43,7 +43,7 @@ from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.kv_events import KVEvents
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step_model.live import LiveStepModel
-from penstock.scheduler.tier import BlockTier
+from penstock.scheduler.tier import BlockTier, TierBlock
 
 logger = logging.getLogger(__name__)
 
@@ -156,23 +156,18 @@ def _build_executor(config: EngineConfig, phases: Phases, followers: Followers |
 
         device = choose_device(config.device)
         implementation = find_implementation(Path(config.model), config.model_impl)
-    if config.pipeline_parallel_size > 1:
-        flag = f"--pipeline-parallel-size {config.pipeline_parallel_size}"
-        if isinstance(implementation, TransformersClass):
+    if isinstance(implementation, TransformersClass):
+        if config.pipeline_parallel_size > 1:
             raise InvalidConfig(
-                f"{flag}: a model that transformers' class computes cannot be cut into stages; use "
+                f"--pipeline-parallel-size {config.pipeline_parallel_size}: a model that "
+                "transformers' class computes cannot be cut into stages; use "
                 "--pipeline-parallel-size 1, or another model"
             )
-        if device.type == "cuda":
+        if config.tensor_parallel_size > 1:
             raise InvalidConfig(
-                f"{flag}: stages on several GPUs are not supported yet; use --device cpu, or one "
-                "stage"
+                f"--tensor-parallel-size {config.tensor_parallel_size}: a model that transformers' "
+                "class computes cannot be split; use --tensor-parallel-size 1, or another model"
             )
-    if config.tensor_parallel_size > 1 and isinstance(implementation, TransformersClass):
-        raise InvalidConfig(
-            f"--tensor-parallel-size {config.tensor_parallel_size}: a model that transformers' "
-            "class computes cannot be split; use --tensor-parallel-size 1, or another model"
-        )
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         from penstock.engine.executors.parallel import build_parallel_executor, check_parallel
 
@@ -209,7 +204,7 @@ def serve(
     info = executor.info
     step_model = LiveStepModel(info, first_step_model(config, info))
     # What is recorded must have been computed, not only launched.
-    assert not ((executor.journals or executor.tier) and executor.runs_ahead), executor
+    assert not (executor.journals and executor.runs_ahead), executor
     if executor.tier is not None:
         at_end.append(executor.tier.flush)
     events = publisher = None
@@ -255,7 +250,8 @@ def _log_what_loading_takes(tier: BlockTier, step_model: LiveStepModel, info: Mo
     """Each prompt decides for itself, by what was measured until then; this is for people."""
     num_tokens = min(1024, info.max_model_len)
     num_blocks = num_tokens // info.block_size
-    load_s = tier.load_s(dict.fromkeys(range(len(info.kv_groups)), num_blocks))
+    nowhere = [TierBlock(group, b"") for group in range(len(info.kv_groups))]
+    load_s = tier.load_s(nowhere * num_blocks)
     compute_s = prefill_s(step_model, [(0, num_tokens)])
     computing = "" if compute_s is None else f", and to compute them about {compute_s * 1e3:.0f} ms"
     logger.info(

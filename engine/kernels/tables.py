@@ -86,12 +86,12 @@ def store_lengths(slots: Tensor, context_lens: Tensor, lengths: Tensor) -> None:
     )  # fmt: skip
 
 
-def update_block_tables(updates: Tensor, block_tables: Tensor) -> None:
-    """block_tables[slot, index] = block_id for each (slot, index, block_id) of updates, (N, 3)
-    int32."""
+def update_table(updates: Tensor, table: Tensor) -> None:
+    """table[slot, index] = value for each (slot, index, value) of updates, (N, 3) int32. table: of
+    blocks or of tokens."""
     num_updates = len(updates)
-    _update_block_tables[(ceil_div(num_updates, _BLOCK),)](
-        updates, block_tables, num_updates, block_tables.stride(0), BLOCK=_BLOCK, num_warps=2
+    _update_table[(ceil_div(num_updates, _BLOCK),)](
+        updates, table, num_updates, table.stride(0), BLOCK=_BLOCK, num_warps=2
     )
 
 
@@ -169,10 +169,10 @@ def _store_lengths(
 
 
 @triton.jit(do_not_specialize=["num_updates", "table_stride"])
-def _update_block_tables(updates, block_tables, num_updates, table_stride, BLOCK: tl.constexpr):
+def _update_table(updates, table, num_updates, table_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_updates
     slot = tl.load(updates + 3 * row, mask=mask, other=0).to(tl.int64)
     index = tl.load(updates + 3 * row + 1, mask=mask, other=0)
-    block = tl.load(updates + 3 * row + 2, mask=mask, other=0)
-    tl.store(block_tables + slot * table_stride + index, block, mask=mask)
+    value = tl.load(updates + 3 * row + 2, mask=mask, other=0)
+    tl.store(table + slot * table_stride + index, value, mask=mask)

@@ -9,13 +9,15 @@ the pool only after its file was verified, and only while its load is not cancel
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from penstock.engine.memory.block_files import HEADER_BYTES, BlockFiles, Unreadable
-from penstock.scheduler.stats import TierStats
+from penstock.engine.memory.transfer_rate import TransferRate
+from penstock.scheduler.stats import PlaceStats, TierStats
 from penstock.scheduler.tier import Loaded, TierBlock
 
 logger = logging.getLogger(__name__)
@@ -29,12 +31,6 @@ _SCAN_S = 60.0
 _WRITE_PAUSE_S = 30.0
 # What is not written by then, when the process is about to end, is not written.
 _FLUSH_S = 5.0
-# Of the measured bandwidth, each new measurement is this share; and each load that was not begun
-# moves it as far back to what was measured at the start, so that a disk gets another chance.
-_NEW_SHARE = 0.3
-_RETURN_SHARE = 0.05
-# To begin and end a load, whatever its size: threads, and the loop that looks for what has ended.
-_LATENCY_S = 0.002
 
 Task = Callable[[], None]
 
@@ -93,12 +89,11 @@ class DiskTier:
         self._reads: SimpleQueue[Task] = SimpleQueue()
         self._write_after_s = 0.0
         self._total_bytes = 0
-        # Of reading, while anything is being read.
-        self._start_bytes_per_s = self._bytes_per_s = read_bytes_per_s
-        self._open_bytes = 0
+        # Of reading; and what was read since anything is being read.
+        self.rate = TransferRate(read_bytes_per_s)
         self._busy_since_s = 0.0
         self._busy_bytes = 0
-        self._counts = TierStats()
+        self._counts = PlaceStats()
         self._forgotten: set[TierBlock] = set()  # whose files may still be there
         self._lock = threading.Lock()  # of what is found, forgotten and counted
         self._last_read_s = 0.0
@@ -114,11 +109,6 @@ class DiskTier:
 
     def block_bytes(self, group: int) -> int:
         return self._memory.num_bytes(group)
-
-    @property
-    def read_bytes_per_s(self) -> float:
-        """As measured last."""
-        return self._bytes_per_s
 
     def __contains__(self, block: TierBlock) -> bool:
         return block in self._known
@@ -144,13 +134,14 @@ class DiskTier:
         # After a write of it that has begun.
         self._writes.put(lambda: self._forget(block))
 
-    def load(self, block: TierBlock, block_id: int) -> None:
-        self._memory.reach(block.group, block_id)
-        load = self._loads[block] = _Load(block, block_id)
-        if not self._open_bytes:
-            self._busy_since_s, self._busy_bytes = self._clock(), 0
-        self._open_bytes += self._memory.num_bytes(block.group)
-        self._reads.put(lambda: self._load(load))
+    def load(self, block_ids: Mapping[TierBlock, int]) -> None:
+        for block, block_id in block_ids.items():
+            self._memory.reach(block.group, block_id)
+            load = self._loads[block] = _Load(block, block_id)
+            if not self.rate.open_bytes:
+                self._busy_since_s, self._busy_bytes = self._clock(), 0
+            self.rate.open_bytes += self._memory.num_bytes(block.group)
+            self._reads.put(partial(self._load, load))
 
     def loaded(self) -> Iterable[Loaded]:
         while not self._ended.empty():
@@ -167,14 +158,16 @@ class DiskTier:
             self._end(block, is_read=False)
         return load.is_cancelled
 
-    def load_s(self, num_blocks: Mapping[int, int]) -> float:
-        num_bytes = sum(self._memory.num_bytes(group) * n for group, n in num_blocks.items())
-        return _LATENCY_S + (self._open_bytes + num_bytes) / self._bytes_per_s
+    def load_s(self, blocks: Sequence[TierBlock]) -> float:
+        return self.rate.seconds(sum(self._memory.num_bytes(block.group) for block in blocks))
 
     def decline(self) -> None:
-        self._bytes_per_s += _RETURN_SHARE * (self._start_bytes_per_s - self._bytes_per_s)
+        self.rate.decline()
 
     def stats(self) -> TierStats:
+        return TierStats(disk=self.place_stats())
+
+    def place_stats(self) -> PlaceStats:
         return self._counts._replace(num_blocks=len(self._known), num_bytes=self._total_bytes)
 
     def work(self) -> None:
@@ -298,20 +291,16 @@ class DiskTier:
         """A load has ended."""
         del self._loads[block]
         num_bytes = self._memory.num_bytes(block.group)
-        self._open_bytes -= num_bytes
+        self.rate.open_bytes -= num_bytes
         if is_read:
             self._busy_bytes += num_bytes
-        if not self._open_bytes and self._busy_bytes:
-            busy_s = max(self._last_read_s - self._busy_since_s, 1e-6)
-            measured = self._busy_bytes / busy_s
-            self._bytes_per_s += _NEW_SHARE * (measured - self._bytes_per_s)
+            self._count(hit_blocks_total=1)
+        if not self.rate.open_bytes and self._busy_bytes:
+            self.rate.measure(self._busy_bytes, self._last_read_s - self._busy_since_s)
 
     def _count(self, **more: float) -> None:
         with self._lock:
-            counts = self._counts
-            self._counts = counts._replace(
-                **{name: getattr(counts, name) + num for name, num in more.items()}
-            )
+            self._counts = self._counts.plus(**more)
 
 
 def _run(tasks: "SimpleQueue[Task]", name: str, in_between: Task | None = None) -> None:

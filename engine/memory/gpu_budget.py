@@ -102,6 +102,7 @@ def out_of_memory(config: EngineConfig, phase: str) -> str:
         "kv_pool": pool,
         "graphs": f"{pool}, lower --max-num-seqs (now {scheduler.max_num_seqs}), or start with "
         "--enforce-eager",
+        "kv_offload": f"{pool}, or leave --kv-offload-gb and --kv-offload-dir out",
     }[phase]
     names = {
         "bandwidth": "before the model was loaded",
@@ -110,5 +111,6 @@ def out_of_memory(config: EngineConfig, phase: str) -> str:
         "activations": "in the largest step that the settings allow",
         "kv_pool": "while the KV pool was being allocated",
         "graphs": "while CUDA graphs were being captured",
+        "kv_offload": "while memory was being taken for blocks on their way to the host",
     }
     return f"the GPU's memory ran out {names[phase]}; {change}"

@@ -8,7 +8,8 @@ products than Llama, and in steps in which tokens have LoRA adapters. In both wa
 decodes alone leaves the rotation to an attention that does it itself.
 
 Where several ranks have a part of every layer, their sums come after the embedding, attention and
-the MLP, and rank 0 gathers the columns of the logits.
+the MLP, and rank 0 gathers the columns of the logits. Of several stages, all but the first go on
+with the states that they have received.
 """
 
 from typing import NamedTuple
@@ -33,6 +34,7 @@ from penstock.engine.models.gathered import joined
 from penstock.engine.models.llama import Layer, LlamaModel, embedding_multiplier, normed_whole
 from penstock.engine.models.lora.adapter import Stack
 from penstock.engine.models.lora.slots import AdapterSlots
+from penstock.engine.ranks.device_pipeline import DevicePipeline
 
 # Of ModelConfig.
 FEATURES = {
@@ -91,8 +93,10 @@ class FusedModel:
         attention: DeviceAttention,
         max_rows: int,
         adapters: AdapterSlots | None = None,
+        pipeline: DevicePipeline | None = None,
     ) -> None:
         """max_rows: the most that sample in one step. adapters: None where no token has one.
+        pipeline: where the model has some of the layers.
 
         Raises UnsupportedFeature or UnsupportedWeightFormat.
         """
@@ -101,6 +105,7 @@ class FusedModel:
         self._pool = pool
         self._attention = attention
         self._adapters = adapters
+        self._pipeline = pipeline
         self._linears = [_linears(model.config, layer) for layer in model.layers]
         self._lm_head = FUSED_LINEARS.of(model.lm_head)
         self._per_layer_inputs = None
@@ -108,12 +113,13 @@ class FusedModel:
             self._per_layer_inputs = FUSED_LINEARS.of(model.per_layer_inputs.projection)
         self._fuses = not model.config.features & _BETWEEN_PRODUCTS
         self._multiplier = embedding_multiplier(model.config, model.embedding.dtype)
-        # One buffer for the logits of all steps: a buffer for each graph would take gigabytes.
-        vocab_size, embedding = model.config.vocab_size, model.embedding
+        # One buffer for the logits of all steps: a buffer for each graph would take gigabytes. A
+        # stage before the last has none.
+        vocab_size, embedding = self._lm_head.out_features, model.embedding
         self._logits = embedding.new_empty(max_rows, vocab_size)
         self._few_logits = embedding.new_empty(MAX_ROWS, vocab_size, dtype=torch.float32)
         self._of_all: dict[torch.dtype, Tensor] = {}
-        if model.shard is not None and model.shard.rank == 0:
+        if vocab_size and model.shard is not None and model.shard.rank == 0:
             whole = model.shard.model.vocab_size
             for part in (self._few_logits, self._logits):
                 self._of_all[part.dtype] = part.new_empty(len(part), whole)
@@ -138,18 +144,24 @@ class FusedModel:
         return 0 if self._adapters is None else self._adapters.num_slots
 
     def __call__(self, step: DeviceStep) -> Tensor:
-        """The last layer's states before the final norm, (T, hidden). Writes keys and values."""
+        """The last layer's states before the final norm, (T, hidden), of a stage's layers its
+        last one's. Writes keys and values. Of a stage after the first, the states of the stage
+        before have arrived, and are gone afterwards."""
         model, config = self._model, self._model.config
         num_tokens = len(step.token_ids)
         steps = step.of_groups
         # The last group is that of recurrent states.
         for each in steps[:-1] if config.delta_net else steps:
             self._attention.plan(each)
-        residual = model.embedding.new_empty(num_tokens, config.hidden_size)
-        mixed = self._mixed(step, residual)
-        first_id = None if model.shard is None else model.shard.first_id
-        embed(step.token_ids, model.embedding, residual, self._multiplier, first_id=first_id)
-        self._summed(residual)
+        if (pipeline := self._pipeline) is None or pipeline.before is None:
+            residual = model.embedding.new_empty(num_tokens, config.hidden_size)
+            mixed = self._mixed(step, residual)
+            first_id = None if model.shard is None else model.shard.first_id
+            embed(step.token_ids, model.embedding, residual, self._multiplier, first_id=first_id)
+            self._summed(residual)
+        else:
+            residual = pipeline.arrived(num_tokens)
+            mixed = self._mixed(step, residual)
         if self._fuses and num_tokens <= MAX_ROWS and step.adapters is None:
             self._fused(steps, residual, mixed)
         else:

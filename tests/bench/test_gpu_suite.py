@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
+from penstock.engine.executors.cuda.ranks import SHARED_DEVICE
 from tests.bench.engine.__main__ import main as bench
 from tests.bench.gpu.goals import GOALS, LLAMA, SMALL, table, verdicts, with_shares
 from tests.bench.gpu.parts import Run
@@ -54,6 +55,16 @@ def test_steps_are_timed_and_points_that_do_not_fit_are_reported(
 
 
 @pytest.mark.slow
+def test_requests_are_timed_with_two_stages_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SHARED_DEVICE, raising=False)  # which the benchmark sets
+    (row,) = _bench(capsys, "ranks", SMALL, "--pipeline-parallel-size", "2")
+    assert row["pipeline_parallel_size"] == 2 and row["tokens_per_s"] > 0
+    assert 0 < row["bubble_ratio"] < 1
+
+
+@pytest.mark.slow
 def test_the_points_that_goals_name_are_timed_alone_and_say_how_kernels_were_launched(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -68,6 +79,19 @@ def test_overlap_is_timed_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     rows = _bench(capsys, "steps", SMALL, "--points", "overlap")
     assert [row["part"] for row in rows] == ["load", "overlap"]
     assert rows[1]["one_by_one_ms"] > 0
+
+
+@pytest.mark.slow
+def test_blocks_on_their_way_to_the_host_and_prefixes_from_there_are_timed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    *moves, first = _bench(capsys, "offload", SMALL)
+    at = {(row["direction"], row["blocks"]) for row in moves}
+    assert at == {(way, num) for way in ("to the host", "to the device") for num in (1, 3)}
+    assert all(row["is_right"] and row["of_link"] and row["kernel_gb_per_s"] for row in moves)
+    assert first["part"] == "offload ttft" and first["is_right"]
+    assert first["loaded_tokens"] == first["prefix"] == 32
+    assert min(first["computed_ms"], first["from_memory_ms"], first["from_pool_ms"]) > 0
 
 
 def test_tiles_of_the_linear_kernel_are_compared_with_torch(

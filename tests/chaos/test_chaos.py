@@ -20,9 +20,9 @@ async def test_no_stream_of_any_kind_differs_after_a_kill_at_any_of_the_first_st
 
 
 def test_no_answer_differs_after_files_of_its_blocks_were_damaged() -> None:
-    outcome = damage_files(32, seed=1, num_prompts=4, num_threads=1)
-    assert (outcome.num_different, outcome.num_found) == (0, 32)
-    assert outcome.num_hits > 1000
+    outcome = damage_files(8, seed=1, num_prompts=4, num_threads=1)
+    assert (outcome.num_different, outcome.num_found) == (0, 8)
+    assert outcome.num_hits > 250
 
 
 @pytest.mark.slow

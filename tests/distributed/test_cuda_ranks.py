@@ -1,5 +1,5 @@
-"""Two ranks of the CUDA executor beside one of the CPU executor: logits within 1e-4 in float32, and
-the same greedy answers.
+"""Ranks of the CUDA executor beside one of the CPU executor: logits within 1e-4 in float32, and the
+same greedy answers. Two that split each layer, two stages of layers, and two stages of two.
 
 They share a GPU, where there is one, or compute in Triton's interpreter; and have two GPUs and
 NCCL, where there are so many.
@@ -7,6 +7,7 @@ NCCL, where there are so many.
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from penstock.engine.ranks.layout import RankLayout
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.support.parallel_answers import assert_close
+from tests.support.rank_processes import is_running
 from tests.support.stepping import SteppedEngine
 from tests.support.tiny_models import engine_config, make_model, save
 
@@ -47,6 +49,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"vocab_size": 97},
     "olmo2": {},
     "qwen3_moe": {},
+}
+# Of stages, besides: two groups of layers, of which the second stage has one alone.
+IN_STAGES: dict[str, dict[str, Any]] = {
+    **FAMILIES,
+    "gemma3": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
 }
 
 
@@ -72,13 +82,25 @@ def requests(max_tokens: int) -> list[Request]:
     ]
 
 
+def requests_after_the_graph() -> list[Request]:
+    """Greedy ones, which no graph samples: by a kernel after it, and by torch."""
+    greedy = SamplingParams(max_tokens=5, temperature=0.0, num_logprobs=2)
+    ways = (replace(greedy, repetition_penalty=1.5), replace(greedy, bad_words=((5, 6), (7,))))
+    return [
+        Request(id=RequestId(f"{i}"), prompt_token_ids=(9, 5, 8 + i), sampling=way, arrival_s=0.0)
+        for i, way in enumerate(ways)
+    ]
+
+
 @contextmanager
-def started(config: EngineConfig, shares_device: bool) -> Iterator[CudaRanks]:
+def started(
+    config: EngineConfig, shares_device: bool, tensor_size: int = 1, num_stages: int = 1
+) -> Iterator[CudaRanks]:
+    config = replace(config, tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SHARED_DEVICE, "1" if shares_device else "0")
-        followers = Followers(RankLayout(tensor_size=2))
+        followers = Followers(RankLayout(tensor_size, num_stages))
         try:
-            config = replace(config, tensor_parallel_size=2)
             ranks = build_cuda_ranks(config, Phases(), followers)
             try:
                 yield ranks
@@ -96,7 +118,7 @@ def test_two_ranks_answer_as_one(family: str, shares_device: bool, tmp_path: Pat
     asked = requests(15 if family == "llama_biases" else 5)
     alone = SteppedEngine(config)
     expected = alone.run(asked)
-    with started(config, shares_device) as ranks:
+    with started(config, shares_device, 2) as ranks:
         answers = SteppedEngine(config, ranks).run(asked)
         for one, other in zip(expected, answers, strict=True):
             assert_close(one, other)
@@ -111,8 +133,61 @@ def test_two_ranks_answer_as_one(family: str, shares_device: bool, tmp_path: Pat
 def test_the_end_of_a_rank_is_one_sentence(shares_device: bool, tmp_path: Path) -> None:
     path = save(make_model("llama2", max_position_embeddings=512), tmp_path)
     config = config_of(path)
-    with started(config, shares_device) as ranks:
+    with started(config, shares_device, 2) as ranks:
         (rank_1,) = ranks.followers.pids
         os.kill(rank_1, signal.SIGKILL)
         with pytest.raises(RankFailed, match=r"^rank 1 was ended by signal 9[^\n]*$"):
             SteppedEngine(config, ranks).run(requests(5))
+
+
+@pytest.mark.parametrize("shares_device", PLACES)
+@pytest.mark.parametrize("family", IN_STAGES)
+def test_two_stages_answer_as_one(family: str, shares_device: bool, tmp_path: Path) -> None:
+    options = {"num_hidden_layers": 2, "max_position_embeddings": 256} | IN_STAGES[family]
+    config = config_of(save(make_model(family, **options), tmp_path))
+    asked = [*requests(15 if family == "gemma3" else 5), *requests_after_the_graph()]
+    alone = SteppedEngine(config)
+    expected = alone.run(asked)
+    with started(config, shares_device, num_stages=2) as ranks:
+        engine = SteppedEngine(config, ranks)
+        for one, other in zip(expected, engine.run(asked), strict=True):
+            assert_close(one, other)
+        whole, part = alone.executor.info, ranks.info
+    assert part.pipeline_parallel_size == part.max_in_flight == 2
+    assert (part.vocab_size, part.num_parameters) == (whole.vocab_size, whole.num_parameters)
+    assert len(part.attention) == len(whole.attention)
+    # The last stage reads the output layer besides its layers.
+    assert part.weight_bytes < whole.weight_bytes
+    assert len(engine.computed_s) > 10 and all(seconds > 0 for seconds in engine.computed_s)
+
+
+@pytest.mark.parametrize("shares_device", PLACES)
+def test_the_end_of_a_stage_is_one_sentence_of_who_and_where(
+    shares_device: bool, tmp_path: Path
+) -> None:
+    path = save(make_model("llama2", max_position_embeddings=512), tmp_path)
+    config = config_of(path)
+    with started(config, shares_device, num_stages=2) as ranks:
+        engine = SteppedEngine(config, ranks)
+        engine.run(requests(2))
+        (rank_1,) = ranks.followers.pids
+        os.kill(rank_1, signal.SIGKILL)
+        killed_s = time.monotonic()
+        message = r"^rank 1 \(stage 0\) was ended by signal 9[^\n]*$"
+        with pytest.raises(RankFailed, match=message):
+            engine.run(requests(5))
+        assert time.monotonic() - killed_s < 20  # some ms, unless the machine is busy
+    assert not is_running(rank_1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one device is enough of this")
+def test_two_stages_of_two_ranks_answer_as_one(tmp_path: Path) -> None:
+    options = {"num_hidden_layers": 2, "max_position_embeddings": 256}
+    config = config_of(save(make_model("qwen3", **options), tmp_path))
+    asked = requests(4)
+    expected = SteppedEngine(config).run(asked)
+    with started(config, True, 2, 2) as ranks:
+        for one, other in zip(expected, SteppedEngine(config, ranks).run(asked), strict=True):
+            assert_close(one, other)
+        pids = ranks.followers.pids
+    assert len(pids) == 3 and not any(map(is_running, pids))

@@ -17,7 +17,7 @@ from prometheus_client.core import Metric
 
 from penstock.engine.models.quantization.schemes import Scheme
 from penstock.scheduler.errors import PenstockError
-from penstock.scheduler.stats import GroupBlocks, TierStats
+from penstock.scheduler.stats import GroupBlocks, PlaceStats, TierStats
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -103,7 +103,7 @@ def families() -> list[Metric]:
     # recurrent states others, and with a tier others.
     windows = (GroupBlocks(1024, 0, 0, 0), GroupBlocks(None, 0, 0, 0, is_recurrent=True))
     recorded._stats = recorded.stats._replace(
-        fairness_index=1.0, more_groups=windows, tier=TierStats()
+        fairness_index=1.0, more_groups=windows, tier=TierStats(PlaceStats(), PlaceStats())
     )
     return [*recorded.families(), *adapter_metrics(1, {"a"}, set(), {"a": 1})]
 

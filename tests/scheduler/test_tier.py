@@ -14,13 +14,10 @@ from penstock.engine.memory.block_files import BlockFiles
 from penstock.engine.memory.disk_tier import BlockMemory, DiskTier
 from penstock.scheduler.config import Policy, SchedulerConfig
 from penstock.scheduler.groups import KVGroup
-from penstock.scheduler.stats import TierStats
 from penstock.scheduler.types import FinishReason, Request
 from tests.support.scheduling import Driver, make_request, run_alone, tokens_alone
 from tests.support.tier_files import DAMAGES, damage, files_in
-
-IDENTITY, GIB = bytes(32), 2**30
-BLOCK_SIZE, MAX_MODEL_LEN = 4, 64
+from tests.support.tiered import BLOCK_SIZE, GIB, IDENTITY, MAX_MODEL_LEN, hits, on_disk, stats
 
 
 class Slow(DiskTier):
@@ -53,23 +50,6 @@ def engine(
     )
 
 
-def hits(driver: Driver, request: Request) -> int:
-    """Prompt tokens that were not computed. The answer must be right, whatever they were."""
-    driver.scheduler.add(request)
-    driver.run()
-    assert driver.tier
-    driver.tier.work()
-    key = (request.id, 0)
-    assert driver.tokens[key] == tokens_alone(request, max_model_len=MAX_MODEL_LEN)[key]
-    return driver.num_cached[key]
-
-
-def stats(driver: Driver) -> TierStats:
-    found = driver.scheduler.stats().tier
-    assert found
-    return found
-
-
 def test_another_process_reads_what_one_before_computed(tmp_path: Path) -> None:
     assert hits(engine(tmp_path), make_request("a", 30)) == 0
     again = engine(tmp_path)
@@ -90,9 +70,9 @@ def test_what_the_pool_still_has_is_not_read_again(tmp_path: Path) -> None:
     driver = engine(tmp_path, num_blocks=16)
     hits(driver, make_request("a", [5] * 41, max_tokens=1))
     hits(driver, make_request("b", [6] * 33, max_tokens=1))  # evicts the last blocks of the first
-    before = stats(driver).read_bytes_total
+    before = on_disk(driver).read_bytes_total
     assert hits(driver, make_request("c", [5] * 41, max_tokens=1)) == 40
-    num_read = (stats(driver).read_bytes_total - before) // 64
+    num_read = (on_disk(driver).read_bytes_total - before) // 64
     assert 0 < num_read < 10
 
 
@@ -119,7 +99,7 @@ def test_a_damaged_block_is_computed_again(tmp_path: Path, kind: str) -> None:
     damage(third, kind, seed=1)
     again = engine(tmp_path)
     assert hits(again, make_request("b", 30)) == 8
-    assert (stats(again).damaged_blocks_total, stats(again).unreadable_total) == (
+    assert (on_disk(again).damaged_blocks_total, stats(again).unreadable_total) == (
         (0, 0) if kind == "missing" else (1, 1)
     )
     assert hits(engine(tmp_path), make_request("c", 30)) == 28  # written again
@@ -155,7 +135,7 @@ def test_two_prompts_with_one_prefix_read_it_once(tmp_path: Path) -> None:
         driver.scheduler.add(make_request(name, 30))
     driver.run()
     assert (driver.num_cached["b", 0], driver.num_cached["c", 0]) == (28, 28)
-    assert stats(driver).read_bytes_total == 7 * 64
+    assert on_disk(driver).read_bytes_total == 7 * 64
 
 
 def test_a_sequence_that_ends_while_it_waits_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -172,7 +152,7 @@ def test_a_sequence_that_ends_while_it_waits_leaves_nothing_behind(tmp_path: Pat
     driver.step()
     assert driver.kv.num_used == 0
     assert hits(driver, make_request("c", 30)) == 28
-    assert stats(driver).read_bytes_total == 7 * 64
+    assert on_disk(driver).read_bytes_total == 7 * 64
 
 
 def test_a_read_that_hangs_is_given_up_and_the_prompt_computed(tmp_path: Path) -> None:
@@ -218,7 +198,7 @@ def test_a_copy_of_a_block_that_was_written_to_meanwhile_is_thrown_away(tmp_path
     memory.read = read_while_it_is_used_again  # type: ignore[method-assign]
     hits(driver, make_request("a", 30))
     assert not files_in(tmp_path)
-    assert stats(driver).unwritten_blocks_total == 9
+    assert on_disk(driver).unwritten_blocks_total == 9
 
 
 def test_what_a_failed_sequence_computed_is_not_read_by_another_process(tmp_path: Path) -> None:
@@ -248,7 +228,7 @@ def test_layers_with_a_window_need_the_blocks_of_the_window_alone(tmp_path: Path
     again.run()
     assert again.num_cached["b", 0] == 40
     assert again.tokens["b", 0] == first.tokens["a", 0]
-    assert stats(again).read_bytes_total == (10 + 2) * 64
+    assert on_disk(again).read_bytes_total == (10 + 2) * 64
 
 
 class Tiers(RuleBasedStateMachine):
@@ -371,7 +351,7 @@ class Tiers(RuleBasedStateMachine):
             driver.tier.work()
             driver.scheduler.schedule(driver.now)  # takes what nobody waits for any more
             assert not any(kv.num_used for kv in driver.scheduler._kv._blocks)
-            assert not driver.tier._open_bytes
+            assert not driver.tier.rate.open_bytes
             self._check(driver)
         if hasattr(self, "scratch"):
             self.scratch.cleanup()
@@ -399,7 +379,7 @@ def test_the_oldest_files_go_where_the_limit_is_reached(tmp_path: Path) -> None:
             used_s = path.stat().st_mtime - 1
             os.utime(path, (used_s, used_s))
     assert sum(path.stat().st_size for path in files_in(tmp_path)) <= 20 * size
-    assert stats(driver).removed_blocks_total > 10
+    assert on_disk(driver).removed_blocks_total > 10
     again = engine(tmp_path, limit=20 * size)
     assert hits(again, make_request("last", [31] * 13, max_tokens=1)) == 12
     assert hits(again, make_request("first", [20] * 13, max_tokens=1)) == 0

@@ -41,11 +41,11 @@ def test_a_server_reads_the_blocks_of_the_one_before_for_the_same_key_alone(tmp_
     again = served(directory)
     try:
         assert ask(again, key="b") == (text, 0)
-        assert again.metric("kv_offload_blocks") > 0
+        assert again.metric('kv_offload_blocks{tier="disk"}') > 0
         same, num_cached = ask(again)
         assert same == text and num_cached > 100
         assert again.metric("kv_offload_hit_tokens_total") == num_cached
-        assert again.metric("kv_offload_read_bytes_total") > 0
+        assert again.metric('kv_offload_read_bytes_total{tier="disk"}') > 0
         assert "that an earlier server wrote" in again.log()
     finally:
         again.stop()
@@ -59,6 +59,7 @@ def test_a_server_reads_the_blocks_of_the_one_before_for_the_same_key_alone(tmp_
         (("--kv-offload-dir", "x", "--batching", "static"), "would miss its batch"),
         (("--kv-offload-dir", "x", "--kv-offload-gb", "0"), "must be more than 0, and finite"),
         (("--kv-offload-gb", "5"), "name it with --kv-offload-dir"),
+        (("--kv-offload-disk-gb", "5"), "name it with --kv-offload-dir"),
     ],
 )
 def test_a_directory_that_cannot_be_used_is_an_error_at_the_start(

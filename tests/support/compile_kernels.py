@@ -29,19 +29,21 @@ from triton.runtime.jit import JITFunction
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.attention.paged.attention import PagedAttention
 from penstock.engine.device_step import AdapterTiles, DeviceStep, StateTiles
+from penstock.engine.executors.cuda.pool_mover import piece_bytes, words_of
 from penstock.engine.kernels import launch
 from penstock.engine.kernels.adapters import most_tiles, tile_rows
 from penstock.engine.kernels.blocks import copy_blocks, snapshot_states
 from penstock.engine.kernels.delta_net.chunks import TILE_TOKENS
+from penstock.engine.kernels.pieces import add_checksums, gather_blocks, scatter_blocks
 from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
     gather_chunks,
     gather_decodes,
     store_lengths,
     store_sampled,
-    update_block_tables,
+    update_table,
 )
-from penstock.engine.memory.kv_pool import KVPools
+from penstock.engine.memory.kv_pool import KVPool, KVPools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.layers.coded import CodedLinear, coded_weight
@@ -391,16 +393,26 @@ class MetaModel:
             self.model.logits(self.model(step)[:num_rows])
             store_sampled(_ints(num_rows), step.slots, step.context_lens, token_table)
             store_lengths(step.slots, step.context_lens, lengths)
-            update_block_tables(_ints(num_rows, 3), step.block_tables)
+            update_table(_ints(num_rows, 3), step.block_tables)
             for pool in self._pool.groups:
                 for keys, values in pool.pairs():
                     copy_blocks(_ints(1, 2), keys, values)
+                self._move(pool)
             if (states := self._pool.recurrent) is not None:
                 copy_blocks(_ints(1, 2), states.matrices)
                 copy_blocks(_ints(1, 2), states.inputs)
                 tables = step.of_groups[-1].block_tables
                 snapshot_states(_ints(1, 2), tables, states.matrices, states.inputs)
         return launches
+
+    def _move(self, pool: KVPool) -> None:
+        """Blocks to the host's memory and back."""
+        pieces = _ints(1, piece_bytes(pool) // 4)
+        checksums = torch.empty(1, dtype=torch.int64, device=META)
+        for words in words_of(pool):
+            gather_blocks(_ints(1), words, 0, pieces, checksums)
+            scatter_blocks(_ints(1), words, 0, pieces, checksums, checksums)
+        add_checksums(pieces, checksums)
 
     def sampling_launches(self, mode: Mode = Mode.ADJUSTED) -> list[Launch]:
         """Of a request's settings, and of a step. Many rows have logits of the model's type."""

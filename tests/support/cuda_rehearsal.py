@@ -3,8 +3,9 @@
     python -m tests.support.cuda_rehearsal ROUNDS [MODEL] [int8|fp8] [FLAGS]
 
 MODEL: a key of `MODELS`, by default llama. int8, fp8: of the KV cache. FLAGS: --enforce-eager;
---enable-lora, for all requests once more, whose tokens have an adapter then; --rank=0 or --rank=1,
-of two, each of which steps through the same batches.
+--enable-lora, for all requests once more, whose tokens have an adapter then; --offload, with blocks
+that go to the host's memory and come back; --rank=0 or --rank=1, of two that split each layer, or
+--stage-rank=0, 1 or 2, of as many stages: each steps through the same batches.
 
 Runs it from its start through busy serving on `tests.support.pretend_gpu`, with the real scheduler
 and requests that use every option. Prints one JSON object: the kernels compiled at the start and
@@ -16,8 +17,9 @@ import json
 import random
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,21 @@ from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.setup import OneForAll, build_cuda_executor
 from penstock.engine.kernels.tables import store_lengths
+from penstock.engine.memory.host_tier import HostTier
 from penstock.engine.ranks.board import Board, board_memory
-from penstock.engine.ranks.torch_group import (
-    Rendezvous,
-    TorchGroup,
-    least_key,
-    rendezvous_memory,
-)
+from penstock.engine.ranks.layout import RankLayout
+from penstock.engine.ranks.rendezvous import Rendezvous, rendezvous_memory
+from penstock.engine.ranks.torch_ranks import TorchRanks
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.types import Pooling, Request, RequestId, SamplingParams
+from penstock.scheduler.types import (
+    Pooling,
+    PromptOutput,
+    Request,
+    RequestId,
+    SamplingParams,
+    ScheduledBatch,
+)
 from tests.bench.engine.models import model_fields
 from tests.support.pretend_gpu import BrokenRule, PretendGpu
 from tests.support.quantized_checkpoints import FORMATS
@@ -172,19 +179,20 @@ def _refusal(run: Callable[[], object]) -> str:
     return ""
 
 
-def group_of_two(rank: int) -> TorchGroup:
-    """As this rank has it, the other being only pretended."""
-    rendezvous = Rendezvous(rendezvous_memory(), 2)
-    rendezvous.store.set(least_key(1 - rank, 0), "1000000000 1000000000")
-    board = Board(board_memory(2))
-    return TorchGroup(rendezvous, rank, torch.device("cuda", 0), board, alone=True)
+def ranks_of(rank: int, layout: RankLayout) -> TorchRanks:
+    """As this rank has them, the others being only pretended."""
+    rendezvous = Rendezvous(rendezvous_memory(), layout.size)
+    for other in set(range(layout.size)) - {rank}:
+        rendezvous.tell(other, 0, [10**9, 10**9])
+    board = Board(board_memory(layout.size))
+    return TorchRanks(rendezvous, rank, torch.device("cuda", 0), board, layout, alone=True)
 
 
 class Rehearsal:
-    """One start, then requests. group: of the ranks of which this is one."""
+    """One start, then requests. ranks: of which this is one."""
 
     def __init__(
-        self, gpu: PretendGpu, model_dir: Path, group: TorchGroup | None = None, **changes: Any
+        self, gpu: PretendGpu, model_dir: Path, ranks: TorchRanks | None = None, **changes: Any
     ) -> None:
         settings: dict[str, Any] = {
             "model": str(model_dir),
@@ -195,25 +203,40 @@ class Rehearsal:
         }
         self.gpu = gpu
         self.config = EngineConfig(**(settings | changes))
-        self.executor: CudaExecutor = build_cuda_executor(self.config, model_dir, group=group)
-        info = self.executor.info
+        self.executor: CudaExecutor = build_cuda_executor(self.config, model_dir, ranks=ranks)
+        info, tier = self.executor.info, self.executor.tier
+        assert tier is None or isinstance(tier, HostTier), tier
+        self.tier = tier
         self.scheduler = Scheduler(
             self.config.scheduler,
             groups=info.kv_groups,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
+            num_cohorts=info.pipeline_parallel_size,
+            tier=self.tier,
         )
-        self._pending: PendingTokens | None = None
+        self._follows = ranks is not None and ranks.rank > 0
+        pipeline = None if ranks is None else ranks.pipeline
+        self._has_output_layer = pipeline is None or pipeline.after is None
+        self._launched: deque[tuple[PendingTokens, ScheduledBatch]] = deque()
+        self._sampled: list[list[int]] = []
         self._num_requests = 0
 
     def add(
-        self, num_tokens: int, *, n: int = 1, pooling: Pooling | None = None, **way: Any
+        self,
+        num_tokens: int,
+        *,
+        n: int = 1,
+        pooling: Pooling | None = None,
+        start: int | None = None,
+        **way: Any,
     ) -> None:
+        """start: of the prompt's ids; by default another one for each request."""
         self._num_requests += 1
         sampling = SamplingParams(**({"max_tokens": 8} | way))
-        start = self._num_requests
+        start = self._num_requests if start is None else start
         request = Request(
-            id=RequestId(str(start)),
+            id=RequestId(str(self._num_requests)),
             prompt_token_ids=tuple(3 + (start * 7 + i) % 89 for i in range(num_tokens)),
             sampling=sampling,
             arrival_s=0.0,
@@ -227,10 +250,33 @@ class Rehearsal:
 
     def step(self) -> None:
         """As in the engine's loop: the next step is launched before the last one is waited for."""
+        if self.tier:
+            self.tier.work()
         batch = self.scheduler.schedule(0.0)
-        pending, self._pending = self._pending, self.executor.execute(batch) if batch else None
-        if pending:
-            self.scheduler.update(pending.wait())
+        if batch:
+            self._launched.append((self._launch(batch), batch))
+        if not batch or len(self._launched) >= self.executor.info.max_in_flight:
+            self._collect()
+
+    def _launch(self, batch: ScheduledBatch) -> PendingTokens:
+        if not self._follows:
+            return self.executor.execute(batch)
+        launched = self.executor.follow(batch, self._sampled)
+        self._sampled = []
+        return launched
+
+    def _collect(self) -> None:
+        if not self._launched:
+            return
+        pending, batch = self._launched.popleft()
+        sampled = pending.wait()
+        if not self._has_output_layer:  # what the last stage would have
+            _, planned = self.scheduler._in_flight[0]  # that nothing else tells of a batch
+            prompts = (PromptOutput(None, None),) * len(planned.with_prompt_output)
+            token_ids = [self.gpu.answer] * sum(batch.samples)
+            sampled = replace(sampled, token_ids=token_ids, prompts=prompts)
+        self._sampled.append(list(sampled.token_ids))
+        self.scheduler.update(sampled)
 
     def give_all_tokens_an_adapter(self) -> None:
         """That of the first slot: none can be loaded into memory without data."""
@@ -240,7 +286,7 @@ class Rehearsal:
     def finish(self) -> int:
         """Steps until all requests have finished. Returns the number of steps."""
         count = 0
-        while self.scheduler.has_work or self._pending:
+        while self.scheduler.has_work or self._launched:
             self.step()
             count += 1
         return count
@@ -274,17 +320,28 @@ def write_model(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def rehearse(rounds: int, model: str, rank: int | None = None, **changes: Any) -> dict[str, Any]:
-    """A start and `rounds` of `serve_everything`, then a few decode steps. rank: of two."""
+def rehearse(
+    rounds: int,
+    model: str,
+    rank: int | None = None,
+    layout: RankLayout | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """A start and `rounds` of `serve_everything`, then a few decode steps. rank: of a layout."""
     gpu = PretendGpu(answer=65)  # an "a" of the dummy tokenizer
     with gpu.installed(), tempfile.TemporaryDirectory() as directory:
-        group = None if rank is None else group_of_two(rank)
-        rehearsal = Rehearsal(gpu, write_model(Path(directory), **MODELS[model]), group, **changes)
+        ranks = None if rank is None or layout is None else ranks_of(rank, layout)
+        fields = MODELS[model]
+        if layout is not None and layout.num_stages > 1:
+            fields = fields | {"num_hidden_layers": layout.num_stages}
+        rehearsal = Rehearsal(gpu, write_model(Path(directory), **fields), ranks, **changes)
         at_start = set(gpu.compiled)
         used, num_graphs = gpu.used_bytes, len(gpu.graphs)
         gpu.waits.clear()
         gpu.peak_bytes = used
         steps = serve_everything(rehearsal, rounds, rounds)
+        if rehearsal.tier:
+            come_back(rehearsal)
         decode = decode_alone(rehearsal)
         adapted = None
         if rehearsal.config.lora is not None:
@@ -307,7 +364,21 @@ def rehearse(rounds: int, model: str, rank: int | None = None, **changes: Any) -
             ],
             "decode": decode,
             "adapted_decode": adapted,
+            "memory_tier": memory_tier(rehearsal.tier),
         }
+
+
+def come_back(rehearsal: Rehearsal) -> None:
+    """A long prompt, others that take its blocks, and the same one again."""
+    for start in (1, 2, 3, 1):
+        rehearsal.add(1500, start=start, max_tokens=1)
+        rehearsal.finish()
+
+
+def memory_tier(tier: HostTier | None) -> dict[str, float]:
+    """See `PlaceStats`."""
+    memory = tier.stats().memory if tier else None
+    return memory._asdict() if memory else {}
 
 
 def decode_alone(rehearsal: Rehearsal, num_steps: int = 5) -> dict[str, Any]:
@@ -317,7 +388,7 @@ def decode_alone(rehearsal: Rehearsal, num_steps: int = 5) -> dict[str, Any]:
         rehearsal.add(2, max_tokens=30, top_p=0.9)
     for _ in range(6):
         rehearsal.step()
-    for seen in (gpu.waits, gpu.uploads, gpu.launches, gpu.replays):
+    for seen in (gpu.waits, gpu.uploads, gpu.launches, gpu.replays, gpu.collectives):
         seen.clear()
     for _ in range(num_steps):
         rehearsal.step()
@@ -327,6 +398,7 @@ def decode_alone(rehearsal: Rehearsal, num_steps: int = 5) -> dict[str, Any]:
         "uploads": gpu.uploads[:],
         "launches": [launch.name for launch in gpu.launches],
         "replays": len(gpu.replays),
+        "collectives": gpu.collectives[:],  # outside of graphs
         "launches_in_graph": Counter(launch.name for launch in gpu.replays[0].launches)
         if gpu.replays
         else {},
@@ -340,13 +412,21 @@ def main(rounds: int, flags: list[str]) -> None:
     model = next((flag for flag in flags if flag in MODELS), "llama")
     num_layers = MODELS[model].get("num_hidden_layers", 1)
     # A pool that is smaller than a whole context, so that sequences are preempted.
+    rank, layout = None, RankLayout(tensor_size=2)
+    for flag in flags:
+        if flag.startswith(("--rank=", "--stage-rank=")):
+            rank = int(flag[-1])
+            if flag.startswith("--stage"):  # of one layer each
+                layout, num_layers = RankLayout(num_stages=3), 1
     report = rehearse(
         rounds,
         model,
-        next((int(flag[-1]) for flag in flags if flag.startswith("--rank=")), None),
+        rank,
+        layout,
         block_size=16,
         kv_cache_memory_bytes=2**18 * num_layers,
         enforce_eager="--enforce-eager" in flags,
+        kv_offload_bytes=2**22 if "--offload" in flags else None,
         lora=LoraConfig() if "--enable-lora" in flags else None,
         kv_cache_dtype=next((kind for kind in KVCacheDtype if kind in flags), KVCacheDtype.AUTO),
     )

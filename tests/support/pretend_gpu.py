@@ -22,7 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from penstock.engine.executors.cuda import block_tier
+from penstock.engine.memory.host_tier import HostTier
 from penstock.engine.models import llama
+from penstock.engine.ranks.torch_group import ALL_GATHER
 from tests.support.paths import ROOT
 
 _GUARD = """
@@ -49,7 +52,7 @@ namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceTy
 """
 _ALIGNMENT = 512  # of torch's allocator
 _MAX_GRID_Y = 65535
-_COLLECTIVES = ("all_reduce", "broadcast", "all_gather_single")
+_COLLECTIVES = ("all_reduce", "broadcast", ALL_GATHER)
 _ENGINE = str(ROOT / "penstock" / "engine")
 _aten = torch.ops.aten
 _PUTS = (_aten.index_put_.default, _aten.index_put.default)
@@ -133,7 +136,9 @@ class PretendGpu:
     graphs: list[Graph] = field(default_factory=list)
     compiled: dict[str, str] = field(default_factory=dict)  # by key, the place of its first launch
     memories: dict[int, Memory] = field(default_factory=dict)
-    connected: set[str] = field(default_factory=set)  # the collectives that have run
+    # The collectives that have run, and of which groups.
+    connected: set[tuple[str, object]] = field(default_factory=set)
+    collectives: list[str] = field(default_factory=list)  # those outside of graphs
     capturing: Graph | None = None
     forbids_waits: bool = False  # torch.cuda.set_sync_debug_mode
     live_bytes: int = 0
@@ -283,10 +288,10 @@ class PretendGpu:
         gpu, cuda = self, torch.cuda
 
         class Event:
-            def __init__(self, enable_timing: bool = False) -> None:
+            def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
                 self.at = 0
 
-            def record(self) -> None:
+            def record(self, stream: object = None) -> None:
                 self.at = gpu.clock
 
             def synchronize(self) -> None:
@@ -302,6 +307,16 @@ class PretendGpu:
             def elapsed_time(self, other: "Event") -> float:
                 return 1.0
 
+        class Stream:
+            """There is one order here, that of launches: `tests.support.simulated_device` has
+            streams."""
+
+            def __init__(self, device: object = None) -> None:
+                pass
+
+            def wait_event(self, event: Event) -> None:
+                assert event.at, "it waits for an event that was not recorded"
+
         @contextmanager
         def capture(
             graph: Graph, *, pool: object = None, capture_error_mode: str = "global"
@@ -316,6 +331,12 @@ class PretendGpu:
             finally:
                 gpu.capturing = None
             gpu.graphs.append(graph)
+
+        def without_threads(*args: Any, **kwargs: Any) -> HostTier:
+            return HostTier(*args, **kwargs | {"has_threads": False})
+
+        def pin(memory: Tensor) -> None:
+            gpu.adopt(memory).is_pinned = True
 
         def set_sync_debug_mode(mode: str) -> None:
             gpu.forbids_waits = mode == "error"
@@ -334,15 +355,16 @@ class PretendGpu:
                 return super().submit(run)
 
         def collective(name: str) -> Callable[..., None]:
-            def run(*arguments: object) -> None:
+            def run(*arguments: object, group: object = None, **_: object) -> None:
                 for each in (each for each in arguments if isinstance(each, Tensor)):
                     if not each.is_cuda or not each.is_contiguous():
                         raise BrokenRule(f"{name} of a tensor of {each.device}, {each.stride()}")
                     gpu.use(each)
                 gpu.clock += 1
                 if gpu.capturing is None:
-                    gpu.connected.add(name)
-                elif name not in gpu.connected:
+                    gpu.connected.add((name, group))
+                    gpu.collectives.append(name)
+                elif (name, group) not in gpu.connected:
                     raise BrokenRule(f"{name} connects the ranks in a capture")
                 else:
                     gpu.capturing.operations.append(name)
@@ -390,11 +412,18 @@ class PretendGpu:
             (cuda, "empty_cache", self._empty_cache),
             (cuda, "set_sync_debug_mode", set_sync_debug_mode),
             (cuda, "Event", Event),
+            (cuda, "Stream", Stream),
+            (cuda, "current_stream", Stream),
+            (cuda, "stream", nullcontext),
+            # Dispatch modes are per thread, and here `work` does what the tier's threads would.
+            (block_tier, "pin", pin),
+            (block_tier, "HostTier", without_threads),
             (cuda, "CUDAGraph", lambda: Graph(self)),
             (cuda, "graph_pool_handle", object),
             (cuda, "graph", capture),
             *((torch.distributed, name, collective(name)) for name in _COLLECTIVES),
             (torch.distributed, "init_process_group", lambda *_, **__: None),
+            (torch.distributed, "new_group", lambda *_, **__: object()),
             (torch, "Generator", lambda device: torch._C.Generator("cpu")),
             (torch, "tensor", tensor),
             (FakeTensor, "tolist", tolist),

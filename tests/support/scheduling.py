@@ -7,6 +7,7 @@ from dataclasses import replace
 from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.scripted import ScriptedExecutor, Slot, mix, scripted_info
 from penstock.engine.memory.disk_tier import BlockMemory, DiskTier
+from penstock.engine.memory.host_tier import HostTier
 from penstock.engine.memory.kept import KeptMemory
 from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
@@ -164,7 +165,7 @@ class Driver:
         windows: tuple[int | None, ...] = (None,),
         more_blocks: tuple[int, ...] = (),
         num_states: int = 0,
-        make_tier: Callable[[BlockMemory], DiskTier] | None = None,
+        make_tier: Callable[[BlockMemory], DiskTier | HostTier] | None = None,
         events: KVEvents | None = None,
         num_cohorts: int = 1,
     ) -> None:

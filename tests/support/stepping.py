@@ -36,6 +36,8 @@ class SteppedEngine:
             num_cohorts=info.pipeline_parallel_size,
         )
         self._num_requests = 0
+        self.computed_s: list[float] = []
+        """As in `SampledTokens`, of each step that has it."""
 
     def run(self, requests: list[Request]) -> list[list[RequestOutput]]:
         """The outputs of each request, all run together. Equal ids are made unique."""
@@ -53,7 +55,10 @@ class SteppedEngine:
             if batch:
                 launched.append(self.executor.execute(batch))
             if not batch or len(launched) >= self.executor.info.pipeline_parallel_size:
-                for output in self.scheduler.update(launched.popleft().wait()):
+                sampled = launched.popleft().wait()
+                if sampled.computed_s is not None:
+                    self.computed_s.append(sampled.computed_s)
+                for output in self.scheduler.update(sampled):
                     outputs[output.request_id].append(output)
         for name in outputs:
             self.executor.release(name)

@@ -58,8 +58,9 @@ class ChunkGraphs:
             self._state_tiles = StateTileMemory(tables, sizes, max_rows)
         self._graphs = StepGraphs(self._run, device)
 
-    def takes(self, num_tokens: int) -> bool:
-        return any(num_tokens <= size for size in self._sizes)
+    def size_for(self, num_tokens: int) -> int | None:
+        """To which so many tokens are padded; None where they are too many."""
+        return next((size for size in self._sizes if size >= num_tokens), None)
 
     def capture(self, on_captured: Callable[[], None]) -> None:
         kinds = (True, False) if self._model.num_adapter_slots else (False,)
@@ -75,7 +76,8 @@ class ChunkGraphs:
         the next call.
         """
         self._inputs.copy_(self._tables.upload(self._padded(batch, query_starts)))
-        size = next(size for size in self._sizes if size >= query_starts[-1])
+        size = self.size_for(query_starts[-1])
+        assert size is not None, query_starts
         if adapters:
             self._tiles.write(adapters, size)
         if self._state_tiles is not None:

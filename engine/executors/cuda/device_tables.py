@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.tables import update_block_tables
+from penstock.engine.kernels.tables import update_table
 from penstock.engine.memory.host import to_device
 from penstock.scheduler.types import ScheduledBatch, SlotAssignment
 
@@ -59,7 +59,7 @@ class DeviceTables:
                 (group * rows + slot, index, block_id)
                 for slot, index, block_id, group in batch.table_updates
             ]
-            update_block_tables(self.upload(updates), self._rows)
+            update_table(self.upload(updates), self._rows)
 
     def upload(self, values: Sequence[object]) -> Tensor:
         """These integers as int32 on the device, in the same shape."""

@@ -7,11 +7,15 @@ sequences nothing is sent to the device. A step with prefill chunks is a graph t
 
 Only `LaunchedStep.wait` waits for the device, for the ids that it copies out; and a step with a
 grammar or logprobs does, because the host needs the ids.
+
+Of several stages each has some of the layers. All but the last compute states alone, which go to
+the next stage between two graphs (`penstock.engine.ranks.device_pipeline`).
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +23,12 @@ from torch import Tensor
 
 from penstock.engine.device_step import DeviceStep
 from penstock.engine.executor import check_no_adapter, device_copies
+from penstock.engine.executors.awaited_ids import AwaitedIds
 from penstock.engine.executors.cuda.adapter_tiles import TileMemory, tiles_of
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES, ChunkGraphs
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs, captured_sizes
+from penstock.engine.executors.cuda.stage_time import StageTime
 from penstock.engine.executors.cuda.state_tiles import DeviceStates
 from penstock.engine.executors.cuda.state_tiles import tiles_of as state_tiles_of
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES, NoSampler, StepSampler
@@ -33,17 +39,19 @@ from penstock.engine.kernels.tables import (
     gather_decodes,
     store_lengths,
     store_sampled,
+    update_table,
 )
 from penstock.engine.memory.kv_pool import KVPools
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.lora.store import Adapters
-from penstock.engine.ranks.torch_group import TorchGroup
+from penstock.engine.ranks.torch_ranks import TorchRanks
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import failed_rows
 from penstock.scheduler.stats import GraphSizes
+from penstock.scheduler.tier import BlockTier
 from penstock.scheduler.types import (
     PromptOutput,
     Request,
@@ -66,12 +74,15 @@ class LaunchedStep:
         prompts: tuple[PromptOutput | None, ...],
         grammars: GrammarTable,
         adapter_bytes: int = 0,
-        group: TorchGroup | None = None,
+        ranks: TorchRanks | None = None,
+        stage_time: StageTime | None = None,
     ) -> None:
         """ids: (S,) on the device, of the sampling rows, whose slots these are. adapter_bytes: as
-        in `StepWork`. group: whose other ranks the device waits for, where they have a limit."""
-        self._step = step
-        self._group = group
+        in `StepWork`. ranks: the others that the device waits for, where they have a limit.
+        stage_time: where there are several stages."""
+        self.step = step
+        self.stage_time = stage_time
+        self._ranks = ranks
         self._slots = slots
         self._logprobs = logprobs
         self._prompts = prompts
@@ -93,7 +104,7 @@ class LaunchedStep:
             ids = self._ids.tolist()
             of_grammars = self._grammars.advance(self._slots, ids, self._constraints)
             self._sampled = SampledTokens(
-                step=self._step,
+                step=self.step,
                 token_ids=ids,
                 logprobs=self._logprobs,
                 failed=failed_rows(ids, of_grammars),
@@ -104,8 +115,8 @@ class LaunchedStep:
 
     def wait_for_device(self) -> None:
         """Raises RankFailed where the others do not come."""
-        if self._event and self._group:
-            self._group.wait_for(self._event)
+        if self._event and self._ranks:
+            self._ranks.wait_for(self._event)
         elif self._event:
             self._event.synchronize()
 
@@ -122,6 +133,9 @@ class CudaExecutor:
     """See `penstock.engine.executor.Executor`. `penstock.engine.executors.cuda.setup` builds
     one."""
 
+    tier: BlockTier | None = None
+    """Set once the graphs have been captured."""
+
     def __init__(
         self,
         model: FusedModel,
@@ -134,13 +148,13 @@ class CudaExecutor:
         adapters: Adapters | None = None,
         use_graphs: bool = True,
         chunk_sizes: Sequence[int] | None = None,
-        group: TorchGroup | None = None,
+        ranks: TorchRanks | None = None,
     ) -> None:
         """adapters: whose weights are slots of the model's; None where it has none. use_graphs:
         where the model's attention can be captured. chunk_sizes: of `ChunkGraphs`; None means its
-        default on a GPU, and none on CPU, where padding only costs. group: of the ranks that
-        compute the model together. All execute the same batches, and rank 0 samples for all: after
-        the graphs, since NCCL allows only the same graph on all of them.
+        default on a GPU, and none on CPU, where padding only costs. ranks: that compute the model
+        together. All execute the same batches, and rank 0 samples for all: after the graphs where
+        these have sums over ranks, since NCCL allows only the same graph on all of them.
         """
         self._model = model
         self._pool = pool
@@ -148,8 +162,13 @@ class CudaExecutor:
         self._grammars = grammars
         device = tables.lengths.device
         self._device = device
-        self._group = group
-        self._samples = group is None or group.rank == 0
+        self._ranks = ranks
+        self._group = None if ranks is None else ranks.tensor
+        self._pipeline = None if ranks is None else ranks.pipeline
+        self._has_output_layer = self._pipeline is None or self._pipeline.after is None
+        self._stage_time: StageTime | None = None
+        self._awaited = AwaitedIds()  # where this is the first stage
+        self._samples = ranks is None or ranks.rank == 0
         self._sampler: StepSampler | NoSampler = NoSampler(max_num_seqs, device)
         if self._samples:
             self._sampler = StepSampler(max_num_seqs, info.vocab_size, device, grammars)
@@ -199,8 +218,8 @@ class CudaExecutor:
         return ()
 
     @property
-    def tier(self) -> None:
-        return None
+    def pool(self) -> KVPools:
+        return self._pool
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         if self._adapters is None:
@@ -219,7 +238,7 @@ class CudaExecutor:
             DecodeKey(size, mode, kind)
             for size in reversed(self._sizes)
             for kind in kinds
-            for mode in (GRAPH_MODES if self._group is None else GRAPH_MODES[-1:])
+            for mode in (GRAPH_MODES if self._samples_in_graphs else GRAPH_MODES[-1:])
         )
         self._graphs.capture(keys, on_captured)
 
@@ -229,22 +248,72 @@ class CudaExecutor:
             self._adapters.release(request_id)
 
     @torch.inference_mode()
+    def follow(self, batch: ScheduledBatch, sampled: Sequence[Sequence[int]]) -> LaunchedStep:
+        """This rank's part of a step, where it is not rank 0. sampled: where there are several
+        stages, the ids of the steps that rank 0 has completed since the last call, in order."""
+        if self._pipeline is None or self._pipeline.before is not None:
+            return self.execute(batch)  # the ids come on the device, or are not embedded here
+        if ids := list(self._awaited.told(sampled)):
+            update_table(self._tables.upload(ids), self._tables.token_table)
+        self._awaited.assigned(batch)
+        self._awaited.launched(batch)
+        return self.execute(batch)
+
+    @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LaunchedStep:
-        if self._group is not None:
-            self._group.at(batch.step, "launching")
+        if self._ranks is not None:
+            self._ranks.at(batch.step, "launching")
         self._apply(batch)
+        launched = self._compute(batch) if self._has_output_layer else self._pass_on(batch)
+        if self._ranks is not None:
+            self._ranks.at(batch.step, "launched")
+        return launched
+
+    @property
+    def _samples_in_graphs(self) -> bool:
+        return self._samples and self._group is None
+
+    def _pass_on(self, batch: ScheduledBatch) -> LaunchedStep:
+        """A step of a stage before the last, whose states the next one gets."""
+        assert self._pipeline is not None
+        if batch.num_decodes == len(batch.slots):
+            states, _ = self._decode(batch, Mode.PLAIN)
+        else:
+            query_starts = _query_starts(batch)
+            states, _, _ = self._compute_chunks(batch, query_starts)
+        self._end_stage()
+        self._pipeline.send(states)
+        nothing = states.new_empty(0, dtype=torch.int32)
+        return LaunchedStep(
+            batch.step, nothing, [], None, (), self._grammars, stage_time=self._stage_time
+        )
+
+    def _receive(self, num_tokens: int) -> None:
+        """Before a stage computes a step of so many tokens, padding included."""
+        if self._pipeline is not None:
+            self._pipeline.receive(num_tokens)
+            self._stage_time = StageTime(self._device)
+
+    def _end_stage(self) -> None:
+        if self._stage_time is not None:
+            self._stage_time.end()
+
+    def _compute(self, batch: ScheduledBatch) -> LaunchedStep:
         rows = [row for row, samples in enumerate(batch.samples) if samples]
         slots = [batch.slots[row] for row in rows]
         if self._grammars.constrains_any(slots):
-            if self._launched:
-                self._launched.wait()  # a mask depends on the previous id
+            # A mask depends on the previous id, which is known where there are stages: then no
+            # sequence is in two steps that are in flight.
+            if self._launched and self._pipeline is None:
+                self._launched.wait()
             self._grammars.start(slots)
         prompts: tuple[PromptOutput | None, ...] = ()
         ids: Tensor | None = None
         if batch.num_decodes == len(batch.slots):
-            mode = None if self._group else self._sampler.graph_mode(slots)
+            mode = self._sampler.graph_mode(slots) if self._samples_in_graphs else None
             logits, ids = self._decode(batch, Mode.PLAIN if mode is None else mode)
-            ids = None if mode is None else ids
+            logits = logits[: len(slots)]
+            ids = None if mode is None else ids[: len(slots)]
             device_slots, lengths = self._slots[: len(slots)], self._context_lens[: len(slots)]
         else:
             logits, prompts, device_slots, lengths = self._run_chunks(batch, rows)
@@ -253,13 +322,18 @@ class CudaExecutor:
         if ids is None:
             ids = self._sample(batch, rows, logits, device_slots, lengths)
         logprobs = self._sampler.logprobs(logits, slots, ids) if rows else None
-        num_bytes = 0 if self._adapters is None else self._adapters.num_bytes(batch)
-        waits_with = self._group if self._samples else None
+        self._end_stage()
         self._launched = LaunchedStep(
-            batch.step, ids, slots, logprobs, prompts, self._grammars, num_bytes, waits_with
+            batch.step,
+            ids,
+            slots[: len(ids)],  # none where others sample, and the ids do not come here
+            logprobs,
+            prompts,
+            self._grammars,
+            0 if self._adapters is None else self._adapters.num_bytes(batch),
+            self._ranks if self._samples else None,
+            self._stage_time,
         )
-        if self._group is not None:
-            self._group.at(batch.step, "launched")
         return self._launched
 
     def _sample(
@@ -271,7 +345,8 @@ class CudaExecutor:
         device_lengths: Tensor,
     ) -> Tensor:
         """Samples these rows of the batch after the graph or kernels that computed their logits."""
-        if not rows:
+        gets_ids = self._samples or self._pipeline is None
+        if not (rows and gets_ids):
             return device_slots.new_empty(0)
         slots = [batch.slots[row] for row in rows]
         lengths = [batch.starts[row] + batch.num_tokens[row] for row in rows]
@@ -279,8 +354,8 @@ class CudaExecutor:
         ids = self._sampler.sample_after_graph(
             logits, slots, lengths, device_slots, device_lengths, table
         )
-        if self._group is not None:
-            self._group.broadcast(ids)
+        if self._group is not None and self._pipeline is None:
+            self._group.broadcast(ids)  # all embed them in the next step
         store_sampled(ids, device_slots, device_lengths, table)
         return ids
 
@@ -291,7 +366,8 @@ class CudaExecutor:
             self._sampler.assign(assignment)
             if self._samples:
                 self._grammars.assign(assignment)
-            self._prompts.assign(assignment)
+            if self._has_output_layer:
+                self._prompts.assign(assignment)
             if self._adapters is not None:
                 self._adapters.assign(assignment)
         self._sampler.flush()
@@ -307,7 +383,8 @@ class CudaExecutor:
         return () if self._adapters is None else self._adapters.runs(batch, query_starts)
 
     def _decode(self, batch: ScheduledBatch, mode: Mode) -> tuple[Tensor, Tensor]:
-        """Logits of one token for each slot, (len(slots), vocab_size), and the sampled ids."""
+        """Logits of one token for each slot, or its states before the last stage; and the sampled
+        ids. Of both, there are as many rows as of the graph: (rows, vocab_size or hidden_size)."""
         slots = batch.slots
         size = next(size for size in self._sizes if size >= len(slots))
         if slots != self._decode_slots:
@@ -318,8 +395,8 @@ class CudaExecutor:
         if adapters and (size, adapters) != self._decode_adapters:
             self._tiles.write(adapters, size)
             self._decode_adapters = size, adapters
-        logits, ids = self._graphs(DecodeKey(size, mode, bool(adapters)))
-        return logits[: len(slots)], ids[: len(slots)]
+        self._receive(size)
+        return self._graphs(DecodeKey(size, mode, bool(adapters)))
 
     def _run_decodes(self, key: DecodeKey) -> tuple[Tensor, Tensor]:
         """A whole step of `size` decodes, in memory that does not move: what the graph captures."""
@@ -351,9 +428,13 @@ class CudaExecutor:
                 each.kv_slots,
                 context_lens,
             )
-        logits = self._model.logits(self._model(step))
+        states = self._model(step)
+        if not self._has_output_layer:
+            store_lengths(slots, context_lens, tables.lengths)
+            return states, step.token_ids
+        logits = self._model.logits(states)
         store_lengths(slots, context_lens, tables.lengths)
-        if self._group is not None:
+        if not self._samples_in_graphs:
             return logits, step.token_ids  # which nobody reads: see `_sample`
         assert isinstance(self._sampler, StepSampler), self._sampler
         ids = self._sampler.sample(logits, slots, context_lens, mode)
@@ -365,14 +446,11 @@ class CudaExecutor:
     ) -> tuple[Tensor, tuple[PromptOutput | None, ...], Tensor, Tensor]:
         """A step with prefill chunks: the sampling rows' logits, the outputs of prompts, and the
         slots and lengths of the sampling rows."""
-        query_starts = [0]
-        for count in batch.num_tokens:
-            query_starts.append(query_starts[-1] + count)
+        query_starts = _query_starts(batch)
         last_tokens = [query_starts[row + 1] - 1 for row in rows]
         parts = self._prompts.parts(batch, query_starts)
         prompt_tokens = [token for part in parts for token in part.rows]
-        compute = self._chunk_graphs if self._chunk_graphs.takes(query_starts[-1]) else self._launch
-        states, slots, lengths = compute(batch, query_starts, self._runs(batch, query_starts))
+        states, slots, lengths = self._compute_chunks(batch, query_starts)
         # One transfer for all.
         indices = self._tables.upload((*rows, *last_tokens, *prompt_tokens)).long()
         sampling, wanted = indices[: len(rows)], indices[len(rows) :]
@@ -380,6 +458,16 @@ class CudaExecutor:
         prompts = self._read_prompts(parts, states[len(rows) :])
         logits = self._model.logits(states[: len(rows)]) if rows else states.new_empty(0)
         return logits, prompts, slots[sampling], lengths[sampling]
+
+    def _compute_chunks(
+        self, batch: ScheduledBatch, query_starts: list[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The states of all tokens, slots and lengths of all rows; with padding after, where it is
+        a graph."""
+        padded = self._chunk_graphs.size_for(query_starts[-1])
+        self._receive(padded or query_starts[-1])
+        compute = self._launch if padded is None else self._chunk_graphs
+        return compute(batch, query_starts, self._runs(batch, query_starts))
 
     def _launch(
         self, batch: ScheduledBatch, query_starts: list[int], adapters: tuple[AdapterRun, ...]
@@ -431,3 +519,8 @@ class CudaExecutor:
             return ()
         normed = self._model.normed(states)
         return self._prompts.read(parts, normed, self._tables.token_table)
+
+
+def _query_starts(batch: ScheduledBatch) -> list[int]:
+    """Each row's offset into the tokens, and their number."""
+    return [0, *accumulate(batch.num_tokens)]

@@ -1,7 +1,11 @@
-"""`CudaRanks`: a model that several GPUs compute together (tensor parallelism), a process for each.
+"""`CudaRanks`: a model that several GPUs compute together, a process for each: a part of every
+layer (tensor parallelism), or some of the layers (pipeline parallelism), or both.
 
 Rank 0 is this process, with the first GPU that it sees; rank i has the i-th. All launch the same
-steps: a step's sums over the ranks are in its graph. Rank 0 samples; the ids pass from GPU to GPU.
+steps: a step's sums over the ranks are in its graph, and the states go from stage to stage after
+it. Rank 0, in the last stage, samples. The ids pass from GPU to GPU where every rank embeds them;
+of several stages the first alone does, and gets them with the next step: no sequence is in that
+before the host knows its last id.
 """
 
 import logging
@@ -10,8 +14,9 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +30,8 @@ from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers, Start, Step
 from penstock.engine.executors.parallel import (
     START_TIMEOUT_S,
+    flags_of,
+    layout_of,
     wait_limit_s,
     without_sampling,
 )
@@ -32,7 +39,9 @@ from penstock.engine.log_writer import flush_all
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.board import Board, board_memory
 from penstock.engine.ranks.group import RankFailed
-from penstock.engine.ranks.torch_group import Rendezvous, TorchGroup, rendezvous_memory
+from penstock.engine.ranks.layout import RankLayout
+from penstock.engine.ranks.rendezvous import Rendezvous, rendezvous_memory
+from penstock.engine.ranks.torch_ranks import TorchRanks
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import SampledTokens, ScheduledBatch
 
@@ -50,27 +59,27 @@ _STOP_S = 10.0
 
 def build_cuda_ranks(config: EngineConfig, phases: Phases, followers: Followers) -> "CudaRanks":
     """Tells the other ranks to begin, and loads this one's part. Raises PenstockError."""
-    model_dir, size = Path(config.model), config.tensor_parallel_size
+    model_dir, layout = Path(config.model), layout_of(config)
     if not _shares_device():
-        check_num_gpus(size, torch.cuda.device_count())
-    with phases.timed("ranks", f"meeting {size - 1} more processes"):
-        store, board = rendezvous_memory(), board_memory(size)
+        check_num_gpus(layout, torch.cuda.device_count())
+    with phases.timed("ranks", f"meeting {layout.size - 1} more processes"):
+        store, board = rendezvous_memory(), board_memory(layout.size)
         followers.begin(config, store, board)
         with _causes(followers):
-            group = _connected(0, size, store, board, followers)
-    ranks = None
+            ranks = _connected(0, layout, store, board, followers)
+    made = None
     try:
         followers.is_waiting = True
         with _causes(followers):
-            executor = build_cuda_executor(config, model_dir, _gpu_of(0), phases, group)
-            group.barrier()
+            executor = build_cuda_executor(config, model_dir, _gpu_of(0), phases, ranks)
+            ranks.everyone.barrier()
         followers.is_waiting = False
-        group.timeout_s = wait_limit_s(config)
-        ranks = CudaRanks(executor, followers, group)
+        ranks.timeout_s = wait_limit_s(config)
+        made = CudaRanks(executor, followers, ranks)
     finally:
-        if ranks is None:
-            _close(followers, group)
-    return ranks
+        if made is None:
+            _close(followers, ranks)
+    return made
 
 
 def follow_on_gpu(
@@ -80,40 +89,46 @@ def follow_on_gpu(
     called in another thread, with what its device reports of a step."""
     config, gpu = start.config, _gpu_of(start.rank)
     assert start.board is not None, start
-    group = _connected(start.rank, start.size, start.store, start.board)
-    executor = build_cuda_executor(config, Path(config.model), gpu, group=group)
-    group.barrier()
-    group.timeout_s = wait_limit_s(config)
+    ranks = _connected(start.rank, layout_of(config), start.store, start.board)
+    executor = build_cuda_executor(config, Path(config.model), gpu, ranks=ranks)
+    ranks.everyone.barrier()
+    ranks.timeout_s = wait_limit_s(config)
     launched: queue.SimpleQueue[LaunchedStep] = queue.SimpleQueue()
 
     def watch() -> None:
-        # An error of a device is that of the next call that waits for it; and rank 0 sends no other
-        # step before this one has ended.
+        # An error of a device is that of the next call that waits for it; and rank 0, which then
+        # waits for a step, sends no other one.
         try:
             if gpu.device.type == "cuda":
                 torch.cuda.set_device(gpu.device)  # a thread has the first GPU, and takes memory
             while True:
-                launched.get().wait_for_device()
+                step = launched.get()
+                step.wait_for_device()
+                if step.stage_time is not None:
+                    ranks.has_computed(step.step, step.stage_time.seconds)
         except BaseException as error:
             on_error(error)
 
     threading.Thread(target=watch, daemon=True).start()
-    return lambda step: launched.put(executor.execute(step.batch))
+    return lambda step: launched.put(executor.follow(step.batch, step.sampled))
 
 
 class CudaRanks(FirstRank[CudaExecutor]):
     """See `penstock.engine.executor.Executor`."""
 
-    def __init__(self, executor: CudaExecutor, followers: Followers, group: TorchGroup) -> None:
+    def __init__(self, executor: CudaExecutor, followers: Followers, ranks: TorchRanks) -> None:
         """executor: of rank 0."""
         super().__init__(executor, followers)
-        self._group = group
+        self._ranks = ranks
         self._last: _Launched | None = None
+        # Of the steps since the last message to the other ranks, where there are several stages.
+        self._sampled: list[Sequence[int]] = []
 
     def execute(self, batch: ScheduledBatch) -> "_Launched":
         """Raises RankFailed: then nothing more can be computed."""
         self._followers.is_waiting = True
-        self._followers.send(Step(without_sampling(batch), ()))
+        self._followers.send(Step(without_sampling(batch), self._sampled))
+        self._sampled = []
         with _causes(self._followers):
             self._last = _Launched(self, self._executor.execute(batch))
         return self._last
@@ -123,11 +138,15 @@ class CudaRanks(FirstRank[CudaExecutor]):
             sampled = step.own.wait()
         if step is self._last:
             self._followers.is_waiting = False
-        return sampled
+        if (stage_time := step.own.stage_time) is None:
+            return sampled
+        self._sampled.append(sampled.token_ids)
+        mean_s = self._ranks.mean_computed_s(sampled.step, stage_time.seconds)
+        return replace(sampled, computed_s=mean_s)
 
     def close(self) -> None:
         """Ends the other ranks."""
-        _close(self._followers, self._group)
+        _close(self._followers, self._ranks)
 
 
 class _Launched:
@@ -135,19 +154,22 @@ class _Launched:
 
     def __init__(self, ranks: CudaRanks, own: LaunchedStep) -> None:
         self._ranks = ranks
+        self._sampled: SampledTokens | None = None
         self.own = own
 
     def wait(self) -> SampledTokens:
-        return self._ranks.collect(self)
+        if self._sampled is None:
+            self._sampled = self._ranks.collect(self)
+        return self._sampled
 
 
-def check_num_gpus(size: int, num_gpus: int) -> None:
+def check_num_gpus(layout: RankLayout, num_gpus: int) -> None:
     """Raises InvalidConfig where there are too few."""
-    if num_gpus < size:
+    if num_gpus < layout.size:
         raise InvalidConfig(
-            f"--tensor-parallel-size {size} needs {size} GPUs, one for each rank, and torch finds "
-            f"{num_gpus} here; set it to at most {num_gpus}, make more of them visible "
-            "(CUDA_VISIBLE_DEVICES, docker run --gpus), or use --device cpu"
+            f"{flags_of(layout)} needs {layout.size} GPUs, one for each rank, and torch finds "
+            f"{num_gpus} here; ask for fewer ranks, make more GPUs visible (CUDA_VISIBLE_DEVICES, "
+            "docker run --gpus), or use --device cpu"
         )
 
 
@@ -164,11 +186,11 @@ def _gpu_of(rank: int) -> Gpu:
 
 
 def _connected(
-    rank: int, size: int, store: int, board: int, followers: Followers | None = None
-) -> TorchGroup:
+    rank: int, layout: RankLayout, store: int, board: int, followers: Followers | None = None
+) -> TorchRanks:
     """Once all ranks are there. store, board: see `Start`. followers: whose end ends the waiting of
     rank 0."""
-    rendezvous = Rendezvous(store, size)
+    rendezvous = Rendezvous(store, layout.size)
     rendezvous.arrive(rank)
     ends_s = time.monotonic() + START_TIMEOUT_S
     while not rendezvous.all_are_here():
@@ -181,27 +203,27 @@ def _connected(
     if followers is not None:
         followers.on_end(partial(_end, None, followers))  # to connect cannot be interrupted
     device = _gpu_of(rank).device
-    group = TorchGroup(rendezvous, rank, device, Board(board), alone=alone)
-    group.timeout_s = START_TIMEOUT_S
+    ranks = TorchRanks(rendezvous, rank, device, Board(board), layout, alone=alone)
+    ranks.timeout_s = START_TIMEOUT_S
     if followers is not None:
-        followers.on_end(partial(_end, group, followers))
-    return group
+        followers.on_end(partial(_end, ranks, followers))
+    return ranks
 
 
-def _end(group: TorchGroup | None, followers: Followers, rank: int) -> None:
-    """A rank has ended. group: None where it is not connected yet."""
-    if group is not None:
-        group.end(rank)
+def _end(ranks: TorchRanks | None, followers: Followers, rank: int) -> None:
+    """A rank has ended. ranks: None where they are not connected yet."""
+    if ranks is not None:
+        ranks.end(rank)
     if not _shares_device():
-        threading.Thread(target=_leave, args=(group, followers), daemon=True).start()
+        threading.Thread(target=_leave, args=(ranks, followers), daemon=True).start()
 
 
-def _leave(group: TorchGroup | None, followers: Followers) -> None:
+def _leave(ranks: TorchRanks | None, followers: Followers) -> None:
     """Ends this process, unless that ends by itself, as its GPU waits no more."""
     closed = threading.Event()
-    if group is not None:
-        group.abort()
-        closed = group.closed
+    if ranks is not None:
+        ranks.abort()
+        closed = ranks.closed
     if closed.wait(_STOP_S):
         return
     try:
@@ -212,9 +234,9 @@ def _leave(group: TorchGroup | None, followers: Followers) -> None:
     os._exit(1)
 
 
-def _close(followers: Followers, group: TorchGroup) -> None:
+def _close(followers: Followers, ranks: TorchRanks) -> None:
     followers.on_end(lambda _: None)
-    group.close()
+    ranks.close()
     followers.close()
 
 

@@ -18,6 +18,7 @@ from triton.runtime.errors import OutOfResources
 from penstock.engine.attention.backends import make_attention
 from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import EngineConfig
+from penstock.engine.executors.cuda.block_tier import GpuOffload
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
 from penstock.engine.executors.cuda.device import CudaGpu, Gpu
 from penstock.engine.executors.cuda.device_tables import DeviceTables
@@ -51,6 +52,7 @@ from penstock.engine.memory.gpu_budget import (
     pool_advice,
     pool_bytes,
 )
+from penstock.engine.memory.kept import identity_of
 from penstock.engine.memory.kv_pool import (
     KVPools,
     PoolSize,
@@ -58,7 +60,7 @@ from penstock.engine.memory.kv_pool import (
     size_pool,
 )
 from penstock.engine.memory.machine import num_cores
-from penstock.engine.memory.offload import refuse_offload, refuse_with_states
+from penstock.engine.memory.offload import refuse_with_states
 from penstock.engine.model_info import ModelInfo, QuantizationInfo
 from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.config import ModelConfig
@@ -76,8 +78,9 @@ from penstock.engine.models.quantization.at_load.quantize import (
     quantize,
 )
 from penstock.engine.models.shard import Shard
+from penstock.engine.models.stage import Stage
 from penstock.engine.phases import Phases
-from penstock.engine.ranks.torch_group import TorchGroup
+from penstock.engine.ranks.torch_ranks import TorchRanks
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.config import SchedulerConfig
@@ -119,16 +122,15 @@ def build_cuda_executor(
     model_dir: Path,
     gpu: Gpu | None = None,
     phases: Phases | None = None,
-    group: TorchGroup | None = None,
+    ranks: TorchRanks | None = None,
 ) -> CudaExecutor:
-    """Loads, measures, captures. group: of the ranks that have a part of the model each. Raises
-    InvalidConfig for what does not fit, or no such GPU."""
+    """Loads, measures, captures. ranks: that have a part of the model each. Raises InvalidConfig
+    for what does not fit, or no such GPU."""
     gpu = gpu or CudaGpu(choose_device(config.device))
     phases = phases or Phases()
     check_quantization(config, model_dir)
-    refuse_offload(config, "on a GPU")
     try:
-        return _Setup(config, model_dir, gpu, phases, group).build()
+        return _Setup(config, model_dir, gpu, phases, ranks).build()
     except RuntimeError as error:
         # torch.OutOfMemoryError, or the driver's error where torch did not allocate.
         if "out of memory" not in str(error).lower():
@@ -152,10 +154,12 @@ class _Setup:
         model_dir: Path,
         gpu: Gpu,
         phases: Phases,
-        group: TorchGroup | None,
+        ranks: TorchRanks | None,
     ) -> None:
         self._config = config
-        self._group = group
+        self._ranks = ranks
+        self._group = group = None if ranks is None else ranks.tensor
+        self._pipeline = None if ranks is None else ranks.pipeline
         self._model_dir = model_dir
         self._gpu = gpu
         self._phases = phases
@@ -169,6 +173,11 @@ class _Setup:
         if group is not None:
             self._shard = Shard(self._whole, group.rank, group.size)
             self._model = self._shard.config
+        of_all_layers = self._model
+        self._stage: Stage | None = None
+        if (pipeline := self._pipeline) is not None:
+            self._stage = Stage(of_all_layers, pipeline.stage, pipeline.num_stages)
+            self._model = self._stage.config
         self._dtype = choose_dtype(config.dtype, gpu.device)
         self._kept = kept_on_gpu(self._model, gpu.device)
         log_text_only(config, self._model)
@@ -184,13 +193,27 @@ class _Setup:
             kept=self._kept,
             plan=self._plan,
         ) + self._model.table_bytes(self._dtype.itemsize)
+        if self._stage is not None:
+            self._weight_bytes -= self._stage.num_absent_weights * self._dtype.itemsize
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         self._kv_dtype = kv_dtype(config.kv_cache_dtype, self._dtype)
         self._max_len = resolve_max_model_len(config.max_model_len, self._model.max_model_len)
-        self._layout = self._model.kv_layout(self._max_len)
-        self._pools = self._layout.pools(
-            self._model.kv_shape, self._block_size, self._kv_dtype.itemsize
+        self._layout = layout = of_all_layers.kv_layout(self._max_len)
+        sizes = self._block_size, self._kv_dtype.itemsize
+        if self._stage is not None:
+            self._layout = self._stage.layout(layout)
+        self._pools = self._layout.pools(self._model.kv_shape, *sizes)
+        # That the number of blocks is computed from: of the stage where a block takes most.
+        self._largest_pools = self._pools
+        if self._stage is not None:
+            self._largest_pools = self._stage.pools(layout, *sizes)
+        # What decides the bytes of a block of the same tokens.
+        formats = (self._dtype, self._kv_dtype, config.load_format, config.quantization)
+        attention = (gpu.name, config.attention_backend)
+        identity = identity_of(
+            model_dir, self._model, formats, self._block_size, attention, self._layout
         )
+        self._offload = GpuOffload.of(config, self._pools, identity)
         # In each pool, a block for the padding rows of graphs.
         self._padding_bytes = sum(pool.block_bytes for pool in self._pools)
         self._bandwidth: float | None = None
@@ -199,7 +222,7 @@ class _Setup:
         grammars = Grammars.of_model(
             model_dir, vocab_size, self._model.eos_token_ids, config.load_format
         )
-        if group is None or group.rank == 0:
+        if ranks is None or ranks.rank == 0:
             grammars.load_tokenizer()
         self._grammars = GrammarTable(grammars, config.scheduler.max_num_seqs, vocab_size)
         self._slots: AdapterSlots | None = None
@@ -208,6 +231,10 @@ class _Setup:
     @torch.inference_mode()
     def build(self) -> CudaExecutor:
         gpu, phases = self._gpu, self._phases
+        if self._pipeline is not None:
+            most = self._config.scheduler.max_num_batched_tokens
+            shape = max(most, *self._padded_sizes), self._model.hidden_size
+            self._pipeline.allocate(*shape, self._dtype, gpu.device)
         self._check_memory(gpu.total_bytes - gpu.used_bytes())
         with phases.timed("bandwidth", "measuring how fast memory is copied"):
             self._bandwidth = gpu.copy_bandwidth()
@@ -234,7 +261,9 @@ class _Setup:
             activations = self._measure_step(llama, used)
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
             graphs = graph_bytes(self._num_graphs, activations)
-            budget = MemoryBudget(total=gpu.total_bytes, used=used, reserved=activations + graphs)
+            staging = None if self._offload is None else self._offload.staging_bytes
+            reserved = activations + graphs + (staging or 0)
+            budget = MemoryBudget(total=gpu.total_bytes, used=used, reserved=reserved)
             size = self._size_pool(budget)
             executor = self._executor(llama, size, self._adapters(), use_graphs=self._uses_graphs)
             used = gpu.used_bytes()
@@ -242,6 +271,10 @@ class _Setup:
         with phases.timed("graphs", capturing, total=self._num_graphs, unit="graphs"):
             executor.capture(phases.advance)
             gpu.release()
+        graphs = max(0, gpu.used_bytes() - used)
+        if self._offload is not None:
+            with phases.timed("kv_offload", "taking memory of the host for blocks"):
+                executor.tier = self._offload.tier(executor.pool, gpu)
         pool = size.num_bytes(self._pools) + self._padding_bytes
         Ledger(
             total=gpu.total_bytes,
@@ -250,7 +283,8 @@ class _Setup:
             kv_pool=pool,
             adapters=self._slot_bytes or None,
             activations=activations,
-            graphs=max(0, gpu.used_bytes() - used),
+            graphs=graphs,
+            staging=staging,
         ).log(size, self._pools)
         return executor
 
@@ -260,12 +294,18 @@ class _Setup:
         return may and not self._config.enforce_eager
 
     @property
+    def _padded_sizes(self) -> list[int]:
+        """Of steps: numbers of tokens."""
+        return [*captured_sizes(self._config.scheduler.max_num_seqs), *CHUNK_SIZES]
+
+    @property
     def _num_graphs(self) -> int:
         if not self._uses_graphs:
             return 0
         num_sizes = len(captured_sizes(self._config.scheduler.max_num_seqs))
         num_kinds = 1 if self._config.lora is None else 2  # of steps without adapters, and with
-        num_modes = len(GRAPH_MODES) if self._group is None else 1
+        samples = self._group is None and (self._ranks is None or self._ranks.rank == 0)
+        num_modes = len(GRAPH_MODES) if samples else 1
         return num_kinds * (num_sizes * num_modes + len(CHUNK_SIZES))
 
     def _check_memory(self, free: int) -> None:
@@ -291,20 +331,21 @@ class _Setup:
         """Each weight is read once, by one of several threads, to where it stays."""
         torch.set_num_threads(1)  # the threads that read are Python's
         empty = partial(torch.empty, dtype=self._dtype, device=self._gpu.device)
-        config = self._config
+        config, stage = self._config, self._stage
+        source = weight_source(
+            config.load_format,
+            self._model_dir,
+            self._model,
+            empty,
+            self._phases,
+            self._quantized,
+            make_linear=PlainLinear,
+            kept=self._kept,
+            shard=self._shard,
+        )
         return LlamaModel(
             self._model,
-            weight_source(
-                config.load_format,
-                self._model_dir,
-                self._model,
-                empty,
-                self._phases,
-                self._quantized,
-                make_linear=PlainLinear,
-                kept=self._kept,
-                shard=self._shard,
-            ),
+            source if stage is None else stage.of(source),
             PlainLinear,
             gathered_attention,
             max_model_len=self._max_len,
@@ -313,6 +354,8 @@ class _Setup:
             maps_tables=False,  # in a file, the kernels could not read it
             shard=self._shard,
             group=self._group,
+            stage=stage,
+            dtype=self._dtype,
         )
 
     def _measure_step(self, llama: LlamaModel, used: int) -> int:
@@ -351,7 +394,7 @@ class _Setup:
     def _size_pool(self, budget: MemoryBudget) -> PoolSize:
         config = self._config
         size = size_pool(
-            self._pools,
+            self._largest_pools,
             config.scheduler,
             budget=pool_bytes(config, budget) - self._padding_bytes,
             max_blocks=_MAX_BLOCKS,
@@ -359,9 +402,9 @@ class _Setup:
             may_shorten=config.max_model_len is None,
             advice=lambda needed: pool_advice(config, budget)(needed + self._padding_bytes),
         )
-        if self._group is None:
+        if self._ranks is None:
             return size
-        num_blocks, *more, max_len = self._group.least([*size.of_groups, size.max_model_len])
+        num_blocks, *more, max_len = self._ranks.least([*size.of_groups, size.max_model_len])
         return PoolSize(num_blocks=num_blocks, max_model_len=max_len, more_blocks=tuple(more))
 
     def _adapters(self) -> Adapters | None:
@@ -405,7 +448,7 @@ class _Setup:
             scheduler.max_num_seqs, size.max_model_len, block_size, size.of_groups, device
         )
         return CudaExecutor(
-            FusedModel(llama, pool, attention, scheduler.max_num_seqs, self._slots),
+            FusedModel(llama, pool, attention, scheduler.max_num_seqs, self._slots, self._pipeline),
             pool,
             tables,
             self._grammars,
@@ -413,7 +456,7 @@ class _Setup:
             max_num_seqs=scheduler.max_num_seqs,
             adapters=adapters,
             use_graphs=use_graphs,
-            group=self._group,
+            ranks=self._ranks,
         )
 
     def _describe(self, llama: LlamaModel, size: PoolSize) -> ModelInfo:
@@ -432,10 +475,11 @@ class _Setup:
             quantization=self._quantization,
             layout=self._layout,
         )
-        return (
-            info
-            if self._group is None
-            else of_ranks(info, self._whole, tensor_size=self._group.size)
+        if self._ranks is None:
+            return info
+        sizes = self._ranks.layout
+        return of_ranks(
+            info, self._whole, tensor_size=sizes.tensor_size, num_stages=sizes.num_stages
         )
 
 

@@ -68,6 +68,16 @@ def _run(args: argparse.Namespace) -> None:
         from tests.bench.engine.offline import measure_offline
 
         measure_offline(args.model, args.tiny, args.enforce_eager)
+    elif args.part == "ranks":
+        from penstock.engine.ranks.layout import RankLayout
+        from tests.bench.engine.offline import measure_ranks
+
+        layout = RankLayout(args.tensor_parallel_size, args.pipeline_parallel_size)
+        measure_ranks(args.model, args.tiny, args.enforce_eager, layout)
+    elif args.part == "offload":
+        from tests.bench.engine.offload import measure_offload
+
+        measure_offload(args.model, args.tiny, args.enforce_eager)
     elif args.part == "linear-tiles":
         from tests.bench.engine.linear_tiles import measure_linear_tiles
 
@@ -116,7 +126,11 @@ def _parser() -> argparse.ArgumentParser:
     add("linear-tiles", "tiles of the linear layers for few rows, against torch's product")
     steps = add("steps", "decode steps by batch and context, and the time to a first token")
     offline = add("offline", "256 requests of mixed lengths through scheduler and executor")
-    for part in (steps, offline):
+    of_ranks = add("ranks", "the same by several GPUs, where there are so many")
+    of_ranks.add_argument("--tensor-parallel-size", type=int, default=1)
+    of_ranks.add_argument("--pipeline-parallel-size", type=int, default=1)
+    offload = add("offload", "blocks to the host's memory and back, and what a prefix there saves")
+    for part in (steps, offline, of_ranks, offload):
         part.add_argument("model", help="a folder of configs/models")
     steps.add_argument(
         "--points",

@@ -4,19 +4,23 @@ Source: the workload of nano-vllm's bench.py (github.com/GeeeekExplorer/nano-vll
 prompt and output lengths uniform in 100 to 1,024, temperature 0.6, no end before the length.
 """
 
+import json
 import random
 import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
+
 from penstock.engine.executor import Executor
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import FromLoop, StepReport, Submit, ToEngine
+from penstock.engine.ranks.layout import RankLayout
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams
-from tests.bench.engine.executors import build_executor
+from tests.bench.engine.executors import build_executor, build_ranks
 from tests.bench.engine.models import model_dir
 from tests.bench.engine.timing import report
 
@@ -49,6 +53,45 @@ def measure_offline(model: str, tiny: bool, enforce_eager: bool) -> None:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             enforce_eager=enforce_eager,
         )
+    _report(executor, scheduler, model, workload, part="offline")
+
+
+def measure_ranks(model: str, tiny: bool, enforce_eager: bool, layout: RankLayout) -> None:
+    """The same by several GPUs. bubble_ratio: of stages, what each waits for others."""
+    num_gpus = torch.cuda.device_count()
+    at: dict[str, object] = {
+        "part": "ranks",
+        "tensor_parallel_size": layout.tensor_size,
+        "pipeline_parallel_size": layout.num_stages,
+    }
+    if num_gpus < layout.size and not tiny:
+        report(**at, model=model, skipped=f"needs {layout.size} GPUs, and there are {num_gpus}")
+        return
+    workload = TINY if tiny else FULL
+    scheduler = SchedulerConfig(
+        max_num_seqs=workload.num_requests, max_num_batched_tokens=workload.max_batched_tokens
+    )
+    with model_dir(model, tiny) as directory:
+        if tiny:  # a layer for each stage
+            file = directory / "config.json"
+            fields = json.loads(file.read_text(encoding="utf-8"))
+            file.write_text(json.dumps(fields | {"num_hidden_layers": layout.num_stages}))
+        ranks = build_ranks(
+            directory,
+            layout,
+            max_model_len=2 * workload.longest,
+            scheduler=scheduler,
+            enforce_eager=enforce_eager,
+        )
+        try:
+            _report(ranks, scheduler, model, workload, **at)
+        finally:
+            ranks.close()
+
+
+def _report(
+    executor: Executor, scheduler: SchedulerConfig, model: str, workload: Workload, **at: object
+) -> None:
     # A short warm-up, which compiles the kernels.
     warm = replace(workload, num_requests=workload.num_requests // 2, longest=workload.shortest)
     Run(executor, scheduler).of(requests_of(warm, executor.info.vocab_size))
@@ -58,7 +101,7 @@ def measure_offline(model: str, tiny: bool, enforce_eager: bool) -> None:
     output = sum(request.sampling.max_tokens for request in requests)
     assert run.num_tokens == output, (run.num_tokens, output)
     report(
-        part="offline",
+        **at,
         model=model,
         requests=len(requests),
         input_tokens=sum(len(request.prompt_token_ids) for request in requests),
@@ -69,6 +112,7 @@ def measure_offline(model: str, tiny: bool, enforce_eager: bool) -> None:
         bytes_per_s=run.model_bytes / seconds,
         engine_idle_ratio=1 - run.busy_s / seconds,
         preemptions=run.num_preemptions,
+        bubble_ratio=None if run.computed_s is None else 1 - run.computed_s / run.busy_s,
     )
 
 
@@ -99,12 +143,15 @@ class Run:
             groups=info.kv_groups,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
+            num_cohorts=info.pipeline_parallel_size,
         )
         self._commands: deque[ToEngine] = deque()
         self._loop = EngineLoop(scheduler, executor, self, self._note)
         self._num_open = 0
+        self._num_ahead = info.max_in_flight - 1
         self.num_tokens = self.num_steps = self.num_preemptions = self.model_bytes = 0
         self.busy_s = 0.0
+        self.computed_s: float | None = None
 
     def of(self, requests: list[Request]) -> float:
         """Seconds until the last of them has ended."""
@@ -114,7 +161,8 @@ class Run:
         while self._num_open:
             self._loop.step()
         seconds = time.perf_counter() - start
-        self._loop.step()  # collects the step that was ahead
+        for _ in range(self._num_ahead):
+            self._loop.step()  # collects what was ahead
         return seconds
 
     def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
@@ -126,6 +174,8 @@ class Run:
         assert isinstance(message, StepReport), message
         self.num_steps += 1
         self.busy_s += message.step_s
+        if message.computed_s is not None:
+            self.computed_s = (self.computed_s or 0.0) + message.computed_s
         self.model_bytes += message.model_bytes
         self.num_preemptions = message.stats.preemptions_total
         for output in message.outputs:

@@ -11,7 +11,7 @@ from penstock.engine.kernels.tables import (
     gather_decodes,
     store_lengths,
     store_sampled,
-    update_block_tables,
+    update_table,
 )
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 
@@ -148,13 +148,13 @@ def _update(bench: Bench, rows: int) -> Case:
     def error() -> float:
         blocks = data.blocks.clone()
         blocks[data.slots.long(), columns] = updates[:, 2]
-        update_block_tables(updates, data.blocks)
+        update_table(updates, data.blocks)
         return _differing(iter([(data.blocks, blocks)]))
 
     return Case(
-        kernel="update_block_tables",
+        kernel="update_table",
         at={"rows": rows},
-        calls=[partial(update_block_tables, updates, data.blocks)],
+        calls=[partial(update_table, updates, data.blocks)],
         error=error,
         num_bytes=size_of(updates) + 4 * rows,
     )

@@ -24,6 +24,8 @@ FILES = (
     "tests/engine/executors/test_step_sampler.py",
     "tests/engine/kernels/test_launch.py",
     "tests/engine/kernels/test_blocks.py",
+    "tests/engine/kernels/test_pieces.py",
+    "tests/engine/executors/test_pool_mover.py",
     "tests/engine/sampling/test_sampler.py",
     "tests/engine/kernels/test_codes.py",
     "tests/engine/kernels/test_experts.py",

@@ -120,6 +120,18 @@ def _pytest(
     return measure
 
 
+def _ranks(run: Run, limit_s: float) -> None:
+    """Its tests, and what two GPUs are worth, each way; a row says so where there are fewer."""
+    ends_s = time.monotonic() + limit_s
+    _pytest(RANKS_FILES, stall_s=120.0)(run, limit_s)
+    if run.kind:
+        return
+    flags = ("--pipeline-parallel-size", "--tensor-parallel-size")
+    for flag in flags[:1] if run.tiny else flags:
+        left_s = max(1.0, ends_s - time.monotonic())
+        run.run_module(left_s, "tests.bench.engine", "ranks", LLAMA, flag, "2")
+
+
 def _compile(run: Run, limit_s: float) -> None:
     num_shares = 1 if run.tiny or run.kind else os.cpu_count() or 1
     what = ["probe", "--most", "3"] if run.tiny else ["models", "tiles"]
@@ -191,11 +203,12 @@ PARTS: tuple[Part, ...] = (
     Part("linear-layers", 50, 90, _bench("kernels", "linear")),
     Part("codes", 60, 120, _bench("kernels", "coded")),
     Part("delta-net", 20, 60, _bench("kernels", "delta-net")),
+    Part("offload", 45, 120, _bench("offload", LLAMA)),
     *(Part(f"steps-{codes}", 45, 120, _codes(codes)) for codes in ("int8", "int4", "fp8")),
     Part("small", 15, 40, _bench("kernels", "small")),
     Part("sampling", 12, 40, _bench("kernels", "sampling")),
     Part("tables", 8, 30, _bench("kernels", "tables")),
-    Part("ranks", 90, 240, _pytest(RANKS_FILES, stall_s=120.0)),
+    Part("ranks", 180, 480, _ranks),
 )
 
 

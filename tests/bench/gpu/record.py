@@ -130,7 +130,9 @@ _SHOWN = (
     "rung", "kernel", "model", "layer", "rows", "batch", "context", "chunk", "before", "tokens",
     "mode", "us", "tpot_ms", "one_by_one_ms", "ttft_ms", "ready_s", "tokens_per_s", "of_copy",
     "of_matrix_rate", "host_ms", "waited_ms", "late_steps_ratio", "engine_idle_ratio",
-    "kernels_per_step", "rivals", "skipped", "tile", "ours_us", "torch_us",
+    "direction", "blocks", "gb_per_s", "link_gb_per_s", "kernel_gb_per_s", "prefix", "computed_ms",
+    "from_memory_ms", "from_pool_ms", "kernels_per_step", "rivals", "skipped", "tile",
+    "ours_us", "torch_us",
 )  # fmt: skip
 _NOT_SHOWN = ("device", "load", "compile", "test", "linear tile")
 

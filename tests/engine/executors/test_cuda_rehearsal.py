@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 if not shutil.which("g++"):
     pytest.skip("there is no g++ here, which the rehearsal needs", allow_module_level=True)
 
+from penstock.engine.ranks.torch_group import ALL_GATHER
 from tests.support.run_rehearsal import check_serving, rehearsal
 
 # The rehearsal takes 20 seconds.
@@ -89,9 +90,38 @@ def test_recurrent_states_are_in_graphs_too() -> None:
     assert [graph["new_zeros"] for graph in graphs] == [2] * 6
 
 
+def test_blocks_go_to_pinned_memory_and_come_back_and_their_kernels_are_compiled_before() -> None:
+    report = rehearsal("1", "fp8", "--offload")
+    check_serving(report)
+    memory = report["memory_tier"]
+    assert memory["hit_blocks_total"] > 50 and not memory["damaged_blocks_total"]
+    assert memory["written_bytes_total"] > memory["read_bytes_total"] > 0
+
+
 def test_the_rehearsal_fails_on_what_a_gpu_forbids(report: dict[str, Any]) -> None:
     assert [name for name, refusal in report["rules"].items() if not refusal] == []
     assert len(report["rules"]) == 12
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)],
+)
+def test_a_stage_of_three_has_a_graph_and_passes_states_outside_of_it(rank: int) -> None:
+    report = rehearsal("1", f"--stage-rank={rank}")
+    decode = report["decode"]
+    # Rank 0 has the last stage. Cohorts take turns, so each step has other rows than the one
+    # before; and rank 1, with the first stage, gets the ids from the host.
+    uploads, decode["uploads"] = decode["uploads"], []
+    check_serving(report)
+    assert len(uploads) == (2 if rank == 1 else 1) * decode["steps"]
+    assert decode["launches"] == (["_update_table"] * decode["steps"] if rank == 1 else [])
+    assert decode["replays"] == decode["steps"] and decode["operations_in_graph"] == []
+    num_transfers = 2 if rank == 2 else 1
+    assert decode["collectives"] == ["broadcast"] * num_transfers * decode["steps"]
+    in_graph = decode["launches_in_graph"]
+    assert (in_graph["_skinny"], in_graph["_decode"]) == (5 if rank == 0 else 4, 1)
+    assert ("_embed" in in_graph, "_store_sampled" in in_graph) == (rank == 1, rank == 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -102,7 +132,7 @@ def test_a_rank_of_two_compiles_nothing_and_waits_for_no_host_either(rank: int) 
     assert decode["replays"] == decode["steps"]
     # The embedding, both halves of two layers, and the columns of the logits: those of two ranks.
     copies = ["copy_"] * (2 if rank == 0 else 0)
-    assert decode["operations_in_graph"] == ["all_reduce"] * 5 + ["all_gather_single", *copies]
+    assert decode["operations_in_graph"] == ["all_reduce"] * 5 + [ALL_GATHER, *copies]
     layers = {"_skinny": 9, "_decode": 2}
     assert {name: decode["launches_in_graph"][name] for name in layers} == layers
     # Rank 0 samples after the graph, and the ids pass to the others.

@@ -105,16 +105,6 @@ def test_what_is_set_up_answers_as_the_cpu_executor_and_refuses_an_adapter(
         engine.executor.prepare(make_request("c", 5, adapter="french"))
 
 
-def test_a_directory_for_blocks_is_refused_on_a_gpu_before_anything_is_loaded(
-    tiny: Path, tmp_path: Path
-) -> None:
-    directory = tmp_path / "blocks"
-    config = interpreted(tiny, kv_offload_dir=str(directory))
-    with pytest.raises(InvalidConfig, match=r"--kv-offload-dir .*on a GPU.*leave the flag out"):
-        build_cuda_executor(config, tiny, Interpreter())
-    assert not directory.exists()
-
-
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
 @pytest.mark.parametrize(
     "name", ["awq", *(pytest.param(name, marks=SLOW) for name in OTHER_FORMATS)]

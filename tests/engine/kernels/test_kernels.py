@@ -26,7 +26,7 @@ from penstock.engine.kernels.tables import (
     gather_decodes,
     store_lengths,
     store_sampled,
-    update_block_tables,
+    update_table,
 )
 from penstock.engine.memory.kv_codes import LIMITS, store
 from penstock.engine.models.layers.norm import unit_norm
@@ -375,5 +375,5 @@ def test_updates_reach_their_entries_of_the_block_tables() -> None:
     expected = tables.block_tables.clone()
     expected[4, 7], expected[0, 2] = 100, 101
     updates = torch.tensor([(4, 7, 100), (0, 2, 101)], dtype=torch.int32, device=DEVICE)
-    update_block_tables(updates, tables.block_tables)
+    update_table(updates, tables.block_tables)
     assert tables.block_tables.tolist() == expected.tolist()

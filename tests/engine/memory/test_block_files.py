@@ -14,11 +14,11 @@ from penstock.engine.memory.kv_shape import KVHeads, KVShape
 from penstock.engine.memory.pool_bytes import PoolBytes
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.tier import TierBlock
-from tests.scheduler.test_tier import engine, hits, stats
+from tests.scheduler.test_tier import engine
 from tests.support.scheduling import make_request
 from tests.support.tier_files import files_in
+from tests.support.tiered import GIB, IDENTITY, hits, on_disk
 
-IDENTITY, GIB = bytes(32), 2**30
 BLOCK = TierBlock(1, bytes(range(16)))
 
 
@@ -108,7 +108,7 @@ def test_a_disk_that_cannot_be_written_stops_writing_and_no_request(tmp_path: Pa
     own.write_bytes(b"")  # what was a directory is none
     assert hits(driver, make_request("a", 30)) == 0
     assert hits(driver, make_request("b", [9] * 30)) == 0
-    assert stats(driver).failed_writes_total == 1  # the others were not tried
+    assert on_disk(driver).failed_writes_total == 1  # the others were not tried
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])

@@ -14,24 +14,26 @@ import torch
 
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.ranks.board import Board, board_memory
+from penstock.engine.ranks.layout import RankLayout
+from penstock.engine.ranks.rendezvous import Rendezvous, rendezvous_memory
 from penstock.engine.ranks.shared_memory import SharedMemoryGroup, shared_memory
-from penstock.engine.ranks.torch_group import Rendezvous, TorchGroup, rendezvous_memory
+from penstock.engine.ranks.torch_ranks import TorchRanks
 from tests.support.paths import ROOT
 
 
 @contextmanager
 def members(
-    function: str, size: int, *, backend: str = "shm", timeout_s: float = 30.0
+    function: str, size: int, *, backend: str = "shm", timeout_s: float = 30.0, num_stages: int = 1
 ) -> Iterator[list["subprocess.Popen[str]"]]:
-    """function: MODULE:NAME, called with the group; what it returns is the process's output.
-    backend: shm, or gloo."""
+    """function: MODULE:NAME; what it returns is the process's output. backend: shm, for a function
+    of the group; or gloo, for one of `TorchRanks`, in so many stages."""
     memory = [rendezvous_memory(), board_memory(size)]
     if backend == "shm":
         memory = [shared_memory(load_ranks_library(), size)]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.engine.ranks.members", function, backend,
-             str(rank), str(size), str(timeout_s), *map(str, memory)],
+             *map(str, (rank, size, num_stages, timeout_s, *memory))],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             pass_fds=memory,
@@ -61,18 +63,19 @@ def outputs(processes: list["subprocess.Popen[str]"]) -> list[Any]:
 
 def main() -> None:
     name, backend, *numbers = sys.argv[1:]
-    rank, size, timeout_s, *memory = map(float, numbers)
+    rank, size, num_stages, timeout_s, *memory = map(float, numbers)
     module, _, function = name.partition(":")
-    group: SharedMemoryGroup | TorchGroup
+    given: SharedMemoryGroup | TorchRanks
     if backend == "shm":
-        group = SharedMemoryGroup(
+        given = SharedMemoryGroup(
             load_ranks_library(), int(memory[0]), int(rank), int(size), timeout_s=timeout_s
         )
     else:
         rendezvous, board = Rendezvous(int(memory[0]), int(size)), Board(int(memory[1]))
-        group = TorchGroup(rendezvous, int(rank), torch.device("cpu"), board, alone=False)
-        group.timeout_s = timeout_s
-    made = getattr(importlib.import_module(module), function)(group)
+        layout, cpu = RankLayout(int(size // num_stages), int(num_stages)), torch.device("cpu")
+        given = TorchRanks(rendezvous, int(rank), cpu, board, layout, alone=False)
+        given.timeout_s = timeout_s
+    made = getattr(importlib.import_module(module), function)(given)
     sys.stdout.write(msgspec.json.encode(made).decode())
 
 

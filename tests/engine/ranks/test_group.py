@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.ranks.group import Group, RankFailed
 from penstock.engine.ranks.shared_memory import SharedMemoryGroup, shared_memory
-from penstock.engine.ranks.torch_group import TorchGroup
+from penstock.engine.ranks.torch_ranks import TorchRanks
 from tests.engine.ranks.members import members, outputs
 
 # Below, at and above what fits into a buffer at once, and not a multiple of anything.
@@ -65,8 +65,12 @@ def test_every_rank_has_the_bits_of_adding_in_the_order_of_the_ranks(size: int) 
         assert outputs(processes) == [expected(size)] * size
 
 
+def run_everything_by_torch(ranks: TorchRanks) -> list[str]:
+    return run_everything(ranks.everyone)
+
+
 def test_gloo_gives_two_ranks_the_same() -> None:
-    with members(f"{ME}:run_everything", 2, backend="gloo") as processes:
+    with members(f"{ME}:run_everything_by_torch", 2, backend="gloo") as processes:
         first, second = outputs(processes)
     assert first == second
     # gloo rounds bfloat16 as we do where there are two to add.
@@ -110,22 +114,22 @@ def test_a_rank_that_has_ended_is_waited_for_no_longer() -> None:
         group.barrier()
 
 
-def add_until_rank_1_waits(group: TorchGroup) -> list[object]:
+def add_until_rank_1_waits(ranks: TorchRanks) -> list[object]:
     """What rank 0 has of `least`, then the error of a rank that does not come, then of its end."""
-    found: list[object] = [group.least([3 + group.rank, 9 - group.rank])]
-    group.barrier()
-    group.timeout_s = 1.0
-    if group.rank == 1:
-        group.at(7, "launching")
+    found: list[object] = [ranks.least([3 + ranks.rank, 9 - ranks.rank])]
+    ranks.everyone.barrier()
+    ranks.timeout_s = 1.0
+    if ranks.rank == 1:
+        ranks.at(7, "launching")
         time.sleep(120)
-    group.at(8, "launched")
+    ranks.at(8, "launched")
     try:
-        group.all_reduce(torch.ones(4))
+        ranks.everyone.all_reduce(torch.ones(4))
     except RankFailed as error:
         found.append(str(error))
-    group.end(1)
+    ranks.end(1)
     try:
-        group.all_reduce(torch.ones(4))
+        ranks.everyone.all_reduce(torch.ones(4))
     except RankFailed as error:
         found.append(str(error))
     return found

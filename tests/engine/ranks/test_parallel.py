@@ -1,5 +1,6 @@
 """Several ranks give the answers of one. `tests/distributed` has all families."""
 
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,15 @@ from typing import Any
 import pytest
 
 from penstock.engine.config import Dtype, KVCacheDtype
+from penstock.engine.executor import PendingTokens
 from penstock.engine.executors import cpu
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.types import RequestId, RequestOutput
 from tests.support.compiler import needs_compiler
 from tests.support.parallel_answers import assert_ranks_answer_alike, parallel_config
+from tests.support.rank_threads import RankThreads, memberships
+from tests.support.scheduling import make_request
+from tests.support.stepping import SteppedEngine, ids_of
 from tests.support.tiny_models import make_model, save
 
 pytestmark = needs_compiler
@@ -56,6 +63,44 @@ def test_a_rank_reads_half_of_the_bytes(tmp_path: Path) -> None:
     assert 0.5 < part.weight_bytes / whole.weight_bytes < 0.55
     assert part.attention[0].kv_bytes_per_token * 2 == whole.attention[0].kv_bytes_per_token
     assert part.flops_per_token * 2 == whole.flops_per_token
+
+
+def test_the_id_of_an_aborted_sequence_is_not_written_to_the_prompt_that_has_its_slot(
+    tmp_path: Path,
+) -> None:
+    """The first stage learns it after the slot has its next sequence, of which it has computed
+    fewer tokens than the aborted one had."""
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=24)
+    config = parallel_config(saved("llama2", tmp_path), scheduler=scheduler)
+    # A salt, so that no cached block spares it the first chunk.
+    asked = make_request("long", 60, max_tokens=8, cache_salt="another")
+    (expected,) = SteppedEngine(config).run([asked])
+    of_stages = replace(config, pipeline_parallel_size=2)
+    ranks = RankThreads(of_stages, memberships(of_stages))
+    steps = SteppedEngine(of_stages, ranks).scheduler
+    launched: deque[PendingTokens] = deque()
+    outputs: list[RequestOutput] = []
+
+    def step() -> None:
+        if batch := steps.schedule(0.0):
+            launched.append(ranks.execute(batch))
+        if not batch or len(launched) == 2:
+            outputs.extend(steps.update(launched.popleft().wait()))
+
+    try:
+        steps.add(make_request("aborted", 30, max_tokens=8))
+        while not outputs:
+            step()
+        if not launched:
+            launched.append(ranks.execute(steps.schedule(0.0)))  # type: ignore[arg-type]
+        steps.abort(RequestId("aborted"))
+        steps.add(asked)
+        outputs.clear()
+        while steps.has_work or launched:
+            step()
+    finally:
+        ranks.close()
+    assert ids_of(outputs) == ids_of(expected)
 
 
 @pytest.mark.slow  # they compile three more libraries
