@@ -1,6 +1,7 @@
 """What a router compares of a request: digests of its prompt's tokens, or of its conversation."""
 
 import json
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def body_digests(body: bytes, encoder: PromptEncoder) -> list[bytes]:
         token_ids = _token_ids(fields, encoder)
         return prefix_digests(token_ids, salt=str(fields.get("cache_salt") or ""))
     # Fields may have any type here. What is wrong with them, the replica says.
-    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, struct.error):
         return []
     except (PenstockError, TemplateTooSlow):
         return []
