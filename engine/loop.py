@@ -49,13 +49,13 @@ class Inbox(Protocol):
 
 
 class _Launched(NamedTuple):
-    """A step whose ids have not been collected. executed_s: in `execute`, where that computes.
-    predicted_s: see `StepReport`."""
+    """A step whose ids have not been collected. amounts: for the step model, if there is one.
+    executed_s: in `execute`, where that computes. predicted_s: see `StepReport`."""
 
     step: int
     pending: PendingTokens
     work: StepWork
-    amounts: Amounts
+    amounts: Amounts | None
     predicted_s: float | None
     started_s: float
     executed_s: float
@@ -197,9 +197,10 @@ class EngineLoop:
         pending = self._executor.execute(batch)
         executed_s = 0.0 if self._executor.runs_ahead else self._clock() - executing_s
         work = work_of(batch, self._windows, self._graph_sizes)
-        amounts = self._executor.info.amounts(work)
-        model = self._step_model
-        predicted_s = model.predict(amounts, class_of(work)) if model else None
+        amounts, predicted_s = None, None
+        if self._step_model:
+            amounts = self._executor.info.amounts(work)
+            predicted_s = self._step_model.predict(amounts, class_of(work))
         return _Launched(batch.step, pending, work, amounts, predicted_s, started_s, executed_s)
 
     def _collect(self, launched: _Launched) -> None:
@@ -211,7 +212,8 @@ class EngineLoop:
             work = launched.work._replace(
                 num_experts=sampled.num_experts, adapter_bytes=sampled.adapter_bytes
             )
-            launched = launched._replace(work=work, amounts=self._executor.info.amounts(work))
+            amounts = self._executor.info.amounts(work) if launched.amounts else None
+            launched = launched._replace(work=work, amounts=amounts)
         wait_s = end_s - waiting_s + launched.executed_s
         host_s = end_s - self._busy_since_s - wait_s
         was_idle = launched.started_s > self._last_end_s
@@ -240,7 +242,9 @@ class EngineLoop:
     def _learn(self, launched: _Launched, wait_s: float, host_s: float, *, was_idle: bool) -> None:
         """After the report, so that nobody waits for it."""
         runs_ahead = self._executor.runs_ahead
-        if self._step_model is None or (runs_ahead and was_idle):
+        if self._step_model is None or launched.amounts is None:
+            return
+        if runs_ahead and was_idle:
             return  # nothing ran while it was launched, unlike in the steps after it
         self._step_model.observe(
             sample_of(

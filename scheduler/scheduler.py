@@ -19,7 +19,7 @@ Time is an argument; nothing here reads a clock, and a simulation runs this very
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from itertools import chain
+from itertools import chain, repeat
 
 from penstock.scheduler.batch import Batch
 from penstock.scheduler.config import Batching, SchedulerConfig
@@ -186,7 +186,7 @@ class Scheduler:
                 self._waiting.push(sequence)
         if self._fair is not None:
             self._fair.begin_step(now)
-            self._make_place(self._fair)
+            self._make_places(self._fair)
         self._plan(batch, now)
         # Prompts hold each other's next blocks: the cheapest to compute again gives way.
         while self._is_short_of_blocks and not (batch.slots or self._in_flight):
@@ -221,18 +221,20 @@ class Scheduler:
         outputs: list[RequestOutput] = []
         failures = batch.failures(sampled)
         token_ids, all_logprobs = self._drafts.accept(batch, sampled, outputs)
-        rows = zip(batch.sampling, token_ids, strict=True)
+        entries = all_logprobs or repeat(None, len(token_ids))
+        rows = zip(batch.sampling, token_ids, entries, strict=True)
         # Looked up once: this loop is most of what a step costs.
-        new, finished = tuple.__new__, Status.FINISHED
-        for i, (sequence, token_id) in enumerate(rows):
+        new, finished, output = tuple.__new__, Status.FINISHED, outputs.append
+        for sequence, token_id, entry in rows:
             sequence.num_in_flight -= 1
             if sequence.status is finished:
                 continue  # it ended while the step ran: a wasted row
             if failures and sequence in failures:
-                outputs.append(self._finish(sequence, failures[sequence]))
+                output(self._finish(sequence, failures[sequence]))
                 continue
-            sequence.token_ids.append(token_id)
-            length = len(sequence.token_ids)
+            known = sequence.token_ids
+            known.append(token_id)
+            length = len(known)
             if (length - 1) % block_size == 0 and sequence.is_running:
                 self._kv.cache_full_blocks(sequence)
             finish = None
@@ -240,14 +242,12 @@ class Scheduler:
                 finish = self._end(sequence, FinishReason.STOP, token_id)
             elif length == sequence.max_length:
                 finish = self._end(sequence, FinishReason.LENGTH, None)
-            entry = all_logprobs[i] if all_logprobs else None
             logprobs = None if entry is None else [entry]
             cached = sequence.num_cached_tokens
             request_id, index = sequence.request.id, sequence.index
+            fields = (request_id, index, [token_id], logprobs, finish, cached, None)
             # Its constructor is a function of Python's, which this does without.
-            outputs.append(
-                new(RequestOutput, (request_id, index, [token_id], logprobs, finish, cached, None))
-            )
+            output(new(RequestOutput, fields))
         if self._fair is not None:
             self._charge_outputs(self._fair, batch, sampled)
         for row, num in sampled.num_drafts.items():
@@ -374,13 +374,21 @@ class Scheduler:
 
     # How a step is scheduled.
 
-    def _make_place(self, fair: FairQueue) -> None:
-        """Preempts one a step while the next tenant has less than an equal share of what runs."""
+    def _make_places(self, fair: FairQueue) -> None:
+        """Preempts a few, one for each of the next tenant's sequences that is to have its place."""
         waiting = fair.peek()
-        if waiting and not (self._free_slots and self._has_blocks(waiting)):
-            loser = fair.in_place_of([*self._decoding, *self._prefilling], waiting)
-            if loser:
-                self._preempt(loser)
+        if waiting is None or waiting.num_in_flight:
+            return
+        if self._config.batching is not Batching.CONTINUOUS:
+            return  # nobody joins a batch that runs
+        for num_places in range(fair.num_at_once(waiting, self._config.max_num_batched_tokens)):
+            if len(self._free_slots) > num_places and self._has_blocks(waiting):
+                continue
+            running = [*self._decoding, *self._prefilling]
+            loser = fair.in_place_of(running, waiting, num_places)
+            if loser is None:
+                return
+            self._preempt(loser)
 
     def _schedule_fairly(
         self, fair: FairQueue, batch: Batch, budget: ChunkBudget, now: float
@@ -440,6 +448,8 @@ class Scheduler:
     def _make_room(self, ready: list[Sequence]) -> list[Sequence]:
         """Preempts until every remaining decode has the block that it needs in this step."""
         block_size = self._kv.block_size
+        if len(ready) <= self._kv.num_available:
+            return ready  # even if each needed one
         while True:
             num_needed = [sequence.num_computed % block_size for sequence in ready].count(0)
             if num_needed <= self._kv.num_available:
@@ -569,7 +579,7 @@ class Scheduler:
         batch.copies.extend(self._kv.admit(sequence, admission))
         sequence.admit(self._free_slots.pop(), admission.num_computed, now)
         if self._fair is not None:
-            self._fair.tenant_of(sequence).num_running += 1
+            self._fair.on_run(sequence)
         self._targets.on_run(sequence)
         self._prefilling[sequence] = None
         batch.assignments.append(
@@ -692,7 +702,7 @@ class Scheduler:
         else:
             del self._prefilling[sequence]
         if self._fair is not None:
-            self._fair.tenant_of(sequence).num_running -= 1
+            self._fair.on_leave(sequence)
         self._targets.on_leave(sequence)
         self._drafts.forget(sequence)
         self._kv.release(sequence)

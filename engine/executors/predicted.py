@@ -60,6 +60,8 @@ class PredictedExecutor:
         self._random = None if seed is None else Random(seed)
         # When each stage has computed all that was launched.
         self._free_s = [0.0] * info.pipeline_parallel_size
+        self._has_stages = info.pipeline_parallel_size > 1
+        self._windows = info.windows
         self.host_s = 0.0
         self.num_outside = 0
 
@@ -94,24 +96,21 @@ class PredictedExecutor:
         pass
 
     def execute(self, batch: ScheduledBatch) -> "PredictedStep":
-        work = work_of(batch, self._info.windows, self._info.graph_sizes)
+        work = work_of(batch, self._windows, self._info.graph_sizes)
         device_s, host_s = self._times(work)
-        has_stages = len(self._free_s) > 1
-        sampled = SampledTokens(
-            step=batch.step,
-            token_ids=[_TOKEN_ID] * sum(batch.samples),
-            computed_s=device_s if has_stages else None,
-        )
-        begin_s = self._clock.now_s
-        for stage in range(max(1, len(self._free_s) - 1)):
-            begin_s = self.pass_stage(stage, begin_s, device_s)
-        rest_s = device_s if has_stages else None
-        return PredictedStep(self, self._clock, sampled, begin_s, rest_s, host_s)
+        rest_s = device_s if self._has_stages else None
+        token_ids = [_TOKEN_ID] * work.num_sampled  # there are no drafts among them
+        sampled = SampledTokens(step=batch.step, token_ids=token_ids, computed_s=rest_s)
+        end_s = self.pass_stage(0, self._clock.now_s, device_s)
+        for stage in range(1, len(self._free_s) - 1):
+            end_s = self.pass_stage(stage, end_s, device_s)
+        return PredictedStep(self, self._clock, sampled, end_s, rest_s, host_s)
 
     def pass_stage(self, stage: int, arrival_s: float, device_s: float) -> float:
         """When a step has passed it that comes there at arrival_s."""
-        self._free_s[stage] = max(arrival_s, self._free_s[stage]) + device_s
-        return self._free_s[stage]
+        end_s = max(arrival_s, self._free_s[stage]) + device_s
+        self._free_s[stage] = end_s
+        return end_s
 
     def _times(self, work: StepWork) -> tuple[float, float]:
         """Of the device and of the host, in seconds."""

@@ -11,7 +11,9 @@ Deterministic for a seed. The capacity is measured first, by a queue that never 
 """
 
 import argparse
+import math
 import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -28,8 +30,9 @@ from penstock.loadtest.simulate.simulation import Plan, simulate
 from penstock.loadtest.workload.workload import TimedRequest
 from penstock.scheduler.config import Policy, SchedulerConfig
 from penstock.scheduler.stats import StepClass
+from penstock.scheduler.step_model.amounts import DEVICE_UNITS
 from penstock.scheduler.step_model.analytic import analytic_model
-from penstock.scheduler.step_model.model import QUANTILES, ClassError
+from penstock.scheduler.step_model.model import QUANTILES, ClassError, StepModel
 
 # Measured over predicted time at QUANTILES, as steps on a GPU have it: a few per cent, and a tail.
 SPREAD = (
@@ -80,11 +83,13 @@ def server(config: SchedulerConfig) -> SimulatedServer:
         flops_per_token=info.flops_per_token,
         num_layers=32,
     )
-    errors = {
-        kind: ClassError(num_steps=1000, mape=0.03, bias=0.02, ratios=SPREAD) for kind in StepClass
-    }
+    return SimulatedServer(info, replace(model, errors=spread()), config)
+
+
+def spread() -> dict[StepClass, ClassError]:
     assert len(SPREAD) == len(QUANTILES)
-    return SimulatedServer(info, replace(model, errors=errors), config)
+    error = ClassError(num_steps=1000, mape=0.03, bias=0.02, ratios=SPREAD)
+    return dict.fromkeys(StepClass, error)
 
 
 def requests(
@@ -114,19 +119,32 @@ def requests(
     return made
 
 
-def run(config: SchedulerConfig, trace: Sequence[TimedRequest], seed: int) -> list[RequestResult]:
+def small_server(config: SchedulerConfig) -> SimulatedServer:
+    """A 135M shape on two cores, in round figures: a step of one decode takes 12 ms, of sixteen 42,
+    and a prompt of 512 tokens 300."""
+    units = {"step": 0.008, "token_below_knee": 0.002, "token_above_knee": 0.00058}
+    return SimulatedServer(
+        scripted_info(num_blocks=2_000, block_size=16, max_model_len=8192),
+        StepModel(
+            device=tuple(units.get(unit, 0.0) for unit in DEVICE_UNITS),
+            host=(1e-3, 2e-5, 1e-4, 0.0),
+            knee=16,
+            runs_ahead=False,
+            errors=spread(),
+        ),
+        config,
+    )
+
+
+def run(made: SimulatedServer, trace: Sequence[TimedRequest], seed: int) -> list[RequestResult]:
     ordered = sorted(trace, key=lambda each: each.arrival_s)
-    plan = Plan(server=replace_queue(server(config)), seed=seed)
+    plan = Plan(server=made._replace(max_num_queued_reqs=1_000_000), seed=seed)
     return simulate(plan, ordered).observed.results
 
 
-def replace_queue(made: SimulatedServer) -> SimulatedServer:
-    return made._replace(max_num_queued_reqs=1_000_000)
-
-
-def capacity(trace: Sequence[TimedRequest], config: SchedulerConfig, seed: int) -> float:
+def capacity(trace: Sequence[TimedRequest], made: SimulatedServer, seed: int) -> float:
     """Requests a second, of a queue that never empties."""
-    results = run(config, [replace(each, arrival_s=0.001) for each in trace], seed)
+    results = run(made, [replace(each, arrival_s=0.001) for each in trace], seed)
     return len(results) / max(each.ended_s for each in results)
 
 
@@ -151,10 +169,10 @@ def itl(num: int, seed: int) -> dict[str, float]:
 
     target_ms = 25.0
     with_target = replace(config, itl_target_s=target_ms / 1e3)
-    rate = 0.8 * capacity(trace(1.0), with_target, seed)
+    rate = 0.8 * capacity(trace(1.0), server(with_target), seed)
     made = {"itl_rate": rate, "itl_target_ms": target_ms}
     for name, each in (("without", config), ("with", with_target)):
-        results = run(each, trace(rate), seed)
+        results = run(server(each), trace(rate), seed)
         made[f"itl_p99_ms_{name}"] = percentile(itl_ms(results), 99)
         made[f"itl_p50_ms_{name}"] = percentile(itl_ms(results), 50)
         made[f"itl_ttft_p99_ms_{name}"] = percentile(ttft_ms(results), 99)
@@ -163,11 +181,20 @@ def itl(num: int, seed: int) -> dict[str, float]:
 
 
 def fair(num: int, seed: int) -> dict[str, float]:
-    """Without the first seconds, in which it is not known yet that there is a second key."""
+    """Of two servers, by the sequences that they run together."""
     num = min(num, 80)  # the flood is thirty times as many, and takes a while to be served
-    config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048)
-    shape = Shape((200, 500, 1000, 3000), (100, 300))
-    rate = capacity(requests(400, 1.0, Random(seed), shape), config, seed)
+    made: dict[str, float] = {}
+    large = server(SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048))
+    made |= flooded("fair_64", large, Shape((200, 500, 1000, 3000), (100, 300)), num, seed)
+    small = small_server(SchedulerConfig(max_num_seqs=16))
+    return made | flooded("fair_16", small, Shape((100, 200, 400), (20, 80)), num, seed)
+
+
+def flooded(
+    name: str, made: SimulatedServer, shape: Shape, num: int, seed: int
+) -> dict[str, float]:
+    """Without the first seconds, in which it is not known yet that there is a second key."""
+    rate = capacity(requests(400, 1.0, Random(seed), shape), made, seed)
     quiet = requests(num, 0.3 * rate, Random(seed), shape, tenant=QUIET)
     flooding = requests(
         int(10 * rate * quiet[-1].arrival_s),
@@ -177,38 +204,47 @@ def fair(num: int, seed: int) -> dict[str, float]:
         tenant=FLOOD,
         first=num,
     )
-    fairly = replace(config, policy=Policy.FAIR)
-    made = {"fair_capacity": rate}
-    for name, each, trace in (
-        ("alone", config, quiet),
-        ("fcfs", config, [*quiet, *flooding]),
+    fairly = made._replace(scheduler=replace(made.scheduler, policy=Policy.FAIR))
+    answers = {f"{name}_capacity": rate}
+    for kind, each, trace in (
+        ("alone", made, quiet),
+        ("fcfs", made, [*quiet, *flooding]),
         ("fair", fairly, [*quiet, *flooding]),
     ):
         results = run(each, trace, seed)
         of_quiet = [r for r in results if r.index < num and r.sent_s > WARM_UP_S]
-        made[f"fair_ttft_p99_ms_{name}"] = percentile(ttft_ms(of_quiet), 99)
-        made[f"fair_ttft_p50_ms_{name}"] = percentile(ttft_ms(of_quiet), 50)
-        made[f"fair_all_tokens_per_s_{name}"] = tokens_per_s(results)
-    made["fair_over_alone"] = made["fair_ttft_p99_ms_fair"] / made["fair_ttft_p99_ms_alone"]
-    return made
+        answers[f"{name}_ttft_p99_ms_{kind}"] = percentile(ttft_ms(of_quiet), 99)
+        answers[f"{name}_ttft_p50_ms_{kind}"] = percentile(ttft_ms(of_quiet), 50)
+        of_all = [r for r in results if r.error is None]
+        answers[f"{name}_tokens_per_s_{kind}"] = tokens_per_s(of_all, quiet[-1].arrival_s)
+        answers[f"{name}_all_tokens_per_s_{kind}"] = tokens_per_s(of_all)
+        if kind != "alone":
+            of_flood = [r for r in results if r.index >= num]
+            answers[f"{name}_flood_itl_p99_ms_{kind}"] = percentile(itl_ms(of_flood), 99)
+            answers[f"{name}_flood_itl_max_ms_{kind}"] = itl_ms(of_flood)[-1]
+    alone, fair = (answers[f"{name}_ttft_p99_ms_{kind}"] for kind in ("alone", "fair"))
+    return answers | {f"{name}_over_alone": fair / alone}
 
 
-def tokens_per_s(results: Sequence[RequestResult]) -> float:
-    """Of prompts and answers together, until all have ended."""
-    total = sum(each.num_prompt_tokens + each.num_output_tokens for each in results)
-    return total / max(each.ended_s for each in results)
+def tokens_per_s(results: Sequence[RequestResult], until_s: float = math.inf) -> float:
+    """Of prompts and answers together, until then, or until all have ended."""
+    total, end_s = 0, min(until_s, max(each.ended_s for each in results))
+    for each in results:
+        num_outputs = bisect_right(each.arrivals_s, end_s)
+        total += num_outputs + (each.num_prompt_tokens if num_outputs else 0)
+    return total / end_s
 
 
 def goodput(num: int, seed: int) -> dict[str, float]:
     config = SchedulerConfig(max_num_batched_tokens=2048)
     shape = Shape((200, 500, 1000, 3000), (50, 350))
-    rate = 1.2 * capacity(requests(num, 1.0, Random(seed), shape), config, seed)
+    rate = 1.2 * capacity(requests(num, 1.0, Random(seed), shape), server(config), seed)
     trace = requests(num, rate, Random(seed), shape)
     ttft_s, tpot_s = 1.0, 0.05
     targets = replace(config, ttft_target_s=ttft_s, itl_target_s=tpot_s)
     made = {"goodput_rate": rate}
     for name, each in (("fcfs", config), ("targets", targets)):
-        results = run(each, trace, seed)
+        results = run(server(each), trace, seed)
         good = sum(
             r.error is None and r.ttft_s <= ttft_s and (r.tpot_s or 0.0) <= tpot_s for r in results
         )

@@ -256,6 +256,13 @@ def test_a_recording_is_simulated_at_its_own_times(
         (["configs/models/Qwen3-8B"], "give the --device on which the model would run"),
         (["configs/models/Qwen3-8B", "--device", "TPU", "--memory-gb", "9"], "has no peaks of"),
         (["configs/models/Qwen3-8B", "--device", "H200", "--memory-gb", "12"], "leaves no room"),
+        (["configs/models/Qwen3-8B", "--device", "H200", "-tp", "0"], "must be at least 1"),
+        (["configs/models/Qwen3-8B", "--device", "H200", "-tp", "3"], "use 1 or 2 or 4 or 8"),
+        (["configs/models/Qwen3.5-9B", "--device", "H200", "-tp", "2"], "cannot be split"),
+        (
+            ["configs/models/Qwen3-8B", "--device", "GH200", "--memory-gb", "96", "-tp", "2"],
+            "no link between two --device GH200",
+        ),
         (["--prompt-format", "text", "--calibration", "x"], "--prompt-format text says nothing"),
         (["--replicas", "0", "--calibration", "x"], "--replicas is 0"),
         (["--calibration", "/nowhere"], "--calibration /nowhere cannot be read"),
@@ -278,3 +285,16 @@ def test_a_model_on_a_device_is_simulated_from_its_datasheet(
     # tests/bench/gpu/ESTIMATE.md expects 3.79 ms at batch 1.
     assert made["median_tpot_ms"] == pytest.approx(3.79, rel=0.1)
     assert made["device"] == "H200" and made["model_id"] == "Llama-3.1-8B"
+
+
+def test_ranks_are_faster_by_less_than_there_are_more_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["configs/models/Llama-3.1-8B", "--device", "H100", "--num-prompts", "4"]
+    flags += ["--random-input-len", "64", "--random-output-len", "8", "--max-concurrency", "1"]
+    made = [run(capsys, *flags, "--tensor-parallel-size", str(size)) for size in (1, 2)]
+    assert [each["tensor_parallel_size"] for each in made] == [1, 2]
+    one, two = (each["median_tpot_ms"] for each in made)
+    assert one / 2 < two < one
+    low, high = made[1]["error_bars"]["median_tpot_ms"]
+    assert low < 0.75 * two and high > 1.25 * two
