@@ -19,7 +19,8 @@ from penstock.server.api.embeddings.routes import EmbeddingRequest, RerankReques
 from penstock.server.api.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from penstock.server.errors import ANTHROPIC_PATH
 from penstock.server.protocol.anthropic import CountTokensRequest, MessagesRequest
-from penstock.server.protocol.openai import ChatCompletionRequest, CompletionRequest
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.openai import CompletionRequest
 from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.service import Service
 

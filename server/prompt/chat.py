@@ -14,7 +14,7 @@ from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import INLINE_CHARS, off_loop
 from penstock.server.prompt.timed_template import TemplateTooSlow, at_most
 from penstock.server.prompt.tokenizer import ChatTemplate, IsolatedTemplate, PromptEncoder
-from penstock.server.protocol.openai import ChatCompletionRequest
+from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.unused_fields import report_unused
 from penstock.server.tools.prompting import (
     Message,

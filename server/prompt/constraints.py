@@ -9,7 +9,8 @@ from penstock.server.output.parts import AnswerReader
 from penstock.server.output.reasoning import ReasoningState, make_splitter
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import Prompts
-from penstock.server.protocol.openai import ChatCompletionRequest, GenerationFields
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.openai import GenerationFields
 from penstock.server.structured.constraint import check_grammar
 from penstock.server.structured.reasoning_grammar import (
     BUDGET_FIELD,

@@ -8,10 +8,8 @@ from penstock.server.prompt import limits
 from penstock.server.prompt.chat import chat_prompt
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
-from penstock.server.protocol.openai import (
-    ChatCompletionRequest,
-    CompletionRequest,
-)
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.openai import CompletionRequest
 from penstock.server.tools.prompting import check_servable
 
 

@@ -13,11 +13,8 @@ from penstock.server.prompt.constraints import AnswerFormat
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import Prompts
 from penstock.server.prompt.tokenizer import PromptEncoder
-from penstock.server.protocol.openai import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationFields,
-)
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.openai import CompletionRequest, GenerationFields
 
 _SEED_RANGE = 1 << 63
 

@@ -10,13 +10,8 @@ import msgspec
 from pydantic import Field
 
 from penstock.server.errors import InvalidRequest, ThreadUnsupported, UnsupportedParameter
-from penstock.server.protocol.openai import (
-    MAX_STOPS,
-    ChatCompletionRequest,
-    Probability,
-    StopString,
-    Wire,
-)
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.openai import MAX_STOPS, Probability, StopString, Wire
 from penstock.server.protocol.translation import (
     SHARED_FIELDS,
     TranslatedRequest,

@@ -4,34 +4,15 @@ Three kinds of field: those we serve are declared; those that we know, do not se
 change the answer are refused by name (`NEUTRAL`); all others are ignored.
 """
 
-import re
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.protocol.invalid_fields import invalid_fields, nul
 from penstock.server.protocol.json_body import json_of
 from penstock.server.protocol.structured_outputs import constraint_by_any_name
-from penstock.server.protocol.tool_specs import (
-    CustomSpec,
-    FunctionSpec,
-    InputFormat,
-    InputGrammar,
-)
-from penstock.server.protocol.tools import (
-    AllowedTool,
-    AllowedTools,
-    CalledCustom,
-    CalledFunction,
-    FunctionChoice,
-    NamedToolChoice,
-    Tool,
-    ToolCall,
-    ToolFields,
-    call_for_template,
-)
 from penstock.server.protocol.unsupported_fields import HINTS, NOT_SERVED
 from penstock.server.protocol.unused_fields import UNUSED, report_unused
 from penstock.server.structured.constraint import Constraint, constraint_of
@@ -67,21 +48,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "logits_processors": ([],),
 }
-
-# What a field may be, where pydantic's own words would list the branches of a union.
-_EXPECTED = {
-    "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
-    "content": "must be a string or a list of text parts",
-    "stop": "must be a string or a list of strings",
-    "tool_choice": 'must be "none", "auto", "required", or an object that names a function',
-    "input": "must be a string or a list of items",
-    "output": "must be a string or a list of text parts",
-    "system": "must be a string or a list of text blocks",
-}
-_TOOL_MODELS = (
-    *(Tool, FunctionSpec, NamedToolChoice, AllowedTools, AllowedTool, FunctionChoice),
-    *(ToolCall, CalledFunction, CalledCustom, CustomSpec, InputFormat, InputGrammar),
-)
 
 Probability = Annotated[float, Field(ge=0, le=1)]  # 0 keeps the best token alone
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -342,7 +308,7 @@ class CompletionRequest(GenerationFields):
         if not self.prompts or any(prompt == [] for prompt in self.prompts):
             raise InvalidRequest("prompt is empty; it needs at least one token", param="prompt")
         if any(isinstance(prompt, str) and "\0" in prompt for prompt in self.prompts):
-            raise _nul("prompt")
+            raise nul("prompt")
         if self.suffix:
             self._check_suffix(self.suffix)
 
@@ -355,257 +321,4 @@ class CompletionRequest(GenerationFields):
             if getattr(self, name):
                 raise InvalidRequest(f"{name} cannot be combined with suffix", param=name)
         if "\0" in suffix:
-            raise _nul("suffix")
-
-
-# What an assistant's message may hold besides text and calls, and what to send instead.
-_OTHER_SPEECH = {"audio": "send the transcript as text"}
-
-
-class ContentPart(Wire):
-    """A part of a message. Text and refusals are served; others are refused by their type."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class ChatMessage(Wire):
-    model_config = ConfigDict(extra="allow")
-
-    role: Annotated[str, Field(min_length=1, max_length=64)]  # templates may know others
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, in vLLM's newer word
-    refusal: str | None = None
-
-    def for_template(self, param: str) -> dict[str, Any]:
-        """As chat templates know it. "developer" is OpenAI's newer word for "system", "function"
-        the older one for "tool"."""
-        for name, hint in _OTHER_SPEECH.items():
-            if (self.model_extra or {}).get(name):
-                raise UnsupportedParameter(f"{param}.{name}", hint)
-        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        message = {"role": role, "content": self._text(f"{param}.content")}
-        calls = self._calls(f"{param}.tool_calls") or self._function_call(f"{param}.function_call")
-        call_id = _id_of_call(self.name) if self.role == "function" else self.tool_call_id
-        optional = {
-            "name": self.name,
-            "tool_call_id": call_id,
-            "tool_calls": calls or None,
-            "reasoning_content": self.reasoning_content or self.reasoning,
-        }
-        return message | {key: value for key, value in optional.items() if value is not None}
-
-    def _calls(self, param: str) -> list[dict[str, Any]]:
-        if self.tool_calls and self.role != "assistant":
-            raise InvalidRequest(f"{param} requires the role assistant", param=param)
-        calls = enumerate(self.tool_calls or ())
-        return [call_for_template(call, f"{param}[{i}]") for i, call in calls]
-
-    def _function_call(self, param: str) -> list[dict[str, Any]]:
-        """OpenAI's older form of a call: one, without an id."""
-        given = (self.model_extra or {}).get("function_call")
-        if given is None:
-            return []
-        try:
-            function = CalledFunction.model_validate(given)
-        except ValidationError as error:
-            raise invalid_fields(error, CalledFunction, at=param) from error
-        call = ToolCall(id=_id_of_call(function.name), function=function)
-        return [call_for_template(call, param)]
-
-    def _text(self, param: str) -> str:
-        if isinstance(self.content, list):
-            texts = [_text_of(part, f"{param}[{i}]") for i, part in enumerate(self.content)]
-        elif self.content is None and self.role != "assistant":
-            raise InvalidRequest(f"{param} is missing; it {_EXPECTED['content']}", param=param)
-        else:
-            texts = [self.content or self.refusal or ""]
-        text = "".join(texts)
-        if "\0" in text:
-            raise _nul(param)
-        return text
-
-
-def _id_of_call(name: str | None) -> str:
-    """Of a call in the older form; its result has the function's name too."""
-    return f"call_{name}"
-
-
-def _text_of(part: ContentPart, param: str) -> str:
-    if part.type == "refusal" and part.refusal is not None:
-        return part.refusal
-    if part.type != "text":
-        raise UnsupportedParameter(
-            f"{param}.type {part.type!r}",
-            "this server supports text parts, and serves the text model alone of models of images "
-            "and audio too (--language-model-only)",
-        )
-    if part.text is None:
-        raise InvalidRequest(f"{param}.text is missing", param=f"{param}.text")
-    return part.text
-
-
-class ChatCompletionRequest(ToolFields, GenerationFields):
-    """`POST /v1/chat/completions`."""
-
-    served_extras = frozenset(("functions", "function_call"))  # see `take_functions`
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    reasoning_effort: ReasoningEffort | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-    thinking_token_budget: int | None = Field(None, ge=-1)  # vLLM's; -1: no limit
-    chat_template: str | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=1024)] | None = None
-    documents: list[dict[str, Any]] | None = None  # for templates that know them
-    echo: bool | None = None
-    include_reasoning: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-    @cached_property
-    def thinking_budget(self) -> int | None:
-        """The most tokens of reasoning; None for any number."""
-        budget = self.thinking_token_budget
-        return None if budget is None or budget < 0 else budget
-
-    @cached_property
-    def num_content_chars(self) -> int:
-        contents = (m.content or "" for m in self.messages)
-        texts = (c if isinstance(c, str) else "".join(p.text or "" for p in c) for c in contents)
-        return sum(map(len, texts))
-
-    @cached_property
-    def adds_generation_prompt(self) -> bool:
-        return self.add_generation_prompt is not False and not self.continue_final_message
-
-    @cached_property
-    def echoed(self) -> str:
-        """The last message, if the answer is to begin with it: as at vLLM, one of its own role."""
-        last = self.for_template[-1]
-        is_own = last["role"] == "assistant" or not self.adds_generation_prompt
-        return str(last["content"]) if self.echo and is_own else ""
-
-    @cached_property
-    def for_template(self) -> list[dict[str, Any]]:
-        return [m.for_template(f"messages[{i}]") for i, m in enumerate(self.messages)]
-
-    @cached_property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @cached_property
-    def wanted_max_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    def _check(self) -> None:
-        super()._check()
-        if self.top_logprobs and not self.logprobs:
-            message = "top_logprobs requires logprobs: true"
-            raise InvalidRequest(message, param="top_logprobs")
-        self.take_functions(self.model_extra or {})
-        self.check_tools()
-        if self.continue_final_message:
-            self._check_continued()
-
-    def _check_continued(self) -> None:
-        if self.add_generation_prompt:
-            message = "continue_final_message cannot be combined with add_generation_prompt: true"
-            raise InvalidRequest(message, param="add_generation_prompt")
-        last = self.messages[-1]
-        if last.role != "assistant" or not last.content or last.tool_calls:
-            message = "continue_final_message needs a last message of the assistant with some text"
-            raise InvalidRequest(message, param="continue_final_message")
-
-
-def _nul(param: str) -> InvalidRequest:
-    message = f"{param} has a NUL character (U+0000), which is not text; remove it"
-    return InvalidRequest(message, param=param)
-
-
-def invalid_fields(
-    error: ValidationError,
-    model: type[BaseModel],
-    *,
-    at: str = "",
-    expected: Mapping[str, str] = _EXPECTED,
-) -> InvalidRequest:
-    """The first error, in a sentence. at: where in the body the model's values are.
-    expected: what a field must be, where it may be several things.
-
-    Without the names of fields the path of an error would hold those of a union's branches too.
-    """
-    errors = error.errors(include_url=False)
-    # Of a union every branch reports an error; one that is not about types is of the branch meant.
-    first = next((e for e in errors if not e["type"].endswith("_type")), errors[0])
-    names = _field_names(model)
-    place = first["loc"]
-    if place[:1] == ("logit_bias",):  # whose keys the path holds too
-        place = place[:1]
-        if first["loc"][2:] == ("[key]",):
-            key = str(first["loc"][1])[:64]
-            message = f"logit_bias has the key {key!r}; its keys must be token ids"
-            return InvalidRequest(message, param="logit_bias", code=_code_of(first))
-    path = [part for part in place if isinstance(part, int) or part in names]
-    if not path:
-        return InvalidRequest("the body must be a JSON object", code="invalid_json")
-    steps = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    param = f"{at}{steps}" if at else steps[1:]
-    code = _code_of(first)
-    if first["type"] == "missing":
-        return InvalidRequest(f"{param} is missing", param=param, code=code)
-    last_name = next(part for part in reversed(path) if isinstance(part, str))
-    is_branch = last_name in expected and first["type"].endswith("_type")
-    says = expected[last_name] if is_branch else _as_predicate(first)
-    return InvalidRequest(f"{param} {says}", param=param, code=code)
-
-
-# OpenAI's codes for what is wrong with a value, by pydantic's.
-_CODES = {
-    "missing": "missing_required_parameter",
-    "too_short": "empty_array",  # no list of ours needs more than one item, and no text
-    "string_too_short": "empty_string",  # more than one character
-    "string_too_long": "string_above_max_length",
-}
-
-
-def _code_of(error: Mapping[str, Any]) -> str:
-    kind, context = error["type"], error.get("ctx", {})
-    if kind.endswith("_type"):
-        return "invalid_type"
-    if kind == "too_long":
-        is_list = context["field_type"] == "List"
-        return "array_above_max_length" if is_list else "object_above_max_properties"
-    for begins, side in (("greater_than", "below_min"), ("less_than", "above_max")):
-        if kind.startswith(begins):
-            is_decimal = any(isinstance(limit, float) for limit in context.values())
-            return f"{'decimal' if is_decimal else 'integer'}_{side}_value"
-    return _CODES.get(kind, "invalid_value")
-
-
-# JSON's terms, where pydantic has Python's for values that were parsed before.
-_IN_JSON = {
-    "dict_type": "should be an object",
-    "model_type": "should be an object",
-    "list_type": "should be a valid array",
-}
-
-
-def _as_predicate(error: Mapping[str, Any]) -> str:
-    """ "Input should be a valid string" and its like, to go after the field's name."""
-    if error["type"] in _IN_JSON:
-        return _IN_JSON[error["type"]]
-    message = re.sub(r"^(Input|List|String|Dictionary) ", "", error["msg"])
-    return message.replace(" after validation", "")
-
-
-def _field_names(model: type[BaseModel]) -> set[str]:
-    models = (model, ChatMessage, ContentPart, StreamOptions, *_TOOL_MODELS)
-    return {name for each in models for name in each.model_fields}
+            raise nul("suffix")

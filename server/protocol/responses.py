@@ -13,14 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
-from penstock.server.protocol.openai import (
-    MAX_LOGPROBS,
-    NEUTRAL,
-    ChatCompletionRequest,
-    Probability,
-    RequestName,
-    Wire,
-)
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.openai import MAX_LOGPROBS, NEUTRAL, Probability, RequestName, Wire
 from penstock.server.protocol.translation import (
     SHARED_FIELDS,
     TranslatedRequest,

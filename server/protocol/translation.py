@@ -9,8 +9,9 @@ import msgspec
 from pydantic import ConfigDict, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest
+from penstock.server.protocol.invalid_fields import invalid_fields
 from penstock.server.protocol.json_body import json_of
-from penstock.server.protocol.openai import Wire, invalid_fields
+from penstock.server.protocol.openai import Wire
 from penstock.server.protocol.unused_fields import UNUSED
 from penstock.server.structured.constraint import RENAMED
 

@@ -10,7 +10,7 @@ from penstock.scheduler.routing import prefix_digests
 from penstock.server.prompt.chat import render_chat
 from penstock.server.prompt.timed_template import TemplateTooSlow
 from penstock.server.prompt.tokenizer import ChatTemplate, PromptEncoder
-from penstock.server.protocol.openai import ChatCompletionRequest
+from penstock.server.protocol.chat import ChatCompletionRequest
 
 # Tokenizing blocks the router for so long at most: some 10 ms. What follows is not compared.
 _MAX_CHARS = 64 << 10

@@ -5,7 +5,7 @@ from typing import Any
 from penstock.server.output.channels import ChannelSplitter
 from penstock.server.output.parts import AnswerReader, Part, TextPart
 from penstock.server.output.reasoning import ReasoningSplitter
-from penstock.server.protocol.openai import ChatCompletionRequest
+from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.tool_specs import FunctionSpec
 from penstock.server.protocol.tools import ToolFields
 from penstock.server.tools.call_grammar import uses_native_format

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
-from penstock.server.protocol.openai import ChatCompletionRequest
+from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.tool_specs import CustomFunction, FunctionSpec
 from penstock.server.protocol.tools import Tool
 from penstock.server.tools.chat_format import ChatFormat

@@ -26,7 +26,8 @@ from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import chat_prompts, completion_prompts
 from penstock.server.prompt.request_builder import build_generation_request
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
-from penstock.server.protocol.openai import ChatCompletionRequest, CompletionRequest
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.openai import CompletionRequest
 from penstock.server.tools.chat_format import ChatFormat
 
 SPECIAL = ("<eos>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")

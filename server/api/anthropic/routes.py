@@ -19,7 +19,8 @@ from penstock.server.protocol.anthropic import (
     chat_request,
     names_of_messages,
 )
-from penstock.server.protocol.openai import ChatCompletionRequest, GenerationFields
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.openai import GenerationFields
 
 router = APIRouter()
 

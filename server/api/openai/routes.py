@@ -14,11 +14,8 @@ from penstock.server.api.pipeline import answer_request
 from penstock.server.output.generation import Generation
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import Prompts, chat_prompts, completion_prompts
-from penstock.server.protocol.openai import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationFields,
-)
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.openai import CompletionRequest, GenerationFields
 
 router = APIRouter()
 

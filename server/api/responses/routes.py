@@ -18,7 +18,8 @@ from penstock.server.errors import InvalidRequest, ResponseNotFound, Unsupported
 from penstock.server.output.generation import Generation
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts, chat_prompts
-from penstock.server.protocol.openai import ChatCompletionRequest, GenerationFields
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.openai import GenerationFields
 from penstock.server.protocol.responses import (
     Item,
     ResponsesRequest,

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from penstock.server.prompt.chat import render_chat
-from penstock.server.protocol.openai import ChatCompletionRequest
+from penstock.server.protocol.chat import ChatCompletionRequest
 from tests.support.chatting import QWEN, make_model
 from tests.support.serving import MODEL, RunningServer
 

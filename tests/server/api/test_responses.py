@@ -344,6 +344,7 @@ def test_nothing_can_be_cancelled_and_the_error_explains_what_to_do(client: open
         ({"guided_choice": []}, "guided_choice"),
         ({"logit_bias": {"999999999": 1}}, "logit_bias"),
         ({"truncation": "some"}, "truncation"),
+        ({"text": {"verbosity": 3}}, "text.verbosity"),
     ],
 )
 def test_a_bad_field_is_refused_by_its_name(

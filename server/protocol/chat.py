@@ -1,0 +1,177 @@
+"""`POST /v1/chat/completions`: its messages, and what they are for a chat template."""
+
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.protocol.invalid_fields import EXPECTED, invalid_fields, nul
+from penstock.server.protocol.openai import MAX_LOGPROBS, GenerationFields, ReasoningEffort, Wire
+from penstock.server.protocol.tools import CalledFunction, ToolCall, ToolFields, call_for_template
+
+# What an assistant's message may hold besides text and calls, and what to send instead.
+_OTHER_SPEECH = {"audio": "send the transcript as text"}
+
+
+class ContentPart(Wire):
+    """A part of a message. Text and refusals are served; others are refused by their type."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class ChatMessage(Wire):
+    model_config = ConfigDict(extra="allow")
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]  # templates may know others
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, in vLLM's newer word
+    refusal: str | None = None
+
+    def for_template(self, param: str) -> dict[str, Any]:
+        """As chat templates know it. "developer" is OpenAI's newer word for "system", "function"
+        the older one for "tool"."""
+        for name, hint in _OTHER_SPEECH.items():
+            if (self.model_extra or {}).get(name):
+                raise UnsupportedParameter(f"{param}.{name}", hint)
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        message = {"role": role, "content": self._text(f"{param}.content")}
+        calls = self._calls(f"{param}.tool_calls") or self._function_call(f"{param}.function_call")
+        call_id = _id_of_call(self.name) if self.role == "function" else self.tool_call_id
+        optional = {
+            "name": self.name,
+            "tool_call_id": call_id,
+            "tool_calls": calls or None,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        return message | {key: value for key, value in optional.items() if value is not None}
+
+    def _calls(self, param: str) -> list[dict[str, Any]]:
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequest(f"{param} requires the role assistant", param=param)
+        calls = enumerate(self.tool_calls or ())
+        return [call_for_template(call, f"{param}[{i}]") for i, call in calls]
+
+    def _function_call(self, param: str) -> list[dict[str, Any]]:
+        """OpenAI's older form of a call: one, without an id."""
+        given = (self.model_extra or {}).get("function_call")
+        if given is None:
+            return []
+        try:
+            function = CalledFunction.model_validate(given)
+        except ValidationError as error:
+            raise invalid_fields(error, CalledFunction, at=param) from error
+        call = ToolCall(id=_id_of_call(function.name), function=function)
+        return [call_for_template(call, param)]
+
+    def _text(self, param: str) -> str:
+        if isinstance(self.content, list):
+            texts = [_text_of(part, f"{param}[{i}]") for i, part in enumerate(self.content)]
+        elif self.content is None and self.role != "assistant":
+            raise InvalidRequest(f"{param} is missing; it {EXPECTED['content']}", param=param)
+        else:
+            texts = [self.content or self.refusal or ""]
+        text = "".join(texts)
+        if "\0" in text:
+            raise nul(param)
+        return text
+
+
+def _id_of_call(name: str | None) -> str:
+    """Of a call in the older form; its result has the function's name too."""
+    return f"call_{name}"
+
+
+def _text_of(part: ContentPart, param: str) -> str:
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    if part.type != "text":
+        raise UnsupportedParameter(
+            f"{param}.type {part.type!r}",
+            "this server supports text parts, and serves the text model alone of models of images "
+            "and audio too (--language-model-only)",
+        )
+    if part.text is None:
+        raise InvalidRequest(f"{param}.text is missing", param=f"{param}.text")
+    return part.text
+
+
+class ChatCompletionRequest(ToolFields, GenerationFields):
+    """`POST /v1/chat/completions`."""
+
+    served_extras = frozenset(("functions", "function_call"))  # see `take_functions`
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    reasoning_effort: ReasoningEffort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    thinking_token_budget: int | None = Field(None, ge=-1)  # vLLM's; -1: no limit
+    chat_template: str | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=1024)] | None = None
+    documents: list[dict[str, Any]] | None = None  # for templates that know them
+    echo: bool | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @cached_property
+    def thinking_budget(self) -> int | None:
+        """The most tokens of reasoning; None for any number."""
+        budget = self.thinking_token_budget
+        return None if budget is None or budget < 0 else budget
+
+    @cached_property
+    def num_content_chars(self) -> int:
+        contents = (m.content or "" for m in self.messages)
+        texts = (c if isinstance(c, str) else "".join(p.text or "" for p in c) for c in contents)
+        return sum(map(len, texts))
+
+    @cached_property
+    def adds_generation_prompt(self) -> bool:
+        return self.add_generation_prompt is not False and not self.continue_final_message
+
+    @cached_property
+    def echoed(self) -> str:
+        """The last message, if the answer is to begin with it: as at vLLM, one of its own role."""
+        last = self.for_template[-1]
+        is_own = last["role"] == "assistant" or not self.adds_generation_prompt
+        return str(last["content"]) if self.echo and is_own else ""
+
+    @cached_property
+    def for_template(self) -> list[dict[str, Any]]:
+        return [m.for_template(f"messages[{i}]") for i, m in enumerate(self.messages)]
+
+    @cached_property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @cached_property
+    def wanted_max_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def _check(self) -> None:
+        super()._check()
+        if self.top_logprobs and not self.logprobs:
+            message = "top_logprobs requires logprobs: true"
+            raise InvalidRequest(message, param="top_logprobs")
+        self.take_functions(self.model_extra or {})
+        self.check_tools()
+        if self.continue_final_message:
+            self._check_continued()
+
+    def _check_continued(self) -> None:
+        if self.add_generation_prompt:
+            message = "continue_final_message cannot be combined with add_generation_prompt: true"
+            raise InvalidRequest(message, param="add_generation_prompt")
+        last = self.messages[-1]
+        if last.role != "assistant" or not last.content or last.tool_calls:
+            message = "continue_final_message needs a last message of the assistant with some text"
+            raise InvalidRequest(message, param="continue_final_message")

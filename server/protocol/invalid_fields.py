@@ -1,0 +1,125 @@
+"""What pydantic finds wrong with a body, as one error in a sentence."""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from penstock.server.errors import InvalidRequest
+
+# What a field may be, where pydantic's own words would list the branches of a union.
+EXPECTED = {
+    "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
+    "content": "must be a string or a list of text parts",
+    "stop": "must be a string or a list of strings",
+    "tool_choice": 'must be "none", "auto", "required", or an object that names a function',
+    "input": "must be a string or a list of items",
+    "output": "must be a string or a list of text parts",
+    "system": "must be a string or a list of text blocks",
+}
+
+
+def invalid_fields(
+    error: ValidationError,
+    model: type[BaseModel],
+    *,
+    at: str = "",
+    expected: Mapping[str, str] = EXPECTED,
+) -> InvalidRequest:
+    """The first error, in a sentence. at: where in the body the model's values are.
+    expected: what a field must be, where it may be several things.
+
+    Without the names of fields the path of an error would hold those of a union's branches too.
+    """
+    errors = error.errors(include_url=False)
+    # Of a union every branch reports an error; one that is not about types is of the branch meant.
+    first = next((e for e in errors if not e["type"].endswith("_type")), errors[0])
+    names = _field_names(model)
+    place = first["loc"]
+    if place[:1] == ("logit_bias",):  # whose keys the path holds too
+        place = place[:1]
+        if first["loc"][2:] == ("[key]",):
+            key = str(first["loc"][1])[:64]
+            message = f"logit_bias has the key {key!r}; its keys must be token ids"
+            return InvalidRequest(message, param="logit_bias", code=_code_of(first))
+    path = [part for part in place if isinstance(part, int) or part in names]
+    if not path:
+        return InvalidRequest("the body must be a JSON object", code="invalid_json")
+    steps = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    param = f"{at}{steps}" if at else steps[1:]
+    code = _code_of(first)
+    if first["type"] == "missing":
+        return InvalidRequest(f"{param} is missing", param=param, code=code)
+    last_name = next(part for part in reversed(path) if isinstance(part, str))
+    is_branch = last_name in expected and first["type"].endswith("_type")
+    says = expected[last_name] if is_branch else _as_predicate(first)
+    return InvalidRequest(f"{param} {says}", param=param, code=code)
+
+
+# OpenAI's codes for what is wrong with a value, by pydantic's.
+_CODES = {
+    "missing": "missing_required_parameter",
+    "too_short": "empty_array",  # no list of ours needs more than one item, and no text
+    "string_too_short": "empty_string",  # more than one character
+    "string_too_long": "string_above_max_length",
+}
+
+
+def _code_of(error: Mapping[str, Any]) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind.endswith("_type"):
+        return "invalid_type"
+    if kind == "too_long":
+        is_list = context["field_type"] == "List"
+        return "array_above_max_length" if is_list else "object_above_max_properties"
+    for begins, side in (("greater_than", "below_min"), ("less_than", "above_max")):
+        if kind.startswith(begins):
+            is_decimal = any(isinstance(limit, float) for limit in context.values())
+            return f"{'decimal' if is_decimal else 'integer'}_{side}_value"
+    return _CODES.get(kind, "invalid_value")
+
+
+# JSON's terms, where pydantic has Python's for values that were parsed before.
+_IN_JSON = {
+    "dict_type": "should be an object",
+    "model_type": "should be an object",
+    "list_type": "should be a valid array",
+}
+
+
+def _as_predicate(error: Mapping[str, Any]) -> str:
+    """ "Input should be a valid string" and its like, to go after the field's name."""
+    if error["type"] in _IN_JSON:
+        return _IN_JSON[error["type"]]
+    message = re.sub(r"^(Input|List|String|Dictionary) ", "", error["msg"])
+    return message.replace(" after validation", "")
+
+
+def nul(param: str) -> InvalidRequest:
+    message = f"{param} has a NUL character (U+0000), which is not text; remove it"
+    return InvalidRequest(message, param=param)
+
+
+@cache
+def _field_names(model: type[BaseModel]) -> frozenset[str]:
+    """Of its fields, and of those of the models in them."""
+    names: set[str] = set()
+    models, seen = [model], set()
+    while models:
+        each = models.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        names |= each.model_fields.keys()
+        for field in each.model_fields.values():
+            models += _models_in(field.annotation)
+    return frozenset(names)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
