@@ -29,7 +29,8 @@ from penstock.engine.config import Device, EngineConfig, KVCacheDtype, LoadForma
 from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
 from penstock.engine.executors.cuda.executor import CudaExecutor
-from penstock.engine.executors.cuda.setup import OneForAll, build_cuda_executor
+from penstock.engine.executors.cuda.first_steps import OneForAll
+from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.kernels.tables import store_lengths
 from penstock.engine.memory.host_tier import HostTier
 from penstock.engine.ranks.board import Board, board_memory
