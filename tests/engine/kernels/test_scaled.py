@@ -12,6 +12,7 @@ from penstock.engine.memory.kv_codes import decode, encode
 from penstock.engine.models.fused_linear import FUSED_LINEARS
 from penstock.engine.models.layers.coded import CodedLinear, coded_weight
 from penstock.engine.models.layers.fp8 import Fp8Linear
+from penstock.engine.models.layers.grouped import GroupedLinear
 from tests.support.kernels import DEVICE, error, poisoned, random
 
 ROWS, COLUMNS, OUTPUTS = 20, 300, 64
@@ -76,3 +77,11 @@ def test_other_formats_types_and_sizes_are_not() -> None:
     assert not takes(fp8((1, COLUMNS)), torch.float16)  # torch has no such product
     assert not takes(fp8((32, 64)), torch.bfloat16)
     assert not takes(fp8((1, COLUMNS), outputs=70), torch.bfloat16)
+
+
+def test_four_bits_with_one_scale_for_a_row_are_no_fp8() -> None:
+    codes = torch.zeros(OUTPUTS, 64, dtype=torch.uint8, device=DEVICE)
+    linear = GroupedLinear(codes, random(OUTPUTS, 1), None, group_size=128, in_features=128)
+    weight = coded_weight(linear, DEVICE)
+    assert weight and weight.codes.dtype is torch.uint8 and len(weight.scales) == 1
+    assert not takes(weight, torch.bfloat16)
