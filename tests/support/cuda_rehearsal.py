@@ -412,7 +412,9 @@ def decode_alone(rehearsal: Rehearsal, num_steps: int = 5) -> dict[str, Any]:
 def main(rounds: int, flags: list[str]) -> None:
     model = next((flag for flag in flags if flag in MODELS), "llama")
     num_layers = MODELS[model].get("num_hidden_layers", 1)
-    # A pool that is smaller than a whole context, so that sequences are preempted.
+    # A pool that is smaller than a whole context, so that sequences are preempted. Codes take half
+    # of the memory, and layers with a window keep less.
+    is_small = model == "qwen2" or KVCacheDtype.FP8 in flags
     rank, layout = None, RankLayout(tensor_size=2)
     for flag in flags:
         if flag.startswith(("--rank=", "--stage-rank=")):
@@ -425,7 +427,7 @@ def main(rounds: int, flags: list[str]) -> None:
         rank,
         layout,
         block_size=16,
-        kv_cache_memory_bytes=2**18 * num_layers,
+        kv_cache_memory_bytes=2**18 * num_layers // (2 if is_small else 1),
         enforce_eager="--enforce-eager" in flags,
         kv_offload_bytes=2**22 if "--offload" in flags else None,
         lora=LoraConfig() if "--enable-lora" in flags else None,

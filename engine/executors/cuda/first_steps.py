@@ -41,8 +41,8 @@ class OneForAll(Adapters):
 def small_steps(
     scheduler: SchedulerConfig, max_model_len: int, block_size: int, num_groups: int = 1
 ) -> Iterator[ScheduledBatch]:
-    """One of prompts and one of decodes for each sampling mode; and numbers of rows and of tokens
-    that take each path through a layer."""
+    """One of prompts and one of decodes for each sampling mode, one of both, and numbers of rows
+    and of tokens that take each path through a layer."""
     max_num_seqs = scheduler.max_num_seqs
     for size in (*TILE_ROWS, MAX_TILED_ROWS + 1):
         counts = [1] * size if size < max_num_seqs else [size]
@@ -52,6 +52,10 @@ def small_steps(
         for sampling in (_COSTLY, _FILTERED, _GREEDY):
             yield _prompts([1] * num_rows, block_size, num_groups, sampling)
             yield _batch([1] * num_rows, (), num_decodes=num_rows)
+    if max_num_seqs > 1 and scheduler.max_num_batched_tokens > 1:
+        # A decode beside a prompt, which graphs have, but without them another kernel computes.
+        prompt = _assignment(1, 1, ((0,),) * num_groups, _GREEDY)
+        yield _batch([1, 1], (prompt,), num_decodes=1)
 
 
 def largest_step(
@@ -105,7 +109,7 @@ def _batch(
         copies=(BlockCopy(0, 0),),
         slots=tuple(range(num_rows)),
         # The device has the starts of decodes: in `small_steps` they come after one token.
-        starts=(1 if num_decodes else 0,) * num_rows,
+        starts=(1,) * num_decodes + (0,) * (num_rows - num_decodes),
         num_tokens=tuple(counts),
         samples=(True,) * num_rows,
         num_decodes=num_decodes,
