@@ -40,6 +40,9 @@ _FLAGS = (
     "--max-num-batched-tokens=64",
     "--dtype=bfloat16",  # hardware.toml has peaks for this type only
     "--kv-cache-memory-bytes=2097152",
+    # What they add to the metrics is shown too. No request is refused for so far a target.
+    "--scheduling-policy=fair",
+    "--ttft-target-ms=600000",
 )
 # The empty name matches every device.
 _LISTED = """
@@ -58,6 +61,8 @@ _NOT_SHOWN = {
     "penstock_step_progress_tokens": "step_tokens is shown; vLLM's dashboards use it",
     "penstock_kv_cache_usage_ratio": "the blocks it is made of are shown",
     "penstock_invalid_logits": "0 unless a checkpoint is damaged; the outcome `failed` is shown",
+    "penstock_resumed_requests": "restarts are shown; what became of them, the outcomes tell",
+    "penstock_prefix_stateless_tokens": "0 but for models with recurrent states",
     "penstock_engine_process_virtual_memory_bytes": "mostly the GPU's address space, not memory",
     "penstock_engine_process_start_time_seconds": "the same as the server process's",
     "penstock_engine_process_open_fds": "it opens only its socket",

@@ -20,8 +20,9 @@ _BENCHMARK = re.compile(r"`python -m tests\.bench\.engine (\S+) ([^`]*)`")
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    blocks = tmp_path_factory.mktemp("blocks")  # whose metrics the table names
+    with running_server(f"--kv-offload-dir={blocks}") as server:
         server.complete()
         yield server
 
