@@ -25,6 +25,7 @@ from penstock.engine.messages import (
 )
 from penstock.engine.request_ids import caller_of
 from penstock.scheduler.errors import PenstockError, TargetOutOfReach
+from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import NO_WORK, StepWork, class_of, work_of
 from penstock.scheduler.step_model.amounts import Amounts
@@ -86,8 +87,8 @@ class EngineLoop:
         self._adapters = AdapterCommands(executor.adapters, send)
         self._last_end_s = clock()
         self._busy_since_s = self._last_end_s  # the last step's end, or the end of idleness after
+        self._info = executor.info
         self._windows = executor.info.windows
-        self._graph_sizes = executor.info.graph_sizes
 
     def run(self) -> None:
         """Steps until the executor or the inbox raises."""
@@ -174,7 +175,7 @@ class EngineLoop:
             late = Late(error.predicted_s, error.target_s)
         self._send(Refused(request_id, str(error), late))
 
-    def _release_ended(self, outputs: list[RequestOutput]) -> None:
+    def _release_ended(self, outputs: Iterable[RequestOutput]) -> None:
         """What was prepared for requests that end with these outputs may go."""
         for output in outputs:
             if output.finish and not self._scheduler.is_open(output.request_id):
@@ -196,10 +197,10 @@ class EngineLoop:
         executing_s = self._clock()
         pending = self._executor.execute(batch)
         executed_s = 0.0 if self._executor.runs_ahead else self._clock() - executing_s
-        work = work_of(batch, self._windows, self._graph_sizes)
+        work = work_of(batch, self._windows, self._info.graph_sizes)
         amounts, predicted_s = None, None
         if self._step_model:
-            amounts = self._executor.info.amounts(work)
+            amounts = self._info.amounts(work)
             predicted_s = self._step_model.predict(amounts, class_of(work))
         return _Launched(batch.step, pending, work, amounts, predicted_s, started_s, executed_s)
 
@@ -212,7 +213,7 @@ class EngineLoop:
             work = launched.work._replace(
                 num_experts=sampled.num_experts, adapter_bytes=sampled.adapter_bytes
             )
-            amounts = self._executor.info.amounts(work) if launched.amounts else None
+            amounts = self._info.amounts(work) if launched.amounts else None
             launched = launched._replace(work=work, amounts=amounts)
         wait_s = end_s - waiting_s + launched.executed_s
         host_s = end_s - self._busy_since_s - wait_s
@@ -220,7 +221,7 @@ class EngineLoop:
         started_s = max(launched.started_s, self._last_end_s)
         self._last_end_s = self._busy_since_s = end_s
         outputs = self._scheduler.update(sampled)
-        self._release_ended(outputs)
+        self._release_ended(outputs.others.values())
         report = StepReport(
             step=launched.step,
             outputs=outputs,
@@ -228,8 +229,8 @@ class EngineLoop:
             work=launched.work,
             started_s=started_s,
             step_s=end_s - started_s,
-            model_bytes=self._executor.info.step_bytes(launched.work),
-            model_flops=self._executor.info.step_flops(launched.work),
+            model_bytes=self._info.step_bytes(launched.work),
+            model_flops=self._info.step_flops(launched.work),
             started=self._scheduler.take_started(),
             wait_s=wait_s,
             host_s=host_s,
@@ -262,7 +263,7 @@ class EngineLoop:
         self._send(
             StepReport(
                 step=0,
-                outputs=aborted,
+                outputs=StepOutputs.of(aborted),
                 stats=self._scheduler.stats(),
                 work=NO_WORK,
                 started_s=self._clock(),

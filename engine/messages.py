@@ -9,11 +9,11 @@ import msgspec
 from penstock.engine.config import AdapterSource
 from penstock.engine.model_info import LoadedAdapter, ModelInfo
 from penstock.engine.phases import LoadProgress
+from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import SchedulerStats, StepWork
 from penstock.scheduler.types import (
     Request,
     RequestId,
-    RequestOutput,
     ResumedAnswer,
     Started,
 )
@@ -156,7 +156,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     """
 
     step: int
-    outputs: list[RequestOutput]
+    outputs: StepOutputs
     stats: SchedulerStats
     work: StepWork
     started_s: float

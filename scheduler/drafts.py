@@ -6,9 +6,9 @@ Drafts cause no preemption: which sequences run is decided without them.
 
 from penstock.scheduler.batch import Batch
 from penstock.scheduler.kv_cache import KVCache
-from penstock.scheduler.outputs import output_of_drafts
+from penstock.scheduler.outputs import StepOutputs, output_of_drafts
 from penstock.scheduler.sequence import Sequence, Status
-from penstock.scheduler.types import RequestOutput, SampledTokens, TokenLogprobs
+from penstock.scheduler.types import SampledTokens, TokenLogprobs
 
 
 class Drafts:
@@ -66,7 +66,7 @@ class Drafts:
         self._announced.clear()
 
     def accept(
-        self, batch: Batch, sampled: SampledTokens, outputs: list[RequestOutput]
+        self, batch: Batch, sampled: SampledTokens, outputs: StepOutputs
     ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
         """Appends the accepted drafts to their sequences and to the outputs.
 
@@ -95,5 +95,5 @@ class Drafts:
                 self._kv.trim(sequence)
                 self._kv.cache_full_blocks(sequence)
             if accepted:
-                outputs.append(output_of_drafts(sequence, accepted))
+                outputs.add(output_of_drafts(sequence, accepted))
         return token_ids, all_logprobs

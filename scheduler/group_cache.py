@@ -74,7 +74,9 @@ class GroupCache(BlockPool):
             self._index.make_evictable(block.block_id)
 
     def stats(self) -> GroupBlocks:
-        return GroupBlocks(self.group.window, self.num_used, self.num_evictable, self.num_free)
+        num_evictable, num_free = self._index.num_evictable, self._allocator.num_free
+        num_used = self.group.num_blocks - num_evictable - num_free
+        return GroupBlocks(self.group.window, num_used, num_evictable, num_free)
 
     def new_table(self) -> BlockTable:
         return BlockTable()

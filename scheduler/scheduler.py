@@ -19,7 +19,7 @@ Time is an argument; nothing here reads a clock, and a simulation runs this very
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from itertools import chain, repeat
+from itertools import repeat
 
 from penstock.scheduler.batch import Batch
 from penstock.scheduler.config import Batching, SchedulerConfig
@@ -44,7 +44,7 @@ from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.kv_cache import KVCache
 from penstock.scheduler.kv_events import KVEvents
 from penstock.scheduler.loads import Loads
-from penstock.scheduler.outputs import output_of, with_prompts
+from penstock.scheduler.outputs import StepOutputs, output_of
 from penstock.scheduler.policy import may_start_batch, victim
 from penstock.scheduler.sequence import Sequence, Status
 from penstock.scheduler.stats import SchedulerStats
@@ -213,24 +213,26 @@ class Scheduler:
                 self._schedule_chunk(batch, sequence, budget)
             self._admit_waiting(batch, budget, now)
 
-    def update(self, sampled: SampledTokens) -> list[RequestOutput]:
+    def update(self, sampled: SampledTokens) -> StepOutputs:
         """Takes the results of the oldest step in flight; steps are updated in schedule order."""
         step, batch = self._in_flight.popleft()
         assert step == sampled.step, f"expected the results of step {step}, not {sampled.step}"
         block_size = self._kv.block_size
-        outputs: list[RequestOutput] = []
+        outputs = StepOutputs()
         failures = batch.failures(sampled)
         token_ids, all_logprobs = self._drafts.accept(batch, sampled, outputs)
         entries = all_logprobs or repeat(None, len(token_ids))
         rows = zip(batch.sampling, token_ids, entries, strict=True)
         # Looked up once: this loop is most of what a step costs.
-        new, finished, output = tuple.__new__, Status.FINISHED, outputs.append
+        finished = Status.FINISHED
+        add_request, add_index = outputs.request_ids.append, outputs.indices.append
+        add_token, add_num_cached = outputs.token_ids.append, outputs.num_cached_tokens.append
         for sequence, token_id, entry in rows:
             sequence.num_in_flight -= 1
             if sequence.status is finished:
                 continue  # it ended while the step ran: a wasted row
             if failures and sequence in failures:
-                output(self._finish(sequence, failures[sequence]))
+                outputs.add(self._finish(sequence, failures[sequence]))
                 continue
             known = sequence.token_ids
             known.append(token_id)
@@ -242,21 +244,24 @@ class Scheduler:
                 finish = self._end(sequence, FinishReason.STOP, token_id)
             elif length == sequence.max_length:
                 finish = self._end(sequence, FinishReason.LENGTH, None)
-            logprobs = None if entry is None else [entry]
-            cached = sequence.num_cached_tokens
-            request_id, index = sequence.request.id, sequence.index
-            fields = (request_id, index, [token_id], logprobs, finish, cached, None)
-            # Its constructor is a function of Python's, which this does without.
-            output(new(RequestOutput, fields))
+            if finish is not None or entry is not None:
+                logprobs = None if entry is None else [entry]
+                outputs.add(output_of(sequence, [token_id], logprobs, finish))
+                continue
+            add_request(sequence.request.id)
+            add_index(sequence.index)
+            add_token(token_id)
+            add_num_cached(sequence.num_cached_tokens)
         if self._fair is not None:
             self._charge_outputs(self._fair, batch, sampled)
         for row, num in sampled.num_drafts.items():
             self._drafts.announce(batch.sampling[row], num)
         for sequence in batch.prompt_only:
             reason = failures.get(sequence, FinishReason.LENGTH)
-            outputs += self._end_prompt_only(sequence, reason)
+            for output in self._end_prompt_only(sequence, reason):
+                outputs.add(output)
         if batch.with_prompt_output:
-            outputs = with_prompts(outputs, batch.with_prompt_output, sampled.prompts)
+            outputs.add_prompts(batch.with_prompt_output, sampled.prompts)
         self._kv.record(step, self._step)
         return outputs
 
@@ -276,9 +281,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences without a slot, including those that wait for their answer 0 to fork, for
         blocks, or until they are ready."""
-        outside = chain(self._samples.values(), self._unready.values())
-        num_loading = len(self._loads) if self._loads is not None else 0
-        return len(self._waiting) + num_loading + sum(map(len, outside))
+        num_waiting = len(self._waiting)
+        for outside in (self._samples, self._unready):
+            if outside:
+                num_waiting += sum(map(len, outside.values()))
+        return num_waiting + (len(self._loads) if self._loads is not None else 0)
 
     def is_open(self, request_id: RequestId) -> bool:
         """Whether any of its answers has not ended."""
@@ -418,14 +425,15 @@ class Scheduler:
                 if sequence.num_computed % block_size == 0:
                     self._kv.slide(sequence)
         ready = self._make_room(candidates)
+        add_slot, add_start = batch.slots.append, batch.starts.append
         for sequence in ready:
             position = sequence.num_computed
             if position % block_size == 0:
                 self._kv.grow(sequence, position + 1, batch.table_updates)
             sequence.num_computed = position + 1
             sequence.num_in_flight += 1
-            batch.slots.append(sequence.slot)
-            batch.starts.append(position)
+            add_slot(sequence.slot)
+            add_start(position)
         batch.num_tokens = [1] * len(ready)
         batch.samples = [True] * len(ready)
         batch.sampling = ready

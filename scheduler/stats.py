@@ -115,12 +115,9 @@ class SchedulerStats(NamedTuple):
     @property
     def kv_usage(self) -> float:
         """The share of its blocks that sequences hold, of the group where it is largest."""
-        first = GroupBlocks(
-            None, self.num_used_blocks, self.num_evictable_blocks, self.num_free_blocks
-        )
-        if not self.more_groups:
-            return first.usage
-        return max(group.usage for group in (first, *self.more_groups))
+        num_blocks = self.num_used_blocks + self.num_evictable_blocks + self.num_free_blocks
+        first = self.num_used_blocks / num_blocks if num_blocks else 0.0
+        return max([first, *[group.usage for group in self.more_groups]])
 
     def plus_counters(self, earlier: Self) -> Self:
         """With the counters of a scheduler that another engine had before."""
@@ -226,28 +223,28 @@ def work_of(
     batch: Rows, windows: Iterable[int | None], graph_sizes: GraphSizes = NO_GRAPHS
 ) -> StepWork:
     """windows: those that the model's layers have, each once; None for a layer without one."""
-    num_decodes = batch.num_decodes
-    num_rows = len(batch.slots)
-    num_decode_tokens = sum(batch.num_tokens[:num_decodes])
+    num_decodes, num_rows = batch.num_decodes, len(batch.slots)
+    num_chunks, num_tokens = num_rows - num_decodes, sum(batch.num_tokens)
+    num_prefill_tokens = sum(batch.num_tokens[num_decodes:]) if num_chunks else 0
+    num_decode_tokens = num_tokens - num_prefill_tokens
     num_drafts = num_decode_tokens - num_decodes
     # Rows of one token, which nearly all decodes are, need no arithmetic of their own.
     num_short = 0 if num_drafts else num_decodes
-    short, long, num_prefill_tokens = batch.starts, [], 0
+    short, long = batch.starts, []
     if num_short < num_rows:
         short = batch.starts[:num_short]
         long = list(zip(batch.starts[num_short:], batch.num_tokens[num_short:], strict=True))
-        num_prefill_tokens = sum(batch.num_tokens[num_decodes:])
     num_long_decodes = num_decodes - num_short
-    num_tokens = num_prefill_tokens + num_decode_tokens
     return StepWork(
         num_prefill_tokens,
         num_decode_tokens,
         num_rows,
-        sum(batch.samples) + num_drafts,
+        num_decode_tokens + sum(batch.samples[num_decodes:]),
         batch.num_scored,
         tuple([_attention_work(short, long, num_long_decodes, window) for window in windows]),
-        num_padding=graph_sizes.padding(num_tokens, has_chunks=num_rows > num_decodes),
-        num_chunks=num_rows - num_decodes,
+        None,
+        graph_sizes.padding(num_tokens, has_chunks=num_chunks > 0),
+        num_chunks,
     )
 
 

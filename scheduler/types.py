@@ -1,10 +1,11 @@
 """The frozen types that packages exchange: requests, the work of a step, and its results.
 
-Nothing here has behaviour. Types that are made once per sequence and step are NamedTuples, because
-a frozen dataclass costs three times as much to make, and a step of 256 sequences makes 256 of them.
+Nothing here has behaviour. Types that are made in every step are NamedTuples, because a frozen
+dataclass costs three times as much to make.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, NewType
 
@@ -191,8 +192,7 @@ class StateSnapshot(NamedTuple):
     state: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledBatch:
+class ScheduledBatch(NamedTuple):
     """One step's work, as differences to the executor's per-slot tables.
 
     To be applied in this order: assignments, table_updates, copies, then the rows. Row i runs the
@@ -251,8 +251,7 @@ class AcceptedDraft(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTokens:
+class SampledTokens(NamedTuple):
     """What a step sampled: one id per sampling row, in the batch's row order.
 
     logprobs: None where no row wants them, else one entry per id, None for rows that do not.
@@ -270,10 +269,10 @@ class SampledTokens:
     step: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
-    failed: dict[int, FinishReason] = field(default_factory=dict)
+    failed: Mapping[int, FinishReason] = {}
     prompts: tuple[PromptOutput | None, ...] = ()
-    accepted: dict[int, list[AcceptedDraft]] = field(default_factory=dict)
-    num_drafts: dict[int, int] = field(default_factory=dict)
+    accepted: Mapping[int, list[AcceptedDraft]] = {}
+    num_drafts: Mapping[int, int] = {}
     num_experts: int | None = None
     adapter_bytes: int = 0
     computed_s: float | None = None

@@ -356,7 +356,7 @@ class CpuExecutor:
             sampled = self._run(batch)
         if self._pipeline is not None:
             computed_s = self._pipeline.computed_s / self._pipeline.num_stages
-            sampled = replace(sampled, computed_s=computed_s)
+            sampled = sampled._replace(computed_s=computed_s)
         return Done(sampled)
 
     def follow(self, batch: ScheduledBatch, sampled: Sequence[Sequence[int]]) -> None:

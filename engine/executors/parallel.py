@@ -10,7 +10,6 @@ import os
 import subprocess
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.config import EngineConfig, LoadFormat
@@ -228,4 +227,4 @@ def without_sampling(batch: ScheduledBatch) -> ScheduledBatch:
     if not batch.assignments:
         return batch
     assignments = [each._replace(sampling=_NOT_SAMPLED) for each in batch.assignments]
-    return replace(batch, assignments=tuple(assignments))
+    return batch._replace(assignments=tuple(assignments))

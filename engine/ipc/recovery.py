@@ -13,7 +13,7 @@ others come back together.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from penstock.engine import logs
@@ -82,7 +82,7 @@ class Trial:
         self.over = asyncio.get_running_loop().create_future()
         self._num_open = len(request.resumed)
 
-    def take(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+    def take(self, outputs: Iterable[RequestOutput]) -> Iterable[RequestOutput]:
         """The outputs of a step, without the ends that the trial's own max_tokens made."""
         return [self._take(output) if output.finish else output for output in outputs]
 
@@ -149,7 +149,7 @@ class Recovery:
             send(message)
         self.num_resumed += len(self._streams)
 
-    def take(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+    def take(self, outputs: Iterable[RequestOutput]) -> Iterable[RequestOutput]:
         """The outputs of a step, as they are to reach the streams."""
         return self._trial.take(outputs) if self._trial else outputs
 

@@ -86,7 +86,7 @@ def run_sweep(
         if not (isinstance(message, StepReport) and message.step):
             return
         was_idle, last_end_s = message.started_s > last_end_s, message.started_s + message.step_s
-        for output in message.outputs:
+        for output in message.outputs.others.values():
             if output.finish:
                 inbox.on_ended()
         if not (info.runs_ahead and was_idle):

@@ -36,7 +36,13 @@ from penstock.loadtest.simulate.outcome import (
     summary_of,
 )
 from penstock.loadtest.simulate.server import Named, simulated_server
-from penstock.loadtest.simulate.simulation import Plan, Simulated, as_ids, simulate
+from penstock.loadtest.simulate.simulation import (
+    Plan,
+    Simulated,
+    as_ids,
+    simulate,
+    uncollected,
+)
 from penstock.loadtest.workload.config import PromptFormat
 from penstock.loadtest.workload.token_counter import estimate_tokens, tokenizer_counter
 from penstock.loadtest.workload.workload import TimedRequest, make_workload
@@ -93,7 +99,8 @@ def main(argv: list[str]) -> int:
     def run() -> int:
         args = make_parser().parse_args(argv)
         config = _config(args)
-        return _simulate(config, simulated_server(args))
+        with uncollected():  # of torch too, which a model's directory has imported
+            return _simulate(config, simulated_server(args))
 
     return exit_status(run, "penstock simulate")
 

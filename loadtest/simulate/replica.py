@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from penstock.engine.executors.predicted import PredictedExecutor, VirtualClock
@@ -12,11 +12,12 @@ from penstock.engine.model_info import ModelInfo
 from penstock.loadtest.calibrate.front_end import NO_FRONT_END, FrontEnd
 from penstock.loadtest.simulate.front_end_queue import FrontEndQueue
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import SchedulerStats, StepClass
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.step_model.model import StepModel
-from penstock.scheduler.types import Request, RequestOutput
+from penstock.scheduler.types import Request
 
 
 class SimulatedServer(NamedTuple):
@@ -45,7 +46,7 @@ class _Report(NamedTuple):
     """What the engine has sent, and the front end not yet written."""
 
     sent_s: float
-    outputs: Sequence[RequestOutput]
+    outputs: StepOutputs
 
 
 class _Inbox:
@@ -79,7 +80,7 @@ class Replica:
     def __init__(
         self,
         server: SimulatedServer,
-        on_outputs: Callable[[Sequence[RequestOutput], float, float], int],
+        on_outputs: Callable[[StepOutputs, float, float], int],
         on_refused: Callable[[Refused, float], None],
         *,
         factors: dict[StepClass, float],

@@ -9,8 +9,10 @@ import gc
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from penstock.engine.messages import Refused
@@ -18,9 +20,10 @@ from penstock.loadtest.report.report import Replay, RequestResult
 from penstock.loadtest.simulate.replica import Replica, SimulatedServer, StepRecord
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import TimedRequest, make_prompt
+from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.routing import RouterPolicy, make_router, prefix_digests
 from penstock.scheduler.stats import SchedulerStats, StepClass
-from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
+from penstock.scheduler.types import Request, RequestId, SamplingParams
 
 # Steps from one question to the judge to the next.
 _JUDGED_EVERY = 64
@@ -67,6 +70,12 @@ class Judge(Protocol):
         ...
 
 
+@lru_cache(maxsize=1024)
+def _sampling(max_tokens: int) -> SamplingParams:
+    """Made once for all requests that have it: its many fields take as long as all others."""
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0)
+
+
 class _Arrival(NamedTuple):
     """A request on its way from the client. Ordered by time, then by number."""
 
@@ -105,6 +114,19 @@ def as_ids(requests: list[TimedRequest], config: WorkloadConfig) -> list[TimedRe
     ]
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the collector of cycles: a simulation makes none, and what lives long would be walked
+    for ever."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class _Run:
     def __init__(
         self,
@@ -136,28 +158,27 @@ class _Run:
             )
             for number in range(plan.num_replicas)
         ]
+        # When each does something next: its own steps and requests alone change that.
+        self._next_times = [each.next_s for each in self._replicas]
 
     def run(self, on_progress: Callable[[int, int], None]) -> Simulated:
-        was_enabled = gc.isenabled()
-        gc.disable()  # nothing here is a cycle, and results that live long would be walked for ever
-        try:
+        with uncollected():
             return self._run(on_progress)
-        finally:
-            if was_enabled:
-                gc.enable()
 
     def _run(self, on_progress: Callable[[int, int], None]) -> Simulated:
         begin_s = time.process_time()
         num_steps, is_over = 0, False
         replicas, arrivals, judge = self._replicas, self._arrivals, self._judge
+        next_times = self._next_times
         while True:
-            next_times = [each.next_s for each in replicas]
             next_s = min(next_times)
             arrival_s = arrivals[0].at_s if arrivals else math.inf
             if arrivals and arrival_s <= next_s:
                 self._route(heapq.heappop(arrivals))
             elif next_s < math.inf:
-                replicas[next_times.index(next_s)].step(arrival_s)
+                number = next_times.index(next_s)
+                replicas[number].step(arrival_s)
+                next_times[number] = replicas[number].next_s
                 num_steps += 1
                 if num_steps % 256 == 0:
                     on_progress(len(self._done), num_steps)
@@ -190,11 +211,12 @@ class _Run:
         timed = self._requests[arrival.number]
         assert isinstance(timed.prompt, list), "simulated prompts are token ids"
         prompt = tuple(timed.prompt)
-        replica = self._replicas[0] if len(self._replicas) == 1 else self._chosen(prompt)
+        number = 0 if len(self._replicas) == 1 else self._chosen(prompt)
+        replica = self._replicas[number]
         request = Request(
             id=RequestId(str(timed.index)),
             prompt_token_ids=prompt,
-            sampling=SamplingParams(max_tokens=timed.max_tokens, temperature=0.0),
+            sampling=_sampling(timed.max_tokens),
             arrival_s=replica.at_engine_s(arrival.at_s),
             priority=timed.priority,
             tenant=timed.tenant,
@@ -210,34 +232,33 @@ class _Run:
             status=200,
         )
         self._note_arrival[request.id] = result.arrivals_s.append
-        if not replica.submit(request):
+        if replica.submit(request):
+            self._next_times[number] = replica.next_s
+        else:
             self._fail(request.id, "the queue is full", 429, arrival.at_s)
 
-    def _chosen(self, prompt: tuple[int, ...]) -> Replica:
-        """By the router, of several."""
+    def _chosen(self, prompt: tuple[int, ...]) -> int:
+        """The number of a replica: by the router, of several."""
         # They take a quarter of the time of a step, and one policy alone reads them.
         is_read = self._plan.router is RouterPolicy.PREFIX_AWARE
         digests = prefix_digests(prompt) if is_read else []
         num_open = {number: each.num_open for number, each in enumerate(self._replicas)}
-        return self._replicas[self._router.choose(digests, num_open)]
+        return self._router.choose(digests, num_open)
 
-    def _on_outputs(
-        self, outputs: Sequence[RequestOutput], written_s: float, token_s: float
-    ) -> int:
+    def _on_outputs(self, outputs: StepOutputs, written_s: float, token_s: float) -> int:
         """written_s: when the first token begins to be written, which takes each `token_s`. Returns
         how many requests have ended."""
         note_arrival = self._note_arrival
-        num_ended = 0
-        for request_id, _, _, _, finish, num_cached, _ in outputs:
+        for request_id in outputs.request_ids:
             written_s += token_s
             note_arrival[request_id](written_s)
-            if finish is not None:
-                num_ended += 1
-                result = self._results[request_id]
-                result.num_output_tokens = len(result.arrivals_s)
-                result.num_cached_tokens = num_cached
-                self._end(request_id, written_s)
-        return num_ended
+        ended = [each for each in outputs.others.values() if each.finish is not None]
+        for output in ended:
+            result = self._results[output.request_id]
+            result.num_output_tokens = len(result.arrivals_s)
+            result.num_cached_tokens = output.num_cached_tokens
+            self._end(output.request_id, result.arrivals_s[-1])
+        return len(ended)
 
     def _on_refused(self, refused: Refused, at_s: float) -> None:
         self._fail(refused.request_id, refused.message, 429 if refused.late else 400, at_s)

@@ -83,10 +83,11 @@ class StepModel:
     covered: dict[StepClass, dict[str, Range]] = field(default_factory=dict)
 
     def time_of(self, amounts: Amounts) -> StepTime:
-        device_s, host_s = self.sums_of(amounts)
-        if self.corrections:
-            device_s *= self.correction(class_of_amounts(amounts), amounts.tokens)
-        return StepTime(device_s, host_s)
+        time = self.sums_of(amounts)
+        if not self.corrections:
+            return time
+        factor = self.correction(class_of_amounts(amounts), amounts.tokens)
+        return time._replace(device_s=factor * time.device_s)
 
     def sums_of(self, amounts: Amounts) -> StepTime:
         """Without corrections."""

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
-from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import (
@@ -47,7 +46,6 @@ from penstock.server.observability.vllm_names import (
 
 _NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
 _OUTCOMES = ("stop", "length", "abandoned", "failed", "refused")
-_token_ids_of = attrgetter("token_ids")
 NO_HANDLER = "none"
 # A client may invent other methods, and each would become a series of its own.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -168,7 +166,7 @@ class Metrics:
         self._stats, self._has_stats = report.stats, True
         for started in report.started:
             self._start(started)
-        num_generated = sum(map(len, map(_token_ids_of, report.outputs)))
+        num_generated = report.outputs.num_tokens
         self._generated_tokens += num_generated
         if not report.step:
             return

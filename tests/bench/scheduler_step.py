@@ -183,7 +183,8 @@ def _admission(scheduler: Scheduler, request: Request) -> float:
     update_s = time.perf_counter()
     outputs = scheduler.update(sampled)
     end_s = time.perf_counter()
-    assert len(outputs) == 1 and outputs[0].finish, f"it did not end in one step: {outputs}"
+    (output,) = outputs
+    assert output.finish, f"it did not end in one step: {output}"
     return scheduled_s - begin_s + end_s - update_s
 
 

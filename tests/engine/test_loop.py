@@ -122,8 +122,9 @@ def test_an_abort_takes_effect_before_the_next_step_and_is_reported() -> None:
     last = bench.reports()[-1]
     assert last.step == 0
     assert last.stats.num_used_blocks == 0
-    assert last.outputs[0].finish is not None
-    assert last.outputs[0].finish.reason is FinishReason.ABORT
+    (output,) = last.outputs
+    assert output.finish is not None
+    assert output.finish.reason is FinishReason.ABORT
 
 
 def test_a_request_for_an_adapter_that_is_not_there_is_refused_when_it_comes() -> None:
@@ -143,7 +144,7 @@ def test_a_request_that_the_scheduler_refuses_is_answered_and_the_loop_goes_on()
     bench.loop.step()
     assert isinstance(bench.sent[0], Refused)
     assert "600 tokens" in bench.sent[0].message
-    assert bench.reports()[-1].outputs[0].request_id == "b"
+    assert bench.reports()[-1].outputs.request_ids == ["b"]
 
 
 class TimedExecutor(ScriptedExecutor):

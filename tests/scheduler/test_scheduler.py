@@ -401,7 +401,7 @@ def test_a_sequence_that_failed_after_its_preemption_leaves_no_findable_block() 
     driver.scheduler._preempt(sequence)
     assert driver.kv.num_evictable == 7
     sampled = driver.launched.popleft().wait()
-    sampled.failed[0] = FinishReason.INVALID_LOGITS
+    sampled = sampled._replace(failed={0: FinishReason.INVALID_LOGITS})
     driver.record(driver.scheduler.update(sampled))
     assert driver.finishes["a", 0][0].reason is FinishReason.INVALID_LOGITS
     assert driver.kv.num_free == driver.kv.num_blocks

@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +274,7 @@ class Rehearsal:
             _, planned = self.scheduler._in_flight[0]  # that nothing else tells of a batch
             prompts = (PromptOutput(None, None),) * len(planned.with_prompt_output)
             token_ids = [self.gpu.answer] * sum(batch.samples)
-            sampled = replace(sampled, token_ids=token_ids, prompts=prompts)
+            sampled = sampled._replace(token_ids=token_ids, prompts=prompts)
         self._sampled.append(list(sampled.token_ids))
         self.scheduler.update(sampled)
 

@@ -1,8 +1,7 @@
 """What the scheduler's tests share: requests in a word, and a driver for the halves of a step."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 
 from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.scripted import ScriptedExecutor, Slot, mix, scripted_info
@@ -103,8 +102,7 @@ class DraftingExecutor(ScriptedExecutor):
         accepted = {row: self._accepted[slot] for row, slot in enumerate(slots)}
         num_drafts = {row: self._announced[slot] for row, slot in enumerate(slots)}
         return Pending(
-            replace(
-                sampled,
+            sampled._replace(
                 accepted={row: drafts for row, drafts in accepted.items() if drafts},
                 num_drafts={row: n for row, n in num_drafts.items() if n},
             )
@@ -225,7 +223,7 @@ class Driver:
     def collect(self) -> None:
         self.record(self.scheduler.update(self.launched.popleft().wait()))
 
-    def record(self, outputs: list[RequestOutput]) -> None:
+    def record(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             key = (output.request_id, output.index)
             if output.prompt:

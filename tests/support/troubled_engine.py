@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from penstock.engine.config import EngineConfig
@@ -93,7 +92,7 @@ class _Failing:
     def wait(self) -> SampledTokens:
         sampled = self._pending.wait()
         failed = dict.fromkeys(self._rows, FinishReason.INVALID_LOGITS)
-        return replace(sampled, failed=sampled.failed | failed)
+        return sampled._replace(failed={**sampled.failed, **failed})
 
 
 def build(config: EngineConfig, phases: Phases) -> Executor:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -142,7 +141,7 @@ class CudaRanks(FirstRank[CudaExecutor]):
             return sampled
         self._sampled.append(sampled.token_ids)
         mean_s = self._ranks.mean_computed_s(sampled.step, stage_time.seconds)
-        return replace(sampled, computed_s=mean_s)
+        return sampled._replace(computed_s=mean_s)
 
     def close(self) -> None:
         """Ends the other ranks."""

@@ -7,7 +7,6 @@ memory went; an error names the flag to change, and its value.
 
 import gc
 import logging
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -369,7 +368,8 @@ class _Setup:
         if self._layout.state is None:
             return batch
         copy = BlockCopy(0, 0, group=len(self._pools) - 1)
-        return replace(batch, copies=(*batch.copies, copy), snapshots=(StateSnapshot(0, 1, 0),))
+        snapshot = StateSnapshot(0, 1, 0)
+        return batch._replace(copies=(*batch.copies, copy), snapshots=(snapshot,))
 
     def _size_pool(self, budget: MemoryBudget) -> PoolSize:
         config = self._config

@@ -16,8 +16,9 @@ import msgspec
 from tokenizers import Tokenizer
 
 from penstock.engine.messages import StepReport
+from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import AttentionWork, SchedulerStats, StepWork
-from penstock.scheduler.types import RequestId, RequestOutput, Started
+from penstock.scheduler.types import RequestId, Started
 from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.output.choice import Choice
@@ -121,9 +122,12 @@ def _vocabulary() -> Vocabulary:
 
 def _report(step: int, num_sequences: int) -> StepReport:
     """Of a decode step, as it comes from the engine."""
-    outputs = [
-        RequestOutput(RequestId(f"r{i}"), 0, [step], None, None, 0) for i in range(num_sequences)
-    ]
+    outputs = StepOutputs(
+        [RequestId(f"r{i}") for i in range(num_sequences)],
+        [0] * num_sequences,
+        [step] * num_sequences,
+        [0] * num_sequences,
+    )
     return StepReport(
         step=step,
         outputs=outputs,

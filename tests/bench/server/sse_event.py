@@ -34,8 +34,9 @@ from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.supervisor import EngineProcess, EngineState
 from penstock.engine.messages import FromEngine, OnWire, StepReport, Submit
 from penstock.engine.model_info import ModelInfo
+from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import NO_WORK, SchedulerStats
-from penstock.scheduler.types import Request, RequestOutput
+from penstock.scheduler.types import Request
 from penstock.server.api.openai.completion_writer import CompletionWriter
 from penstock.server.api.openai.writer import Head
 from penstock.server.app import build_app
@@ -174,7 +175,12 @@ def encoded_reports(
         yield encode(
             StepReport(
                 step=step,
-                outputs=[RequestOutput(r.id, 0, [token_id], None, None, 0) for r in requests],
+                outputs=StepOutputs(
+                    [r.id for r in requests],
+                    [0] * len(requests),
+                    [token_id] * len(requests),
+                    [0] * len(requests),
+                ),
                 stats=SchedulerStats(len(requests), *[0] * 8),  # type: ignore[arg-type]
                 work=NO_WORK,
                 started_s=time.monotonic(),

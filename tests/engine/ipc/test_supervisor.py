@@ -54,7 +54,7 @@ async def test_it_reports_what_the_engine_sends_from_ready_to_closed() -> None:
     assert process.state.value == "ready" and process.info == info
     process.send(Submit(make_request("a", 5, max_tokens=1)))
     report = await asyncio.wait_for(life.messages.get(), 60)
-    assert isinstance(report, StepReport) and report.outputs[0].request_id == "a"
+    assert isinstance(report, StepReport) and report.outputs.request_ids == ["a"]
     process.send(Submit(make_request("b", 90_000)))
     refusal = await asyncio.wait_for(life.messages.get(), 60)
     assert isinstance(refusal, Refused) and refusal.request_id == "b"

@@ -16,6 +16,7 @@ from penstock.engine.memory.hardware import (
     peak_flops,
 )
 from penstock.engine.messages import StepReport
+from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import NO_WORK, SchedulerStats
 from penstock.server.observability.metrics import Metrics
 from tests.support.kernels import DEVICE, ON_GPU
@@ -77,7 +78,7 @@ def test_an_unknown_device_or_another_dtype_has_no_peak() -> None:
 def _report(step: int, step_s: float, model_flops: int) -> StepReport:
     return StepReport(
         step=step,
-        outputs=[],
+        outputs=StepOutputs(),
         stats=SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0),
         work=NO_WORK,
         started_s=time.monotonic(),

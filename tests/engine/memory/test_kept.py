@@ -131,7 +131,7 @@ def test_what_a_failed_sequence_computed_is_not_found_by_another_engine(memory: 
     batch = first.scheduler.schedule(0.0)
     assert batch
     sampled = first.executor.execute(batch).wait()
-    sampled.failed[0] = FinishReason.INVALID_LOGITS
+    sampled = sampled._replace(failed={0: FinishReason.INVALID_LOGITS})
     first.record(first.scheduler.update(sampled))
     assert first.finishes["a", 0][0].reason is FinishReason.INVALID_LOGITS
     assert first.kv.num_evictable == 0

@@ -80,7 +80,7 @@ class TimedStep:
         executor.host_s = self._host_s
         if not self._in_last_s:
             return self._sampled
-        return replace(self._sampled, computed_s=self._in_last_s)
+        return self._sampled._replace(computed_s=self._in_last_s)
 
 
 class _AllServed(Exception):

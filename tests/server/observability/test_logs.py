@@ -12,6 +12,7 @@ import pytest
 from penstock.engine.executors.scripted import scripted_info
 from penstock.engine.logs import JsonFormatter, TextFormatter, fields
 from penstock.engine.messages import StepReport
+from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import NO_WORK, AttentionWork, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, RequestOutput
 from penstock.server.observability.activity import Activity
@@ -96,11 +97,11 @@ class _Load:
     def step(self, *, running: int = 1, hits: int = 0) -> None:
         """A step of 1 s: 10 prompt tokens, 2 output tokens, 400 MB read."""
         self._step += 1
-        output = RequestOutput(RequestId("a"), 0, [5, 6], None, None, 0)
+        outputs = StepOutputs.of([RequestOutput(RequestId("a"), 0, [5, 6], None, None, 0)])
         stats = SchedulerStats(running, 3, 25, 50, 25, 100 * self._step, hits, 0, 0)
         work = StepWork(10, 0, 1, 1, 0, (AttentionWork(0, 0),))
         self.metrics.on_step(
-            StepReport(self._step, [output], stats, work, time.monotonic() - 1, 1.0, 400_000_000, 0)
+            StepReport(self._step, outputs, stats, work, time.monotonic() - 1, 1.0, 400_000_000, 0)
         )
 
 
@@ -132,7 +133,7 @@ async def test_the_line_is_written_only_while_there_is_work(
     await asyncio.sleep(0.1)
     assert len(caplog.records) >= 2  # one sequence runs, though no step has ended since
     stats = SchedulerStats(*[0] * 9)  # type: ignore[arg-type]
-    idle = StepReport(0, [], stats, NO_WORK, time.monotonic(), 0.0, 0, 0)
+    idle = StepReport(0, StepOutputs(), stats, NO_WORK, time.monotonic(), 0.0, 0, 0)
     load.metrics.on_step(idle)
     await asyncio.sleep(0.05)
     caplog.clear()

@@ -17,6 +17,7 @@ from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Abort, FromEngine, StepReport, Submit, ToEngine
 from penstock.engine.model_info import AttentionGroup
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import NO_WORK, GroupBlocks, SchedulerStats, StepClass
 from penstock.scheduler.types import Finish, RequestId, ScheduledBatch
@@ -228,7 +229,9 @@ def test_cache_usage_is_the_share_of_the_blocks_that_sequences_hold() -> None:
 
 def _report(started_s: float, step_s: float) -> StepReport:
     stats = SchedulerStats(*[0] * 9)  # type: ignore[arg-type]
-    return StepReport(1, [], stats, NO_WORK, started_s, step_s, model_bytes=100, model_flops=0)
+    return StepReport(
+        1, StepOutputs(), stats, NO_WORK, started_s, step_s, model_bytes=100, model_flops=0
+    )
 
 
 def test_idle_ratio_covers_the_last_ten_seconds_across_step_boundaries() -> None:
