@@ -33,9 +33,10 @@ def tensor_to_device(host: Tensor, device: torch.device) -> Tensor:
 def zeros_on_touch(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that take no memory until they are written or read."""
     num_elements = torch.Size(shape).numel()
-    memory = mmap.mmap(
-        -1, max(1, num_elements * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
+    if not num_elements:
+        return torch.zeros(shape, dtype=dtype)
+    num_bytes = num_elements * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=num_elements).view(shape)

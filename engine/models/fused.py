@@ -107,6 +107,11 @@ class FusedModel:
         self._adapters = adapters
         self._pipeline = pipeline
         self._linears = [_linears(model.config, layer) for layer in model.layers]
+        # Those before the last one with attention here: after them come recurrent states, and what
+        # other stages have alone.
+        layers = enumerate(model.layers)
+        groups = [pool.group_of(index) for index, layer in layers if layer.delta_net is None]
+        self._num_attention_groups = 1 + max(groups, default=-1)
         self._lm_head = FUSED_LINEARS.of(model.lm_head)
         self._per_layer_inputs = None
         if model.per_layer_inputs is not None:
@@ -150,8 +155,7 @@ class FusedModel:
         model, config = self._model, self._model.config
         num_tokens = len(step.token_ids)
         steps = step.of_groups
-        # The last group is that of recurrent states.
-        for each in steps[:-1] if config.delta_net else steps:
+        for each in steps[: self._num_attention_groups]:
             self._attention.plan(each)
         if (pipeline := self._pipeline) is None or pipeline.before is None:
             residual = model.embedding.new_empty(num_tokens, config.hidden_size)

@@ -225,6 +225,7 @@ class LlamaModel:
                 mixed = _recur(
                     layer, layer.delta_net, self._recurrence, x, *pool.states(index), segments
                 )
+                mixed = summed(layer.group, mixed)
                 residual = _through_mlp(
                     self.config, layer, index, residual + mixed, step, inputs[index]
                 )

@@ -1,9 +1,10 @@
 """`Shard`: the part of a model that one of several ranks has, as Megatron-LM splits it
 (arXiv:1909.08053).
 
-Attention is split by heads, MLPs and each expert by their intermediate size, embedding and output
-layer by the vocabulary. So a layer's first matrices have some of the rows, its last ones some of
-the columns, and the ranks' results add up to the layer's. Everything else is on all of them.
+Attention and gated delta nets are split by heads, MLPs and each expert by their intermediate size,
+embedding and output layer by the vocabulary. So a layer's first matrices have some of the rows, its
+last ones some of the columns, and the ranks' results add up to the layer's. Everything else is on
+all of them.
 """
 
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.delta_net import DeltaNetConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.experts import ExpertsConfig
 from penstock.scheduler.errors import InvalidConfig
@@ -23,6 +25,7 @@ FEATURES = {
     *("pre_norms", "post_norms", "wide_norms", "norm_offset", "activation", "layer_ropes"),
     *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
     *("logit_multiplier", "experts", "attention_sinks", "clamped_swiglu"),
+    *("delta_net", "attention_gates"),
 }
 
 
@@ -63,26 +66,36 @@ class Shard:
             counts["intermediate_size"] = model.intermediate_size
         if model.experts is not None:
             counts["moe_intermediate_size"] = model.experts.intermediate_size
+            counts["shared_expert_intermediate_size"] = model.experts.shared_size
+        if model.delta_net is not None:
+            counts["linear_num_value_heads"] = model.delta_net.num_value_heads
         for name, count in counts.items():
             if count % size:
                 raise InvalidConfig(
                     f"{flag}: this model's {name} is {count}, which is not a multiple of {size}; "
                     f"use {self._possible(*counts.values())}"
                 )
-        if model.num_kv_heads % size and size % model.num_kv_heads:
-            raise InvalidConfig(
-                f"{flag}: this model's num_key_value_heads is {model.num_kv_heads}, which is "
-                f"neither a multiple of {size} nor a divisor; use "
-                f"{self._possible(*counts.values())}"
-            )
+        for name, count in self._shared_heads.items():
+            if count % size and size % count:
+                raise InvalidConfig(
+                    f"{flag}: this model's {name} is {count}, which is neither a multiple of "
+                    f"{size} nor a divisor; use {self._possible(*counts.values())}"
+                )
+
+    @property
+    def _shared_heads(self) -> dict[str, int]:
+        """Of which several ranks have the same one, where there are more ranks."""
+        heads = {"num_key_value_heads": self.model.num_kv_heads}
+        if self.model.delta_net is not None:
+            heads["linear_num_key_heads"] = self.model.delta_net.num_key_heads
+        return heads
 
     def _possible(self, *counts: int) -> str:
-        kv_heads = self.model.num_kv_heads
         sizes = [
             str(size)
             for size in range(1, 17)
             if not any(count % size for count in counts)
-            and (kv_heads % size == 0 or size % kv_heads == 0)
+            and all(heads % size == 0 or size % heads == 0 for heads in self._shared_heads.values())
         ]
         return " or ".join(sizes)
 
@@ -94,7 +107,17 @@ class Shard:
         experts: ExpertsConfig | None = None
         if model.experts is not None:
             intermediate_size = model.experts.intermediate_size // size
-            experts = replace(model.experts, intermediate_size=intermediate_size)
+            shared_size = model.experts.shared_size // size
+            experts = replace(
+                model.experts, intermediate_size=intermediate_size, shared_size=shared_size
+            )
+        delta_net: DeltaNetConfig | None = None
+        if (net := model.delta_net) is not None:
+            delta_net = replace(
+                net,
+                num_key_heads=max(1, net.num_key_heads // size),
+                num_value_heads=net.num_value_heads // size,
+            )
         return replace(
             model,
             vocab_size=-(-model.vocab_size // size),
@@ -102,6 +125,7 @@ class Shard:
             num_kv_heads=max(1, model.num_kv_heads // size),
             intermediate_size=model.intermediate_size // size,
             experts=experts,
+            delta_net=delta_net,
         )
 
     @property
@@ -136,10 +160,8 @@ class Shard:
         """The parts of a tensor's rows, of each of the tensors that are fused in it."""
         model, head_dim = self.model, self.model.head_dim
         layer, kind = _layer_and_kind(name)
-        query = self._even(model.num_heads * head_dim)
-        own, num_heads = self.config.num_kv_heads, model.num_kv_heads
-        first = self.rank * num_heads // self.size
-        key = _Part(num_heads * head_dim, first * head_dim, (first + own) * head_dim)
+        query = self._even(model.num_heads * head_dim * (1 + model.attention_gates))
+        key = self._heads(model.num_kv_heads, head_dim)
         mlp = self._even(self._intermediate_size(name))
         by_layer = {
             "q_proj": [query],
@@ -154,6 +176,18 @@ class Shard:
         }
         if model.whole_qk_norm:
             by_layer |= {"q_norm": [query], "k_norm": [key]}
+        if (net := model.delta_net) is not None:
+            keys = self._heads(net.num_key_heads, net.key_dim)
+            values, heads = self._even(net.num_values), self._even(net.num_value_heads)
+            by_layer |= {
+                "in_proj_qkv": [keys, keys, values],
+                "conv1d": [keys, keys, values],
+                "in_proj_z": [values],
+                "in_proj_b": [heads],
+                "in_proj_a": [heads],
+            }
+            if kind in ("A_log", "dt_bias"):
+                return [heads]
         if kind == "sinks":
             return [self._even(model.num_heads)]
         return by_layer.get(layer)
@@ -164,18 +198,28 @@ class Shard:
             return None
         if layer == "o_proj":
             return self._even(self.model.num_heads * self.model.head_dim)
+        if layer == "out_proj" and self.model.delta_net is not None:
+            return self._even(self.model.delta_net.num_values)
         return self._even(self._intermediate_size(name)) if layer == "down_proj" else None
 
     def _intermediate_size(self, name: str) -> int:
         if ".experts." in name:
             assert self.model.experts is not None, name
             return self.model.experts.intermediate_size
+        if ".shared_expert." in name:
+            assert self.model.experts is not None, name
+            return self.model.experts.shared_size
         return self.model.intermediate_size
 
     @property
     def _vocabulary(self) -> _Part:
         first = self.first_id
         return _Part(self.model.vocab_size, first, first + self.config.vocab_size)
+
+    def _heads(self, count: int, dim: int) -> _Part:
+        """Of so many heads of keys, of which several ranks have the same one if there are fewer."""
+        first, own = self.rank * count // self.size, max(1, count // self.size)
+        return _Part(count * dim, first * dim, (first + own) * dim)
 
     def _even(self, whole: int) -> _Part:
         each = whole // self.size

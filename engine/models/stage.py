@@ -68,18 +68,25 @@ class Stage:
         experts = model.experts
         if experts is not None:
             experts = replace(experts, layers=experts.layers[of])
+        delta_net = model.delta_net
+        if delta_net is not None:
+            delta_net = replace(delta_net, layers=delta_net.layers[of])
         return replace(
             model,
             num_layers=len(self.layers),
             windows=model.windows[of],
             layer_ropes=model.layer_ropes[of],
             experts=experts if experts is not None and experts.num_layers else None,
+            delta_net=delta_net if delta_net is not None and delta_net.num_layers else None,
         )
 
     def layout(self, of_model: KVLayout) -> KVLayout:
         """Its layers in the groups that the whole model has, of which it may have none in some."""
-        assert of_model.state is None
-        return replace(of_model, group_of=of_model.group_of[self.layers.start : self.layers.stop])
+        state, delta_net = of_model.state, self.config.delta_net
+        if state is not None:
+            state = replace(state, num_layers=delta_net.num_layers if delta_net else 0)
+        group_of = of_model.group_of[self.layers.start : self.layers.stop]
+        return replace(of_model, group_of=group_of, state=state)
 
     def pools(self, of_model: KVLayout, block_size: int, itemsize: int) -> list[GroupPool]:
         """What a block takes in the stage where it takes most: all have as many blocks."""

@@ -29,7 +29,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.support.parallel_answers import assert_close
 from tests.support.rank_processes import is_running
-from tests.support.stepping import SteppedEngine
+from tests.support.stepping import SteppedEngine, ids_of
 from tests.support.tiny_models import engine_config, make_model, save
 
 # Each starts a process, and interprets the largest step of a model.
@@ -43,12 +43,13 @@ PLACES = [
     ),
 ]
 # Biases that rank 0 alone adds; a tied embedding that two ranks cannot divide, and norms of heads;
-# norms over all heads; experts.
+# norms over all heads; experts; recurrent states, of which stages have layers of one kind each.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama_biases": {},
     "qwen3": {"vocab_size": 97},
     "olmo2": {},
     "qwen3_moe": {},
+    "qwen3_5": {"layer_types": ["linear_attention", "full_attention"]},
 }
 # Of stages, besides: two groups of layers, of which the second stage has one alone.
 IN_STAGES: dict[str, dict[str, Any]] = {
@@ -159,6 +160,28 @@ def test_two_stages_answer_as_one(family: str, shares_device: bool, tmp_path: Pa
     # The last stage reads the output layer besides its layers.
     assert part.weight_bytes < whole.weight_bytes
     assert len(engine.computed_s) > 10 and all(seconds > 0 for seconds in engine.computed_s)
+
+
+@pytest.mark.parametrize("shares_device", PLACES)
+def test_a_second_turn_goes_on_from_the_snapshot_of_each_stage(
+    shares_device: bool, tmp_path: Path
+) -> None:
+    """It is taken by a decode, after 32 tokens. The first stage alone has a state."""
+    options = {"num_hidden_layers": 2, "max_position_embeddings": 256} | FAMILIES["qwen3_5"]
+    config = config_of(save(make_model("qwen3_5", **options), tmp_path))
+    (_, first) = requests(12)
+    (answer,) = SteppedEngine(config).run([first])
+    turn = replace(
+        first,
+        prompt_token_ids=(*first.prompt_token_ids, *ids_of(answer), 7, 8),
+        sampling=replace(first.sampling, max_tokens=4),
+    )
+    (expected,) = SteppedEngine(config).run([turn])
+    with started(config, shares_device, num_stages=2) as ranks:
+        engine = SteppedEngine(config, ranks)
+        assert_close(answer, engine.run([first])[0])
+        assert_close(expected, engine.run([turn])[0])
+        assert engine.scheduler.stats().prefix_hit_tokens_total == 32
 
 
 @pytest.mark.parametrize("shares_device", PLACES)

@@ -22,9 +22,16 @@ from tests.support.rank_processes import (
     started,
     until_ended,
 )
-from tests.support.tiny_models import FAMILIES, MORE_FAMILIES, ON_ONE_RANK, make_model, save
+from tests.support.tiny_models import (
+    FAMILIES,
+    HYBRID_FAMILIES,
+    MORE_FAMILIES,
+    ON_ONE_RANK,
+    make_model,
+    save,
+)
 
-ALL = [each for each in (*FAMILIES, *MORE_FAMILIES) if each not in ON_ONE_RANK]
+ALL = [each for each in (*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES) if each not in ON_ONE_RANK]
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -38,11 +45,12 @@ def test_so_they_do_where_torch_computes_them(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "load_library", lambda *_, **__: None)
+    monkeypatch.setattr(cpu, "load_delta_net_library", lambda: None)
     path = save(make_model(family, max_position_embeddings=512), tmp_path)
     assert_ranks_answer_alike(parallel_config(path), 1, 2, num_tokens=60)
 
 
-@pytest.mark.parametrize("family", ["llama3.2_tied", "olmo2", "gpt_oss", "gemma3"])
+@pytest.mark.parametrize("family", ["llama3.2_tied", "olmo2", "gpt_oss", "gemma3", "qwen3_5_moe"])
 def test_two_stages_of_two_ranks_answer_as_one(family: str, tmp_path: Path) -> None:
     path = save(make_model(family, max_position_embeddings=512), tmp_path)
     assert_ranks_answer_alike(parallel_config(path), 2, 2)

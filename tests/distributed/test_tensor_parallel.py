@@ -7,9 +7,16 @@ import pytest
 
 from penstock.engine.executors import cpu
 from tests.support.parallel_answers import assert_ranks_answer_alike, parallel_config
-from tests.support.tiny_models import FAMILIES, MORE_FAMILIES, ON_ONE_RANK, make_model, save
+from tests.support.tiny_models import (
+    FAMILIES,
+    HYBRID_FAMILIES,
+    MORE_FAMILIES,
+    ON_ONE_RANK,
+    make_model,
+    save,
+)
 
-ALL = [each for each in (*FAMILIES, *MORE_FAMILIES) if each not in ON_ONE_RANK]
+ALL = [each for each in (*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES) if each not in ON_ONE_RANK]
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -23,5 +30,6 @@ def test_so_they_do_where_torch_computes_them(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "load_library", lambda *_, **__: None)
+    monkeypatch.setattr(cpu, "load_delta_net_library", lambda: None)
     path = save(make_model(family, max_position_embeddings=512), tmp_path)
     assert_ranks_answer_alike(parallel_config(path), 2, num_tokens=60)

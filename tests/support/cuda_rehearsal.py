@@ -32,6 +32,7 @@ from penstock.engine.executors.cuda.first_steps import OneForAll
 from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.kernels.tables import store_lengths
 from penstock.engine.memory.host_tier import HostTier
+from penstock.engine.models.config import ModelConfig
 from penstock.engine.ranks.board import Board, board_memory
 from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.ranks.rendezvous import Rendezvous, rendezvous_memory
@@ -179,11 +180,11 @@ def _refusal(run: Callable[[], object]) -> str:
     return ""
 
 
-def ranks_of(rank: int, layout: RankLayout) -> TorchRanks:
-    """As this rank has them, the others being only pretended."""
+def ranks_of(rank: int, layout: RankLayout, num_pools: int) -> TorchRanks:
+    """As this rank has them, the others being only pretended. num_pools: of the model."""
     rendezvous = Rendezvous(rendezvous_memory(), layout.size)
     for other in set(range(layout.size)) - {rank}:
-        rendezvous.tell(other, 0, [10**9, 10**9])
+        rendezvous.tell(other, 0, [10**9] * (num_pools + 1))
     board = Board(board_memory(layout.size))
     return TorchRanks(rendezvous, rank, torch.device("cuda", 0), board, layout, alone=True)
 
@@ -330,11 +331,17 @@ def rehearse(
     """A start and `rounds` of `serve_everything`, then a few decode steps. rank: of a layout."""
     gpu = PretendGpu(answer=65)  # an "a" of the dummy tokenizer
     with gpu.installed(), tempfile.TemporaryDirectory() as directory:
-        ranks = None if rank is None or layout is None else ranks_of(rank, layout)
         fields = MODELS[model]
-        if layout is not None and layout.num_stages > 1:
-            fields = fields | {"num_hidden_layers": layout.num_stages}
-        rehearsal = Rehearsal(gpu, write_model(Path(directory), **fields), ranks, **changes)
+        if layout is not None and (num_layers := layout.num_stages) > 1:
+            fields = fields | {"num_hidden_layers": num_layers}
+            if kinds := fields.get("layer_types"):
+                fields["layer_types"] = (kinds * num_layers)[:num_layers]
+        model_dir, ranks = write_model(Path(directory), **fields), None
+        if rank is not None and layout is not None:
+            config = ModelConfig.from_dir(model_dir)
+            num_pools = len(config.kv_layout(config.max_model_len).pools(config.kv_shape, 1, 1))
+            ranks = ranks_of(rank, layout, num_pools)
+        rehearsal = Rehearsal(gpu, model_dir, ranks, **changes)
         at_start = set(gpu.compiled)
         used, num_graphs = gpu.used_bytes, len(gpu.graphs)
         gpu.waits.clear()
@@ -411,22 +418,24 @@ def decode_alone(rehearsal: Rehearsal, num_steps: int = 5) -> dict[str, Any]:
 def main(rounds: int, flags: list[str]) -> None:
     model = next((flag for flag in flags if flag in MODELS), "llama")
     num_layers = MODELS[model].get("num_hidden_layers", 1)
-    # A pool that is smaller than a whole context, so that sequences are preempted. Codes take half
-    # of the memory, and layers with a window keep less.
-    is_small = model == "qwen2" or KVCacheDtype.FP8 in flags
     rank, layout = None, RankLayout(tensor_size=2)
     for flag in flags:
         if flag.startswith(("--rank=", "--stage-rank=")):
             rank = int(flag[-1])
-            if flag.startswith("--stage"):  # of one layer each
-                layout, num_layers = RankLayout(num_stages=3), 1
+            if flag.startswith("--stage"):  # of one layer each, and pools of each kind of layers
+                layout = RankLayout(num_stages=3)
+                num_layers = len({*MODELS[model].get("layer_types", "1")})
+    # A pool that is smaller than a whole context, so that sequences are preempted. Codes take half
+    # of the memory, and layers with a window keep less; of recurrent states there are several.
+    is_small = model == "qwen2" or KVCacheDtype.FP8 in flags
+    layer_bytes = 2**20 if model == "qwen3_5" else 2**17 if is_small else 2**18
     report = rehearse(
         rounds,
         model,
         rank,
         layout,
         block_size=16,
-        kv_cache_memory_bytes=2**18 * num_layers // (2 if is_small else 1),
+        kv_cache_memory_bytes=layer_bytes * num_layers,
         enforce_eager="--enforce-eager" in flags,
         kv_offload_bytes=2**22 if "--offload" in flags else None,
         lora=LoraConfig() if "--enable-lora" in flags else None,

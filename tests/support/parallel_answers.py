@@ -27,15 +27,19 @@ from tests.support.tiny_models import engine_config
 TOLERANCE = 1e-4
 # Blocks of 16: fewer than the sequences need, so that some are preempted.
 _NUM_BLOCKS = 40
+# Of recurrent states, in their place: one for each sequence, and snapshots.
+_NUM_STATES = 24
 
 
 def parallel_config(path: Path, **changes: object) -> EngineConfig:
     """Chunks, preemptions and cached prefixes."""
-    block_bytes = 16 * ModelConfig.from_dir(path).kv_shape.bytes_per_token(4)
+    model = ModelConfig.from_dir(path)
+    block_bytes = 16 * model.kv_shape.bytes_per_token(4)
+    state_bytes = model.delta_net.state_shape.num_bytes if model.delta_net else 0
     settings: dict[str, object] = {
         "block_size": 16,
         "max_model_len": 320,
-        "kv_cache_memory_bytes": _NUM_BLOCKS * block_bytes,
+        "kv_cache_memory_bytes": _NUM_BLOCKS * block_bytes + _NUM_STATES * state_bytes,
         "scheduler": SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24),
     }
     return engine_config(path, **(settings | changes))
@@ -67,7 +71,7 @@ def assert_ranks_answer_alike(
 ) -> RankThreads:
     """Returns the ranks, closed."""
     asked = requests(num_tokens, ModelConfig.from_dir(Path(config.model)).vocab_size)
-    alone = SteppedEngine(config, CpuExecutor(config, Path(config.model)))
+    alone = SteppedEngine(config, CpuExecutor(config, Path(config.model)), _NUM_BLOCKS)
     expected = alone.run(asked)
     digested: list[Digested] = []
 
@@ -80,10 +84,10 @@ def assert_ranks_answer_alike(
     ranks = RankThreads(
         replace(config, kv_cache_memory_bytes=_bytes_of_rank(config)), memberships(config), digest
     )
-    if len(ranks.info.attention) == 1:
+    if len(ranks.info.kv_groups) == 1:
         assert ranks.info.num_blocks == alone.executor.info.num_blocks
     try:
-        answers = SteppedEngine(config, ranks).run(asked)
+        answers = SteppedEngine(config, ranks, _NUM_BLOCKS).run(asked)
     finally:
         ranks.close()
     for one, other in zip(expected, answers, strict=True):
@@ -100,11 +104,12 @@ def _bytes_of_rank(config: EngineConfig) -> int:
     whole = ModelConfig.from_dir(Path(config.model))
     assert config.kv_cache_memory_bytes and config.block_size and config.max_model_len
     part = Shard(whole, 0, config.tensor_parallel_size).config
-    layout = part.kv_layout(config.max_model_len)
-    pools = Stage(part, 0, config.pipeline_parallel_size).pools(layout, config.block_size, 4)
-    num_bytes = sum(pool.block_bytes for pool in pools)
-    of_whole = config.block_size * whole.kv_shape.bytes_per_token(4)
-    return config.kv_cache_memory_bytes * num_bytes // of_whole
+    stage = Stage(part, 0, config.pipeline_parallel_size)
+    sizes = config.block_size, 4
+    of_rank = stage.pools(part.kv_layout(config.max_model_len), *sizes)
+    of_whole = whole.kv_layout(config.max_model_len).pools(whole.kv_shape, *sizes)
+    num_bytes, all_bytes = (sum(pool.block_bytes for pool in each) for each in (of_rank, of_whole))
+    return config.kv_cache_memory_bytes * num_bytes // all_bytes
 
 
 def assert_close(

@@ -178,7 +178,7 @@ class CudaExecutor:
         self._adapters = adapters
         self._launched: LaunchedStep | None = None
         self._states = None
-        if pool.recurrent is not None:
+        if pool.recurrent is not None and model.has_states:  # a stage may have no layers with any
             self._states = DeviceStates(pool.recurrent, tables, len(pool.groups))
 
         def buffer(dtype: torch.dtype) -> Tensor:
@@ -281,6 +281,8 @@ class CudaExecutor:
         else:
             query_starts = _query_starts(batch)
             states, _, _ = self._compute_chunks(batch, query_starts)
+        if self._states is not None:
+            self._states.snapshot_decodes(batch)
         self._end_stage()
         self._pipeline.send(states)
         nothing = states.new_empty(0, dtype=torch.int32)

@@ -138,3 +138,21 @@ def test_a_rank_of_two_compiles_nothing_and_waits_for_no_host_either(rank: int) 
     # Rank 0 samples after the graph, and the ids pass to the others.
     assert decode["launches"].count("_store_sampled") == decode["steps"]
     assert (len(decode["launches"]) > decode["steps"]) == (rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("flag", "kernels"),
+    [
+        ("--rank=1", {"_recur_decodes", "_decode"}),
+        # The first stage has a recurrence, and the one after it attention.
+        ("--stage-rank=1", {"_recur_decodes"}),
+        ("--stage-rank=2", {"_decode"}),
+    ],
+)
+def test_nor_does_one_with_recurrent_states(flag: str, kernels: set[str]) -> None:
+    report = rehearsal("1", "qwen3_5", flag)
+    decode = report["decode"]
+    decode["uploads"] = []  # those of a stage are as above
+    check_serving(report)
+    assert decode["replays"] == decode["steps"]
+    assert {"_recur_decodes", "_decode"} & decode["launches_in_graph"].keys() == kernels

@@ -33,11 +33,11 @@ def saved(path: Path, family: str, **options: Any) -> tuple[ModelConfig, dict[st
     return ModelConfig.from_dir(path), load_file(path / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", ["llama_biases", "phi4", "olmo2", "llama3.2_tied"])
+@pytest.mark.parametrize("family", ["llama_biases", "phi4", "olmo2", "llama3.2_tied", "qwen3_5"])
 def test_the_parts_of_all_ranks_are_the_whole(family: str, tmp_path: Path) -> None:
     model, tensors = saved(tmp_path, family, vocab_size=97)
     shards = [Shard(model, rank, 2) for rank in range(2)]
-    num_split = 0
+    num_split, fused = 0, ("qkv_proj", "gate_up_proj", "in_proj_qkv", "conv1d")
     for name, whole in tensors.items():
         first, second = (shard.of(name, whole) for shard in shards)
         if first.shape == whole.shape:
@@ -45,9 +45,9 @@ def test_the_parts_of_all_ranks_are_the_whole(family: str, tmp_path: Path) -> No
             assert first.equal(whole) and second.equal(whole * 0 if is_added else whole)
             continue
         num_split += 1
-        dim = 1 if "o_proj" in name or "down_proj" in name else 0
+        dim = 1 if name.split(".")[-2] in ("o_proj", "out_proj", "down_proj") else 0
         joined = torch.cat((first, second), dim)
-        if "qkv_proj" in name or "gate_up_proj" in name:  # parts of each of what is fused
+        if any(part in name for part in fused):  # parts of each of what is fused
             assert sorted(joined.flatten().tolist()) == sorted(whole.flatten().tolist())
         else:
             assert joined[: len(whole)].equal(whole) and not joined[len(whole) :].any()
@@ -61,6 +61,30 @@ def test_ranks_that_share_a_key_head_have_all_of_it(tmp_path: Path) -> None:
         shard = Shard(model, rank, 4)
         assert (shard.config.num_heads, shard.config.num_kv_heads) == (1, 1)
         assert shard.of(name, tensors[name]).equal(tensors[name])
+
+
+def test_the_heads_of_a_gated_delta_net_stay_with_the_values_that_they_serve(
+    tmp_path: Path,
+) -> None:
+    model, tensors = saved(tmp_path, "qwen3_5_moe", linear_num_value_heads=4)
+    prefix, net = "model.layers.0.linear_attn.", model.delta_net
+    assert net is not None and (net.num_key_heads, net.key_dim, net.value_dim) == (2, 24, 32)
+    queries, keys, values = torch.split(tensors[f"{prefix}in_proj_qkv.weight"], [48, 48, 128])
+    taps = torch.split(tensors[f"{prefix}conv1d.weight"], [48, 48, 128])
+    for size, rank in ((2, 1), (4, 2), (4, 3)):
+        shard = Shard(model, rank, size)
+        own = slice(24, 48)  # the second head of two, of which each of four ranks has one as well
+        first, each = 128 * rank // size, 128 // size
+        parts = (queries[own], keys[own], values[first : first + each])
+        found = shard.of(f"{prefix}in_proj_qkv.weight", torch.cat((queries, keys, values)))
+        assert found.equal(torch.cat(parts))
+        of_taps = (taps[0][own], taps[1][own], taps[2][first : first + each])
+        assert shard.of(f"{prefix}conv1d.weight", torch.cat(taps)).equal(torch.cat(of_taps))
+        decay = tensors[f"{prefix}A_log"]
+        own_decay = decay[4 * rank // size : 4 * (rank + 1) // size]
+        assert shard.of(f"{prefix}A_log", decay).equal(own_decay)
+        name = "model.layers.0.mlp.shared_expert.down_proj.weight"
+        assert shard.of(name, tensors[name]).shape == (64, 40 // size)
 
 
 def resident_bytes(path: Path) -> int:
@@ -156,10 +180,26 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_sizes_that_can(
 
 
 @pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        (4, {}, "linear_num_value_heads is 6, which is not a multiple of 4; use 1 or 2"),
+        (4, {"linear_num_key_heads": 3, "linear_num_value_heads": 12},
+         "linear_num_key_heads is 3, which is neither a multiple of 4 nor a divisor; use 1"),
+        (4, {"linear_num_value_heads": 4, "shared_expert_intermediate_size": 42},
+         "shared_expert_intermediate_size is 42, .* use 1 or 2"),
+    ],
+)  # fmt: skip
+def test_so_is_one_whose_recurrence_or_shared_expert_cannot_be_split(
+    size: int, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model, _ = saved(tmp_path, "qwen3_5_moe", **changes)
+    with pytest.raises(InvalidConfig, match=f"--tensor-parallel-size {size}: .*{message}"):
+        Shard(model, 0, size)
+
+
+@pytest.mark.parametrize(
     ("family", "features"),
     [
-        ("qwen3_5", "attention_gates, delta_net"),
-        ("qwen3_5_moe", "attention_gates, delta_net"),
         ("gemma4", ".*value_norm"),
     ],
 )

@@ -69,6 +69,25 @@ def test_a_block_takes_as_much_as_in_the_stage_with_most_layers_of_its_group(
     assert Stage(model, 1, 3).layout(layout).group_of == (0,)
 
 
+def test_every_stage_has_the_pools_of_both_kinds_of_layers(tmp_path: Path) -> None:
+    model = model_of(tmp_path, "qwen3_5")  # attention in the last layer of four
+    layout = model.kv_layout(128)
+    assert layout.state is not None
+    of_layer = layout.state.num_bytes // 3
+    for num_stages, most in ((4, [1] * 4), (2, [2, 1])):
+        stages = [Stage(model, index, num_stages) for index in range(num_stages)]
+        assert [pool.block_bytes for pool in stages[0].pools(layout, 16, 4)][1] == most[
+            0
+        ] * of_layer
+        states = [stage.layout(layout).state for stage in stages]
+        nets = [stage.config.delta_net for stage in stages]
+        assert [state.num_layers for state in states if state is not None] == [
+            net.num_layers if net else 0 for net in nets
+        ]
+        assert len(states) == num_stages and None not in states
+    assert Stage(model, 3, 4).config.delta_net is None
+
+
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
@@ -90,9 +109,7 @@ def test_what_stages_do_not_compute_is_refused_by_name(
     assert wanted in str(refused.value)
 
 
-def test_a_model_with_recurrent_states_is_refused_by_the_name_of_what_it_has(
-    tmp_path: Path,
-) -> None:
-    model = replace(model_of(tmp_path), attention_gates=True)
-    with pytest.raises(InvalidConfig, match="attention_gates, which cannot be cut into stages"):
+def test_a_model_that_cannot_be_cut_is_refused_by_the_name_of_what_it_has(tmp_path: Path) -> None:
+    model = replace(model_of(tmp_path), value_norm=True)
+    with pytest.raises(InvalidConfig, match="value_norm, which cannot be cut into stages"):
         Stage(model, 0, 2)

@@ -258,7 +258,7 @@ def test_a_recording_is_simulated_at_its_own_times(
         (["configs/models/Qwen3-8B", "--device", "H200", "--memory-gb", "12"], "leaves no room"),
         (["configs/models/Qwen3-8B", "--device", "H200", "-tp", "0"], "must be at least 1"),
         (["configs/models/Qwen3-8B", "--device", "H200", "-tp", "3"], "use 1 or 2 or 4 or 8"),
-        (["configs/models/Qwen3.5-9B", "--device", "H200", "-tp", "2"], "cannot be split"),
+        (["configs/models/Qwen3.5-9B", "--device", "H200", "-tp", "3"], "use 1 or 2 or 4 or 8"),
         (
             ["configs/models/Qwen3-8B", "--device", "GH200", "--memory-gb", "96", "-tp", "2"],
             "no link between two --device GH200",
