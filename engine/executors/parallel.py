@@ -21,7 +21,7 @@ from penstock.engine.gguf.file import is_gguf
 from penstock.engine.memory.offload import offload_flag
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.shard import Shard
-from penstock.engine.models.stage import Stage
+from penstock.engine.models.stage import Stage, num_passed
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.group import RankFailed
@@ -91,10 +91,9 @@ def join(config: EngineConfig, memory: int, rank: int) -> Membership:
 
 def link_size(config: EngineConfig) -> LinkSize:
     """Between stages: room for the states, in float32, of as many steps as may be in flight."""
-    hidden_size = ModelConfig.from_dir(Path(config.model)).hidden_size
-    return LinkSize(
-        config.pipeline_parallel_size, 4 * config.scheduler.max_num_batched_tokens * hidden_size
-    )
+    model = ModelConfig.from_dir(Path(config.model))
+    num_rows = num_passed(model) * config.scheduler.max_num_batched_tokens
+    return LinkSize(config.pipeline_parallel_size, 4 * num_rows * model.hidden_size)
 
 
 def wait_limit_s(config: EngineConfig) -> float:

@@ -3,15 +3,19 @@
 
 Attention is split by heads, MLPs and each expert by their intermediate size, embedding and output
 layer by the vocabulary. So a layer's first matrices have some of the rows, its last ones some of
-the columns, and the ranks' results add up to the layer's. Everything else is on all of them.
+the columns, and the ranks' results add up to the layer's. Everything else is on all of them: of
+Gemma 4's per-layer inputs the table, which stays in its file, and matrices that are too narrow for
+what a third sum in each layer takes.
 """
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from penstock.engine.memory.kv_shape import KVHeads
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.experts import ExpertsConfig
@@ -23,7 +27,10 @@ FEATURES = {
     *("pre_norms", "post_norms", "wide_norms", "norm_offset", "activation", "layer_ropes"),
     *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
     *("logit_multiplier", "experts", "attention_sinks", "clamped_swiglu"),
+    *("full_heads", "keys_are_values", "value_norm", "num_shared_kv_layers", "wide_shared_mlps"),
+    *("layer_scalars", "per_layer_inputs", "logit_softcap"),
 }
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +66,27 @@ class Shard:
                 "model, or --tensor-parallel-size 1"
             )
         counts = {"num_attention_heads": model.num_heads}
-        if any(model.experts_of(index) is None for index in range(model.num_layers)):
+        has_mlps = model.experts is not None and model.experts.is_beside_mlp
+        if has_mlps or any(model.experts_of(index) is None for index in range(model.num_layers)):
             counts["intermediate_size"] = model.intermediate_size
         if model.experts is not None:
             counts["moe_intermediate_size"] = model.experts.intermediate_size
+        kv_heads = {"num_key_value_heads": model.num_kv_heads}
+        if model.full_heads is not None:
+            kv_heads["num_global_key_value_heads"] = model.full_heads.num_kv_heads
         for name, count in counts.items():
             if count % size:
                 raise InvalidConfig(
                     f"{flag}: this model's {name} is {count}, which is not a multiple of {size}; "
-                    f"use {self._possible(*counts.values())}"
+                    f"use {_possible(list(counts.values()), list(kv_heads.values()))}"
                 )
-        if model.num_kv_heads % size and size % model.num_kv_heads:
-            raise InvalidConfig(
-                f"{flag}: this model's num_key_value_heads is {model.num_kv_heads}, which is "
-                f"neither a multiple of {size} nor a divisor; use "
-                f"{self._possible(*counts.values())}"
-            )
-
-    def _possible(self, *counts: int) -> str:
-        kv_heads = self.model.num_kv_heads
-        sizes = [
-            str(size)
-            for size in range(1, 17)
-            if not any(count % size for count in counts)
-            and (kv_heads % size == 0 or size % kv_heads == 0)
-        ]
-        return " or ".join(sizes)
+        for name, count in kv_heads.items():
+            if count % size and size % count:
+                raise InvalidConfig(
+                    f"{flag}: this model's {name} is {count}, which is neither a multiple of "
+                    f"{size} nor a divisor; use "
+                    f"{_possible(list(counts.values()), list(kv_heads.values()))}"
+                )
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -95,11 +97,16 @@ class Shard:
         if model.experts is not None:
             intermediate_size = model.experts.intermediate_size // size
             experts = replace(model.experts, intermediate_size=intermediate_size)
+        full_heads = model.full_heads
+        if full_heads is not None:
+            num_kv_heads = max(1, full_heads.num_kv_heads // size)
+            full_heads = full_heads._replace(num_kv_heads=num_kv_heads)
         return replace(
             model,
             vocab_size=-(-model.vocab_size // size),
             num_heads=model.num_heads // size,
             num_kv_heads=max(1, model.num_kv_heads // size),
+            full_heads=full_heads,
             intermediate_size=model.intermediate_size // size,
             experts=experts,
         )
@@ -134,10 +141,11 @@ class Shard:
 
     def _rows(self, name: str) -> list[_Part] | None:
         """The parts of a tensor's rows, of each of the tensors that are fused in it."""
-        model, head_dim = self.model, self.model.head_dim
+        model = self.model
         layer, kind = _layer_and_kind(name)
+        num_heads, head_dim = self._heads(name)
         query = self._even(model.num_heads * head_dim)
-        own, num_heads = self.config.num_kv_heads, model.num_kv_heads
+        own = max(1, num_heads // self.size)
         first = self.rank * num_heads // self.size
         key = _Part(num_heads * head_dim, first * head_dim, (first + own) * head_dim)
         mlp = self._even(self._intermediate_size(name))
@@ -163,14 +171,24 @@ class Shard:
         if kind == "bias":
             return None
         if layer == "o_proj":
-            return self._even(self.model.num_heads * self.model.head_dim)
+            return self._even(self.model.num_heads * self._heads(name).head_dim)
         return self._even(self._intermediate_size(name)) if layer == "down_proj" else None
+
+    def _heads(self, name: str) -> KVHeads:
+        """Of the whole model, in the tensor's layer."""
+        index = _index(name)
+        if index is None:
+            return KVHeads(self.model.num_kv_heads, self.model.head_dim)
+        return self.model.layer_shape(index).heads
 
     def _intermediate_size(self, name: str) -> int:
         if ".experts." in name:
             assert self.model.experts is not None, name
             return self.model.experts.intermediate_size
-        return self.model.intermediate_size
+        index = _index(name)
+        if index is None:
+            return self.model.intermediate_size
+        return self.model.layer_shape(index).intermediate_size
 
     @property
     def _vocabulary(self) -> _Part:
@@ -186,6 +204,23 @@ class Shard:
         """Of what is added after the ranks' columns, by rank 0 alone."""
         layer, kind = _layer_and_kind(name)
         return kind == "bias" and layer in ("o_proj", "down_proj")
+
+
+def _possible(counts: list[int], kv_heads: list[int]) -> str:
+    """The numbers of ranks that divide each of counts, and may divide or share KV heads."""
+    sizes = [
+        str(size)
+        for size in range(1, 17)
+        if not any(count % size for count in counts)
+        and not any(count % size and size % count for count in kv_heads)
+    ]
+    return " or ".join(sizes)
+
+
+def _index(name: str) -> int | None:
+    """Of the layer that a tensor is of."""
+    found = _LAYER.match(name)
+    return None if found is None else int(found[1])
 
 
 def _layer_and_kind(name: str) -> tuple[str, str]:

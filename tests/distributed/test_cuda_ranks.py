@@ -20,12 +20,19 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executors.cuda.ranks import SHARED_DEVICE, CudaRanks, build_cuda_ranks
+from penstock.engine.executors.cuda.ranks import (
+    SHARED_DEVICE,
+    CudaRanks,
+    build_cuda_ranks,
+    check_stages,
+)
 from penstock.engine.executors.followers import Followers
+from penstock.engine.models.config import ModelConfig
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.layout import RankLayout
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.support.parallel_answers import assert_close
 from tests.support.rank_processes import is_running
@@ -43,12 +50,16 @@ PLACES = [
     ),
 ]
 # Biases that rank 0 alone adds; a tied embedding that two ranks cannot divide, and norms of heads;
-# norms over all heads; experts.
+# norms over all heads; experts; two shapes of KV heads, and experts beside an MLP.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama_biases": {},
     "qwen3": {"vocab_size": 97},
     "olmo2": {},
     "qwen3_moe": {},
+    "gemma4_moe": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_global_key_value_heads": 2,
+    },
 }
 # Of stages, besides: two groups of layers, of which the second stage has one alone.
 IN_STAGES: dict[str, dict[str, Any]] = {
@@ -127,6 +138,19 @@ def test_two_ranks_answer_as_one(family: str, shares_device: bool, tmp_path: Pat
     assert part.num_parameters == whole.num_parameters
     assert 0.5 <= part.weight_bytes / whole.weight_bytes < 0.6
     assert 2 * part.attention[0].kv_bytes_per_token == whole.attention[0].kv_bytes_per_token
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one device is enough of this")
+def test_two_ranks_of_a_model_with_inputs_of_each_layer_answer_as_one(tmp_path: Path) -> None:
+    model = make_model("gemma4_small_wrapped", max_position_embeddings=256)
+    config = config_of(save(model, tmp_path))
+    asked = requests(4)
+    expected = SteppedEngine(config).run(asked)
+    with started(config, True, 2) as ranks:
+        for one, other in zip(expected, SteppedEngine(config, ranks).run(asked), strict=True):
+            assert_close(one, other)
+    with pytest.raises(InvalidConfig, match="do not pass on what this model's per_layer_inputs"):
+        check_stages(RankLayout(1, 2), ModelConfig.from_dir(tmp_path))
 
 
 @pytest.mark.parametrize("shares_device", PLACES)

@@ -36,6 +36,7 @@ from penstock.engine.executors.parallel import (
     without_sampling,
 )
 from penstock.engine.log_writer import flush_all
+from penstock.engine.models.config import ModelConfig
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.board import Board, board_memory
 from penstock.engine.ranks.group import RankFailed
@@ -60,6 +61,7 @@ _STOP_S = 10.0
 def build_cuda_ranks(config: EngineConfig, phases: Phases, followers: Followers) -> "CudaRanks":
     """Tells the other ranks to begin, and loads this one's part. Raises PenstockError."""
     model_dir, layout = Path(config.model), layout_of(config)
+    check_stages(layout, ModelConfig.from_dir(model_dir))
     if not _shares_device():
         check_num_gpus(layout, torch.cuda.device_count())
     with phases.timed("ranks", f"meeting {layout.size - 1} more processes"):
@@ -161,6 +163,16 @@ class _Launched:
         if self._sampled is None:
             self._sampled = self._ranks.collect(self)
         return self._sampled
+
+
+def check_stages(layout: RankLayout, model: ModelConfig) -> None:
+    """Raises InvalidConfig for a model that GPUs do not compute in stages."""
+    if layout.num_stages > 1 and model.per_layer_inputs is not None:
+        raise InvalidConfig(
+            f"--pipeline-parallel-size {layout.num_stages}: stages on GPUs do not pass on what "
+            "this model's per_layer_inputs are made of so far; use --tensor-parallel-size, or "
+            "--device cpu"
+        )
 
 
 def check_num_gpus(layout: RankLayout, num_gpus: int) -> None:

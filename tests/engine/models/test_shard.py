@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.engine.config import LoadFormat, LoraConfig, Quantization
 from penstock.engine.executors.loading import weight_source
 from penstock.engine.executors.parallel import check_parallel
+from penstock.engine.memory.kv_shape import KVHeads
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.kept import AsStored
@@ -61,6 +62,25 @@ def test_ranks_that_share_a_key_head_have_all_of_it(tmp_path: Path) -> None:
         shard = Shard(model, rank, 4)
         assert (shard.config.num_heads, shard.config.num_kv_heads) == (1, 1)
         assert shard.of(name, tensors[name]).equal(tensors[name])
+
+
+def test_layers_are_split_by_their_own_heads_and_sizes(tmp_path: Path) -> None:
+    save(make_model("gemma4_small_wrapped", num_global_key_value_heads=None), tmp_path)
+    model = replace(ModelConfig.from_dir(tmp_path), full_heads=KVHeads(1, 32))
+    shard = Shard(model, 1, 2)
+    heads = [shard.config.layer_shape(layer).heads for layer in range(2)]
+    assert heads == [KVHeads(1, 24), KVHeads(1, 32)]  # the second of two, and one that both have
+    of_keys = (
+        shard.of(f"model.layers.{layer}.self_attn.k_proj.weight", torch.arange(rows).view(-1, 1))
+        for layer, rows in ((0, 48), (1, 32))
+    )
+    assert [rows.flatten().tolist() for rows in of_keys] == [list(range(24, 48)), list(range(32))]
+    # The last four layers share keys and values, and have MLPs that are twice as wide.
+    for layer, whole in ((0, 112), (6, 224)):
+        part = shard.of(f"model.layers.{layer}.mlp.up_proj.weight", torch.zeros(whole, 8))
+        assert len(part) == whole // 2
+    table = torch.zeros(2048, 56)
+    assert shard.of("model.embed_tokens_per_layer.weight", table) is table
 
 
 def resident_bytes(path: Path) -> int:
@@ -145,6 +165,11 @@ def test_random_weights_differ_between_ranks_where_the_model_is_split(tmp_path: 
         (3, {}, "num_attention_heads is 4, which is not a multiple of 3; use 1 or 2 or 4"),
         (2, {"intermediate_size": 7}, "intermediate_size is 7, .* use 1"),
         (4, {"num_heads": 12, "num_kv_heads": 6}, "num_key_value_heads is 6, which is neither"),
+        (
+            4,
+            {"num_heads": 12, "full_heads": KVHeads(6, 16)},
+            "num_global_key_value_heads is 6, which is neither .*; use 1 or 2$",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused_with_the_sizes_that_can(
@@ -160,7 +185,6 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_sizes_that_can(
     [
         ("qwen3_5", "attention_gates, delta_net"),
         ("qwen3_5_moe", "attention_gates, delta_net"),
-        ("gemma4", ".*value_norm"),
     ],
 )
 def test_a_feature_that_cannot_be_split_is_refused_by_name(
