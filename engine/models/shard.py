@@ -139,6 +139,13 @@ class Shard:
             return tensor.new_zeros(()).expand(tensor.shape)
         return tensor
 
+    def of_change(self, name: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of up @ down, a change of the matrix `name`: all ranks have one of the
+        two, as they multiply it with what all have, or with what is summed after it."""
+        if self._rows(name) is not None:
+            return down, self.of(name, up)
+        return (down, up) if self._columns(name) is None else (self.of(name, down), up)
+
     def _rows(self, name: str) -> list[_Part] | None:
         """The parts of a tensor's rows, of each of the tensors that are fused in it."""
         model = self.model

@@ -411,7 +411,9 @@ class NativeModel:
         states: int | None = None,
     ) -> None:
         query_starts = torch.tensor(step.query_starts, dtype=torch.int32)
-        runs = native_runs(step.adapters)
+        width = max((run.weights.width for run in step.adapters), default=0)
+        # None where they change layers of other stages alone.
+        runs = native_runs(step.adapters if width else ())
         input_rows = None if self._inputs is None else self._inputs.rows(step.token_ids)
         pipeline, num_tokens = self._pipeline, len(step.token_ids)
         passed_shape = self._num_passed * num_tokens, self._model.hidden
@@ -435,7 +437,7 @@ class NativeModel:
             states=states,
             runs=ctypes.addressof(runs),
             num_runs=len(runs),
-            width=max((run.weights.width for run in step.adapters), default=0),
+            width=width,
             timeout_ns=self._group.timeout_ns if self._group else 0,
             input_rows=_address(input_rows),
             received=_address(received),

@@ -19,12 +19,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, LoraConfig
 from penstock.engine.executors.cuda.ranks import (
     SHARED_DEVICE,
     CudaRanks,
     build_cuda_ranks,
-    check_stages,
+    check_gpu_ranks,
 )
 from penstock.engine.executors.followers import Followers
 from penstock.engine.models.config import ModelConfig
@@ -142,15 +142,25 @@ def test_two_ranks_answer_as_one(family: str, shares_device: bool, tmp_path: Pat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one device is enough of this")
 def test_two_ranks_of_a_model_with_inputs_of_each_layer_answer_as_one(tmp_path: Path) -> None:
-    model = make_model("gemma4_small_wrapped", max_position_embeddings=256)
+    kinds = ["sliding_attention", "full_attention"]
+    options: dict[str, Any] = {"num_hidden_layers": 3, "num_kv_shared_layers": 1}
+    options |= {"max_position_embeddings": 256, "layer_types": [*kinds, kinds[1]]}
+    model = make_model("gemma4_small_wrapped", **options)
     config = config_of(save(model, tmp_path))
-    asked = requests(4)
+    asked = requests(3)
     expected = SteppedEngine(config).run(asked)
     with started(config, True, 2) as ranks:
         for one, other in zip(expected, SteppedEngine(config, ranks).run(asked), strict=True):
             assert_close(one, other)
+
+
+def test_what_ranks_compute_on_a_cpu_alone_is_refused(tmp_path: Path) -> None:
+    config = config_of(save(make_model("gemma4_small_wrapped"), tmp_path))
+    model = ModelConfig.from_dir(tmp_path)
     with pytest.raises(InvalidConfig, match="do not pass on what this model's per_layer_inputs"):
-        check_stages(RankLayout(1, 2), ModelConfig.from_dir(tmp_path))
+        check_gpu_ranks(replace(config, pipeline_parallel_size=2), model)
+    with pytest.raises(InvalidConfig, match="cannot be combined with --enable-lora on GPUs so far"):
+        check_gpu_ranks(replace(config, tensor_parallel_size=2, lora=LoraConfig()), model)
 
 
 @pytest.mark.parametrize("shares_device", PLACES)

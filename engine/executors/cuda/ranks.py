@@ -61,7 +61,7 @@ _STOP_S = 10.0
 def build_cuda_ranks(config: EngineConfig, phases: Phases, followers: Followers) -> "CudaRanks":
     """Tells the other ranks to begin, and loads this one's part. Raises PenstockError."""
     model_dir, layout = Path(config.model), layout_of(config)
-    check_stages(layout, ModelConfig.from_dir(model_dir))
+    check_gpu_ranks(config, ModelConfig.from_dir(model_dir))
     if not _shares_device():
         check_num_gpus(layout, torch.cuda.device_count())
     with phases.timed("ranks", f"meeting {layout.size - 1} more processes"):
@@ -165,8 +165,14 @@ class _Launched:
         return self._sampled
 
 
-def check_stages(layout: RankLayout, model: ModelConfig) -> None:
-    """Raises InvalidConfig for a model that GPUs do not compute in stages."""
+def check_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises InvalidConfig for what several ranks compute on a CPU alone."""
+    layout = layout_of(config)
+    if config.lora is not None:
+        raise InvalidConfig(
+            f"{flags_of(layout)} cannot be combined with --enable-lora on GPUs so far; serve a "
+            "model into which the adapter is merged, leave one of the two out, or use --device cpu"
+        )
     if layout.num_stages > 1 and model.per_layer_inputs is not None:
         raise InvalidConfig(
             f"--pipeline-parallel-size {layout.num_stages}: stages on GPUs do not pass on what "

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engine.config import LoadFormat, LoraConfig, Quantization
+from penstock.engine.config import LoadFormat, Quantization
 from penstock.engine.executors.loading import weight_source
 from penstock.engine.executors.parallel import check_parallel
 from penstock.engine.memory.kv_shape import KVHeads
@@ -208,7 +208,6 @@ def test_a_tensor_of_another_size_than_config_json_implies_is_refused(tmp_path: 
     ("changes", "message"),
     [
         ({"tensor_parallel_size": 32}, "at most 16 ranks"),
-        ({"lora": LoraConfig()}, "cannot be combined with --enable-lora"),
         ({"quantization": Quantization.INT8}, "cannot be combined with --quantization int8"),
     ],
 )

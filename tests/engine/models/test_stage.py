@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.engine.config import LoraConfig, Quantization
+from penstock.engine.config import Quantization
 from penstock.engine.executors.parallel import check_parallel
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.gemma4 import PerLayerInputs
@@ -101,7 +101,6 @@ def test_a_block_takes_as_much_as_in_the_stage_with_most_layers_of_its_group(
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({"lora": LoraConfig()}, "cannot be combined with --enable-lora"),
         ({"quantization": Quantization.INT8}, "cannot be combined with --quantization int8"),
         ({"kv_offload_dir": "/tmp/x"}, "cannot be combined with --kv-offload-dir"),
         ({"pipeline_parallel_size": 17}, "at most 16 ranks"),
