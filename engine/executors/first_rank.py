@@ -35,7 +35,7 @@ class FirstRank(Generic[Own]):
 
     @property
     def adapters(self) -> AdapterStore | None:
-        return None
+        return self._executor.adapters
 
     @property
     def tier(self) -> None:

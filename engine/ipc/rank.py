@@ -18,6 +18,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from penstock.engine import logs
+from penstock.engine.config import AdapterSource
+from penstock.engine.executor import AdapterStore
 from penstock.engine.executors.followers import (
     Channel,
     DropPart,
@@ -60,17 +62,27 @@ def _follow(channel: Channel) -> None:
     logs.configure(config.log_level, config.log_format)
     if config.log_level != "debug":  # rank 0 says the same
         logging.getLogger("penstock").setLevel(logging.ERROR)
-    follow = _on_cpu(start, channel) if start.board is None else _on_gpu(start, channel)
+    compute, adapters = _on_cpu(start) if start.board is None else _on_gpu(start, channel)
     gc.collect()
     gc.freeze()  # as rank 0 does
     receive = channel.receive if config.pipeline_parallel_size == 1 else _ahead(channel)
     while True:
-        follow(receive())
+        message = receive()
+        if isinstance(message, Step):
+            compute(message)
+        elif isinstance(message, LoadPart):
+            assert adapters is not None, message
+            _load(message.source, adapters, channel)
+        elif isinstance(message, DropPart):
+            assert adapters is not None, message
+            adapters.unload(message.adapter_id)
+        else:
+            raise AssertionError(message)
 
 
-def _on_cpu(start: Start, channel: Channel) -> Callable[[object], None]:
-    """What computes this rank's part of a step, and loads that of an adapter. Its model is loaded
-    then."""
+def _on_cpu(start: Start) -> tuple[Callable[[Step], None], AdapterStore | None]:
+    """What computes this rank's part of a step, and what has its parts of adapters. Its model is
+    loaded then."""
     from penstock.engine.executors.cpu import CpuExecutor
     from penstock.engine.executors.parallel import join, wait_limit_s
 
@@ -81,15 +93,18 @@ def _on_cpu(start: Start, channel: Channel) -> Callable[[object], None]:
     )
     membership.everyone.barrier()
     membership.wait_at_most(wait_limit_s(config))
+    return lambda step: executor.follow(step.batch, step.sampled), executor.adapters
 
-    def follow(message: object) -> None:
-        if isinstance(message, LoadPart):
-            executor.adapters.load(message.source).add_done_callback(answer)
-        elif isinstance(message, DropPart):
-            executor.adapters.unload(message.adapter_id)
-        else:
-            assert isinstance(message, Step), message
-            executor.follow(message.batch, message.sampled)
+
+def _on_gpu(start: Start, channel: Channel) -> tuple[Callable[[Step], None], AdapterStore | None]:
+    """As `_on_cpu`, on a GPU."""
+    from penstock.engine.executors.cuda.ranks import follow_on_gpu
+
+    return follow_on_gpu(start, partial(_end, channel))
+
+
+def _load(source: AdapterSource, store: AdapterStore, channel: Channel) -> None:
+    """In the background, and answers."""
 
     def answer(loaded: "Future[LoadedAdapter]") -> None:
         error = loaded.exception()
@@ -100,20 +115,7 @@ def _on_cpu(start: Start, channel: Channel) -> Callable[[object], None]:
         else:
             _end(channel, error)
 
-    return follow
-
-
-def _on_gpu(start: Start, channel: Channel) -> Callable[[object], None]:
-    """As `_on_cpu`, on a GPU, without adapters."""
-    from penstock.engine.executors.cuda.ranks import follow_on_gpu
-
-    compute = follow_on_gpu(start, partial(_end, channel))
-
-    def follow(message: object) -> None:
-        assert isinstance(message, Step), message
-        compute(message)
-
-    return follow
+    store.load(source).add_done_callback(answer)
 
 
 def _ahead(channel: Channel) -> Callable[[], object]:

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from penstock.engine.config import EngineConfig
+from penstock.engine.executor import AdapterStore
 from penstock.engine.executors.cuda.device import CudaGpu, Gpu, Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor, LaunchedStep
 from penstock.engine.executors.cuda.setup import build_cuda_executor
@@ -61,7 +62,7 @@ _STOP_S = 10.0
 def build_cuda_ranks(config: EngineConfig, phases: Phases, followers: Followers) -> "CudaRanks":
     """Tells the other ranks to begin, and loads this one's part. Raises PenstockError."""
     model_dir, layout = Path(config.model), layout_of(config)
-    check_gpu_ranks(config, ModelConfig.from_dir(model_dir))
+    check_stages(layout, ModelConfig.from_dir(model_dir))
     if not _shares_device():
         check_num_gpus(layout, torch.cuda.device_count())
     with phases.timed("ranks", f"meeting {layout.size - 1} more processes"):
@@ -86,9 +87,10 @@ def build_cuda_ranks(config: EngineConfig, phases: Phases, followers: Followers)
 
 def follow_on_gpu(
     start: Start, on_error: Callable[[BaseException], None]
-) -> Callable[[Step], None]:
-    """This rank's part of each step, where it is not rank 0; its model is loaded then. on_error:
-    called in another thread, with what its device reports of a step."""
+) -> tuple[Callable[[Step], None], AdapterStore | None]:
+    """What computes this rank's part of each step, where it is not rank 0, and what has its parts
+    of adapters; its model is loaded then. on_error: called in another thread, with what its device
+    reports of a step."""
     config, gpu = start.config, _gpu_of(start.rank)
     assert start.board is not None, start
     ranks = _connected(start.rank, layout_of(config), start.store, start.board)
@@ -112,7 +114,7 @@ def follow_on_gpu(
             on_error(error)
 
     threading.Thread(target=watch, daemon=True).start()
-    return lambda step: launched.put(executor.follow(step.batch, step.sampled))
+    return lambda step: launched.put(executor.follow(step.batch, step.sampled)), executor.adapters
 
 
 class CudaRanks(FirstRank[CudaExecutor]):
@@ -121,6 +123,8 @@ class CudaRanks(FirstRank[CudaExecutor]):
     def __init__(self, executor: CudaExecutor, followers: Followers, ranks: TorchRanks) -> None:
         """executor: of rank 0."""
         super().__init__(executor, followers)
+        if executor.adapters is not None:
+            executor.adapters.lead(followers)
         self._ranks = ranks
         self._last: _Launched | None = None
         # Of the steps since the last message to the other ranks, where there are several stages.
@@ -165,14 +169,8 @@ class _Launched:
         return self._sampled
 
 
-def check_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises InvalidConfig for what several ranks compute on a CPU alone."""
-    layout = layout_of(config)
-    if config.lora is not None:
-        raise InvalidConfig(
-            f"{flags_of(layout)} cannot be combined with --enable-lora on GPUs so far; serve a "
-            "model into which the adapter is merged, leave one of the two out, or use --device cpu"
-        )
+def check_stages(layout: RankLayout, model: ModelConfig) -> None:
+    """Raises InvalidConfig for a model that GPUs do not compute in stages."""
     if layout.num_stages > 1 and model.per_layer_inputs is not None:
         raise InvalidConfig(
             f"--pipeline-parallel-size {layout.num_stages}: stages on GPUs do not pass on what "
