@@ -67,6 +67,7 @@ from penstock.engine.models.layers.linear import MakeLinear, PlainLinear, cpu_li
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.lora.adapter import Adapter
 from penstock.engine.models.lora.store import Adapters
+from penstock.engine.models.lora.weights import RankPart
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
 from penstock.engine.models.shard import Shard
 from penstock.engine.models.stage import Stage
@@ -258,7 +259,13 @@ class CpuExecutor:
             flops = matmul_flops(self._dtype)
 
         self._adapters = Adapters(
-            config.lora, model, self._dtype, _CPU, config.scheduler.max_num_seqs, make_adapter
+            config.lora,
+            model,
+            self._dtype,
+            _CPU,
+            config.scheduler.max_num_seqs,
+            make_adapter,
+            part=RankPart(whole=whole, shard=shard, first_layer=llama.first_layer),
         )
         self._make_tables(config, model_dir, whole.vocab_size, model.eos_token_ids, size, argmax_of)
         self._info = describe(
@@ -400,11 +407,11 @@ class CpuExecutor:
             self._prompt_lengths[slot] = num_prompt_tokens
             if self._has_output_layer:
                 self._prompts.assign(assignment)
+            self._adapters.assign(assignment)
             if self._is_follower:
                 continue
             self._sampler.assign(slot, sampling, seed)
             self._grammars.assign(assignment)
-            self._adapters.assign(assignment)
         for group, pool in enumerate(self._pool.all_groups):
             updates = [update for update in batch.table_updates if update.group == group]
             if updates:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from penstock.engine.executor import Executor
+from penstock.engine.executor import AdapterStore, Executor
 from penstock.engine.executors.followers import Followers
 from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.journal import BlockJournal
@@ -34,8 +34,8 @@ class FirstRank(Generic[Own]):
         return self._executor.journals
 
     @property
-    def adapters(self) -> None:
-        return None
+    def adapters(self) -> AdapterStore | None:
+        return self._executor.adapters
 
     @property
     def tier(self) -> None:

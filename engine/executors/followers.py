@@ -18,11 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import AdapterSource, EngineConfig
+from penstock.engine.errors import AdapterRefused
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.layout import RankLayout
 from penstock.scheduler.types import ScheduledBatch
@@ -61,6 +63,28 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     sampled: Sequence[Sequence[int]]
 
 
+class LoadPart(msgspec.Struct, tag=True, frozen=True):
+    """To a rank: read your part of this LoRA adapter, which has its id, and answer with
+    `PartLoaded`."""
+
+    source: AdapterSource
+
+
+class DropPart(msgspec.Struct, tag=True, frozen=True):
+    """To a rank: no later step has tokens of this adapter."""
+
+    adapter_id: str
+
+
+FromRank0 = Start | Step | LoadPart | DropPart
+
+
+class PartLoaded(msgspec.Struct, tag=True, frozen=True):
+    """From a rank: what became of a `LoadPart`. refusal: why it cannot be loaded, or None."""
+
+    refusal: str | None
+
+
 class LastWords(msgspec.Struct, tag=True, frozen=True):
     """From a rank: why it ends."""
 
@@ -68,12 +92,13 @@ class LastWords(msgspec.Struct, tag=True, frozen=True):
 
 
 class Channel:
-    """A stream of messages between two processes. One thread sends, and one receives."""
+    """A stream of messages between two processes. One thread receives."""
 
     def __init__(self, stream: socket.socket, kind: Any) -> None:
         """kind: of the messages that are received."""
         self._stream = stream
         self._encoder = msgspec.msgpack.Encoder()
+        self._sending = threading.Lock()
         self._decoder = msgspec.msgpack.Decoder(kind)
 
     def fileno(self) -> int:
@@ -81,8 +106,9 @@ class Channel:
 
     def send(self, message: msgspec.Struct) -> None:
         """Raises OSError where nobody will receive it."""
-        data = self._encoder.encode(message)
-        self._stream.sendall(_LENGTH.pack(len(data)) + data)
+        with self._sending:
+            data = self._encoder.encode(message)
+            self._stream.sendall(_LENGTH.pack(len(data)) + data)
 
     def send_start(self, start: Start) -> None:
         """With its descriptors. Raises OSError."""
@@ -131,13 +157,28 @@ class _Follower:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
             )
-        self.channel = Channel(ours, LastWords)
+        self.channel = Channel(ours, LastWords | PartLoaded)
         self.pidfd = os.pidfd_open(self.process.pid)
         self.stopped_s = 0.0
+        self.last_words: str | None = None
+        self.answers: SimpleQueue[PartLoaded | None] = SimpleQueue()
+        """None once there will be no more."""
+        self.receiver = threading.Thread(target=self._receive, daemon=True)
+        self.receiver.start()
+
+    def _receive(self) -> None:
+        with contextlib.suppress(EOFError, msgspec.DecodeError):
+            while True:
+                message = self.channel.receive()
+                if isinstance(message, PartLoaded):
+                    self.answers.put(message)
+                else:
+                    self.last_words = message.why
+        self.answers.put(None)
 
 
 class Followers:
-    """Ranks 1 and up. All but the watching is done in one thread.
+    """Ranks 1 and up. All but the watching and the loading of adapters is done in one thread.
 
     Their processes import torch, which takes seconds, until `begin` says what they are: so rank 0
     starts them before it imports torch itself.
@@ -171,7 +212,7 @@ class Followers:
         if self._failed is not None:
             callback(self._failed.rank)
 
-    def send(self, message: Step) -> None:
+    def send(self, message: Step | LoadPart | DropPart) -> None:
         """To all. Raises RankFailed."""
         self.check()
         try:
@@ -181,6 +222,28 @@ class Followers:
             self._has_failed.wait(_NEWS_S)
             self.check()
             raise
+
+    def load_adapter(self, source: AdapterSource) -> None:
+        """See `OtherRanks`. In one thread at a time, which may be another one than that which sends
+        steps."""
+        self.send(LoadPart(source))
+        answers = [each.answers.get() for each in self._followers]  # of all, also after an error
+        refusals = []
+        for answer in answers:
+            if answer is None:
+                self._has_failed.wait(_NEWS_S)
+                self.check()
+                raise AdapterRefused("a rank ended meanwhile; try again")
+            if answer.refusal is not None:
+                refusals.append(answer.refusal)
+        if refusals:
+            assert source.id is not None, source
+            self.unload_adapter(source.id)
+            raise AdapterRefused(refusals[0])
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        """See `OtherRanks`."""
+        self.send(DropPart(adapter_id))
 
     def check(self) -> None:
         """Raises RankFailed if a rank has failed."""
@@ -200,6 +263,7 @@ class Followers:
             each.process.kill()
         for each in self._followers:
             each.process.wait()
+            each.receiver.join()
             each.channel.close()
 
     def _watch(self) -> None:
@@ -247,10 +311,10 @@ def _end_of(follower: _Follower, name: str) -> RankFailed:
                 "lower --kv-cache-memory-bytes"
             )
         return RankFailed(why, rank=rank, signal=-code)
-    try:
-        why = f"{name} failed: {follower.channel.receive().why}"
-    except (EOFError, msgspec.DecodeError):
-        why = f"{name} ended with code {code}"
+    follower.receiver.join(_NEWS_S)
+    why = f"{name} ended with code {code}"
+    if follower.last_words is not None:
+        why = f"{name} failed: {follower.last_words}"
     return RankFailed(why, rank=rank)
 
 

@@ -19,8 +19,9 @@ from penstock.engine.executors.followers import Followers, Step
 from penstock.engine.gguf.file import is_gguf
 from penstock.engine.memory.offload import offload_flag
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.shard import Shard
-from penstock.engine.models.stage import Stage
+from penstock.engine.models.stage import Stage, num_passed
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.group import RankFailed
@@ -90,10 +91,9 @@ def join(config: EngineConfig, memory: int, rank: int) -> Membership:
 
 def link_size(config: EngineConfig) -> LinkSize:
     """Between stages: room for the states, in float32, of as many steps as may be in flight."""
-    hidden_size = ModelConfig.from_dir(Path(config.model)).hidden_size
-    return LinkSize(
-        config.pipeline_parallel_size, 4 * config.scheduler.max_num_batched_tokens * hidden_size
-    )
+    model = ModelConfig.from_dir(Path(config.model))
+    num_rows = num_passed(model) * config.scheduler.max_num_batched_tokens
+    return LinkSize(config.pipeline_parallel_size, 4 * num_rows * model.hidden_size)
 
 
 def wait_limit_s(config: EngineConfig) -> float:
@@ -109,11 +109,6 @@ def check_parallel(config: EngineConfig, model_dir: Path) -> None:
     if layout.size > MAX_RANKS:
         raise InvalidConfig(
             f"{flag}: at most {MAX_RANKS} ranks are supported, and these are {layout.size}"
-        )
-    if config.lora is not None:
-        raise InvalidConfig(
-            f"{flag} cannot be combined with --enable-lora so far; serve a model into which the "
-            "adapter is merged, or leave one of the two out"
         )
     if config.quantization is not None:
         raise InvalidConfig(
@@ -153,10 +148,15 @@ class ParallelExecutor(FirstRank[CpuExecutor]):
     def __init__(self, executor: CpuExecutor, followers: Followers, num_stages: int = 1) -> None:
         """executor: of rank 0."""
         super().__init__(executor, followers)
+        executor.adapters.lead(followers)
         self._has_stages = num_stages > 1
         self._launched: deque[_Launched] = deque()
         # Of the steps since the last message to the other ranks.
         self._sampled: list[Sequence[int]] = []
+
+    @property
+    def adapters(self) -> Adapters:
+        return self._executor.adapters
 
     def release(self, request_id: RequestId) -> None:
         if self._launched:  # steps that rank 0 has yet to compute may have a row of it

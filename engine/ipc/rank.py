@@ -12,13 +12,26 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
 from penstock.engine import logs
-from penstock.engine.executors.followers import Channel, LastWords, Start, Step
+from penstock.engine.config import AdapterSource
+from penstock.engine.executor import AdapterStore
+from penstock.engine.executors.followers import (
+    Channel,
+    DropPart,
+    FromRank0,
+    LastWords,
+    LoadPart,
+    PartLoaded,
+    Start,
+    Step,
+)
 from penstock.engine.log_writer import flush_all
+from penstock.engine.model_info import LoadedAdapter
 from penstock.engine.parent_process import die_with_parent
 from penstock.scheduler.errors import PenstockError
 
@@ -30,7 +43,7 @@ def main() -> None:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when the engine ends
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])), Start | Step)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])), FromRank0)
     try:
         _follow(channel)
     except EOFError:  # rank 0 has ended
@@ -49,18 +62,27 @@ def _follow(channel: Channel) -> None:
     logs.configure(config.log_level, config.log_format)
     if config.log_level != "debug":  # rank 0 says the same
         logging.getLogger("penstock").setLevel(logging.ERROR)
-    follow = _on_cpu(start) if start.board is None else _on_gpu(start, channel)
+    compute, adapters = _on_cpu(start) if start.board is None else _on_gpu(start, channel)
     gc.collect()
     gc.freeze()  # as rank 0 does
     receive = channel.receive if config.pipeline_parallel_size == 1 else _ahead(channel)
     while True:
-        step = receive()
-        assert isinstance(step, Step), step
-        follow(step)
+        message = receive()
+        if isinstance(message, Step):
+            compute(message)
+        elif isinstance(message, LoadPart):
+            assert adapters is not None, message
+            _load(message.source, adapters, channel)
+        elif isinstance(message, DropPart):
+            assert adapters is not None, message
+            adapters.unload(message.adapter_id)
+        else:
+            raise AssertionError(message)
 
 
-def _on_cpu(start: Start) -> Callable[[Step], None]:
-    """What computes this rank's part of a step. Its model is loaded then."""
+def _on_cpu(start: Start) -> tuple[Callable[[Step], None], AdapterStore | None]:
+    """What computes this rank's part of a step, and what has its parts of adapters. Its model is
+    loaded then."""
     from penstock.engine.executors.cpu import CpuExecutor
     from penstock.engine.executors.parallel import join, wait_limit_s
 
@@ -71,14 +93,29 @@ def _on_cpu(start: Start) -> Callable[[Step], None]:
     )
     membership.everyone.barrier()
     membership.wait_at_most(wait_limit_s(config))
-    return lambda step: executor.follow(step.batch, step.sampled)
+    return lambda step: executor.follow(step.batch, step.sampled), executor.adapters
 
 
-def _on_gpu(start: Start, channel: Channel) -> Callable[[Step], None]:
+def _on_gpu(start: Start, channel: Channel) -> tuple[Callable[[Step], None], AdapterStore | None]:
     """As `_on_cpu`, on a GPU."""
     from penstock.engine.executors.cuda.ranks import follow_on_gpu
 
     return follow_on_gpu(start, partial(_end, channel))
+
+
+def _load(source: AdapterSource, store: AdapterStore, channel: Channel) -> None:
+    """In the background, and answers."""
+
+    def answer(loaded: "Future[LoadedAdapter]") -> None:
+        error = loaded.exception()
+        if error is None:
+            channel.send(PartLoaded(None))
+        elif isinstance(error, PenstockError | OSError | MemoryError):
+            channel.send(PartLoaded(str(error) or "out of memory"))
+        else:
+            _end(channel, error)
+
+    store.load(source).add_done_callback(answer)
 
 
 def _ahead(channel: Channel) -> Callable[[], object]:

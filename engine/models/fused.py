@@ -293,7 +293,6 @@ class FusedModel:
             post = layer.attended_norm
             add_rms_norm(change, residual, layer.mlp_norm, eps, normed, post=post)
             change = self._through_mlp(index, layer, linears, residual, normed, tiles)
-            self._summed(change)
             post = layer.active_norm
             if inputs is not None:
                 add_rms_norm(change, residual, None, eps, normed, post=post)
@@ -316,14 +315,15 @@ class FusedModel:
         normed: Tensor,
         tiles: AdapterTiles | None,
     ) -> Tensor:
-        """What the MLP, the experts, or both make of a layer's states. normed: after their norm."""
+        """What the MLP, the experts, or both make of a layer's states, on all ranks together.
+        normed: after their norm."""
         experts = linears.experts
         if linears.mlp is None:
             assert experts is not None
             change = experts(normed)
             if linears.shared is not None:
                 linears.shared.add(normed, change)
-            return change
+            return self._summed(change)
         is_gelu, eps = self._model.config.activation == "gelu_tanh", self._model.config.rms_norm_eps
         both = self._adapted(index, Stack.GATE_UP, linears.mlp.gate_up, normed, tiles)
         active = both.new_empty(len(both), both.shape[1] // 2)
@@ -331,12 +331,15 @@ class FusedModel:
         change = self._adapted(index, Stack.DOWN, linears.mlp.down, active, tiles)
         beside = layer.beside
         if beside is None or experts is None:
-            return change
+            return self._summed(change)
         routed, x = torch.empty_like(residual), torch.empty_like(residual)
         rms_norm(residual, beside.router_norm, eps, routed)
         rms_norm(residual, beside.input_norm, eps, x)
+        of_experts = experts(x, routed)
+        if self._model.group is not None:  # one sum for both
+            change, of_experts = self._summed(torch.stack((change, of_experts)))
         rms_norm(change, beside.mlp_norm, eps, change)
-        add_rms_norm(experts(x, routed), change, None, eps, x, post=beside.output_norm)
+        add_rms_norm(of_experts, change, None, eps, x, post=beside.output_norm)
         return change
 
     def _of_input(

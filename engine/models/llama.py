@@ -52,7 +52,7 @@ from penstock.engine.models.layers.norm import rms_norm, unit_norm
 from penstock.engine.models.layers.rotary import Angles, RotaryTables, rotate
 from penstock.engine.models.lora.adapter import Stack, adapted
 from penstock.engine.models.shard import Shard
-from penstock.engine.models.stage import Stage
+from penstock.engine.models.stage import Stage, num_passed
 from penstock.engine.models.weights import WeightSource
 from penstock.engine.ranks.group import Group
 from penstock.engine.ranks.pipeline import Pipeline
@@ -211,10 +211,10 @@ class LlamaModel:
         return scaled_logits(self.config, self.lm_head(states))
 
     def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
-        residual = self._begin(step)
+        residual, embedded = self._begin(step)
         inputs: Sequence[Tensor | None] = [None] * len(self.layers)
         if self.per_layer_inputs is not None:
-            inputs = self.per_layer_inputs(step.token_ids, residual)
+            inputs = self.per_layer_inputs(step.token_ids, embedded)
         angles, steps = self.rotary.at(step.positions), step.of_groups
         segments: Segments = segments_of(steps[-1]) if self.config.delta_net else ()
         for index, layer in enumerate(self.layers):
@@ -245,22 +245,24 @@ class LlamaModel:
                 inputs[index],
             )
         if self.pipeline is not None and self.pipeline.after is not None:
-            num_tokens, hidden = residual.shape
-            self.pipeline.room(num_tokens, hidden, residual.dtype).copy_(residual)
+            passed = (residual, embedded)[: num_passed(self.config)]
+            num_rows, hidden = len(passed) * len(residual), self.config.hidden_size
+            torch.cat(passed, out=self.pipeline.room(num_rows, hidden, residual.dtype))
             self.pipeline.send()
             return residual[:0]
         return rms_norm(residual[rows], self.norm, self.config.rms_norm_eps)
 
-    def _begin(self, step: ModelInput) -> Tensor:
-        """The states before the first layer that is here: (T, hidden_size)."""
-        pipeline = self.pipeline
+    def _begin(self, step: ModelInput) -> tuple[Tensor, Tensor]:
+        """The states before the first layer that is here, and those before the model's first where
+        per-layer inputs are made of them: (T, hidden_size) each."""
+        pipeline, num_tokens = self.pipeline, len(step.token_ids)
         if pipeline is None or pipeline.before is None:
-            return self._embed(step.token_ids)
+            embedded = self._embed(step.token_ids)
+            return embedded, embedded
         hidden, dtype = self.config.hidden_size, self.embedding.dtype
-        received = pipeline.receive(len(step.token_ids), hidden, dtype)
-        states = received.clone()
+        received = pipeline.receive(num_passed(self.config) * num_tokens, hidden, dtype).clone()
         pipeline.taken()
-        return states
+        return received[:num_tokens], received[-num_tokens:]
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.shard is None:
@@ -338,11 +340,12 @@ def _through_mlp(
     inputs: Tensor | None,
 ) -> Tensor:
     eps = config.rms_norm_eps
-    change = summed(
-        layer.group, _mlp(config, layer, index, _normed(residual, layer.mlp_norm, eps), step)
-    )
+    change = _mlp(config, layer, index, _normed(residual, layer.mlp_norm, eps), step)
     if layer.beside is not None:
-        change = layer.beside(residual, change, partial(_gated, config), eps)
+        gated, of_ranks = partial(_gated, config), partial(summed, layer.group)
+        change = layer.beside(residual, change, gated, eps, of_ranks)
+    else:
+        change = summed(layer.group, change)
     residual = residual + _normed(change, layer.active_norm, eps)
     if layer.per_layer_input is not None:
         assert inputs is not None

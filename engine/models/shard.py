@@ -4,15 +4,18 @@
 Attention and gated delta nets are split by heads, MLPs and each expert by their intermediate size,
 embedding and output layer by the vocabulary. So a layer's first matrices have some of the rows, its
 last ones some of the columns, and the ranks' results add up to the layer's. Everything else is on
-all of them.
+all of them: of Gemma 4's per-layer inputs the table, which stays in its file, and matrices that are
+too narrow for what a third sum in each layer takes.
 """
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from penstock.engine.memory.kv_shape import KVHeads
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.delta_net import DeltaNetConfig
 from penstock.engine.models.errors import InvalidModel
@@ -26,7 +29,10 @@ FEATURES = {
     *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
     *("logit_multiplier", "experts", "attention_sinks", "clamped_swiglu"),
     *("delta_net", "attention_gates"),
+    *("full_heads", "keys_are_values", "value_norm", "num_shared_kv_layers", "wide_shared_mlps"),
+    *("layer_scalars", "per_layer_inputs", "logit_softcap"),
 }
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,42 +68,33 @@ class Shard:
                 "model, or --tensor-parallel-size 1"
             )
         counts = {"num_attention_heads": model.num_heads}
-        if any(model.experts_of(index) is None for index in range(model.num_layers)):
+        has_mlps = model.experts is not None and model.experts.is_beside_mlp
+        if has_mlps or any(model.experts_of(index) is None for index in range(model.num_layers)):
             counts["intermediate_size"] = model.intermediate_size
         if model.experts is not None:
             counts["moe_intermediate_size"] = model.experts.intermediate_size
             counts["shared_expert_intermediate_size"] = model.experts.shared_size
         if model.delta_net is not None:
             counts["linear_num_value_heads"] = model.delta_net.num_value_heads
+        # Of which several ranks have the same one, where there are more ranks.
+        shared_heads = {"num_key_value_heads": model.num_kv_heads}
+        if model.full_heads is not None:
+            shared_heads["num_global_key_value_heads"] = model.full_heads.num_kv_heads
+        if model.delta_net is not None:
+            shared_heads["linear_num_key_heads"] = model.delta_net.num_key_heads
         for name, count in counts.items():
             if count % size:
                 raise InvalidConfig(
                     f"{flag}: this model's {name} is {count}, which is not a multiple of {size}; "
-                    f"use {self._possible(*counts.values())}"
+                    f"use {_possible(list(counts.values()), list(shared_heads.values()))}"
                 )
-        for name, count in self._shared_heads.items():
+        for name, count in shared_heads.items():
             if count % size and size % count:
                 raise InvalidConfig(
                     f"{flag}: this model's {name} is {count}, which is neither a multiple of "
-                    f"{size} nor a divisor; use {self._possible(*counts.values())}"
+                    f"{size} nor a divisor; use "
+                    f"{_possible(list(counts.values()), list(shared_heads.values()))}"
                 )
-
-    @property
-    def _shared_heads(self) -> dict[str, int]:
-        """Of which several ranks have the same one, where there are more ranks."""
-        heads = {"num_key_value_heads": self.model.num_kv_heads}
-        if self.model.delta_net is not None:
-            heads["linear_num_key_heads"] = self.model.delta_net.num_key_heads
-        return heads
-
-    def _possible(self, *counts: int) -> str:
-        sizes = [
-            str(size)
-            for size in range(1, 17)
-            if not any(count % size for count in counts)
-            and all(heads % size == 0 or size % heads == 0 for heads in self._shared_heads.values())
-        ]
-        return " or ".join(sizes)
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -118,11 +115,16 @@ class Shard:
                 num_key_heads=max(1, net.num_key_heads // size),
                 num_value_heads=net.num_value_heads // size,
             )
+        full_heads = model.full_heads
+        if full_heads is not None:
+            num_kv_heads = max(1, full_heads.num_kv_heads // size)
+            full_heads = full_heads._replace(num_kv_heads=num_kv_heads)
         return replace(
             model,
             vocab_size=-(-model.vocab_size // size),
             num_heads=model.num_heads // size,
             num_kv_heads=max(1, model.num_kv_heads // size),
+            full_heads=full_heads,
             intermediate_size=model.intermediate_size // size,
             experts=experts,
             delta_net=delta_net,
@@ -156,12 +158,20 @@ class Shard:
             return tensor.new_zeros(()).expand(tensor.shape)
         return tensor
 
+    def of_change(self, name: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of up @ down, a change of the matrix `name`: all ranks have one of the
+        two, as they multiply it with what all have, or with what is summed after it."""
+        if self._rows(name) is not None:
+            return down, self.of(name, up)
+        return (down, up) if self._columns(name) is None else (self.of(name, down), up)
+
     def _rows(self, name: str) -> list[_Part] | None:
         """The parts of a tensor's rows, of each of the tensors that are fused in it."""
-        model, head_dim = self.model, self.model.head_dim
+        model = self.model
         layer, kind = _layer_and_kind(name)
+        num_heads, head_dim = self._heads(name)
         query = self._even(model.num_heads * head_dim * (1 + model.attention_gates))
-        key = self._heads(model.num_kv_heads, head_dim)
+        key = self._shared(num_heads, head_dim)
         mlp = self._even(self._intermediate_size(name))
         by_layer = {
             "q_proj": [query],
@@ -177,7 +187,7 @@ class Shard:
         if model.whole_qk_norm:
             by_layer |= {"q_norm": [query], "k_norm": [key]}
         if (net := model.delta_net) is not None:
-            keys = self._heads(net.num_key_heads, net.key_dim)
+            keys = self._shared(net.num_key_heads, net.key_dim)
             values, heads = self._even(net.num_values), self._even(net.num_value_heads)
             by_layer |= {
                 "in_proj_qkv": [keys, keys, values],
@@ -197,10 +207,17 @@ class Shard:
         if kind == "bias":
             return None
         if layer == "o_proj":
-            return self._even(self.model.num_heads * self.model.head_dim)
+            return self._even(self.model.num_heads * self._heads(name).head_dim)
         if layer == "out_proj" and self.model.delta_net is not None:
             return self._even(self.model.delta_net.num_values)
         return self._even(self._intermediate_size(name)) if layer == "down_proj" else None
+
+    def _heads(self, name: str) -> KVHeads:
+        """Of the whole model, in the tensor's layer."""
+        index = _index(name)
+        if index is None:
+            return KVHeads(self.model.num_kv_heads, self.model.head_dim)
+        return self.model.layer_shape(index).heads
 
     def _intermediate_size(self, name: str) -> int:
         if ".experts." in name:
@@ -209,14 +226,17 @@ class Shard:
         if ".shared_expert." in name:
             assert self.model.experts is not None, name
             return self.model.experts.shared_size
-        return self.model.intermediate_size
+        index = _index(name)
+        if index is None:
+            return self.model.intermediate_size
+        return self.model.layer_shape(index).intermediate_size
 
     @property
     def _vocabulary(self) -> _Part:
         first = self.first_id
         return _Part(self.model.vocab_size, first, first + self.config.vocab_size)
 
-    def _heads(self, count: int, dim: int) -> _Part:
+    def _shared(self, count: int, dim: int) -> _Part:
         """Of so many heads of keys, of which several ranks have the same one if there are fewer."""
         first, own = self.rank * count // self.size, max(1, count // self.size)
         return _Part(count * dim, first * dim, (first + own) * dim)
@@ -230,6 +250,23 @@ class Shard:
         """Of what is added after the ranks' columns, by rank 0 alone."""
         layer, kind = _layer_and_kind(name)
         return kind == "bias" and layer in ("o_proj", "down_proj")
+
+
+def _possible(counts: list[int], kv_heads: list[int]) -> str:
+    """The numbers of ranks that divide each of counts, and may divide or share KV heads."""
+    sizes = [
+        str(size)
+        for size in range(1, 17)
+        if not any(count % size for count in counts)
+        and not any(count % size and size % count for count in kv_heads)
+    ]
+    return " or ".join(sizes)
+
+
+def _index(name: str) -> int | None:
+    """Of the layer that a tensor is of."""
+    found = _LAYER.match(name)
+    return None if found is None else int(found[1])
 
 
 def _layer_and_kind(name: str) -> tuple[str, str]:

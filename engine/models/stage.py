@@ -2,9 +2,11 @@
 parallelism, as GPipe cuts a model (arXiv:1811.06965).
 
 The first has the embedding, the last the final norm and the output layer. States go from each to
-the next; nothing else does.
+the next; of a model with per-layer inputs the embedded tokens as well, of which each stage makes
+those of its own layers. Layers that read the keys and values of another are in its stage.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
@@ -14,6 +16,7 @@ from torch import Tensor
 from penstock.engine.memory.kv_layout import GroupPool, KVLayout
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.per_layer_inputs import PROJECTION, TABLE, PerLayerInputsConfig
 from penstock.engine.models.shard import FEATURES
 from penstock.engine.models.weights import WeightSource
 from penstock.scheduler.errors import InvalidConfig
@@ -48,6 +51,12 @@ class Stage:
                 f"{flag}: this model has {self.model.num_layers} layers, and each stage needs one "
                 f"at least; use --pipeline-parallel-size {self.model.num_layers} or less"
             )
+        if self.num_stages > (most := 1 + len(stage_starts(self.model))):
+            raise InvalidConfig(
+                f"{flag}: the last {self.model.num_shared_kv_layers} of this model's layers read "
+                "the keys and values of layers before them, which must be in the same stage, so "
+                f"it has at most {most} stages; use --pipeline-parallel-size {most} or less"
+            )
 
     @property
     def is_first(self) -> bool:
@@ -59,7 +68,8 @@ class Stage:
 
     @cached_property
     def layers(self) -> range:
-        return divided(layer_weights(self.model), self.num_stages)[self.index]
+        starts = stage_starts(self.model)
+        return divided(layer_weights(self.model), self.num_stages, starts)[self.index]
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -71,11 +81,13 @@ class Stage:
         delta_net = model.delta_net
         if delta_net is not None:
             delta_net = replace(delta_net, layers=delta_net.layers[of])
+        first_shared = model.num_layers - model.num_shared_kv_layers
         return replace(
             model,
             num_layers=len(self.layers),
             windows=model.windows[of],
             layer_ropes=model.layer_ropes[of],
+            num_shared_kv_layers=max(0, of.stop - max(of.start, first_shared)),
             experts=experts if experts is not None and experts.num_layers else None,
             delta_net=delta_net if delta_net is not None and delta_net.num_layers else None,
         )
@@ -110,7 +122,20 @@ class Stage:
 
     def of(self, weights: WeightSource) -> WeightSource:
         """The weights, of which its layers have the names that they have in `config`."""
-        return _Renumbered(weights, self.layers.start)
+        return _Renumbered(weights, self.model, self.layers)
+
+
+def num_passed(model: ModelConfig) -> int:
+    """How many vectors of hidden_size a stage sends to the next for each token: its states, and
+    before them what was embedded, of which the per-layer inputs are made."""
+    return 1 if model.per_layer_inputs is None else 2
+
+
+def stage_starts(model: ModelConfig) -> list[int]:
+    """The layers that a stage after the first may begin with, so that none reads the keys and
+    values of an earlier stage."""
+    first_sources = list(accumulate(reversed(model.kv_shape.all_sources), min))[::-1]
+    return [layer for layer in range(1, model.num_layers) if first_sources[layer] >= layer]
 
 
 def layer_weights(model: ModelConfig) -> list[int]:
@@ -123,11 +148,15 @@ def layer_weights(model: ModelConfig) -> list[int]:
     return [*of_layers, model.vocab_size * model.hidden_size]
 
 
-def divided(weights: list[int], num_stages: int) -> list[range]:
+def divided(
+    weights: list[int], num_stages: int, may_start: Sequence[int] | None = None
+) -> list[range]:
     """The layers of each stage, at least one, so that the stage with most weights has as few as can
-    be, and then the others are alike. weights: as of `layer_weights`."""
+    be, and then the others are alike. weights: as of `layer_weights`. may_start: the layers that
+    stages after the first may begin with, in order and enough of them; all by default."""
     *layers, output = weights
     ends = [0, *accumulate(layers)]
+    starts_of_all = range(1, len(layers)) if may_start is None else may_start
 
     @cache
     def best(first: int, num_left: int) -> tuple[int, int, tuple[int, ...]]:
@@ -137,7 +166,8 @@ def divided(weights: list[int], num_stages: int) -> list[range]:
             own = ends[-1] - ends[first] + output
             return own, own**2, (first,)
         options = []
-        for end in range(first + 1, len(layers) - num_left + 2):
+        later = [start for start in starts_of_all if start > first]
+        for end in later[: len(later) - num_left + 2]:  # the stages after that need starts too
             own, (most, squares, starts) = ends[end] - ends[first], best(end, num_left - 1)
             options.append((max(own, most), own**2 + squares, (first, *starts)))
         return min(options)
@@ -147,23 +177,37 @@ def divided(weights: list[int], num_stages: int) -> list[range]:
 
 
 class _Renumbered:
-    """Another source, whose layers count from one of its layers on."""
+    """Another source, of a model of which it has some layers, which count from the first of
+    these."""
 
-    def __init__(self, source: WeightSource, first_layer: int) -> None:
+    def __init__(self, source: WeightSource, model: ModelConfig, layers: range) -> None:
         self._source = source
-        self._first_layer = first_layer
+        self._model = model
+        self._layers = layers
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
-        return self._source.read(shape, *map(self._name, names))
+        inputs = self._model.per_layer_inputs
+        if inputs is None or names != (f"{PROJECTION}.weight",):
+            return self._source.read(shape, *map(self._name, names))
+        whole = inputs.projection_shape(self._model.num_layers, self._model.hidden_size)
+        return self._source.read(whole, *names)[self._of_layers(inputs)].clone()
 
     def table(self, shape: tuple[int, int], name: str) -> Tensor:
-        return self._source.table(shape, self._name(name))
+        inputs = self._model.per_layer_inputs
+        assert inputs is not None and name == f"{TABLE}.weight", name
+        whole = self._source.table(inputs.table_shape(self._model.num_layers), name)
+        return whole[:, self._of_layers(inputs)]
+
+    def _of_layers(self, inputs: PerLayerInputsConfig) -> slice:
+        return slice(self._layers.start * inputs.size, self._layers.stop * inputs.size)
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
+        # Of which the rows of some layers are not read apart: `Stage` refuses such models.
+        assert PROJECTION not in names or self._model.quantization is None, names
         return self._source.quantized(shape, bias, *map(self._name, names))
 
     def _name(self, name: str) -> str:
         if not name.startswith(_LAYER):
             return name
         index, _, rest = name.removeprefix(_LAYER).partition(".")
-        return f"{_LAYER}{int(index) + self._first_layer}.{rest}"
+        return f"{_LAYER}{int(index) + self._layers.start}.{rest}"

@@ -17,6 +17,7 @@ from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.llama import LlamaModel, embedding_multiplier
 from penstock.engine.models.lora.adapter import Adapter, Stack
+from penstock.engine.models.stage import num_passed
 from penstock.engine.native.adapters import NativeAdapter, native_runs
 from penstock.engine.native.packing import (
     PATH,
@@ -181,6 +182,7 @@ class NativeModel:
         assert model.group is None or isinstance(model.group, SharedMemoryGroup), model.group
         self._library, self._group, self._pipeline = library, model.group, model.pipeline
         self._first_layer = model.first_layer
+        self._num_passed = num_passed(config)
         self._dtype = model.embedding.dtype
         self._vocab_size = config.vocab_size
         check_features(config, self._dtype)
@@ -409,16 +411,19 @@ class NativeModel:
         states: int | None = None,
     ) -> None:
         query_starts = torch.tensor(step.query_starts, dtype=torch.int32)
-        runs = native_runs(step.adapters)
+        width = max((run.weights.width for run in step.adapters), default=0)
+        # None where they change layers of other stages alone.
+        runs = native_runs(step.adapters if width else ())
         input_rows = None if self._inputs is None else self._inputs.rows(step.token_ids)
-        pipeline, states_shape = self._pipeline, (len(step.token_ids), self._model.hidden)
+        pipeline, num_tokens = self._pipeline, len(step.token_ids)
+        passed_shape = self._num_passed * num_tokens, self._model.hidden
         received = sent = None
         if pipeline is not None and pipeline.before is not None:
-            received = pipeline.receive(*states_shape, torch.float32)
+            received = pipeline.receive(*passed_shape, torch.float32)
         if pipeline is not None and pipeline.after is not None:
-            sent = pipeline.room(*states_shape, torch.float32)
+            sent = pipeline.room(*passed_shape, torch.float32)
         native_step = _Step(
-            tokens=len(step.token_ids),
+            tokens=num_tokens,
             sequences=len(step.context_lens),
             samples=len(rows),
             max_blocks=step.block_tables.shape[-1],
@@ -432,7 +437,7 @@ class NativeModel:
             states=states,
             runs=ctypes.addressof(runs),
             num_runs=len(runs),
-            width=max((run.weights.width for run in step.adapters), default=0),
+            width=width,
             timeout_ns=self._group.timeout_ns if self._group else 0,
             input_rows=_address(input_rows),
             received=_address(received),

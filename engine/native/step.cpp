@@ -110,7 +110,7 @@ struct Runner {
 
     const Model &model;
     std::vector<Own> own;
-    Buffer<float> residual, change, wide, parts, mixed, active, low, squares, inputs, beside;
+    Buffer<float> residual, change, wide, parts, mixed, active, low, squares, inputs;
     Bytes x, mlp, coded;
     Routing routing;
     // Of the last step: 0, or 256 times (1 + the layer) where a sum over all ranks failed, plus its outcome. The
@@ -133,17 +133,18 @@ class Run : public Job {
           expert_step_(padded(m_.expert_mlp)),
           expert_rows_(s_.tokens * m_.experts_each), inputs_step_(m_.num_layers * m_.input_size),
           phases_((13 + (m_.experts ? 12 : 0) + (m_.input_size ? 6 : 0) + (s_.num_runs ? 4 : 0) +
-                   (m_.ranks ? 4 : 0)) * m_.num_layers + 8,
+                   (m_.ranks ? 5 : 0)) * m_.num_layers + 8,
                   runner.team.size()) {
         const int64_t rows = std::max(s_.tokens, s_.samples) + kSpare;
         residual_ = runner.residual.reserve(s_.tokens * m_.hidden);
-        if (m_.has_post_norms || m_.ranks) change_ = runner.change.reserve(s_.tokens * m_.hidden);
+        if (m_.has_post_norms || m_.ranks)
+            change_ = runner.change.reserve(s_.tokens * m_.hidden * (are_beside() ? 2 : 1));
+        if (are_beside()) beside_ = change_ + s_.tokens * m_.hidden;
         if (m_.ranks) squares_ = runner.squares.reserve(s_.tokens * 2);
         wide_ = runner.wide.reserve(s_.tokens * qkv_);
         x_ = runner.x.reserve(rows * x_step_);
         mlp_ = runner.mlp.reserve(std::max(rows * mlp_step_, (expert_rows_ + kSpare) * expert_step_));
         if (m_.input_size) inputs_ = runner.inputs.reserve(s_.tokens * inputs_step_);
-        if (are_beside()) beside_ = runner.beside.reserve(s_.tokens * m_.hidden);
         if (m_.experts) runner.routing.reserve(s_.tokens, m_.experts, m_.experts_each, kChunk);
         reserve_codes();
         for (Own &own : runner.own) own.normalised.reserve((kFew / m_.hidden + kSpare) * x_step_);
@@ -222,16 +223,18 @@ class Run : public Job {
             with_rows(phase, own, layer.down, {mlp_, mlp_step_}, active, [&](Source source) {
                 linear(*phase++, own, &layer.down, 1, source, s_.tokens, {l, kDown}, add);
             });
-            if (layer.beside) mixture_beside(phase, own, layer);
+            if (layer.beside) mixture_beside(phase, own, l);
             const float scalar = float(layer.scalar);
             const bool has_input = layer.input_gate.rows != 0;
-            add_change(phase, own, l, layer.active_norm, has_input ? 1.0f : scalar);
+            const float after = has_input ? 1.0f : scalar;
+            if (layer.beside) add_normed(phase, own, layer.active_norm, after);
+            else add_change(phase, own, l, layer.active_norm, after);
             if (!has_input) continue;
             gate_input(phase, own, l);
             with_rows(phase, own, layer.input_projection, {mlp_, mlp_step_}, active, [&](Source source) {
                 linear(*phase++, own, &layer.input_projection, 1, source, s_.tokens, {l, kNoStack}, add);
             });
-            add_change(phase, own, l, layer.input_change_norm, scalar);
+            add_normed(phase, own, layer.input_change_norm, scalar);  // which every rank has made
         }
         if (s_.sent) {  // the next stage computes on
             phase->run(own.thread, s_.tokens, [&](int64_t t) {
@@ -324,10 +327,16 @@ class Run : public Job {
 
     // ---- Rows ------------------------------------------------------------------------------------
 
-    // The residual stream before the first layer that is here.
+    // The residual stream before the first layer that is here; where layers have inputs of their own, before that
+    // what was embedded.
     void begin(int64_t t) {
         if (!s_.received) return embed(t);
-        std::copy_n(s_.received + t * m_.hidden, m_.hidden, residual(t));
+        std::copy_n(s_.received + ((m_.input_size ? s_.tokens : 0) + t) * m_.hidden, m_.hidden, residual(t));
+    }
+    // Once the layers' own inputs are made of what `begin` gives: the residual stream that follows.
+    void go_on(int64_t t) {
+        if (s_.sent) std::copy_n(residual(t), m_.hidden, s_.sent + (s_.tokens + t) * m_.hidden);
+        if (s_.received) std::copy_n(s_.received + t * m_.hidden, m_.hidden, residual(t));
     }
     KEEP_APART void embed(int64_t t) {
         const int64_t id = s_.token_ids[t] - m_.first_id;
@@ -392,7 +401,9 @@ class Run : public Job {
             if (norm) return;
             for (int64_t i = first; i < end; ++i) residual_[i] += change_[i];
         });
-        if (!norm) return;
+        if (norm) add_normed(phase, own, norm, scalar);
+    }
+    void add_normed(Phase *&phase, Own &own, const float *norm, float scalar) {
         phase++->run(own.thread, s_.tokens, [&](int64_t t) {
             float *change = change_ + t * m_.hidden, *to = residual(t);
             normalise(change, norm, change);
@@ -575,6 +586,7 @@ class Run : public Job {
             }
             float *inputs = inputs_ + t * inputs_step_;
             for (int64_t i = 0; i < inputs_step_; ++i) inputs[i] = (inputs[i] + rows[i]) * std::sqrt(0.5f);
+            go_on(t);
         });
     }
 
@@ -592,16 +604,19 @@ class Run : public Job {
 
     // ---- Mixtures of experts ---------------------------------------------------------------------
 
-    // What the MLP has made is in change_; adds what the experts make of the residual stream.
-    KEEP_APART void mixture_beside(Phase *&phase, Own &own, const Layer &layer) {
+    // What the MLP has made is in change_; adds what the experts make of the residual stream. Ranks have one sum
+    // for both.
+    KEEP_APART void mixture_beside(Phase *&phase, Own &own, int64_t index) {
+        const Layer &layer = m_.layers[index];
         const Beside &beside = *layer.beside;
         phase++->run(own.thread, s_.tokens, [&](int64_t t) {
-            normalise(change_ + t * m_.hidden, beside.mlp_norm, beside_ + t * m_.hidden);
+            std::copy_n(change_ + t * m_.hidden, m_.hidden, beside_ + t * m_.hidden);
         });
         mixture(phase, own, layer);
+        all_reduce(phase, own, index, change_, 2 * s_.tokens * m_.hidden, [](int64_t, int64_t) {});
         phase++->run(own.thread, s_.tokens, [&](int64_t t) {
-            float *change = change_ + t * m_.hidden;
-            const float *of_mlp = beside_ + t * m_.hidden;
+            float *change = change_ + t * m_.hidden, *of_mlp = beside_ + t * m_.hidden;
+            normalise(of_mlp, beside.mlp_norm, of_mlp);
             normalise(change, beside.output_norm, change);
             for (int64_t i = 0; i < m_.hidden; ++i) change[i] += of_mlp[i];
         });
@@ -961,7 +976,7 @@ class Run : public Job {
     Phases phases_;
     float *residual_, *wide_, *change_ = nullptr, *parts_ = nullptr, *squares_ = nullptr;
     float *inputs_ = nullptr;  // the layers' own, of each token
-    float *beside_ = nullptr;  // what the MLP gives that experts are beside of
+    float *beside_ = nullptr;  // what the MLP gives that experts are beside of; it follows change_
     unsigned char *x_;    // of X: normalised, then what the heads have attended to
     unsigned char *mlp_;  // of X: activation(gate) * up
     // Where products read codes: what the heads have attended to, activation(gate) * up, and codes.

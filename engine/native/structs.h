@@ -127,8 +127,9 @@ struct Step {
     int64_t num_runs, width;  // width: the most that the ranks of a stack in one of them add up to
     int64_t timeout_ns;       // for how long another rank is waited for
     const float *input_rows;  // (tokens, num_layers * input_size), added to the layers' own inputs
-    // (tokens, hidden), the residual stream: of the stage before, and to the stage after. Null in the first stage,
-    // which embeds, and in the last, which writes states or logits.
+    // (tokens, hidden), the residual stream: of the stage before, and to the stage after. Where layers have inputs of
+    // their own, the embedded tokens follow, (tokens, hidden), of which these are made. Null in the first stage, which
+    // embeds, and in the last, which writes states or logits.
     const float *received;
     float *sent;
 };

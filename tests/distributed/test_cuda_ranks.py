@@ -19,14 +19,23 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.config import EngineConfig
-from penstock.engine.executors.cuda.ranks import SHARED_DEVICE, CudaRanks, build_cuda_ranks
+from penstock.engine.config import AdapterSource, EngineConfig, LoraConfig
+from penstock.engine.executor import Executor
+from penstock.engine.executors.cuda.ranks import (
+    SHARED_DEVICE,
+    CudaRanks,
+    build_cuda_ranks,
+    check_stages,
+)
 from penstock.engine.executors.followers import Followers
+from penstock.engine.models.config import ModelConfig
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.layout import RankLayout
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.types import Request, RequestId, SamplingParams
+from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
+from tests.support.adapters import save_adapter
 from tests.support.parallel_answers import assert_close
 from tests.support.rank_processes import is_running
 from tests.support.stepping import SteppedEngine, ids_of
@@ -43,13 +52,18 @@ PLACES = [
     ),
 ]
 # Biases that rank 0 alone adds; a tied embedding that two ranks cannot divide, and norms of heads;
-# norms over all heads; experts; recurrent states, of which stages have layers of one kind each.
+# norms over all heads; experts; recurrent states, of which stages have layers of one kind each; two
+# shapes of KV heads, and experts beside an MLP.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama_biases": {},
     "qwen3": {"vocab_size": 97},
     "olmo2": {},
     "qwen3_moe": {},
     "qwen3_5": {"layer_types": ["linear_attention", "full_attention"]},
+    "gemma4_moe": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_global_key_value_heads": 2,
+    },
 }
 # Of stages, besides: two groups of layers, of which the second stage has one alone.
 IN_STAGES: dict[str, dict[str, Any]] = {
@@ -128,6 +142,54 @@ def test_two_ranks_answer_as_one(family: str, shares_device: bool, tmp_path: Pat
     assert part.num_parameters == whole.num_parameters
     assert 0.5 <= part.weight_bytes / whole.weight_bytes < 0.6
     assert 2 * part.attention[0].kv_bytes_per_token == whole.attention[0].kv_bytes_per_token
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one device is enough of this")
+def test_two_ranks_of_a_model_with_inputs_of_each_layer_answer_as_one(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    options: dict[str, Any] = {"num_hidden_layers": 3, "num_kv_shared_layers": 1}
+    options |= {"max_position_embeddings": 256, "layer_types": [*kinds, kinds[1]]}
+    model = make_model("gemma4_small_wrapped", **options)
+    config = config_of(save(model, tmp_path))
+    asked = requests(3)
+    expected = SteppedEngine(config).run(asked)
+    with started(config, True, 2) as ranks:
+        for one, other in zip(expected, SteppedEngine(config, ranks).run(asked), strict=True):
+            assert_close(one, other)
+
+
+def test_stages_of_a_model_with_inputs_of_each_layer_are_refused(tmp_path: Path) -> None:
+    save(make_model("gemma4_small_wrapped"), tmp_path)
+    with pytest.raises(InvalidConfig, match="do not pass on what this model's per_layer_inputs"):
+        check_stages(RankLayout(1, 2), ModelConfig.from_dir(tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one device is enough of this")
+@pytest.mark.parametrize(("tensor_size", "num_stages"), [(2, 1), (1, 2)])
+def test_ranks_answer_as_one_with_two_adapters_and_without(
+    tensor_size: int, num_stages: int, tmp_path: Path
+) -> None:
+    model = make_model("qwen3", num_hidden_layers=2, max_position_embeddings=256)
+    path = save(model, tmp_path)
+    config = config_of(path, lora=LoraConfig(max_loras=2, max_rank=16))
+    save_adapter(model, path / "first", rank=4, seed=1)
+    save_adapter(model, path / "second", rank=16, seed=2, layers=[0])  # of one stage alone
+    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=3))
+    *_, request = requests(5)
+
+    def answers(executor: Executor) -> list[list[RequestOutput]]:
+        assert executor.adapters is not None
+        asked = [request]
+        for name in ("first", "second"):
+            source = AdapterSource(name=name, path=str(path / name))
+            adapter = executor.adapters.load(source).result(timeout=300).id
+            asked.append(replace(request, id=RequestId(name), adapter=adapter))
+        return SteppedEngine(config, executor).run(asked)
+
+    expected = answers(SteppedEngine(config).executor)
+    with started(config, True, tensor_size, num_stages) as ranks:
+        for one, other in zip(expected, answers(ranks), strict=True):
+            assert_close(one, other)
 
 
 @pytest.mark.parametrize("shares_device", PLACES)

@@ -22,16 +22,9 @@ from tests.support.rank_processes import (
     started,
     until_ended,
 )
-from tests.support.tiny_models import (
-    FAMILIES,
-    HYBRID_FAMILIES,
-    MORE_FAMILIES,
-    ON_ONE_RANK,
-    make_model,
-    save,
-)
+from tests.support.tiny_models import FAMILIES, HYBRID_FAMILIES, MORE_FAMILIES, make_model, save
 
-ALL = [each for each in (*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES) if each not in ON_ONE_RANK]
+ALL = [*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES]
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -59,6 +52,18 @@ def test_two_stages_of_two_ranks_answer_as_one(family: str, tmp_path: Path) -> N
 def test_four_stages_answer_as_one(tmp_path: Path) -> None:
     model = make_model("qwen3", max_position_embeddings=512, num_hidden_layers=5)
     assert_ranks_answer_alike(parallel_config(save(model, tmp_path)), 1, 4)
+
+
+def test_a_stage_between_others_passes_on_what_inputs_of_layers_are_made_of(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    layer_types = [kinds[0], *kinds * 3]  # of which the last three share
+    model = make_model(
+        "gemma4_small_wrapped",
+        max_position_embeddings=512,
+        num_kv_shared_layers=3,
+        layer_types=layer_types,
+    )
+    assert_ranks_answer_alike(parallel_config(save(model, tmp_path)), 2, 3, num_tokens=60)
 
 
 async def test_stages_in_processes_have_the_very_answers_of_one_process() -> None:

@@ -7,16 +7,9 @@ import pytest
 
 from penstock.engine.executors import cpu
 from tests.support.parallel_answers import assert_ranks_answer_alike, parallel_config
-from tests.support.tiny_models import (
-    FAMILIES,
-    HYBRID_FAMILIES,
-    MORE_FAMILIES,
-    ON_ONE_RANK,
-    make_model,
-    save,
-)
+from tests.support.tiny_models import FAMILIES, HYBRID_FAMILIES, MORE_FAMILIES, make_model, save
 
-ALL = [each for each in (*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES) if each not in ON_ONE_RANK]
+ALL = [*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES]
 
 
 @pytest.mark.parametrize("family", ALL)

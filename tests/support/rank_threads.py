@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.followers import Step
 from penstock.engine.executors.parallel import ParallelExecutor, join, layout_of, link_size
@@ -68,6 +68,14 @@ class FollowerThreads:
     def send(self, step: Step) -> None:
         for rank, thread in zip(self._ranks, self._threads[1:], strict=True):
             self._futures.append(thread.submit(rank.follow, step.batch, step.sampled))
+
+    def load_adapter(self, source: AdapterSource) -> None:
+        for rank in self._ranks:
+            rank.adapters.load(source).result()
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        for rank, thread in zip(self._ranks, self._threads[1:], strict=True):
+            self._futures.append(thread.submit(rank.adapters.unload, adapter_id))
 
     def explained(self, error: RankFailed) -> Exception:
         """What another rank says of it is not the cause."""

@@ -234,8 +234,6 @@ MORE_FAMILIES |= {
     ),
     "gemma4_unified_wrapped": ("Gemma4Unified", {**_GEMMA4, "num_global_key_value_heads": 4}),
 }
-# What neither ranks nor stages share.
-ON_ONE_RANK = frozenset(name for name in MORE_FAMILIES if name.startswith("gemma4"))
 # Of those with a gated delta net; the second has one value head for each key head, and a width that
 # is no multiple of a vector's.
 _DELTA_NET = {

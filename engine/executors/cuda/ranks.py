@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from penstock.engine.config import EngineConfig
+from penstock.engine.executor import AdapterStore
 from penstock.engine.executors.cuda.device import CudaGpu, Gpu, Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor, LaunchedStep
 from penstock.engine.executors.cuda.setup import build_cuda_executor
@@ -35,6 +36,7 @@ from penstock.engine.executors.parallel import (
     without_sampling,
 )
 from penstock.engine.log_writer import flush_all
+from penstock.engine.models.config import ModelConfig
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.board import Board, board_memory
 from penstock.engine.ranks.group import RankFailed
@@ -59,6 +61,7 @@ _STOP_S = 10.0
 def build_cuda_ranks(config: EngineConfig, phases: Phases, followers: Followers) -> "CudaRanks":
     """Tells the other ranks to begin, and loads this one's part. Raises PenstockError."""
     model_dir, layout = Path(config.model), layout_of(config)
+    check_stages(layout, ModelConfig.from_dir(model_dir))
     if not _shares_device():
         check_num_gpus(layout, torch.cuda.device_count())
     with phases.timed("ranks", f"meeting {layout.size - 1} more processes"):
@@ -83,9 +86,10 @@ def build_cuda_ranks(config: EngineConfig, phases: Phases, followers: Followers)
 
 def follow_on_gpu(
     start: Start, on_error: Callable[[BaseException], None]
-) -> Callable[[Step], None]:
-    """This rank's part of each step, where it is not rank 0; its model is loaded then. on_error:
-    called in another thread, with what its device reports of a step."""
+) -> tuple[Callable[[Step], None], AdapterStore | None]:
+    """What computes this rank's part of each step, where it is not rank 0, and what has its parts
+    of adapters; its model is loaded then. on_error: called in another thread, with what its device
+    reports of a step."""
     config, gpu = start.config, _gpu_of(start.rank)
     assert start.board is not None, start
     ranks = _connected(start.rank, layout_of(config), start.store, start.board)
@@ -109,7 +113,7 @@ def follow_on_gpu(
             on_error(error)
 
     threading.Thread(target=watch, daemon=True).start()
-    return lambda step: launched.put(executor.follow(step.batch, step.sampled))
+    return lambda step: launched.put(executor.follow(step.batch, step.sampled)), executor.adapters
 
 
 class CudaRanks(FirstRank[CudaExecutor]):
@@ -118,6 +122,8 @@ class CudaRanks(FirstRank[CudaExecutor]):
     def __init__(self, executor: CudaExecutor, followers: Followers, ranks: TorchRanks) -> None:
         """executor: of rank 0."""
         super().__init__(executor, followers)
+        if executor.adapters is not None:
+            executor.adapters.lead(followers)
         self._ranks = ranks
         self._last: _Launched | None = None
         # Of the steps since the last message to the other ranks, where there are several stages.
@@ -160,6 +166,16 @@ class _Launched:
         if self._sampled is None:
             self._sampled = self._ranks.collect(self)
         return self._sampled
+
+
+def check_stages(layout: RankLayout, model: ModelConfig) -> None:
+    """Raises InvalidConfig for a model that GPUs do not compute in stages."""
+    if layout.num_stages > 1 and model.per_layer_inputs is not None:
+        raise InvalidConfig(
+            f"--pipeline-parallel-size {layout.num_stages}: stages on GPUs do not pass on what "
+            "this model's per_layer_inputs are made of so far; use --tensor-parallel-size, or "
+            "--device cpu"
+        )
 
 
 def check_num_gpus(layout: RankLayout, num_gpus: int) -> None:

@@ -67,6 +67,7 @@ from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.lora.store import Adapters
+from penstock.engine.models.lora.weights import RankPart
 from penstock.engine.models.quantization.at_load.plan import Plan
 from penstock.engine.models.quantization.at_load.quantize import (
     Quantized,
@@ -400,6 +401,11 @@ class _Setup:
             max_num_seqs,
             make=slots.put,
             drop=slots.free,
+            part=RankPart(
+                whole=self._whole,
+                shard=self._shard,
+                first_layer=0 if self._stage is None else self._stage.layers.start,
+            ),
         )
 
     def _executor(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -75,12 +76,14 @@ class ExpertsBeside:
         of_mlp: Tensor,
         gated: Callable[[Tensor, Tensor], Tensor],
         eps: float,
+        summed: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """The output of both. states: before the MLP and its norm, (T, hidden_size). of_mlp: what
-        that gives. gated: of gate and up."""
+        that gives, of this rank. gated: of gate and up. summed: over all ranks."""
         logits = self.router(rms_norm(states, self.router_norm, eps))
         x = rms_norm(states, self.input_norm, eps)
         change = mixed(self.experts, x, logits, self.gate_up, self.down, gated, self.factors)
+        of_mlp, change = summed(torch.stack((of_mlp, change)))
         normed = rms_norm(of_mlp, self.mlp_norm, eps)
         return normed + rms_norm(change, self.output_norm, eps)
 
@@ -131,7 +134,8 @@ class PerLayerInput:
 class PerLayerInputs:
     """Of all layers. A step reads one row of the table for each token.
 
-    shape: the number of layers, and the size of an input. scale: of what the projection gives.
+    shape: the number of layers that are here, and the size of an input. scale: of what the
+    projection gives.
     """
 
     def __init__(

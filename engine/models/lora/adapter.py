@@ -95,18 +95,15 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """layers: for each layer of the model, the changes of each stack, by their rows."""
+    """layers: for each layer of the model, the changes of each stack, by their rows. rank: the
+    highest of all layers, those of other stages too."""
 
     layers: tuple[Mapping[Stack, tuple[Change, ...]], ...]
+    rank: int
 
     @property
     def changes(self) -> list[Change]:
         return [each for layer in self.layers for stack in layer.values() for each in stack]
-
-    @property
-    def rank(self) -> int:
-        """The highest of its layers."""
-        return max(change.rank for change in self.changes)
 
     @property
     def num_bytes(self) -> int:

@@ -4,9 +4,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,10 +16,23 @@ from penstock.engine.model_info import LoadedAdapter
 from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.lora.adapter import Adapter
-from penstock.engine.models.lora.weights import adapter_digest, read_adapter
+from penstock.engine.models.lora.weights import RankPart, adapter_digest, read_adapter
 from penstock.scheduler.types import Request, RequestId, ScheduledBatch, SlotAssignment
 
 logger = logging.getLogger(__name__)
+
+
+class OtherRanks(Protocol):
+    """Those that have the other parts of each adapter."""
+
+    def load_adapter(self, source: AdapterSource) -> None:
+        """All of them have read theirs then, or none keeps it. source: with its id. Raises
+        AdapterRefused where one cannot, RankFailed where one has ended."""
+        ...
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        """No step that is sent to them from now on has tokens of it. Raises RankFailed."""
+        ...
 
 
 @dataclass(slots=True)
@@ -44,20 +57,28 @@ class Adapters:
         max_num_seqs: int,
         make: Callable[[Adapter], Any] = lambda adapter: adapter,
         drop: Callable[[Any], None] = lambda weights: None,
+        part: RankPart | None = None,
     ) -> None:
         """config, model: None where none can be loaded. device: that files are read to. make: gives
-        the weights as the model needs them. drop: gets them when nothing uses them any more."""
+        the weights as the model needs them. drop: gets them when nothing uses them any more. part:
+        where this is one of several ranks."""
         self._config = config
         self._model = model
         self._dtype = dtype
         self._device = device
         self._make = make
         self._drop = drop
+        self._part = part
+        self._others: OtherRanks | None = None
         self._held: dict[str, _Held] = {}
         self._id_of: dict[RequestId, str] = {}
         self._ids: list[str | None] = [None] * max_num_seqs  # by slot
         self._lock = threading.Lock()  # of what is held, between both threads
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+
+    def lead(self, others: OtherRanks) -> None:
+        """This is rank 0, and the others have what it has from now on."""
+        self._others = others
 
     def load(self, source: AdapterSource) -> "Future[LoadedAdapter]":
         """See `AdapterStore`."""
@@ -134,9 +155,15 @@ class Adapters:
                 return held.loaded
         with torch.inference_mode():
             adapter = read_adapter(
-                directory, self._model, self._dtype, self._device, self._config.max_rank
+                directory, self._model, self._dtype, self._device, self._config.max_rank, self._part
             )
             weights = self._make(adapter)
+        if self._others is not None:
+            try:
+                self._others.load_adapter(replace(source, id=adapter_id))
+            except BaseException:
+                self._drop(weights)
+                raise
         loaded = LoadedAdapter(
             id=adapter_id,
             name=source.name,
@@ -161,3 +188,5 @@ class Adapters:
             if held.is_leaving and not held.users:
                 del self._held[held.loaded.id]
                 self._drop(held.weights)
+                if self._others is not None:
+                    self._others.unload_adapter(held.loaded.id)

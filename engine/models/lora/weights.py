@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.json_file import check_regular
 from penstock.engine.models.lora.adapter import Adapter, Change, Projection, Stack, projections
 from penstock.engine.models.lora.peft import CONFIG, PeftConfig
+from penstock.engine.models.shard import Shard
 from penstock.engine.models.tensor_files import PLAIN_DTYPES, is_finite
 
 WEIGHTS = ADAPTER_FILES[1]
@@ -56,28 +58,58 @@ def adapter_digest(directory: Path) -> str:
     return digest.hexdigest()[:_DIGEST_CHARS]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """What one of several ranks has of a model. whole: the model. shard: None where it has all of
+    each layer. first_layer: the number that its first one has in the model."""
+
+    whole: ModelConfig
+    shard: Shard | None = None
+    first_layer: int = 0
+
+
 def read_adapter(
-    directory: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device, max_rank: int
+    directory: Path,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_rank: int,
+    part: RankPart | None = None,
 ) -> Adapter:
-    """dtype: of what it computes with. Raises PenstockError."""
+    """dtype: of what it computes with. part: where `model` is not the whole model, all of whose
+    changes are checked, and read for these layers. Raises PenstockError."""
+    part = part or RankPart(whole=model)
     config = PeftConfig(directory, max_rank)
     tensors = _Tensors(directory / WEIGHTS, dtype, device)
     layers: list[dict[Stack, tuple[Change, ...]]] = []
-    for index in range(model.num_layers):
+    highest = 0
+    for index in range(part.whole.num_layers):
         changes: dict[Stack, list[Change]] = defaultdict(list)
-        for name, projection in projections(model, index).items():
+        is_own = part.first_layer <= index < part.first_layer + model.num_layers
+        own = projections(model, index - part.first_layer) if is_own else {}
+        for name, projection in projections(part.whole, index).items():
             module = f"{tensors.prefix}layers.{index}.{name}"
             if config.applies_to(module):
                 rank, scale = config.rank(module), config.scale(module)
-                change = tensors.change(module, projection, rank, scale)
-                changes[projection.stack].append(change)
-        layers.append({stack: tuple(each) for stack, each in changes.items()})
+                highest = max(highest, rank)
+                down, up = tensors.change(module, projection, rank)
+                if not is_own:
+                    continue
+                if part.shard is not None:
+                    matrix = f"model.layers.{index}.{name}.weight"
+                    down, up = (
+                        each.clone(memory_format=torch.contiguous_format)
+                        for each in part.shard.of_change(matrix, down, up)
+                    )
+                changes[projection.stack].append(Change(own[name], down, up, scale))
+        if is_own:
+            layers.append({stack: tuple(each) for stack, each in changes.items()})
     tensors.check_all_taken()
-    adapter = Adapter(tuple(layers))
-    if not adapter.changes:
+    adapter = Adapter(tuple(layers), highest)
+    if not highest:
         raise AdapterRefused(
             f"{directory / CONFIG}: target_modules names no layer of this model; load the adapter "
-            f"with its own base model (layers here: {', '.join(projections(model, 0))})"
+            f"with its own base model (layers here: {', '.join(projections(part.whole, 0))})"
         )
     return adapter
 
@@ -107,10 +139,11 @@ class _Tensors:
                 )
             self.prefix = match["module"].partition("layers.")[0]
 
-    def change(self, module: str, projection: Projection, rank: int, scale: float) -> Change:
+    def change(self, module: str, projection: Projection, rank: int) -> tuple[Tensor, Tensor]:
+        """A and B."""
         down = self._take(f"{_BASE}{module}.lora_A.weight", (rank, projection.in_features))
         up = self._take(f"{_BASE}{module}.lora_B.weight", (projection.out_features, rank))
-        return Change(projection, down, up, scale)
+        return down, up
 
     def _take(self, name: str, shape: tuple[int, int]) -> Tensor:
         if name not in self._left:

@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engine.config import LoadFormat, LoraConfig, Quantization
+from penstock.engine.config import LoadFormat, Quantization
 from penstock.engine.executors.loading import weight_source
 from penstock.engine.executors.parallel import check_parallel
+from penstock.engine.memory.kv_shape import KVHeads
+from penstock.engine.models import shard as shard_module
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.kept import AsStored
@@ -85,6 +87,25 @@ def test_the_heads_of_a_gated_delta_net_stay_with_the_values_that_they_serve(
         assert shard.of(f"{prefix}A_log", decay).equal(own_decay)
         name = "model.layers.0.mlp.shared_expert.down_proj.weight"
         assert shard.of(name, tensors[name]).shape == (64, 40 // size)
+
+
+def test_layers_are_split_by_their_own_heads_and_sizes(tmp_path: Path) -> None:
+    save(make_model("gemma4_small_wrapped", num_global_key_value_heads=None), tmp_path)
+    model = replace(ModelConfig.from_dir(tmp_path), full_heads=KVHeads(1, 32))
+    shard = Shard(model, 1, 2)
+    heads = [shard.config.layer_shape(layer).heads for layer in range(2)]
+    assert heads == [KVHeads(1, 24), KVHeads(1, 32)]  # the second of two, and one that both have
+    of_keys = (
+        shard.of(f"model.layers.{layer}.self_attn.k_proj.weight", torch.arange(rows).view(-1, 1))
+        for layer, rows in ((0, 48), (1, 32))
+    )
+    assert [rows.flatten().tolist() for rows in of_keys] == [list(range(24, 48)), list(range(32))]
+    # The last four layers share keys and values, and have MLPs that are twice as wide.
+    for layer, whole in ((0, 112), (6, 224)):
+        part = shard.of(f"model.layers.{layer}.mlp.up_proj.weight", torch.zeros(whole, 8))
+        assert len(part) == whole // 2
+    table = torch.zeros(2048, 56)
+    assert shard.of("model.embed_tokens_per_layer.weight", table) is table
 
 
 def resident_bytes(path: Path) -> int:
@@ -169,6 +190,11 @@ def test_random_weights_differ_between_ranks_where_the_model_is_split(tmp_path: 
         (3, {}, "num_attention_heads is 4, which is not a multiple of 3; use 1 or 2 or 4"),
         (2, {"intermediate_size": 7}, "intermediate_size is 7, .* use 1"),
         (4, {"num_heads": 12, "num_kv_heads": 6}, "num_key_value_heads is 6, which is neither"),
+        (
+            4,
+            {"num_heads": 12, "full_heads": KVHeads(6, 16)},
+            "num_global_key_value_heads is 6, which is neither .*; use 1 or 2$",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused_with_the_sizes_that_can(
@@ -197,17 +223,12 @@ def test_so_is_one_whose_recurrence_or_shared_expert_cannot_be_split(
         Shard(model, 0, size)
 
 
-@pytest.mark.parametrize(
-    ("family", "features"),
-    [
-        ("gemma4", ".*value_norm"),
-    ],
-)
-def test_a_feature_that_cannot_be_split_is_refused_by_name(
-    family: str, features: str, tmp_path: Path
+def test_a_feature_that_it_does_not_know_how_to_split_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved(tmp_path, family)
-    message = f"this model has {features}, which cannot be split over ranks so far"
+    saved(tmp_path, "qwen3")
+    monkeypatch.setattr(shard_module, "FEATURES", shard_module.FEATURES - {"qk_norm"})
+    message = "this model has qk_norm, which cannot be split over ranks so far"
     with pytest.raises(InvalidConfig, match=f"--tensor-parallel-size 2: {message}"):
         check_parallel(engine_config(tmp_path, tensor_parallel_size=2), tmp_path)
 
@@ -224,7 +245,6 @@ def test_a_tensor_of_another_size_than_config_json_implies_is_refused(tmp_path: 
     ("changes", "message"),
     [
         ({"tensor_parallel_size": 32}, "at most 16 ranks"),
-        ({"lora": LoraConfig()}, "cannot be combined with --enable-lora"),
         ({"quantization": Quantization.INT8}, "cannot be combined with --quantization int8"),
     ],
 )

@@ -8,12 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.engine.config import LoraConfig, Quantization
+from penstock.engine.config import Quantization
 from penstock.engine.executors.parallel import check_parallel
+from penstock.engine.models import stage
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.gemma4 import PerLayerInputs
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import read_layer
-from penstock.engine.models.stage import Stage, divided, layer_weights
+from penstock.engine.models.shard import FEATURES
+from penstock.engine.models.stage import Stage, divided, layer_weights, stage_starts
 from penstock.engine.models.weights import Checkpoint
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.tiny_models import engine_config, make_model, save
@@ -46,6 +49,34 @@ def test_a_stage_reads_its_own_layers(tmp_path: Path) -> None:
     name = f"model.layers.{stage.layers.start}.self_attn.o_proj.weight"
     assert isinstance(layer.output, PlainLinear) and stage.layers.start > 0
     assert layer.output.weight.equal(stored[name])
+
+
+def test_layers_that_share_keys_and_values_are_in_the_stage_that_has_them(tmp_path: Path) -> None:
+    model = model_of(tmp_path, "gemma4_small_wrapped")
+    # Of 7 layers the last four read the keys and values of the second and of the third.
+    assert model.kv_shape.sources[3:] == (2, 1, 2, 1) and stage_starts(model) == [1]
+    first, last = (Stage(model, index, 2) for index in range(2))
+    assert (first.layers, last.layers) == (range(1), range(1, 7))
+    assert first.config.num_shared_kv_layers == 0
+    assert last.config.kv_shape.sources == (0, 1, 1, 0, 1, 0)
+    with pytest.raises(InvalidConfig, match="so it has at most 2 stages"):
+        Stage(model, 0, 3)
+    weights = [1, 1, 1, 1, 1, 0]
+    assert divided(weights, 3, [1, 2]) == [range(1), range(1, 2), range(2, 5)]
+
+
+def test_a_stage_reads_what_per_layer_inputs_of_its_layers_need(tmp_path: Path) -> None:
+    model = model_of(tmp_path, "gemma4_small_wrapped")
+    assert model.per_layer_inputs is not None
+    whole, part = Checkpoint(tmp_path, torch.empty), Stage(model, 1, 2)
+    ids, embedded = torch.tensor([3, 95]), torch.randn(2, model.hidden_size)
+    of_all, own = (
+        PerLayerInputs(config, model.per_layer_inputs, source, PlainLinear, maps_table=True)
+        for config, source in ((model, whole), (part.config, part.of(whole)))
+    )
+    assert own.shape == (6, 8)
+    for expected, given in zip(of_all(ids, embedded)[1:], own(ids, embedded), strict=True):
+        assert given.allclose(expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama2", "llama3.2_tied"])
@@ -91,7 +122,6 @@ def test_every_stage_has_the_pools_of_both_kinds_of_layers(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({"lora": LoraConfig()}, "cannot be combined with --enable-lora"),
         ({"quantization": Quantization.INT8}, "cannot be combined with --quantization int8"),
         ({"kv_offload_dir": "/tmp/x"}, "cannot be combined with --kv-offload-dir"),
         ({"pipeline_parallel_size": 17}, "at most 16 ranks"),
@@ -109,7 +139,10 @@ def test_what_stages_do_not_compute_is_refused_by_name(
     assert wanted in str(refused.value)
 
 
-def test_a_model_that_cannot_be_cut_is_refused_by_the_name_of_what_it_has(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_cut_is_refused_by_the_name_of_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = replace(model_of(tmp_path), value_norm=True)
+    monkeypatch.setattr(stage, "FEATURES", FEATURES - {"value_norm"})
     with pytest.raises(InvalidConfig, match="value_norm, which cannot be cut into stages"):
         Stage(model, 0, 2)
