@@ -116,10 +116,11 @@ def check_parallel(config: EngineConfig, model_dir: Path) -> None:
             f"{flag} cannot be combined with --enable-lora so far; serve a model into which the "
             "adapter is merged, or leave one of the two out"
         )
-    if config.quantization is not None:
+    if config.quantization_report:
         raise InvalidConfig(
-            f"{flag} cannot be combined with --quantization {config.quantization} so far; leave "
-            "one of the two out"
+            f"{flag} cannot be combined with --quantization-report, as each rank rounds its own "
+            "part, and none could compute the whole model to compare; leave it out, or measure "
+            "with one rank"
         )
     if offload := offload_flag(config):
         raise InvalidConfig(

@@ -8,13 +8,15 @@ the columns, and the ranks' results add up to the layer's. Everything else is on
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 
-import torch
 from torch import Tensor
 
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.cut import CannotCut, Cut, Span
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.experts import ExpertsConfig
+from penstock.engine.models.quantization.schemes import columns_of_scale
 from penstock.scheduler.errors import InvalidConfig
 
 # Of ModelConfig: the features that it knows how to split.
@@ -24,15 +26,9 @@ FEATURES = {
     *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
     *("logit_multiplier", "experts", "attention_sinks", "clamped_swiglu"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Of a dimension of `whole`, [begin, end); beyond `whole` are zeros."""
-
-    whole: int
-    begin: int
-    end: int
+# Of quantized weights, columns of a rank that share a scale: as many as words of 4 bits hold, and
+# the fewest that a processor computes with their codes.
+_LEAST_COLUMNS = 8
 
 
 @dataclass(frozen=True)
@@ -52,12 +48,6 @@ class Shard:
                 f"{flag}: this model has {', '.join(sorted(unknown))}, which cannot be split over "
                 "ranks so far; use --tensor-parallel-size 1"
             )
-        if model.quantization is not None:
-            raise InvalidConfig(
-                f"{flag}: the weights are quantized ({model.quantization.name}), and only float "
-                "weights can be split so far; use the float32, float16 or bfloat16 version of the "
-                "model, or --tensor-parallel-size 1"
-            )
         counts = {"num_attention_heads": model.num_heads}
         if any(model.experts_of(index) is None for index in range(model.num_layers)):
             counts["intermediate_size"] = model.intermediate_size
@@ -75,6 +65,23 @@ class Shard:
                 f"neither a multiple of {size} nor a divisor; use "
                 f"{self._possible(*counts.values())}"
             )
+        for columns, width in sorted(self._coded):
+            if not _keeps_groups(columns, width, size):
+                raise InvalidConfig(
+                    f"{flag}: a rank would have {columns // size} of the {columns} columns of a "
+                    f"matrix whose weights are quantized, {width} of them with one scale; those of "
+                    f"one scale must be divided into multiples of {_LEAST_COLUMNS}: use "
+                    f"{self._possible(*counts.values())}"
+                )
+
+    @cached_property
+    def _coded(self) -> frozenset[tuple[int, int]]:
+        """Of quantized matrices whose columns are divided: how many, and how many share a scale."""
+        return frozenset(
+            (columns, columns_of_scale(scheme) or columns)
+            for name, scheme, (_, columns) in self.model.quantized_layers()
+            if self.cut(name).columns is not None
+        )
 
     def _possible(self, *counts: int) -> str:
         kv_heads = self.model.num_kv_heads
@@ -83,6 +90,7 @@ class Shard:
             for size in range(1, 17)
             if not any(count % size for count in counts)
             and (kv_heads % size == 0 or size % kv_heads == 0)
+            and all(_keeps_groups(*each, size) for each in self._coded)
         ]
         return " or ".join(sizes)
 
@@ -90,7 +98,7 @@ class Shard:
     def config(self) -> ModelConfig:
         """Of this rank's part. Its vocab_size is of all ranks the same, and all together may have a
         few ids more than there are."""
-        model, size = self.model, self.size
+        model, size, quantization = self.model, self.size, self.model.quantization
         experts: ExpertsConfig | None = None
         if model.experts is not None:
             intermediate_size = model.experts.intermediate_size // size
@@ -102,6 +110,7 @@ class Shard:
             num_kv_heads=max(1, model.num_kv_heads // size),
             intermediate_size=model.intermediate_size // size,
             experts=experts,
+            quantization=None if quantization is None else quantization.over_ranks(size),
         )
 
     @property
@@ -116,49 +125,49 @@ class Shard:
     def of(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor of the checkpoint: a view, so that no more is read, but for
         what has to be padded. Raises InvalidModel where config.json implies another size."""
-        rows, columns = self._rows(name), self._columns(name)
-        if rows is not None:
-            sizes = [part.whole for part in rows]
-            _check(name, tensor, 0, sum(sizes))
-            cut = [
-                _cut(each, part)
-                for each, part in zip(torch.split(tensor, sizes), rows, strict=True)
-            ]
-            return cut[0] if len(cut) == 1 else torch.cat(cut)
-        if columns is not None:
-            _check(name, tensor, 1, columns.whole)
-            return tensor[:, columns.begin : columns.end]
+        cut = self._cut(name)
+        try:
+            tensor = cut.columns_of(cut.rows_of(tensor))
+        except CannotCut as error:
+            raise InvalidModel(f"the tensor {name!r} {error}") from None
         if self.rank and self._is_added_once(name):
             return tensor.new_zeros(()).expand(tensor.shape)
         return tensor
 
-    def _rows(self, name: str) -> list[_Part] | None:
+    def cut(self, layer: str) -> Cut:
+        """This rank's part of a linear layer, whatever the tensors that it is stored in."""
+        return self._cut(f"{layer}.weight")
+
+    def _cut(self, name: str) -> Cut:
+        return Cut(self._rows(name), self._columns(name))
+
+    def _rows(self, name: str) -> tuple[Span, ...] | None:
         """The parts of a tensor's rows, of each of the tensors that are fused in it."""
         model, head_dim = self.model, self.model.head_dim
         layer, kind = _layer_and_kind(name)
         query = self._even(model.num_heads * head_dim)
         own, num_heads = self.config.num_kv_heads, model.num_kv_heads
         first = self.rank * num_heads // self.size
-        key = _Part(num_heads * head_dim, first * head_dim, (first + own) * head_dim)
+        key = Span(num_heads * head_dim, first * head_dim, (first + own) * head_dim)
         mlp = self._even(self._intermediate_size(name))
         by_layer = {
-            "q_proj": [query],
-            "k_proj": [key],
-            "v_proj": [key],
-            "qkv_proj": [query, key, key],
-            "gate_proj": [mlp],
-            "up_proj": [mlp],
-            "gate_up_proj": [mlp, mlp],
-            "embed_tokens": [self._vocabulary],
-            "lm_head": [self._vocabulary],
+            "q_proj": (query,),
+            "k_proj": (key,),
+            "v_proj": (key,),
+            "qkv_proj": (query, key, key),
+            "gate_proj": (mlp,),
+            "up_proj": (mlp,),
+            "gate_up_proj": (mlp, mlp),
+            "embed_tokens": (self._vocabulary,),
+            "lm_head": (self._vocabulary,),
         }
         if model.whole_qk_norm:
-            by_layer |= {"q_norm": [query], "k_norm": [key]}
+            by_layer |= {"q_norm": (query,), "k_norm": (key,)}
         if kind == "sinks":
-            return [self._even(model.num_heads)]
+            return (self._even(model.num_heads),)
         return by_layer.get(layer)
 
-    def _columns(self, name: str) -> _Part | None:
+    def _columns(self, name: str) -> Span | None:
         layer, kind = _layer_and_kind(name)
         if kind == "bias":
             return None
@@ -173,13 +182,13 @@ class Shard:
         return self.model.intermediate_size
 
     @property
-    def _vocabulary(self) -> _Part:
+    def _vocabulary(self) -> Span:
         first = self.first_id
-        return _Part(self.model.vocab_size, first, first + self.config.vocab_size)
+        return Span(self.model.vocab_size, first, first + self.config.vocab_size)
 
-    def _even(self, whole: int) -> _Part:
+    def _even(self, whole: int) -> Span:
         each = whole // self.size
-        return _Part(whole, self.rank * each, (self.rank + 1) * each)
+        return Span(whole, self.rank * each, (self.rank + 1) * each)
 
     @staticmethod
     def _is_added_once(name: str) -> bool:
@@ -188,24 +197,11 @@ class Shard:
         return kind == "bias" and layer in ("o_proj", "down_proj")
 
 
+def _keeps_groups(columns: int, width: int, size: int) -> bool:
+    return columns % size == 0 and gcd(width, columns // size) % _LEAST_COLUMNS == 0
+
+
 def _layer_and_kind(name: str) -> tuple[str, str]:
     """The last two parts: "q_proj" and "weight", say."""
     *_, layer, kind = name.rsplit(".", 2)
     return layer, kind
-
-
-def _check(name: str, tensor: Tensor, dim: int, whole: int) -> None:
-    shape = tuple(tensor.shape)
-    if len(shape) <= dim or shape[dim] != whole:
-        raise InvalidModel(
-            f"the tensor {name!r} has the shape {shape}, and config.json implies {whole} "
-            f"{'columns' if dim else 'rows'}"
-        )
-
-
-def _cut(tensor: Tensor, part: _Part) -> Tensor:
-    cut = tensor[part.begin : part.end]
-    missing = part.end - part.begin - len(cut)
-    if not missing:
-        return cut
-    return torch.cat((cut, cut.new_zeros(missing, *tensor.shape[1:])))

@@ -5,10 +5,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from penstock.engine.models.quantization.schemes import Scheme
+from penstock.engine.models.quantization.schemes import Scheme, divided
 
 # The class that all layers have which can be quantized, as checkpoints name it.
 LINEAR = "Linear"
+# Of which ranks have some of the columns; of all others, some of the rows.
+_BY_COLUMNS = (".o_proj", ".down_proj")
+_LAYER = "model.layers."
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,8 @@ class LayerGroup:
 class QuantizationConfig:
     """name: of the format, for people. groups: a layer belongs to the first that names it, or else
     to the first that names its class. ignored: layers that are plain, as in `LayerGroup`.
-    has_kv_scales: whether the checkpoint is meant for a quantized KV cache.
+    has_kv_scales: whether the checkpoint is meant for a quantized KV cache. first_layer, num_ranks:
+    of the part of the model that `scheme_of_part` is about.
 
     Names are those of the checkpoint, such as "model.layers.0.self_attn.q_proj".
     """
@@ -33,6 +37,16 @@ class QuantizationConfig:
     groups: tuple[LayerGroup, ...]
     ignored: tuple[str, ...] = ()
     has_kv_scales: bool = False
+    first_layer: int = 0
+    num_ranks: int = 1
+
+    def from_layer(self, first: int) -> "QuantizationConfig":
+        """Of a stage that begins with this layer."""
+        return replace(self, first_layer=first)
+
+    def over_ranks(self, num_ranks: int) -> "QuantizationConfig":
+        """Of one of the ranks that have a part of every layer each."""
+        return replace(self, num_ranks=num_ranks)
 
     def renamed(self, rename: Callable[[str], str]) -> "QuantizationConfig":
         """With other names of layers; patterns are renamed as names are."""
@@ -44,6 +58,20 @@ class QuantizationConfig:
         if any(_names(target, layer) or target == LINEAR for target in self.ignored):
             return None
         return self.scheme_if_quantized(layer)
+
+    def scheme_of_part(self, layer: str, shape: tuple[int, int]) -> Scheme | None:
+        """Of what a stage or a rank has of a layer. layer: counted from the first of the stage.
+        shape: (out_features, in_features) of the part."""
+        if layer.startswith(_LAYER):
+            index, _, rest = layer.removeprefix(_LAYER).partition(".")
+            layer = f"{_LAYER}{int(index) + self.first_layer}.{rest}"
+        scheme = self.scheme_of(layer)
+        if scheme is None or self.num_ranks == 1:
+            return scheme
+        rows, columns = shape
+        return (
+            divided(scheme, 0, columns) if layer.endswith(_BY_COLUMNS) else divided(scheme, rows, 0)
+        )
 
     def scheme_if_quantized(self, layer: str) -> Scheme | None:
         """Of a layer whose tensors show that it is quantized, whether it is ignored or not.
