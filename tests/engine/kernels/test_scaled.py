@@ -12,6 +12,7 @@ from penstock.engine.memory.kv_codes import decode, encode
 from penstock.engine.models.fused_linear import FUSED_LINEARS
 from penstock.engine.models.layers.coded import CodedLinear, coded_weight
 from penstock.engine.models.layers.fp8 import Fp8Linear
+from penstock.engine.models.layers.grouped import GroupedLinear
 from tests.support.kernels import DEVICE, error, poisoned, random
 
 ROWS, COLUMNS, OUTPUTS = 20, 300, 64
@@ -76,3 +77,8 @@ def test_other_formats_types_and_sizes_are_not() -> None:
     assert not takes(fp8((1, COLUMNS)), torch.float16)  # torch has no such product
     assert not takes(fp8((32, 64)), torch.bfloat16)
     assert not takes(fp8((1, COLUMNS), outputs=70), torch.bfloat16)
+    codes = torch.zeros(OUTPUTS, COLUMNS // 2, dtype=torch.uint8, device=DEVICE)
+    scales = torch.ones(OUTPUTS, 1, device=DEVICE)
+    linear = GroupedLinear(codes, scales, None, group_size=COLUMNS, in_features=COLUMNS)
+    of_4_bits = coded_weight(linear, DEVICE)
+    assert of_4_bits is not None and not takes(of_4_bits, torch.bfloat16)
