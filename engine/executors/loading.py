@@ -206,7 +206,7 @@ def weight_bytes(
     if plan is not None:
         return plan.weight_bytes
     if is_gguf(model_dir) and load_format is not LoadFormat.DUMMY:
-        return loaded_bytes(model_dir, dtype, kept.num_bytes)
+        return loaded_bytes(model_dir, dtype, kept.num_bytes, stage)
     num_bytes = model.weight_bytes(dtype.itemsize, kept.num_bytes)
     return num_bytes - (stage.absent_bytes(dtype.itemsize, kept.num_bytes) if stage else 0)
 

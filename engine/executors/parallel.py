@@ -127,10 +127,11 @@ def check_parallel(config: EngineConfig, model_dir: Path) -> None:
             f"{flag} cannot be combined with {offload} so far, as each rank would have to move its "
             "share of every block at the same step; leave one of the two out"
         )
-    if is_gguf(model_dir) and config.load_format is not LoadFormat.DUMMY:
+    is_read = config.load_format is not LoadFormat.DUMMY
+    if layout.tensor_size > 1 and is_gguf(model_dir) and is_read:
         raise InvalidConfig(
-            f"{flag}: a GGUF file cannot be split over ranks so far; use the model's safetensors, "
-            "or leave the flag out"
+            f"--tensor-parallel-size {layout.tensor_size}: the layers of a GGUF file cannot be "
+            "split over ranks so far; use the model's safetensors, or --pipeline-parallel-size"
         )
     model = ModelConfig.from_dir(model_dir)
     if layout.tensor_size > 1:

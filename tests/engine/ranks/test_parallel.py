@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from penstock.engine.config import Dtype, KVCacheDtype, Quantization
 from penstock.engine.executor import PendingTokens
@@ -13,6 +14,7 @@ from penstock.engine.executors import cpu
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import RequestId, RequestOutput
 from tests.support.compiler import needs_compiler
+from tests.support.gguf_files import quantized, write_gguf
 from tests.support.parallel_answers import (
     TOLERANCE,
     assert_ranks_answer_alike,
@@ -81,6 +83,12 @@ def test_ranks_and_stages_of_a_quantized_model_answer_as_one(name: str, tmp_path
     part = assert_ranks_answer_alike(config, 2, num_tokens=20, tolerance=tolerance).info
     assert 0.5 < part.weight_bytes / whole.weight_bytes < 0.55
     assert_ranks_answer_alike(config, 2, 2, num_tokens=20, tolerance=tolerance)
+
+
+def test_stages_of_a_gguf_file_answer_as_one(tmp_path: Path) -> None:
+    model = make_model("qwen2", max_position_embeddings=512)
+    path = write_gguf(tmp_path / "model.gguf", model, quantized(GGMLQuantizationType.Q8_0))
+    assert_ranks_answer_alike(parallel_config(path), 1, 2, num_tokens=20)
 
 
 def test_ranks_round_their_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
