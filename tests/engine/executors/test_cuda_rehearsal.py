@@ -138,3 +138,11 @@ def test_a_rank_of_two_compiles_nothing_and_waits_for_no_host_either(rank: int) 
     # Rank 0 samples after the graph, and the ids pass to the others.
     assert decode["launches"].count("_store_sampled") == decode["steps"]
     assert (len(decode["launches"]) > decode["steps"]) == (rank == 0)
+
+
+def test_a_rank_with_its_part_of_codes_compiles_nothing_while_it_serves() -> None:
+    report = rehearsal("1", "codes-int4", "--rank=1")
+    check_serving(report)
+    # Half of one matrix of each layer ends in a group of 16, and is plain.
+    layers = {"_skinny_grouped": 6, "_skinny": 2 + 1}
+    assert {name: report["decode"]["launches_in_graph"][name] for name in layers} == layers
