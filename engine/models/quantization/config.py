@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from penstock.engine.models.quantization.schemes import Scheme, divided
 
@@ -55,7 +56,7 @@ class QuantizationConfig:
 
     def scheme_of(self, layer: str) -> Scheme | None:
         """None where config.json says that it is plain."""
-        if any(_names(target, layer) or target == LINEAR for target in self.ignored):
+        if LINEAR in self.ignored or _name(self.ignored, layer):
             return None
         return self.scheme_if_quantized(layer)
 
@@ -79,7 +80,7 @@ class QuantizationConfig:
         None where no group has it.
         """
         for group in self.groups:
-            if any(_names(target, layer) for target in group.targets):
+            if _name(group.targets, layer):
                 return group.scheme
         for group in self.groups:
             if LINEAR in group.targets:
@@ -91,11 +92,28 @@ def regular_expressions(patterns: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"re:{pattern}" for pattern in patterns)
 
 
-def _names(target: str, layer: str) -> bool:
-    """Whether a target means this layer by its name: in full, in part ("mlp", "lm_head"), with
+def _name(targets: tuple[str, ...], layer: str) -> bool:
+    """Whether any target means this layer by its name: in full, in part ("mlp", "lm_head"), with
     wildcards ("model.layers.0.*") or by a regular expression, which must match its beginning."""
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), layer) is not None
-    if any(wildcard in target for wildcard in "*?["):
-        return fnmatchcase(layer, target)
-    return f".{target}." in f".{layer}."
+    names, patterns = _by_kind(targets)
+    parts = layer.split(".")
+    ends = range(1, len(parts) + 1)
+    # Looked up, as a mixture has tens of thousands of layers, and checkpoints hundreds of names.
+    if names and any(".".join(parts[i:end]) in names for end in ends for i in range(end)):
+        return True
+    return any(_matches(pattern, layer) for pattern in patterns)
+
+
+@lru_cache
+def _by_kind(targets: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Names, and patterns of them."""
+    patterns = tuple(
+        target for target in targets if target.startswith("re:") or any(c in target for c in "*?[")
+    )
+    return frozenset(targets) - frozenset(patterns), patterns
+
+
+def _matches(pattern: str, layer: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), layer) is not None
+    return fnmatchcase(layer, pattern)
